@@ -1,1 +1,1 @@
-"""Keep data in tiers: device, pinned, host, disk."""
+"""Store data in memory tiers: device, pinned, host, disk."""

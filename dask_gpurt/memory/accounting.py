@@ -1,9 +1,9 @@
-"""Account for what live objects own: each allocation once, however many views of it there are.
+"""Measure the memory of live objects, counting each allocation once, even if several objects share it.
 
-The columns of cudf's objects are walked without touching the memory: to serialise an object would do as
-well, but cudf copies slices first, and then what owns the copy is told. A spillable buffer is known by its
-owner, which stays the same wherever the bytes lie; its pointer is not asked for, which would bring it back to
-the device, for ever.
+The columns of cudf objects are walked without touching the memory. Serialising an object would also reveal
+its buffers, but cudf copies slices first, so that the copies would be measured. A spillable buffer is
+identified by its owner, which is the same wherever the bytes are; requesting its pointer would unspill it and
+pin it to the device forever.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from dask_gpurt.memory.tiers import Limits, Tier
 
 logger = logging.getLogger(__name__)
 
-#: Bytes by the address of each root allocation.
+#: Bytes of root allocations by address.
 Roots = dict[int, int]
 
-#: Objects of host libraries whose memory is looked into.
+#: Types of host libraries whose buffers are walked.
 _WITH_BUFFERS = (
     *(pd.DataFrame, pd.Series, pd.Index, pd.api.extensions.ExtensionArray, np.ndarray),
     *(pa.Table, pa.RecordBatch, pa.ChunkedArray, pa.Array),
@@ -41,20 +41,19 @@ _WITH_BUFFERS = (
 
 
 def owned(value: Any) -> Roots:
-    """Return the memory that an object keeps alive.
+    """Return the root allocations that an object keeps alive.
 
     Parameters
     ----------
     value
-        Frames, series, indexes and arrays of numpy, pandas, Arrow, cudf and cupy are looked
-        into, also where a dict, list or tuple holds them; of anything else Dask's ``sizeof`` is taken, or
-        where that fails, as for a dict that holds itself, the size that Dask takes then.
+        Frames, series, indexes and arrays of numpy, pandas, Arrow, cudf and cupy are walked, also inside
+        dicts, lists and tuples. Any other object counts as one allocation of the size that Dask estimates.
     """
     roots: Roots = {}
     try:
         for address, nbytes in _walk(value):
             roots[address] = max(nbytes, roots.get(address, 0))
-    except Exception as error:  # any class of a user may fail here in any way, which is not to fail its task
+    except Exception as error:  # classes of users may raise anything, which must not fail the task
         _warn_once(typename(type(value)), type(error).__name__)
         return {id(value): safe_sizeof(value)}
     return roots
@@ -63,7 +62,7 @@ def owned(value: Any) -> Roots:
 @cache
 def _warn_once(kind: str, error: str) -> None:
     logger.warning(
-        "what an object of type %s owns cannot be told (%s): its size is taken as Dask estimates it",
+        "cannot measure the memory of an object of type %s (%s): using the size that Dask estimates",
         kind,
         error,
     )
@@ -87,7 +86,7 @@ def _walk(value: Any) -> Iterator[tuple[int, int]]:
         address, nbytes = _root(value)
         yield address, nbytes
         if value.dtype == object:
-            # Views share the objects too. No other allocation begins there: pointers have more bytes.
+            # Views share the objects too. No allocation starts here, in the middle of the first pointer.
             yield address + 1, sizeof_objects(_base(value))
     elif isinstance(value, pd.api.extensions.ExtensionArray):
         yield from _walk_extension(value)
@@ -110,7 +109,7 @@ def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
             yield from _walk(buffer)
     elif library == "rmm" and hasattr(value, "ptr"):
         yield value.ptr, value.size
-    elif library == "dask_gpurt" and hasattr(value, "owner"):  # a part of another buffer
+    elif library == "dask_gpurt" and hasattr(value, "owner"):  # a view of another buffer
         yield from _walk(value.owner)
     elif library == "cupy" and hasattr(value, "data"):
         yield value.data.mem.ptr, value.data.mem.size
@@ -125,7 +124,7 @@ def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
 
 
 def _has_buffers(value: Any) -> bool:
-    """Return whether an object may share its memory with others."""
+    """Return whether an object may share its memory with other objects."""
     return isinstance(value, _WITH_BUFFERS) or lives_on_device(value)
 
 
@@ -144,7 +143,7 @@ def _walk_extension(array: Any) -> Iterator[tuple[int, int]]:
 
 
 def _base(array: np.ndarray) -> Any:
-    """Return the array whose view another is."""
+    """Return the array that owns the memory of a view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
@@ -156,7 +155,7 @@ def _root(array: np.ndarray) -> tuple[int, int]:
         try:
             held = np.frombuffer(base.base, np.uint8)
         except (TypeError, ValueError, BufferError):
-            pass  # it is not a buffer: what the array sees is all that is known
+            pass  # not a buffer: only the bytes of the array are known
         else:
             return int(held.ctypes.data), int(held.nbytes)
     return int(base.ctypes.data), int(base.nbytes)
@@ -169,7 +168,7 @@ def _buffer_root(buffer: Any) -> tuple[int, int]:
 
 
 def _cudf_owners(value: Any) -> Iterator[tuple[int, int]]:
-    """Yield the identity and bytes of each allocation that a frame, series or index of cudf is a view of.
+    """Yield the identity and bytes of each allocation that a cudf frame, series or index refers to.
 
     Parameters
     ----------
@@ -178,7 +177,7 @@ def _cudf_owners(value: Any) -> Iterator[tuple[int, int]]:
     """
     if (index := getattr(value, "index", None)) is not None:
         yield from _cudf_owners(index)
-    if type(value).__name__ != "RangeIndex":  # whose columns would be made by asking for them
+    if type(value).__name__ != "RangeIndex":  # accessing its columns would materialise them
         for column in value._columns:
             yield from _of_cudf_column(column)
 
@@ -202,20 +201,20 @@ def _cudf_root(owner: Any) -> tuple[int, int]:
 
 
 class Owned:
-    """Keep the union of the memory that some keys own. Not thread-safe."""
+    """Track the union of the allocations that keys own. Not thread-safe."""
 
     def __init__(self) -> None:
         self._roots: dict[Hashable, Roots] = {}
-        #: The keys that own an allocation, in order: the first is charged with it.
+        #: The keys that own an allocation, in order of insertion; the first is charged for it.
         self._sharers: defaultdict[int, dict[Hashable, None]] = defaultdict(dict)
-        #: As first seen: an allocation has one size, whatever two objects know of it.
+        #: Sizes as first seen: an allocation has one size, even if two objects report different ones.
         self._sizes: Roots = {}
-        #: Allocations that lie somewhere else for now, and count nothing.
+        #: Allocations that are currently in another tier, and count as 0 bytes.
         self._elsewhere: frozenset[int] = frozenset()
         self.total = 0
 
     def add(self, key: Hashable, roots: Roots) -> int:
-        """Count what a new key owns; the bytes it is charged with, which no key owned before."""
+        """Add a key; return the bytes it is charged for, which no other key owned before."""
         self._roots[key], before = roots, self.total
         for address, nbytes in roots.items():
             if address not in self._sizes:
@@ -229,11 +228,11 @@ class Owned:
         return self._roots[key]
 
     def lacking(self, roots: Roots) -> int:
-        """Return the bytes that no key owns so far."""
+        """Return the bytes of allocations that no key owns."""
         return sum(nbytes for address, nbytes in roots.items() if address not in self._sizes)
 
     def discard(self, key: Hashable) -> dict[Hashable | None, int]:
-        """Count a key no more; the bytes it was charged with, by the key charged now, or None."""
+        """Remove a key; return the bytes it was charged for, by the key charged instead, None if freed."""
         heirs: defaultdict[Hashable | None, int] = defaultdict(int)
         for address in self._roots.pop(key, {}):
             sharers = self._sharers[address]
@@ -249,18 +248,18 @@ class Owned:
         return heirs
 
     def gain(self, key: Hashable) -> int:
-        """Return the bytes that would be free if this key went alone."""
+        """Return the bytes that removing this key alone would free."""
         return sum(self._here(a) for a in self._roots.get(key, {}) if len(self._sharers[a]) == 1)
 
     def is_here(self, key: Hashable) -> bool:
-        """Return whether a key owns bytes that do not lie somewhere else."""
+        """Return whether a key owns bytes in this tier."""
         return any(map(self._here, self._roots.get(key, {})))
 
     def _here(self, address: int) -> int:
         return 0 if address in self._elsewhere else self._sizes[address]
 
     def set_elsewhere(self, addresses: Iterable[int]) -> dict[Hashable, int]:
-        """Set the allocations that lie somewhere else now; returns by how much the bytes charged change."""
+        """Set the allocations that are in another tier now; return the change of the charge by key."""
         addresses, changes = frozenset(addresses), defaultdict[Hashable, int](int)
         for address in (addresses ^ self._elsewhere) & self._sizes.keys():
             nbytes = -self._sizes[address] if address in addresses else self._sizes[address]
@@ -270,7 +269,7 @@ class Owned:
         return changes
 
     def clear(self) -> None:
-        """Count nothing any more."""
+        """Remove all keys."""
         self._roots.clear()
         self._sharers.clear()
         self._sizes.clear()
@@ -281,14 +280,14 @@ _RESERVED = Label(RESERVATIONS)
 
 
 class LiveAccount:
-    """Account for live objects, shared memory once. Not thread-safe.
+    """Account for live objects and reservations, counting shared memory once. Not thread-safe.
 
     Parameters
     ----------
     limits
         Bytes of each tier.
     ledger
-        Told of each change. Shared memory counts as what the first key is that is still there.
+        Updated with each change. Shared memory is charged to the oldest key that owns it.
     """
 
     def __init__(self, limits: Limits, ledger: Ledger):
@@ -298,19 +297,19 @@ class LiveAccount:
         self._of: dict[Hashable, tuple[Tier, Label]] = {}
         self._reservations: dict[Hashable, tuple[Tier, int]] = {}
         self._reserved: Counter[Tier] = Counter()
-        #: Bytes that have become live so far, and how many objects have ceased to be.
+        #: Cumulative bytes that have become live, and number of objects removed.
         self.admitted: Counter[Tier] = Counter()
         self.removals = 0
 
     def add(self, key: Hashable, tier: Tier, label: Label, roots: Roots) -> None:
-        """Note that a key is live now."""
+        """Add a live key."""
         self._of[key] = tier, label
         added = self._owned[tier].add(key, roots)
         self.admitted[tier] += added
         self._ledger.add(tier, label, added)
 
     def discard(self, key: Hashable) -> None:
-        """Note that a key is live no more."""
+        """Remove a key that is no longer live."""
         self._discount(key)
         self.removals += 1
 
@@ -322,14 +321,14 @@ class LiveAccount:
                 self._ledger.add(tier, self._of[heir][1], nbytes)
 
     def revise(self, key: Hashable, roots: Roots) -> None:
-        """Look again at what a live key owns, which may have changed."""
+        """Replace the allocations of a live key, if they have changed."""
         tier, label = self._of[key]
         if roots != self._owned[tier].roots(key):
             self._discount(key)
             self.add(key, tier, label, roots)
 
     def keys(self, tier: Tier) -> list[Any]:
-        """Return the keys that are live in a tier, the oldest first."""
+        """Return the live keys of a tier, oldest first."""
         return [key for key, (where, _) in self._of.items() if where is tier]
 
     def total(self, tier: Tier) -> int:
@@ -337,39 +336,39 @@ class LiveAccount:
         return self._owned[tier].total if tier in self._owned else 0
 
     def lacking(self, tier: Tier, roots: Roots) -> int:
-        """Return the bytes that a new object would add to a tier: none for views of what is live there."""
+        """Return the bytes that a new object would add to a tier; views of live objects add none."""
         return self._owned[tier].lacking(roots)
 
     def gain(self, key: Hashable, tier: Tier) -> int:
-        """Return the bytes that would be free if this key went alone."""
+        """Return the bytes that removing this key alone would free."""
         return self._owned[tier].gain(key)
 
     def is_here(self, key: Hashable, tier: Tier) -> bool:
-        """Return whether a key has bytes in a tier, and not only somewhere else for now."""
+        """Return whether a live key of a tier currently has bytes there."""
         return self._owned[tier].is_here(key)
 
     def set_elsewhere(self, tier: Tier, roots: Iterable[int]) -> None:
-        """Set the allocations of a tier that lie somewhere else now, though what owns them is live."""
+        """Set the allocations of live objects in a tier that are currently in another one."""
         for key, nbytes in self._owned[tier].set_elsewhere(roots).items():
             self._ledger.add(tier, self._of[key][1], nbytes)
 
     def reserve(self, key: Hashable, tier: Tier, nbytes: int) -> None:
-        """Keep room for a key; a later promise to it replaces the one before."""
+        """Reserve bytes for a key, replacing its previous reservation."""
         self.cancel(key)
         self._reservations[key] = tier, nbytes
         self._add_reserved(tier, nbytes)
 
     def reserved(self, key: Hashable, tier: Tier) -> int:
-        """Return the bytes that a key has been promised in a tier."""
+        """Return the bytes reserved for a key in a tier."""
         where, nbytes = self._reservations.get(key, (tier, 0))
         return nbytes if where is tier else 0
 
     def is_reserved(self, key: Hashable) -> bool:
-        """Return whether a key has been promised room; from any thread."""
+        """Return whether a key has a reservation. From any thread."""
         return key in self._reservations
 
     def cancel(self, key: Hashable) -> bool:
-        """End a promise; whether there was one."""
+        """Cancel the reservation of a key; return whether it had any bytes."""
         if (promised := self._reservations.pop(key, None)) is None:
             return False
         tier, nbytes = promised
@@ -381,27 +380,27 @@ class LiveAccount:
         self._ledger.add(tier, _RESERVED, nbytes)
 
     def excess(self, tier: Tier, nbytes: int, others: int = 0) -> int:
-        """Return by how many bytes a tier is too full once ``nbytes`` more are live, next to ``others``."""
+        """Return by how many bytes a tier with ``others`` in it would exceed its limit by ``nbytes`` more."""
         return self.total(tier) + self._reserved[tier] + others + nbytes - self._limits[tier]
 
     def clear(self) -> None:
-        """Forget all live objects."""
+        """Forget all live objects and reservations."""
         for owned in self._owned.values():
             owned.clear()
         for counted in (self._of, self._reservations, self._reserved):
             counted.clear()
 
 
-#: Bytes by the identity of what owns them.
+#: Bytes by the identity of their owner.
 BytesByOwner = dict[int, int]
 
 
 def cudf_spill_manager() -> Any:
-    """Return cudf's spill manager, None where cudf does not spill or has not been imported."""
+    """Return cudf's spill manager; None if cudf does not spill or has not been imported."""
     module = sys.modules.get("cudf.core.buffer.spill_manager")
     return module.get_global_manager() if module is not None else None
 
 
 def spilled_by_cudf(manager: Any) -> BytesByOwner:
-    """Return the buffers of a manager that lie in host memory."""
+    """Return the buffers that cudf has spilled to host memory."""
     return {id(owner): owner.size for owner in manager.buffers() if owner.is_spilled}

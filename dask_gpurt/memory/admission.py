@@ -1,29 +1,30 @@
-"""Decide what may run when memory is short, estimate what a task will need, and let requests wait.
+"""Queue tasks and fetches while memory is short, and estimate the memory that tasks need.
 
-:class:`Admission` holds the rules, :class:`MemoryEstimator` the estimates; both are pure: time is passed
-in. :class:`AdmissionQueue` has requests wait on the event loop of a worker.
+:class:`Admission` holds the rules, :class:`MemoryEstimator` the estimates; both are pure, with time as an
+argument. :class:`AdmissionQueue` makes requests wait on the event loop of a worker.
 
-A request for room comes from a task that is about to run or from data that are about to be fetched from
-a peer. Data that are sent to a peer hold room too, but never wait. A request is admitted
+Tasks about to run, and fetches of data from peers, request memory. Data sent to a peer hold memory too, but
+never wait. A request is admitted
 
-1. when there is room for it (a fetch has to be the oldest request, too: there may always be another one), or
-2. when nothing runs, whatever it needs, or
-3. when it has been the oldest request for ``ADMISSION_PATIENCE_S``, with or without room.
+1. if there is room for it, and, for a fetch, if no other request is older (otherwise an endless series of
+   fetches could starve it), or
+2. if nothing is running, whatever it needs, or
+3. if it has been the oldest request for ``ADMISSION_PATIENCE_S``, with or without room.
 
-Why nothing waits here for ever. Requests wait in the order of their arrival. While the oldest one waits,
-either nothing runs, and rule 2 admits it as soon as it asks again, or its time runs out, and rule 3 does. It
-asks again when something leaves, and anyhow every ``RETRY_INTERVAL_S`` seconds. Then the
-next request is the oldest one. So the k-th request in the queue is admitted after k times the patience at
-most, whatever runs does: tasks may wait for each other (an Event, a Queue, a Lock, the ranks of NCCL), and a
-peer that data are sent to may have stopped. Without rule 3 there are deadlocks: of two tasks that wait for
-each other one runs, and the other one waits here for it to end.
+No request waits forever. Requests wait in order of arrival. While the oldest one waits, either nothing is
+running, and rule 2 admits it at its next retry, or its time runs out, and rule 3 does. It retries whenever a
+running request leaves, and at least every ``RETRY_INTERVAL_S`` seconds. Then the next request is the oldest.
+So the k-th request in the queue is admitted after at most k times the patience, whatever the running tasks
+do: they may wait for each other (through an Event, a Queue, a Lock, NCCL), and a peer that data are sent to
+may be stopped. Without rule 3 there are deadlocks: if two tasks wait for each other, one may run while the
+other waits here for it to end.
 
-An admitted task has a thread: Dask executes at most as many tasks at a time as the worker has threads, and
-those that wait here count among them. A task that has seceded has left its slot to another one, so it is left
-out of what runs; it may wait for tasks of its own.
+An admitted task has a thread: Dask executes at most as many tasks at once as the worker has threads, and
+tasks that wait here count among them. A task that has seceded has left its slot to another one, and may be
+waiting for tasks of its own, so it does not count as running.
 
-Rule 3 has a price: memory may go above its limit by one request for each patience. It is paid without need
-where tasks take longer than that while memory is short, so the patience is long, and each case is counted.
+Rule 3 may exceed the memory limit by one request per patience. That is unnecessary if tasks just run longer
+than the patience while memory is short, so the patience is long, and each case is counted.
 """
 
 from __future__ import annotations
@@ -43,40 +44,40 @@ from dask_gpurt.observe import Fallback, Metrics
 
 #: The kinds of requests.
 TASK, FETCH, SEND = "task", "fetch", "send"
-#: Seconds for which the oldest request waits for room before it is admitted without.
+#: Seconds for which a request waits as the oldest one, before it is admitted without room.
 ADMISSION_PATIENCE_S = 30.0
-#: Seconds after which a request asks again: room may have come from elsewhere, or its time has run out.
+#: Seconds between retries of a request, since memory may be freed without notice, and patience runs out.
 RETRY_INTERVAL_S = 0.5
-#: Runs of a prefix that are remembered, and the share of them that would have had enough.
+#: Runs of a prefix that are remembered, and the share of them that an estimate has to be sufficient for.
 RUNS_REMEMBERED, SUFFICIENT_SHARE = 20, 0.9
-#: The most that a task is estimated to need, as a multiple of any run so far: a few bytes in and many out,
-#: as of a task that reads shards, would otherwise reserve everything for one that has inputs.
+#: The largest estimate, as a multiple of the largest past run. Otherwise a run with tiny inputs and a large
+#: result, as when reading shards, would make the estimate for large inputs arbitrarily high.
 MAX_GROWTH = 2
 
 
 class MemoryEstimator:
-    """Estimate what tasks take besides their inputs, from what others of their prefix have taken."""
+    """Estimate the memory that tasks need besides their inputs, from past tasks of the same prefix."""
 
     def __init__(self) -> None:
-        #: Bytes of inputs and the most that was needed, by prefix and whether there were inputs.
+        #: Bytes of inputs and peak memory of past runs, by prefix and by whether there were inputs.
         self._runs: defaultdict[tuple[str, bool], deque[tuple[int, int]]] = defaultdict(
             lambda: deque(maxlen=RUNS_REMEMBERED)
         )
 
     def learn(self, prefix: str, inputs: int, peak: int) -> None:
-        """Remember a task that has run.
+        """Add a completed task.
 
         Parameters
         ----------
         inputs, peak
-            Bytes of its inputs, and the most that it took besides them.
+            Bytes of its inputs, and its peak memory besides them.
         """
         self._runs[prefix, inputs > 0].append((inputs, peak))
 
     def estimate(self, prefix: str, inputs: int) -> int:
-        """Return the bytes that a task will probably take besides its inputs.
+        """Return the estimated bytes that a task needs besides its inputs.
 
-        As long as nothing is known that is a result as large as these, and as much to work with.
+        Without past runs, assume a result and a working set as large as the inputs.
         """
         runs = self._runs.get((prefix, inputs > 0))
         if not runs:
@@ -88,12 +89,12 @@ class MemoryEstimator:
 
 
 def _sufficient(runs: list[float] | list[int]) -> float:
-    """Return what was enough for most of some runs."""
+    """Return the value that was sufficient for most runs."""
     return sorted(runs)[min(len(runs) - 1, int(SUFFICIENT_SHARE * len(runs)))]
 
 
 class MemoryRequest(NamedTuple):
-    """Request memory: for a task, or for data that come from a peer or go to one."""
+    """Identify a request for memory: of a task, a fetch from a peer, or a send to one."""
 
     kind: str
     key: Key
@@ -105,32 +106,32 @@ def reservation(task: Key) -> MemoryRequest:
 
 
 class Admission:
-    """Keep what one worker runs, fetches and sends, and which requests wait for room. Not thread-safe.
+    """Track the running and the waiting requests of one worker. Not thread-safe.
 
-    Times are seconds by any clock that does not go back.
+    Times are in seconds of any monotonic clock.
 
     Parameters
     ----------
     patience
-        Seconds for which the oldest request waits before it is admitted without room.
+        Seconds for which a request waits as the oldest one, before it is admitted without room.
     """
 
     def __init__(self, patience: float = ADMISSION_PATIENCE_S) -> None:
         self._patience = patience
         self._running: set[MemoryRequest] = set()
         self._waiting: deque[MemoryRequest] = deque()
-        #: Since when the oldest request has been the oldest one.
+        #: Time since which the first request in the queue has been the first.
         self._oldest_since = 0.0
-        #: The number of requests that were admitted because their time had run out.
+        #: The number of requests admitted because their patience ran out.
         self.overdue = 0
 
     def ask(self, request: MemoryRequest, fits: bool, now: float) -> bool:
-        """Admit a request if that is possible; otherwise queue it, to ask again later.
+        """Admit a request, or queue it for a later retry; return whether it is admitted.
 
         Parameters
         ----------
         fits
-            Whether there is room for what it needs.
+            Whether there is room for it.
         """
         if self._running and not (fits and self._may_pass(request)):
             if not self._is_overdue(request, now):
@@ -142,7 +143,7 @@ class Admission:
         return True
 
     def _may_pass(self, request: MemoryRequest) -> bool:
-        """Keep fetches from taking room from older requests: there may always be another fetch."""
+        """Return False for a fetch if another request is older, so that fetches cannot starve it."""
         return request.kind != FETCH or self.first in (None, request)
 
     def _is_overdue(self, request: MemoryRequest, now: float) -> bool:
@@ -150,19 +151,19 @@ class Admission:
 
     @property
     def short(self) -> bool:
-        """Return whether tasks wait, and for transfers only: nothing more should be sent then."""
+        """Return whether tasks wait while only transfers run, in which case peers should not be served."""
         tasks_run = any(request.kind == TASK for request in self._running)
         return not tasks_run and any(request.kind == TASK for request in self._waiting)
 
     def leave(self, request: MemoryRequest, now: float) -> MemoryRequest | None:
-        """Note that something has ended, seceded or given up; return the request that is to ask again."""
+        """Remove a request that has ended, seceded or given up; return the request that should retry."""
         self._running.discard(request)
         self._withdraw(request, now)
         return self.first
 
     @property
     def first(self) -> MemoryRequest | None:
-        """Return the oldest request."""
+        """Return the oldest waiting request."""
         return self._waiting[0] if self._waiting else None
 
     def _queue(self, request: MemoryRequest, now: float) -> None:
@@ -179,24 +180,24 @@ class Admission:
 
     @property
     def running(self) -> frozenset[MemoryRequest]:
-        """Return what goes on, apart from tasks that have seceded."""
+        """Return the running requests, except tasks that have seceded."""
         return frozenset(self._running)
 
     @property
     def waiting(self) -> tuple[MemoryRequest, ...]:
-        """Return the requests that wait, oldest first."""
+        """Return the waiting requests, oldest first."""
         return tuple(self._waiting)
 
 
 class AdmissionQueue:
-    """Queue the requests of a worker for its :class:`Admission`. On the event loop.
+    """Queue the memory requests of a worker, by the rules of :class:`Admission`. On the event loop.
 
     Parameters
     ----------
     has_seceded
-        Tells whether a task has given its slot to another one, or is not known any more.
+        Returns whether a task has seceded, or is no longer known.
     reservations
-        Where room is reserved under each request.
+        Reserves memory under each request.
     """
 
     def __init__(
@@ -211,7 +212,7 @@ class AdmissionQueue:
 
     @property
     def short(self) -> bool:
-        """Return whether peers are to ask later."""
+        """Return whether peers should retry later; see :attr:`Admission.short`."""
         return self._admission.short
 
     async def wait(self, request: MemoryRequest, reserve: Callable[[MemoryRequest], Awaitable[bool]]) -> None:
@@ -220,7 +221,7 @@ class AdmissionQueue:
         Parameters
         ----------
         reserve
-            Reserves room under it if there is some, and returns whether there is.
+            Reserves room for the request if there is any, and returns whether there was.
         """
         began = None
         while True:
@@ -237,7 +238,7 @@ class AdmissionQueue:
             self._metrics.add("memory.waits")
             wake = self._wake.setdefault(request, asyncio.Event())
             wake.clear()
-            with contextlib.suppress(TimeoutError):  # room may have come from elsewhere
+            with contextlib.suppress(TimeoutError):  # retry, since memory may be freed without notice
                 await asyncio.wait_for(wake.wait(), RETRY_INTERVAL_S)
 
     def _is_admitted(self, request: MemoryRequest, fits: bool) -> bool:
@@ -247,20 +248,20 @@ class AdmissionQueue:
             self._metrics.add("memory.waits.overdue")
             self._metrics.fallback(
                 Fallback.MEMORY_ADMITTED_OVERDUE,
-                f"{request.kind} {request.key!r} had been the first to wait for {ADMISSION_PATIENCE_S} s: "
-                "tasks wait for each other, or take longer than that while memory is short",
+                f"{request.kind} {request.key!r} had been the oldest request for {ADMISSION_PATIENCE_S} s: "
+                "tasks wait for each other, or run longer than that while memory is short",
             )
         return admitted
 
     def waiting(self) -> dict[str, list[str]]:
-        """Return what goes on and what waits, as plain values: to look into a cluster that stands still."""
+        """Return the running and the waiting requests as plain values, to debug a cluster that hangs."""
         return {
             "running": sorted(map(str, self._admission.running)),
             "waiting": list(map(str, self._admission.waiting)),
         }
 
     def leave(self, request: MemoryRequest) -> None:
-        """Give back the room of something that is done, or of a request that is withdrawn."""
+        """Release the memory of a request that is done or withdrawn."""
         self._reservations.cancel(request)
         self._wake.pop(request, None)
         self._notify(self._admission.leave(request, time.monotonic()))
@@ -269,7 +270,7 @@ class AdmissionQueue:
     async def receiving(
         self, reserve: Callable[[MemoryRequest], Awaitable[bool]]
     ) -> AsyncIterator[MemoryRequest]:
-        """Wait for room for data from a peer, and keep it meanwhile; the request that has the room."""
+        """Wait for room for data from a peer, and hold it in the context; yield the request."""
         request = MemoryRequest(FETCH, next(self._numbers))
         try:
             await self.wait(request, reserve)
@@ -279,7 +280,7 @@ class AdmissionQueue:
 
     @contextlib.contextmanager
     def sending(self) -> Iterator[None]:
-        """Count data that go to a peer meanwhile: they cannot be spilled."""
+        """Count data being sent to a peer as running in the context, since they cannot be spilled."""
         request = MemoryRequest(SEND, next(self._numbers))
         self._admission.ask(request, True, time.monotonic())
         try:

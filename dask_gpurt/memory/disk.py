@@ -1,10 +1,10 @@
-"""Keep objects taken apart in files: one for each, its buffers one behind the other, each with a checksum.
+"""Store serialised objects in files: one file for each object, with a checksum for each buffer.
 
-Spilled bytes would only push other files out of the page cache, so they are written and read past it where
-the file system can do that. Direct I/O requires addresses, offsets and lengths that are multiples of a page,
-so bytes of the host are written through an aligned buffer, and read into aligned memory. Buffers of a device
-begin at a page each, behind those of the host; the device moves them and computes their checksums. The
-offsets of buffers stay in memory: a file is read by the process that wrote it, or not at all.
+Spilled bytes would only evict other files from the page cache, so they bypass it with direct I/O where the
+file system supports that. Direct I/O requires page-aligned addresses, offsets and lengths, so host buffers
+are written through an aligned bounce buffer, and read into aligned memory. Device buffers follow the host
+buffers in the file, each aligned to a page; the device moves them and computes their checksums. The offsets
+of buffers are kept in memory only, since a file is never read by another process than its writer.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-_TOO_SHORT = "it ends too early"
-#: One buffer is enough: bytes of the host are there once they have been copied.
+_TOO_SHORT = "the file is truncated"
+#: One buffer is enough, since copies of host bytes are synchronous.
 _bounce = BounceBuffers(1, lambda nbytes: np.frombuffer(mmap.mmap(-1, nbytes), np.uint8))
 
 
 class CorruptFile(OSError):
-    """A file does not hold what was written to it, or is gone."""
+    """A spilled file is corrupt or missing."""
 
 
 def corrupt(path: str, why: str | None) -> CorruptFile:
-    """Return the error for a file that cannot be used."""
-    return CorruptFile(errno.EIO, f"spilled data is lost and is to be computed again ({why})", path)
+    """Return the error for a corrupt file."""
+    return CorruptFile(errno.EIO, f"spilled data is lost and has to be recomputed ({why})", path)
 
 
 class Span(NamedTuple):
-    """Locate a buffer in its file, with the checksum that tells whether it is still the same."""
+    """Locate a buffer in its file, with its checksum."""
 
     offset: int
     nbytes: int
@@ -58,15 +58,15 @@ class Span(NamedTuple):
 
 
 def file_size(nbytes: int) -> int:
-    """Return the bytes of a file with buffers of ``nbytes`` together: whole pages.
+    """Return the size of a file with ``nbytes`` of buffers, rounded up to whole pages.
 
-    To cut a file off after direct I/O takes longer than to write a small one.
+    Truncating a file after direct I/O would take longer than writing a small one.
     """
     return whole_pages(nbytes)
 
 
 def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
-    """Write a file: buffers one behind the other."""
+    """Write buffers to a file, one after the other."""
     sizes = [sum(piece.size for piece in pieces) for pieces in buffers]
     packing, total = _ChunkPacker(buffers), sum(sizes)
     chunks = (
@@ -79,7 +79,7 @@ def write(fd: int, buffers: Sequence[Scattered]) -> list[Span]:
 
 
 class _ChunkPacker:
-    """Copy buffers one behind the other into pieces of memory, and work their checksums out on the way."""
+    """Copy consecutive buffers into chunks of memory, and compute their checksums."""
 
     def __init__(self, buffers: Sequence[Scattered]):
         self.checksums = [0] * len(buffers)
@@ -87,7 +87,7 @@ class _ChunkPacker:
         self._left: tuple[int, np.ndarray] = 0, np.empty(0, np.uint8)
 
     def fill(self, memory: np.ndarray) -> Fence:
-        """Fill memory with the next bytes; they are there on return."""
+        """Fill memory with the next bytes. Synchronous."""
         which, piece = self._left
         while memory.size:
             if not piece.size:
@@ -103,52 +103,53 @@ class _ChunkPacker:
 def write_from_device(
     files: DeviceFiles, fd: int, path: str, parts: Sequence[tuple[Buffer, int]], *, ordered: bool
 ) -> list[Span]:
-    """Write buffers of a device behind what the file holds, each where a page begins.
+    """Write device buffers to a file, behind its host buffers, each aligned to a page.
 
     Parameters
     ----------
     parts
-        Each buffer, and where it goes.
+        Pairs of a buffer and its offset.
     ordered
-        Whether work that the device was given so far may still write the buffers.
+        Whether pending work on the device may still write the buffers.
     """
     if not parts:
         return []
     last, at = parts[-1]
-    os.posix_fallocate(fd, 0, at + file_size(last.nbytes))  # a device's error of a full disk has no number
+    # Raises ENOSPC if the disk is full, for which the device's own error would have no errno.
+    os.posix_fallocate(fd, 0, at + file_size(last.nbytes))
     checksums = files.write(fd, path, parts, ordered=ordered)
     return [Span(at, source.nbytes, crc) for (source, at), crc in zip(parts, checksums, strict=True)]
 
 
 def aligned(nbytes: int) -> np.ndarray:
-    """Return new host memory that begins at a page.
+    """Allocate page-aligned host memory.
 
-    From 4 MiB on numpy asks for huge pages, which cost a fraction of small ones to touch: it is
-    worth while to take as much at once as will be needed.
+    From 4 MiB, numpy requests huge pages, whose page faults are far cheaper, so one large allocation is
+    better than several small ones.
     """
     memory = np.empty(nbytes + PAGE, np.uint8)
     return memory[-memory.ctypes.data % PAGE :][:nbytes]
 
 
 def extent(spans: Sequence[Span]) -> tuple[int, int]:
-    """Return where the pages of neighbouring buffers begin in their file, and the bytes of these."""
+    """Return the page-aligned offset of adjacent buffers in their file, and the size of their pages."""
     first = min(span.offset for span in spans) // PAGE * PAGE
     end = max(span.offset + span.nbytes for span in spans)
     return first, file_size(end - first)
 
 
 def read(fd: int, path: str, spans: Sequence[Span], into: np.ndarray | None = None) -> list[np.ndarray]:
-    """Read neighbouring buffers into host memory; they share it.
+    """Read adjacent buffers into one allocation of host memory.
 
     Parameters
     ----------
     into
-        As many bytes as the :func:`extent` says, at a page; by default new ones.
+        Page-aligned memory of the size that :func:`extent` returns; by default newly allocated.
 
     Raises
     ------
     CorruptFile
-        When they are not what was written.
+        If the file is truncated or a checksum does not match.
     """
     if not spans:
         return []
@@ -165,7 +166,7 @@ def read(fd: int, path: str, spans: Sequence[Span], into: np.ndarray | None = No
 
 
 def read_to_device(files: DeviceFiles, fd: int, path: str, spans: Sequence[Span]) -> list[Buffer]:
-    """Read buffers into new memory of a device; raises as :func:`read` does."""
+    """Read buffers into new memory of a device; raise CorruptFile as :func:`read` does."""
     try:
         found = files.read(fd, path, [(span.offset, span.nbytes) for span in spans])
     except EOFError:
@@ -177,7 +178,7 @@ def read_to_device(files: DeviceFiles, fd: int, path: str, spans: Sequence[Span]
 
 def _check(path: str, span: Span, checksum: int) -> None:
     if checksum != span.checksum:
-        raise corrupt(path, f"the checksum of its bytes from {span.offset} on is wrong")
+        raise corrupt(path, f"checksum mismatch in the buffer at offset {span.offset}")
 
 
 class _File(NamedTuple):
@@ -185,12 +186,12 @@ class _File(NamedTuple):
     size: int
     #: The header, then the buffers.
     spans: list[Span]
-    #: Those of them that a device has written.
+    #: Numbers of the spans that a device has written.
     from_device: frozenset[int]
 
 
 class _Layout:
-    """Lay out the buffers of an object in its file: those of the host first, then those of a device."""
+    """Lay out the buffers of an object in its file: host buffers first, then device buffers."""
 
     def __init__(self, frames: Frames):
         self.host: list[Scattered] = [[np.frombuffer(frames.header, np.uint8)]]
@@ -204,25 +205,25 @@ class _Layout:
             self.size += file_size(source.nbytes)
 
     def in_order(self, spans: list[Span]) -> list[Span]:
-        """Return the spans of the header and the buffers, given those of the host and of the device."""
+        """Reorder spans, first of host and then of device buffers, to the order of the object's buffers."""
         host, device = iter(spans[: len(self.host)]), iter(spans[len(self.host) :])
         return [next(device if number in self.from_device else host) for number in range(len(spans))]
 
 
 class DiskTier(MutableMapping[str, Frames]):
-    """Map keys to files in a directory of its own. Thread-safe; not to be read while the key is deleted.
+    """Map keys to files in a directory of its own. Thread-safe; keys must not be deleted while read.
 
-    A key goes at once. Its file is removed on a thread of the tier's own: for large ones that takes longer
-    than an event loop has, or a thread that waits for a lock.
+    Deleting a key takes effect immediately. Its file is removed in a thread of the tier: unlinking a large
+    file is too slow for the event loop, or under a lock.
 
     Parameters
     ----------
     directory
-        Where that directory is made.
+        The parent of that directory.
     capacity
-        Bytes of files, None for as many as the file system takes.
+        The most bytes of files; None for as many as the file system has room for.
     device_files
-        What moves buffers that lie on a device.
+        Moves buffers between files and the device.
     """
 
     reads_block = True
@@ -232,12 +233,12 @@ class DiskTier(MutableMapping[str, Frames]):
             os.makedirs(directory, exist_ok=True)
             self.path = tempfile.mkdtemp(prefix="gpurt-tier-", dir=directory)
         except OSError as error:
-            why = f"data cannot be spilled here ({error.strerror}), set another local_directory"
+            why = f"data cannot be spilled here ({error.strerror}): set another local_directory"
             raise OSError(error.errno, why, directory) from error
         self.capacity = capacity
         self.used = 0
         self._device_files = device_files
-        #: Whether the file system has not refused direct I/O so far.
+        #: Whether to use direct I/O; False once the file system has refused it.
         self.direct = True
         self._files: dict[str, _File] = {}
         self._names = itertools.count()
@@ -250,7 +251,7 @@ class DiskTier(MutableMapping[str, Frames]):
         self._store(key, frames, ordered=True)
 
     def put(self, key: str, frames: Frames, device: Device, *, ordered: bool) -> Fence:
-        """Store an object, whose buffers may lie on a device; complete on return."""
+        """Store an object, whose buffers may be on the device. Synchronous."""
         if any(map(on_device, frames.buffers)):
             self._store(key, frames, ordered=ordered)
         else:
@@ -262,7 +263,7 @@ class DiskTier(MutableMapping[str, Frames]):
         size = layout.size
         if layout.device and self._device_files is None:
             raise TypeError(
-                f"{self.path}: buffers of a device go into files by 'device_files', which is None"
+                f"{self.path}: device buffers cannot be written to files, because 'device_files' is None"
             )
         with self._lock:
             if self.capacity is not None and self.used + size > self.capacity:
@@ -273,7 +274,7 @@ class DiskTier(MutableMapping[str, Frames]):
             spans = self._write(path, layout, ordered)
         except BaseException as error:
             self._give_back(size)
-            with suppress(OSError):  # the first error is the one that says why
+            with suppress(OSError):  # keep the first error, which has the cause
                 os.unlink(path)
             if isinstance(error, OSError):
                 raise self._no_room(size, error.strerror or str(error)) from error
@@ -299,11 +300,11 @@ class DiskTier(MutableMapping[str, Frames]):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
-        self.settle()  # what has gone may still be on the disk
+        self.settle()  # files of deleted keys may not be unlinked yet
         return self._on_file(path, flags, action)
 
     def _no_room(self, size: int, why: str) -> NoRoom:
-        what = "free some, set 'gpurt.memory.disk' to what there is, or 'local_directory' to another place"
+        what = "free some space, lower 'gpurt.memory.disk', or set another 'local_directory'"
         return NoRoom(Tier.DISK, size, f"{self.path}: {why}: {what}")
 
     def __getitem__(self, key: str) -> Frames:
@@ -312,7 +313,7 @@ class DiskTier(MutableMapping[str, Frames]):
         return Frames(header.tobytes(), tuple([buffer] for buffer in buffers))
 
     def to_device(self, key: str) -> Frames:
-        """Read an object as ``self[key]`` does, but what a device wrote into new memory of the device."""
+        """Read an object, with buffers that the device wrote in new memory of the device."""
         file = self._files[key]
         numbers = range(len(file.spans))
         there = [number for number in numbers if number in file.from_device]
@@ -322,12 +323,12 @@ class DiskTier(MutableMapping[str, Frames]):
         return Frames(found[0].tobytes(), tuple([found[number]] for number in numbers[1:]))
 
     def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
-        """Return one buffer of an object, read alone; ``into`` memory of its :meth:`part_room`."""
+        """Read one buffer of an object, ``into`` memory of :meth:`part_room` bytes if given."""
         file = self._files[key]
         return self._read(file, [file.spans[1 + which]], into)
 
     def part_room(self, key: str, which: int) -> int:
-        """Return the bytes of memory that reading one buffer takes."""
+        """Return the bytes of memory needed to read one buffer."""
         return extent([self._files[key].spans[1 + which]])[1]
 
     def part_to_device(self, key: str, which: int) -> Scattered:
@@ -363,20 +364,20 @@ class DiskTier(MutableMapping[str, Frames]):
 
     def __delitem__(self, key: str) -> None:
         with self._lock:
-            if self._closed:  # its file goes with the directory
+            if self._closed:  # its file is removed with the directory
                 return
             file = self._files.pop(key)
             self._unlinking.submit(self._unlink, file)
         self._give_back(file.size)
 
     def limit(self) -> int:
-        """Return the bytes that it can hold: what lies there, and what the file system has free."""
+        """Return the bytes that the tier can hold: those in use, and those free in the file system."""
         found = os.statvfs(self.path)
         most = self.used + found.f_bavail * found.f_frsize
         return most if self.capacity is None else min(most, self.capacity)
 
     def clear(self) -> None:
-        # Without reading them, unlike the method of the base class.
+        # The method of the base class would read each object.
         with self._lock:
             files, self._files = self._files, {}
         for file in files.values():
@@ -393,23 +394,23 @@ class DiskTier(MutableMapping[str, Frames]):
         return len(self._files)
 
     def settle(self) -> None:
-        """Wait until the files of keys that have gone are gone too."""
+        """Wait until the files of deleted keys are unlinked."""
         with self._lock:
-            unlinked = None if self._closed else self._unlinking.submit(int)  # they go one by one, in order
+            unlinked = None if self._closed else self._unlinking.submit(int)  # runs after all others
         if unlinked is not None:
             unlinked.result()
 
     def close(self) -> None:
         """Remove all files, and the directory.
 
-        A thread that still spills, or lets keys go, does so in vain from here on::
+        Other threads may still spill or delete keys, which has no effect from here on::
 
             Thread 1 (closes)                         Thread 2 (deletes a key)
-                                                      the tier is open: the file is handed over
-            notes that the tier is closed
-            waits for the files handed over
-            removes what is left, and the directory
-                                                      the next key: there is nothing to be removed any more
+                                                      the tier is open: submits the file for unlinking
+            sets _closed
+            waits for the submitted files
+            removes the other files, and the directory
+                                                      deletes another key: a no-op
         """
         with self._lock:
             self._closed = True
@@ -421,9 +422,9 @@ class DiskTier(MutableMapping[str, Frames]):
         try:
             os.unlink(file.path)
         except FileNotFoundError:
-            pass  # it was removed meanwhile, which is what we want
+            pass  # removed concurrently
         except OSError as error:
-            logger.warning("a spilled file that is not needed any more stays: %s", error)
+            logger.warning("cannot remove a spilled file that is no longer needed: %s", error)
 
     def _give_back(self, size: int) -> None:
         with self._lock:
@@ -449,7 +450,7 @@ def _with_fd(path: str, flags: int, action: Callable[[int], _T]) -> _T:
 
 
 def _remove(path: str, pid: int) -> None:
-    # At the end of a forked process the files are still its parent's. What cannot be removed
-    # at the end of an interpreter is left to Dask, which cleans its local directories up.
+    # A forked process must not remove the files of its parent. Files that cannot be removed when the
+    # interpreter exits are left to Dask, which cleans up its local directories.
     if os.getpid() == pid:
         shutil.rmtree(path, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Keep the table of a tiered buffer: where each object lies, what uses it, and the account of all of them.
+"""Define the table of a tiered buffer: the tier and the users of each object, and the memory accounts.
 
-One lock guards the table, and it is never held while bytes move. A move therefore has two steps under the
-lock, with the copy in between. ``Entry.moving`` keeps other moves of the entry out meanwhile; everything else
-goes on, so the second step looks again at what the first one saw. The cases are spelt out where the second
-steps are: in ``Spiller._end`` and ``Unspiller._end``.
+One lock guards the table, and it is never held while bytes are copied. A move therefore has two steps under
+the lock, with the copy in between. ``Entry.moving`` excludes other moves of the entry. Everything else may
+happen concurrently, so the second step checks again what the first one saw. The second steps,
+``Spiller._end`` and ``Unspiller._end``, spell out the interleavings.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from dask_gpurt.memory.lower_tiers import LowerTier, LowerTiers
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 
-#: A priority of Dask's scheduler: a smaller one runs sooner; None where no task needs an object.
+#: A priority of Dask's scheduler, of which smaller ones run sooner; None if no task needs the object.
 Priority = tuple[Any, ...] | None
 
-#: Seconds for which closing waits for the end of moves.
+#: Seconds for which closing waits for moves in flight.
 CLOSE_TIMEOUT_S = 30.0
 
 
 class Foreign(NamedTuple):
-    """Stand for an object that still lies in another mapping: take it out of there, or delete it there."""
+    """Refer to an object in another mapping: take it from there, or delete it there."""
 
     take: Callable[[], Any]
     delete: Callable[[], None]
@@ -50,25 +50,25 @@ class Entry:
     home
         The tier in which the object is live.
     tier
-        The tier in which it lies.
+        The tier in which it currently is.
     value
         The object, while it is live.
     last_used
-        When it was used last, on a clock of the table.
+        Time of the last use, on the table's clock.
     priority
-        Stands for the priorities of tasks, for objects that no task of Dask's waits for.
+        Eviction priority of an object that is not an input of Dask's tasks, in place of their priorities.
     name
-        What the object is called in the lower tier where it lies.
+        The name of its copy in a lower tier.
     holders
-        How many use it as a live object, so that it must not be spilled.
+        Number of users of the live object; it must not be spilled while there are any.
     moving
-        Whether it is on its way from one tier to another.
+        Whether it is being moved between tiers.
     readers, doomed
-        How many read its copies in lower tiers, and the copies that go when the last of them is done.
+        Number of readers of its copies in lower tiers, and the copies to delete after the last reader.
     immovable
-        Whether it has been found that it cannot be taken apart.
+        Whether serialising it has failed.
     foreign
-        Where it lies, as long as that is not one of our tiers.
+        Refers to the object while it is in another mapping.
     """
 
     key: Key
@@ -90,7 +90,7 @@ class Entry:
 
 
 class StoredCopy(NamedTuple):
-    """Name a copy in a lower tier, which stays as long as it is retained."""
+    """Identify a copy in a lower tier; valid while it is retained."""
 
     entry: Entry
     tier: Tier
@@ -98,7 +98,7 @@ class StoredCopy(NamedTuple):
 
 
 class EntryTable:
-    """Keep the entries by key, the tiers below them, and the account. Thread-safe.
+    """Hold the entries by key, the lower tiers, and the memory accounts. Thread-safe.
 
     Parameters
     ----------
@@ -118,9 +118,9 @@ class EntryTable:
     lock
         Guards the entries and the account. Re-entrant.
     stopped_moving
-        The condition, on that lock, which is notified when an entry has stopped moving.
+        Condition on that lock, notified when a move ends.
     host_tiers
-        The live tiers that are host memory, so that what lies in lower tiers is read as it is.
+        The live tiers in host memory; copies of their objects in lower tiers can be read in place.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class EntryTable:
         return Tier.DEVICE in self.host_tiers or self.excess(nbytes, Tier.HOST) <= 0
 
     def excess(self, nbytes: int, tier: Tier) -> int:
-        """Return the bytes that are too many in a tier with ``nbytes`` more in it; negative is room."""
+        """Return by how many bytes ``nbytes`` more would exceed a tier's limit; negative if there is room."""
         with self.lock:
             return self.live.excess(tier, nbytes, self.lower.total(tier))
 
@@ -163,31 +163,31 @@ class EntryTable:
     def add(
         self, key: Key, label: Label, home: Tier, value: Any, nbytes: int, priority: Priority = None
     ) -> Entry:
-        """Make the entry of a key, in the place of any that it had."""
+        """Create the entry of a key, replacing any previous one."""
         entry = Entry(key, label, home, home, value, nbytes, self.tick(), priority)
         self.by_key[key] = entry
         return entry
 
     def is_current(self, entry: Entry) -> bool:
-        """Return whether an entry is still the one of its key."""
+        """Return whether an entry is still in the table."""
         return self.by_key.get(entry.key) is entry
 
     def tick(self) -> int:
-        """Return the next time of the clock by which uses are ordered."""
+        """Advance the clock that orders uses, and return its time."""
         return next(self._clock)
 
     def new_name(self) -> str:
-        """Return a name for a copy: never one twice, since an earlier copy of an object may still be read."""
+        """Return a unique name for a copy, since a previous copy of an object may still be read."""
         return str(next(self._names))
 
     def stop_moving(self, entry: Entry) -> None:
-        """Let other moves of an entry begin."""
+        """End the move of an entry, so that others can start."""
         with self.lock:
             entry.moving = False
             self.stopped_moving.notify_all()
 
     def release(self, held: Iterable[Entry]) -> None:
-        """Let live entries that were held be spilled again, and look again at what they own."""
+        """Make held entries evictable again, and measure their memory again."""
         held = list(held)
         with self.lock:
             for entry in held:
@@ -197,10 +197,9 @@ class EntryTable:
                 self.remeasure(entry)
 
     def remeasure(self, entry: Entry) -> None:
-        """Look again at what an object owns, now that it has been read. Under the lock.
+        """Measure the memory of an object again, after it was read. Under the lock.
 
-        cudf copies memory that objects share for the one whose address is asked for, and to serialise it
-        asks for that.
+        cudf's copy-on-write copies shared memory when its address is requested, as serialisation does.
         """
         if entry.live and lives_on_device(entry.value) and self.is_current(entry):
             self.live.revise(entry.key, owned(entry.value))
@@ -209,18 +208,18 @@ class EntryTable:
     # ---- copies in lower tiers -------------------------------------------------------
 
     def retain(self, entry: Entry, stack: ExitStack) -> StoredCopy:
-        """Keep the copy of an entry in its lower tier until ``stack`` is left. Under the lock.
+        """Keep the copy of an entry in its lower tier until ``stack`` is closed. Under the lock.
 
-        This is what makes reading without the lock safe::
+        This makes reads without the lock safe::
 
             Thread 1                                  Thread 2
-            retain(x), lets the lock go
+            retain(x), releases the lock
             reads the copy                            makes x live, or deletes it
                                                       delete_copy(x): x has a reader, so its copy is doomed
-            leaves the stack: the last reader
-            deletes what is doomed
+            closes the stack: the last reader
+            deletes the doomed copies
 
-        Names are used once, so that a copy that is made meanwhile is another one.
+        Names are never reused, so a copy made concurrently is a different one.
         """
         entry.readers += 1
         stack.callback(self._release_copy, entry)
@@ -234,7 +233,7 @@ class EntryTable:
                 self.account()
 
     def delete_copy(self, entry: Entry) -> None:
-        """Delete the copy of an entry in its lower tier, once the last reader is done. Under the lock."""
+        """Delete the copy of an entry in its lower tier, after its last reader. Under the lock."""
         if entry.foreign is not None:
             entry.foreign.delete()
         elif entry.readers:
@@ -245,13 +244,13 @@ class EntryTable:
     # ---- accounts --------------------------------------------------------------------
 
     def account(self, grown: Tier | None = None) -> None:
-        """Tell of a change of the ledger; ``grown`` names the tier that may be fuller than ever before."""
+        """Publish a change of the ledger; ``grown`` is the tier whose peak may have risen."""
         if grown is not None:
             self.metrics.peak("memory.{tier}.peak", self.ledger.used(grown), str(grown))
         self.changed()
 
     def record_move(self, source: Tier, target: Tier, nbytes: int, seconds: float) -> None:
-        """Count a move that is complete."""
+        """Count and record a completed move."""
         self.metrics.add("memory.spill.bytes.{from}.{to}", nbytes, str(source), str(target))
         self.metrics.add("memory.spill.seconds", seconds)
         if (recording := self.metrics.recording) is not None:
@@ -260,7 +259,7 @@ class EntryTable:
             recording.timed(step, began, seconds, source=str(source), target=str(target), bytes=nbytes)
 
     def close(self) -> None:
-        """Delete everything, files included, when the moves under way have ended. Blocks."""
+        """Wait for moves in flight, then delete everything, including files. Blocks."""
         with self.lock:
             self.stopped_moving.wait_for(
                 lambda: not any(e.moving for e in self.by_key.values()), CLOSE_TIMEOUT_S
@@ -271,5 +270,5 @@ class EntryTable:
 
 
 def label_of(key: Key, kind: str) -> Label:
-    """Return what an object is to the ledger."""
+    """Return the ledger's label of an object."""
     return Label(kind, key_split(key)) if kind == PARTITIONS else Label(kind)

@@ -1,8 +1,8 @@
-"""Keep objects taken apart in host memory: the pageable tier, and the one that a device may have registered.
+"""Store serialised objects in host memory: the pageable tier and the pinned tier.
 
-Registering memory is slow and takes it from all other processes, so it is done once, for a fixed
-piece. Objects take blocks of it wherever they are free: there is no fragmentation beyond the
-last block of each, and nothing has to move.
+Pinning (registering) memory is slow, and takes it away from all other processes, so it is done once, for a
+pool of fixed size. Objects use any free blocks of the pool, so there is no fragmentation beyond the last
+block of each object, and no compaction.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dask_gpurt.device.base import PAGE, Device, Fence, passed
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
-#: Threads that touch memory before it is registered. On a host of H200s 8 GiB take 0.4 s in all then, 1.9 s
-#: where registering is what brings huge pages in, 3.5 s with small ones.
+#: Threads that touch memory before it is registered. With them, 8 GiB take 0.4 s in all on a host of H200s;
+#: without, if registering itself faults the pages in, 1.9 s with huge pages and 3.5 s with small ones.
 TOUCH_THREADS = 8
 
 
 def pairs(targets: Scattered, sources: Scattered) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Cut two scattered buffers of one length into parts that go one into the other."""
+    """Split two scattered buffers of equal length into pairs of contiguous parts of equal length."""
     rest = iter(sources)
     source = np.empty(0, np.uint8)
     for target in targets:
@@ -52,10 +52,10 @@ def sizes(frames: Frames) -> list[int]:
 
 
 class MemoryTier(MutableMapping[str, Frames]):
-    """Keep objects in host memory of its own, all of an object or nothing of it. Thread-safe.
+    """Store objects in host memory, each one entirely or not at all. Thread-safe.
 
-    Returned buffers refer to that memory: use them before the key is deleted or gets another value. It is a
-    :class:`~dask_gpurt.memory.lower_tiers.LowerTier`.
+    Returned buffers refer to the tier's memory, and are valid until the key is deleted or replaced.
+    Implements :class:`~dask_gpurt.memory.lower_tiers.LowerTier`.
     """
 
     reads_block = False
@@ -67,7 +67,7 @@ class MemoryTier(MutableMapping[str, Frames]):
 
     @abstractmethod
     def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
-        """Allocate memory for an object; returns it and what to free when the object goes. Raises NoRoom."""
+        """Allocate memory for an object; return its frames and the pieces to free later. Raises NoRoom."""
 
     @abstractmethod
     def _free(self, pieces: Scattered) -> None: ...
@@ -75,7 +75,7 @@ class MemoryTier(MutableMapping[str, Frames]):
     @property
     @abstractmethod
     def used(self) -> int:
-        """Return the bytes that are taken."""
+        """Return the bytes in use."""
 
     def __setitem__(self, key: str, frames: Frames) -> None:
         copy, pieces = self._allocate(frames.header, sizes(frames))
@@ -87,7 +87,7 @@ class MemoryTier(MutableMapping[str, Frames]):
         self._keep(key, copy, pieces)
 
     def put(self, key: str, frames: Frames, device: Device, *, ordered: bool) -> Fence:
-        """Begin to store an object, whose buffers may lie on a device; returns what waits for the copy."""
+        """Start to store an object, whose buffers may be on the device; return the fence of the copy."""
         if not any(map(on_device, frames.buffers)):
             self[key] = frames
             return passed
@@ -100,7 +100,7 @@ class MemoryTier(MutableMapping[str, Frames]):
             raise
 
     def adopt(self, key: str, header: bytes, sizes: Sequence[int]) -> Frames:
-        """Make room under ``key`` for buffers that the caller fills, through a device maybe."""
+        """Allocate buffers under ``key`` for the caller to fill."""
         frames, pieces = self._allocate(header, sizes)
         self._keep(key, frames, pieces)
         return frames
@@ -116,19 +116,19 @@ class MemoryTier(MutableMapping[str, Frames]):
         return self._entries[key][0]
 
     def to_device(self, key: str) -> Frames:
-        """Return an object as it lies: the reader has a device gather it."""
+        """Return an object in host memory, for the device to gather."""
         return self[key]
 
     def part(self, key: str, which: int, into: np.ndarray | None = None) -> Scattered:
-        """Return one buffer of an object; it refers to the memory of this mapping too."""
+        """Return one buffer of an object, which refers to the tier's memory."""
         return self._entries[key][0].buffers[which]
 
     def part_to_device(self, key: str, which: int) -> Scattered:
-        """Return one buffer as it lies: the reader has a device gather it."""
+        """Return one buffer in host memory, for the device to gather."""
         return self.part(key, which)
 
     def part_room(self, key: str, which: int) -> int:
-        """Return 0: a buffer is read as it lies."""
+        """Return 0, since buffers are read in place."""
         return 0
 
     def part_size(self, key: str, which: int) -> int:
@@ -136,7 +136,7 @@ class MemoryTier(MutableMapping[str, Frames]):
         return sum(piece.size for piece in self.part(key, which))
 
     def stored(self, key: str) -> int:
-        """Return the bytes that an object takes here; 0 once the tier is closed."""
+        """Return the bytes that an object uses; 0 once the tier is closed."""
         with self._lock:
             return 0 if self._closed else self._size(self._entries[key][1])
 
@@ -145,7 +145,7 @@ class MemoryTier(MutableMapping[str, Frames]):
 
     def __delitem__(self, key: str) -> None:
         with self._lock:
-            if self._closed:  # it is freed already
+            if self._closed:  # already freed
                 return
             _, pieces = self._entries.pop(key)
         self._free(pieces)
@@ -160,7 +160,7 @@ class MemoryTier(MutableMapping[str, Frames]):
         return len(self._entries)
 
     def close(self) -> None:
-        """Delete everything. Deleting a key afterwards does nothing."""
+        """Delete everything. Deleting a key afterwards is a no-op."""
         with self._lock:
             self._closed = True
             entries, self._entries = self._entries, {}
@@ -169,12 +169,12 @@ class MemoryTier(MutableMapping[str, Frames]):
 
 
 class HostTier(MemoryTier):
-    """Map keys to memory of the system's allocator, one array for each buffer.
+    """Map keys to pageable memory, one array for each buffer.
 
     Parameters
     ----------
     capacity
-        Bytes of buffers that fit.
+        The most bytes of buffers.
     """
 
     def __init__(self, capacity: int):
@@ -206,24 +206,24 @@ class HostTier(MemoryTier):
 
 
 class BlockPool:
-    """Page-aligned memory, cut into blocks of one size. Thread-safe.
+    """Allocate blocks of equal size from one page-aligned area. Thread-safe.
 
-    The system provides a page when it is first touched, or registered.
+    The system provides a page when it is first touched or registered.
 
     Parameters
     ----------
     capacity
-        Bytes; rounded down to whole blocks.
+        Bytes, rounded down to whole blocks.
     block
         Bytes in a block, a multiple of 256.
     register
-        Called once with the whole memory, on a thread; returns what undoes it. Until then
-        there is no room.
+        Called once with the whole area, in a thread; returns a function that undoes it. Until it has
+        returned, there is no room.
 
     Attributes
     ----------
     ready
-        Set once there is room, or never will be.
+        Set once registering has succeeded or failed.
     """
 
     def __init__(
@@ -260,27 +260,27 @@ class BlockPool:
         try:
             _touch(self._memory)
             self._undo = register(self._memory)
-        except Exception as error:  # raised when room is asked for
+        except Exception as error:  # `allocate` raises it
             self.error = error
         self.ready.set()
 
     @property
     def used(self) -> int:
-        """Return the bytes in blocks that are taken."""
+        """Return the bytes of blocks in use."""
         return self._arena.used
 
     def allocate(self, nbytes: int) -> Scattered:
-        """Take blocks, as one run where there is one that is long enough, or as few as there may be.
+        """Allocate blocks, in a single contiguous run if possible, otherwise in few.
 
         Returns
         -------
         list of numpy.ndarray
-            Pieces of ``nbytes`` bytes together, each a run of blocks, the last one trimmed.
+            Runs of blocks with ``nbytes`` in total; the last one is trimmed.
 
         Raises
         ------
         NoRoom
-            Without enough free blocks.
+            If there are not enough free blocks.
         """
         if not self.ready.is_set() or self.error is not None:
             raise NoRoom(Tier.PINNED, nbytes, f"could not be pinned: {self.error}" if self.error else "")
@@ -294,13 +294,13 @@ class BlockPool:
         return pieces
 
     def free(self, pieces: Iterable[np.ndarray]) -> None:
-        """Give back what :meth:`allocate` returned; KeyError for anything else."""
+        """Free the result of :meth:`allocate`; raise KeyError for anything else."""
         with self._lock:
             for piece in pieces:
                 self._arena.free(self._offset(piece))
 
     def size(self, pieces: Iterable[np.ndarray]) -> int:
-        """Return the bytes in the blocks of what :meth:`allocate` returned."""
+        """Return the bytes of the blocks behind a result of :meth:`allocate`."""
         with self._lock:
             return sum(self._arena.size(self._offset(piece)) for piece in pieces)
 
@@ -308,7 +308,7 @@ class BlockPool:
         return int(piece.ctypes.data) - self._base
 
     def close(self) -> None:
-        """Take no more; pieces that are still around stay readable, and keep the memory."""
+        """Refuse further allocations. Existing pieces stay valid, and keep the memory alive."""
         self.ready.wait()
         with self._lock:
             undo, self._undo = self._undo, None
@@ -319,15 +319,15 @@ class BlockPool:
 
 
 def _advise(memory: mmap.mmap) -> None:
-    """Prepare memory for being registered as a whole."""
+    """Prepare memory for registration."""
     with suppress(OSError):  # a kernel without huge pages pins small ones, which takes longer
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # A forked process would have copies of the pages, and which of them the device writes to is not said.
+    # After a fork, copy-on-write could leave the parent with new pages while the device uses the pinned ones.
     memory.madvise(mmap.MADV_DONTFORK)
 
 
 def _touch(memory: np.ndarray) -> None:
-    """Have the system provide all pages; several threads at once."""
+    """Fault in all pages, in several threads."""
     with ThreadPoolExecutor(TOUCH_THREADS, thread_name_prefix="gpurt-touch") as threads:
         list(threads.map(lambda part: part[::PAGE].fill(0), np.array_split(memory, TOUCH_THREADS)))
 
@@ -345,7 +345,7 @@ class PinnedTier(MemoryTier):
 
     @property
     def used(self) -> int:
-        """Return the bytes in blocks that are taken."""
+        """Return the bytes of blocks in use."""
         return self._pool.used
 
     def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
@@ -364,7 +364,7 @@ class PinnedTier(MemoryTier):
         return self._pool.size(pieces)
 
     def close(self) -> None:
-        """Delete everything, and give the pool back."""
+        """Delete everything, and close the pool."""
         super().close()
         self._pool.close()
 

@@ -1,4 +1,4 @@
-"""Count the bytes in each tier: a ledger for each worker, and the memory of the cluster. Pure."""
+"""Count the bytes in each tier: a ledger on each worker, and the cluster's memory on the scheduler. Pure."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 from dask_gpurt.memory.tiers import Tier
 
-#: Kinds of bytes in a tier: keys' data, shards that were pulled, room promised. Next to the tier's
-#: capacity: shards in the exchange pool, what cudf has spilled by itself, and all else in the process or
-#: on the device.
+#: Kinds of bytes that count against a tier's capacity: data of keys, pulled shards, reservations. The other
+#: kinds do not: published shards in the exchange pool, bytes that cudf has spilled itself, and all other
+#: memory of the process or on the device.
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
 KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", "cudf", "unmanaged")
-#: The most task prefixes that a worker tells apart, and the name of the others together.
+#: The most task prefixes that a worker reports separately, and the name for the sum of the others.
 MAX_PREFIXES, OTHERS = 50, "(others)"
 
 LedgerMessage = dict[str, Any]
 
 
 class Label(NamedTuple):
-    """Label bytes with their kind and, if they are partitions of tasks, with the prefix of these."""
+    """Label bytes with their kind and, for partitions, with the prefix of their task."""
 
     kind: str
     prefix: str = ""
@@ -35,9 +35,9 @@ class FreeMemory(NamedTuple):
     Parameters
     ----------
     free
-        Bytes that its live tier takes as it is. May be below 0.
+        Free bytes in its live tier; may be negative.
     below
-        Bytes that its lower tiers take.
+        Free bytes in its lower tiers.
     tier
         The first lower tier with room; None if there is none.
     live
@@ -51,7 +51,7 @@ class FreeMemory(NamedTuple):
 
 
 class Ledger:
-    """Account for the bytes of one worker by tier and kind, of partitions also by task prefix. Thread-safe.
+    """Count the bytes of one worker by tier and kind, and of partitions also by task prefix. Thread-safe.
 
     Parameters
     ----------
@@ -61,21 +61,22 @@ class Ledger:
 
     def __init__(self, capacity: Mapping[Tier, int]):
         self.capacity = dict(capacity)
-        #: On a host without a GPU the bytes that the exchange pool may take: shared memory, beside the tier
-        #: that tasks compute in. Else None.
+        #: On a worker without a GPU, the capacity of the exchange pool in bytes, which is in shared memory
+        #: and not part of a tier; otherwise None.
         self.shared_memory: int | None = None
         self._cells: defaultdict[tuple[Tier, str], int] = defaultdict(int)
         self._changed: set[tuple[Tier, str]] = set()
-        #: By name; a prefix has its own, or goes as one of the others until it has no bytes any more.
+        #: Bytes by prefix and tier. A prefix without an entry of its own counts as one of the others until
+        #: its bytes are 0.
         self._prefixes: dict[str, dict[Tier, int]] = {}
         self._others: defaultdict[str, int] = defaultdict(int)
         self._changed_prefixes: set[tuple[Tier, str]] = set()
-        #: When it began: a worker gets another ledger when the runtime is switched on again.
+        #: Time of creation, to order ledgers: a worker gets a new one when the runtime is switched on again.
         self._began, self._seq = time.time_ns(), 0
         self._lock = threading.Lock()
 
     def set(self, tier: Tier, kind: str, nbytes: int) -> None:
-        """Write a cell."""
+        """Set the bytes of a kind in a tier."""
         cell = tier, kind
         with self._lock:
             if self._cells.get(cell, 0) != nbytes:
@@ -83,12 +84,12 @@ class Ledger:
                 self._changed.add(cell)
 
     def set_capacity(self, tier: Tier, nbytes: int) -> None:
-        """Note that a tier holds more or less from now on; the next message has it."""
+        """Change the capacity of a tier; the next message reports it."""
         with self._lock:
             self.capacity[tier] = nbytes
 
     def add(self, tier: Tier, label: Label, nbytes: int) -> None:
-        """Count this many bytes more in a tier, or less."""
+        """Add bytes in a tier; negative to subtract."""
         if not nbytes:
             return
         cell = tier, label.kind
@@ -112,7 +113,7 @@ class Ledger:
         return len(self._prefixes) - (OTHERS in self._prefixes) >= MAX_PREFIXES
 
     def cell(self, tier: Tier, kind: str) -> int:
-        """Read a cell."""
+        """Return the bytes of a kind in a tier."""
         return self._cells.get((tier, kind), 0)
 
     def prefixes(self, tier: Tier) -> dict[str, int]:
@@ -125,13 +126,13 @@ class Ledger:
         return self.cell(tier, PARTITIONS) + self.cell(tier, SHARDS)
 
     def headroom(self, tier: Tier) -> int:
-        """Return capacity less what is used and promised."""
+        """Return the capacity minus used and reserved bytes."""
         return self.capacity[tier] - self.used(tier) - self.cell(tier, RESERVATIONS)
 
     def changes(self) -> LedgerMessage | None:
-        """Return the cells that have changed since the last call, None without any.
+        """Return a message with the changes since the last call; None if there are none.
 
-        Values are absolute, so that a message that is lost or comes twice does no harm.
+        Values are absolute, so messages are idempotent, and a lost one is superseded by the next.
         """
         with self._lock:
             cells, prefixes = self._changed, self._changed_prefixes
@@ -145,7 +146,7 @@ class Ledger:
             return message
 
     def snapshot(self) -> LedgerMessage:
-        """Return all cells, and all prefixes that have bytes."""
+        """Return a message with all cells and prefixes."""
         with self._lock:
             places = [(tier, name) for name, sizes in self._prefixes.items() for tier in sizes]
             return {**self._message(self._cells, places), "whole": True}
@@ -165,7 +166,7 @@ class Ledger:
 
 
 class ClusterMemory:
-    """Keep the accounts of all workers, as they have reported them."""
+    """Hold the ledgers of all workers, as reported to the scheduler."""
 
     def __init__(self) -> None:
         self._seq: dict[str, tuple[int, int]] = {}
@@ -173,13 +174,13 @@ class ClusterMemory:
         self._shared_memory: dict[str, int | None] = {}
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
-        #: Computed on demand, and kept until the worker reports again.
+        #: Cached until the worker reports again.
         self._rooms: dict[str, FreeMemory] = {}
         self._fullest: dict[str, dict[str, Tier | None]] = {}
         self._spilled: dict[str, bool] = {}
 
     def apply(self, worker: str, message: LedgerMessage) -> None:
-        """Take a message; one that is older than what is known counts for nothing."""
+        """Apply a message of a worker; stale ones are ignored."""
         seq, known = (message["began"], message["seq"]), self._seq.get(worker, (0, 0))
         if seq <= known:
             return
@@ -210,11 +211,11 @@ class ClusterMemory:
             known.pop(worker, None)
 
     def shared_memory(self) -> dict[str, int]:
-        """Return the bytes that the exchange pools of workers without a GPU may take, by worker."""
+        """Return the capacity of the exchange pool by worker, for workers without a GPU."""
         return {worker: nbytes for worker, nbytes in self._shared_memory.items() if nbytes is not None}
 
     def room(self, worker: str) -> FreeMemory | None:
-        """Return the free memory of a worker; None when it has not reported."""
+        """Return the free memory of a worker; None if it has not reported."""
         room = self._rooms.get(worker)
         if room is None and (capacity := self._capacity.get(worker)):
             live, *lower = [(tier, self._row(worker, str(tier), capacity[tier])["headroom"]) for tier in Tier]
@@ -225,7 +226,7 @@ class ClusterMemory:
         return room
 
     def spilled(self, worker: str) -> bool:
-        """Return whether data of tasks is below the live tier of a worker."""
+        """Return whether any partitions of a worker are spilled."""
         spilled = self._spilled.get(worker)
         if spilled is None:
             tiers = (tier for tier, _ in self._prefixes.get(worker, ()))
@@ -233,7 +234,7 @@ class ClusterMemory:
         return spilled
 
     def fullest(self, worker: str, prefix: str) -> Tier | None:
-        """Return the tier with most of the bytes that tasks of a prefix have on a worker, or None."""
+        """Return the tier with most bytes of a prefix on a worker; None if it has none."""
         known = self._fullest.setdefault(worker, {})
         if prefix not in known:
             sizes = self._prefixes.get(worker, {})
@@ -242,11 +243,11 @@ class ClusterMemory:
         return known[prefix]
 
     def workers(self) -> list[str]:
-        """Return the workers that have reported, in order."""
+        """Return the workers that have reported, sorted."""
         return sorted(self._capacity)
 
     def totals(self) -> list[dict[str, Any]]:
-        """Return a row for each tier of all workers together, as :meth:`rows` without the worker."""
+        """Return the sums over all workers as a row for each tier; see :meth:`rows`."""
         totals = []
         for tier in map(str, Tier):
             sums: Counter[str] = Counter()
@@ -263,7 +264,7 @@ class ClusterMemory:
         Parameters
         ----------
         workers
-            Some that have reported; all of them if not given.
+            Workers that have reported; by default all of them.
         """
         return [
             self._row(worker, str(tier), self._capacity[worker][str(tier)])
@@ -279,7 +280,7 @@ class ClusterMemory:
     def rows_by_prefix(self, workers: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """Return a row for each worker, tier and task prefix with bytes.
 
-        Bytes other than partitions have their kind in the place of a prefix. Parameters as of :meth:`rows`.
+        For shards and reservations the kind is the prefix too. For the parameter see :meth:`rows`.
         """
         return [
             {"worker": worker, "tier": str(tier), "kind": kind, "prefix": prefix, "bytes": nbytes}

@@ -1,4 +1,4 @@
-"""Use the tiers below the live ones as one place: what is put goes to the first that has room."""
+"""Combine the lower tiers into one store: objects go to the first tier with room."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from dask_gpurt.memory.serialize import Frames, Scattered
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
 _ORDER = list(Tier)
-#: Files that are read at once: one after the other a disk is idle in between.
+#: Threads that read files; a single one would leave the disk idle between reads.
 READER_THREADS = 4
 
-#: One buffer of an object: its tier, its name, and which one.
+#: One buffer of an object: the tier, the name of the object, and the number of the buffer.
 PartOf = tuple[Tier, str, int]
 
 
 class LowerTier(Protocol):
-    """Keep serialised objects below the live tiers, by name. Thread-safe; all methods may block.
+    """Protocol of a lower tier: store serialised objects by name. Thread-safe; all methods may block.
 
-    Any object with these methods can be a tier. Returned buffers may refer to the memory of the tier: an
-    object must not be deleted while it is read, which :meth:`EntryTable.retain` ensures. A name is used once.
+    Any object with these methods can be a tier. Returned buffers may refer to the memory of the tier, so an
+    object must not be deleted while it is read; :meth:`EntryTable.retain` ensures that. Names are never
+    reused.
 
     Attributes
     ----------
     reads_block
-        Whether reading waits for a disk or the like, so that several reads are better made side by side.
+        Whether reads wait for I/O, so that concurrent reads are faster.
     """
 
     reads_block: bool
 
     @property
     def used(self) -> int:
-        """Return the bytes that the tier takes, the padding of its blocks included."""
+        """Return the bytes that the tier uses, including padding."""
         ...
 
     def put(self, name: str, frames: Frames, device: Device, /, *, ordered: bool) -> Fence:
-        """Begin to store an object; its buffers have to stay until the fence that is returned.
+        """Start to store an object; its buffers have to stay valid until the returned fence has passed.
 
         Parameters
         ----------
         device
-            Where buffers lie that are not in host memory.
+            The device of buffers that are not in host memory.
         ordered
-            Whether work that the device was given so far may still write the buffers.
+            Whether pending work on the device may still write the buffers.
 
         Raises
         ------
         NoRoom
-            When the object does not fit; then nothing of it stays.
+            If the object does not fit; then nothing of it is stored.
         """
         ...
 
@@ -64,19 +65,19 @@ class LowerTier(Protocol):
         ...
 
     def to_device(self, name: str, /) -> Frames:
-        """Return an object, with buffers on the device already where the tier has a way for that."""
+        """Return an object, with buffers on the device if the tier can read directly to it."""
         ...
 
     def part(self, name: str, which: int, into: np.ndarray | None = None, /) -> Scattered:
-        """Return one buffer, read ``into`` memory of its :meth:`part_room` where that is given."""
+        """Return one buffer, read ``into`` memory of :meth:`part_room` bytes if given."""
         ...
 
     def part_to_device(self, name: str, which: int, /) -> Scattered:
-        """Return one buffer of an object, on the device already where the tier has a way for that."""
+        """Return one buffer of an object, on the device if the tier can read directly to it."""
         ...
 
     def part_room(self, name: str, which: int, /) -> int:
-        """Return the bytes of new memory that reading one buffer takes: 0 where it is read as it lies."""
+        """Return the bytes of new memory needed to read one buffer; 0 if it is read in place."""
         ...
 
     def part_size(self, name: str, which: int, /) -> int:
@@ -84,29 +85,29 @@ class LowerTier(Protocol):
         ...
 
     def stored(self, name: str, /) -> int:
-        """Return the bytes that an object takes in this tier."""
+        """Return the bytes that an object uses in this tier."""
         ...
 
     def __delitem__(self, name: str, /) -> None: ...
 
     def close(self) -> None:
-        """Delete everything, and give the memory or the files back."""
+        """Delete everything, and free the memory or the files."""
         ...
 
 
 class LowerTiers:
-    """Keep serialised objects, by tier and name. Thread-safe.
+    """Store serialised objects, by tier and name. Thread-safe.
 
     Parameters
     ----------
     tiers
         The lower tiers, from fast to slow.
     device
-        Where buffers lie that are not in host memory.
+        The device of buffers that are not in host memory.
     ledger
-        Told of each change.
+        Updated with each change.
     host_has_room
-        Tells whether so many bytes more fit into the host tier, which live objects use too.
+        Returns whether this many bytes more fit into the host tier, which live objects use too.
     """
 
     def __init__(
@@ -126,27 +127,27 @@ class LowerTiers:
     def put(
         self, name: str, frames: Frames, label: Label, above: Tier, *, ordered: bool = True
     ) -> tuple[Tier, Fence]:
-        """Begin to store an object in the first tier under ``above`` with room.
+        """Start to store an object in the first tier below ``above`` that has room.
 
         Parameters
         ----------
         name
-            New, and not used again.
+            A new, unique name.
         label
-            What it is to the ledger.
+            The label of its bytes in the ledger.
         ordered
-            Whether work that the device was given so far may still write the buffers.
+            Whether pending work on the device may still write the buffers.
 
         Returns
         -------
         tuple
-            The tier, and what waits until the copy is complete. Until then the buffers of
-            ``frames`` have to stay.
+            The tier, and the fence of the copy. The buffers of ``frames`` have to stay valid until the fence
+            has passed.
 
         Raises
         ------
         NoRoom
-            When no tier has room; it names the reason of each.
+            If no tier has room, with the reason for each tier.
         """
         why: list[str] = []
         for tier, store in self._tiers.items():
@@ -168,12 +169,12 @@ class LowerTiers:
         self._ledger.add(tier, label, nbytes)
 
     def get(self, tier: Tier, name: str, *, to_device: bool = False) -> Frames:
-        """Return an object; it refers to the tier's memory, so it must not be discarded while it is read.
+        """Return an object; it may refer to the tier's memory, so it must not be discarded while it is read.
 
         Parameters
         ----------
         to_device
-            Whether buffers that came from the device may go there at once.
+            Whether to read buffers of the device directly to it, if the tier can.
         """
         store = self._tiers[tier]
         return store.to_device(name) if to_device else store[name]
@@ -184,12 +185,12 @@ class LowerTiers:
         return self._tiers[tier].part_size(name, which)
 
     def parts(self, wanted: Sequence[tuple[PartOf, bool]]) -> list[Scattered]:
-        """Return some buffers, which refer to the tiers' memory too; files are read side by side.
+        """Return buffers, which may refer to the tiers' memory; files are read concurrently.
 
         Parameters
         ----------
         wanted
-            Each with whether it may go to the device at once.
+            Buffers, each with whether to read it directly to the device, if the tier can.
         """
         if not any(self._tiers[tier].reads_block for (tier, _, _), _ in wanted):
             return [self._part(part) for part in wanted]
@@ -213,11 +214,11 @@ class LowerTiers:
         self._ledger.add(tier, label, -nbytes)
 
     def total(self, tier: Tier) -> int:
-        """Return the bytes that a tier says it uses."""
+        """Return the bytes used in a tier."""
         return self._tiers[tier].used if tier in self._tiers else 0
 
     def close(self) -> None:
-        """Delete everything, files included. Blocks."""
+        """Delete everything, including files. Blocks."""
         self._readers.shutdown()
         for store in self._tiers.values():
             store.close()

@@ -1,4 +1,4 @@
-"""Estimate the size of Python objects in arrays from a sample of them: the event loop asks for it."""
+"""Estimate the size of Python objects in arrays from a sample, fast enough for the event loop."""
 
 from __future__ import annotations
 
@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 from dask.sizeof import sizeof
 
-#: Cells whose objects are told apart, and objects that are looked into.
+#: Cells sampled to count distinct objects, and objects sampled to measure their size.
 _CELLS, _OBJECTS = 512, 64
-#: Elements of a list that are looked into, and how deep lists are followed.
+#: Elements of a container that are sampled, and the depth to which containers are followed.
 _ELEMENTS, _DEPTH = 4, 4
-#: The offset of a position in its stretch.
+#: Fixed pseudo-random offsets of positions within their strides.
 _JITTER = np.random.default_rng(0).permutation(_CELLS)
 
 
 def sizeof_objects(array: np.ndarray) -> int:
-    """Return the bytes of the distinct objects in an array, without the array.
+    """Estimate the bytes of the distinct objects in an array, excluding the array itself.
 
-    For strings it takes some 0.2 ms.
-
-    It is the same whenever it is asked for: no sample is random.
+    Deterministic. Takes about 0.2 ms for strings.
     """
     cells = array.flat[_spread(array.size, _CELLS)].tolist()
     counts = Counter(map(id, cells))
@@ -36,10 +34,10 @@ def sizeof_objects(array: np.ndarray) -> int:
 
 
 def _unseen(size: int, counts: Counter[int]) -> float:
-    """Return how many distinct objects a sample has missed, by how often those in it were met.
+    """Estimate how many distinct objects are not in a sample, from how often sampled objects occur.
 
-    As ecologists tell unseen species (Chao's estimator), from those met once and twice: where none was
-    met twice, every cell that was not looked at may have its own.
+    This is Chao's estimator for unseen species, from the numbers of objects that occur once and twice. If
+    none occurs twice, assume a distinct object in each cell outside the sample.
     """
     seen = Counter(counts.values())
     once, twice = seen[1], seen[2]
@@ -53,7 +51,7 @@ def _mean(objects: Sequence[Any]) -> float:
 
 
 def _spread(size: int, most: int) -> np.ndarray:
-    """Return positions all over a sequence, one in each stretch of it; at no regular distance."""
+    """Return positions across a sequence, one in each stride, at irregular distances."""
     if size <= most:
         return np.arange(size)
     edges = np.arange(most) * size // most
@@ -61,7 +59,7 @@ def _spread(size: int, most: int) -> np.ndarray:
 
 
 def _sizeof(value: Any, depth: int = _DEPTH) -> float:
-    """Return the bytes of an object and of what it holds."""
+    """Estimate the bytes of an object and its elements."""
     if isinstance(value, (str, bytes, bytearray)):
         return sys.getsizeof(value)
     if isinstance(value, np.ndarray):
@@ -74,5 +72,5 @@ def _sizeof(value: Any, depth: int = _DEPTH) -> float:
 def _sizeof_elements(value: Any, depth: int) -> float:
     cells = chain.from_iterable(value.items()) if isinstance(value, dict) else value
     count = len(value) * (2 if isinstance(value, dict) else 1)
-    chosen = list(islice(cells, None, None, count // _ELEMENTS | 1))  # odd: of keys and of values
+    chosen = list(islice(cells, None, None, count // _ELEMENTS | 1))  # odd: samples keys and values
     return sum(_sizeof(each, depth) for each in chosen) * count / max(1, len(chosen))

@@ -1,4 +1,4 @@
-"""Choose what is evicted first, by its next use. Pure."""
+"""Choose objects to evict by their next use. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class EvictionCandidate:
     Attributes
     ----------
     nbytes
-        What spilling it frees.
+        Bytes that spilling it frees.
     needed
-        The soonest scheduler priority among the tasks of this worker that need it (Dask's: a
-        smaller tuple runs sooner), None if no task does.
+        The soonest scheduler priority among the tasks of this worker that need it (in Dask, smaller tuples
+        run sooner); None if no task does.
     used
-        When it was last used, on a clock that only grows.
+        Time of its last use, on a monotonic clock.
     """
 
     key: Key
@@ -30,32 +30,32 @@ class EvictionCandidate:
     used: int
 
 
-#: States of a task of which the inputs are no longer read.
+#: States of a task that no longer reads its inputs.
 _DONE = frozenset({"memory", "released", "forgotten", "error", "cancelled"})
 
 
 def next_use(task: Any) -> tuple[Any, ...] | None:
-    """Return the soonest priority among the tasks of this worker that still need a result of Dask's.
+    """Return the soonest priority among the tasks of this worker that still need a result.
 
     Parameters
     ----------
     task
-        The ``TaskState`` of the worker's state machine that has the result, None without any.
+        The ``TaskState`` of the result in the worker's state machine; None if there is none.
 
     Returns
     -------
     tuple or None
-        A priority of Dask's, None if no task needs the result.
+        A priority of Dask's; None if no task needs the result.
     """
     if task is None:
         return None
-    # The event loop may change the set while another thread reads it here; to copy it is one step.
+    # The event loop may change the set while this thread reads it; tuple() copies it atomically.
     waiting = [each.priority for each in tuple(task.dependents) if each.state not in _DONE and each.priority]
     return min(waiting, default=None)
 
 
 def order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
-    """Sort candidates, those that are evicted first in front: without a next use, used last, large, old."""
+    """Sort candidates for eviction: no next use first, then the latest; ties by size, then by age."""
     ranked = sorted(candidates, key=lambda c: (-c.nbytes, c.used, repr(c.key)))
     unneeded = [c for c in ranked if c.needed is None]
     needed = sorted((c for c in ranked if c.needed is not None), key=lambda c: c.needed or (), reverse=True)
@@ -63,7 +63,7 @@ def order(candidates: Iterable[EvictionCandidate]) -> list[EvictionCandidate]:
 
 
 def choose(candidates: Iterable[EvictionCandidate], nbytes: int) -> list[EvictionCandidate]:
-    """Return the first ones in :func:`order` that free ``nbytes`` between them; all if they cannot."""
+    """Return the first candidates in :func:`order` that free ``nbytes`` in total; all if that is too much."""
     chosen: list[EvictionCandidate] = []
     for candidate in order(c for c in candidates if c.nbytes):
         if nbytes <= 0:

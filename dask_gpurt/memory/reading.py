@@ -1,4 +1,4 @@
-"""Read objects of the lower tiers where they lie, without making them live."""
+"""Read objects in the lower tiers without making them live."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import Scattered, joined, message, on_device, put_together
 from dask_gpurt.memory.tiers import Tier
 
-#: A buffer, and what its reader remembers of it.
+#: A buffer, and its memo, in which readers cache derived data.
 BufferAndMemo = tuple[Buffer, dict[str, Any]]
 
 
@@ -29,18 +29,18 @@ class Reader:
         self._reservations = reservations
 
     def read(self, copy: StoredCopy, stack: ExitStack) -> Any:
-        """Return an object out of its copy; it is complete when ``stack`` has been left."""
+        """Return an object from its copy; it is complete once ``stack`` has been closed."""
         as_it_lies = self._is_read_as_it_lies(copy)
         gather = _Gather(None if as_it_lies else self._table.device)
         stack.callback(gather.wait)
         return put_together(self._table.lower.get(copy.tier, copy.name, to_device=not as_it_lies), gather)
 
     def _is_read_as_it_lies(self, copy: StoredCopy) -> bool:
-        """Return whether an object belongs in host memory, as its copy does or will when it is read."""
+        """Return whether the object is live in host memory, so that it can be read without the device."""
         return copy.entry.home in self._table.host_tiers
 
     def copies(self, keys: Iterable[Key]) -> tuple[dict[Key, Any], list[Key]]:
-        """Return objects, and the keys of those that lie in another mapping still."""
+        """Return objects by key, and the keys of objects that are still in another mapping."""
         table = self._table
         found: dict[Key, Any] = {}
         foreign: list[Key] = []
@@ -58,9 +58,9 @@ class Reader:
         return found, foreign
 
     def messages(self, keys: Iterable[Key], stack: ExitStack) -> dict[Key, Serialized]:
-        """Return what Dask sends of objects in lower tiers; it refers to those until ``stack`` is left.
+        """Return the Dask messages of objects in lower tiers, valid until ``stack`` is closed.
 
-        Nothing is put together, and nothing goes to the device. Keys of which that cannot be sent are
+        Objects are not deserialised, and not copied to the device. Keys for which that is impossible are
         left out.
         """
         table = self._table
@@ -75,17 +75,17 @@ class Reader:
     def parts(
         self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
     ) -> Iterator[dict[tuple[Key, int], BufferAndMemo]]:
-        """Read some buffers of :class:`Raw` objects, for as long as the body runs.
+        """Read buffers of :class:`Raw` objects, which stay valid while the body runs.
 
-        This is for what is read once: it stays in the tier where it lies, is copied where the
-        device needs that, and there is room for the copies.
+        This is for objects that are read once. They stay in their tier; buffers are copied only if the device
+        needs that, with room reserved for the copies.
 
         Parameters
         ----------
         wanted
-            Keys, each with the number of a buffer.
+            Pairs of a key and the number of a buffer.
         reserved
-            The key under which its reader has reserved room, which is meant for the copies too.
+            The key under which the reader has reserved room, which includes the copies.
         """
         table = self._table
         found: dict[tuple[Key, int], BufferAndMemo] = {}
@@ -123,7 +123,7 @@ class Reader:
                 scattered[at] = pieces
         if scattered:
             buffers, complete = self._table.device.gather_all(list(scattered.values()))
-            stack.callback(complete)  # before the copies are released, should anything fail
+            stack.callback(complete)  # on errors too, the reads end before the copies are released
             found.update((at, (buffer, {})) for at, buffer in zip(scattered, buffers, strict=True))
             complete()
         return found
@@ -131,7 +131,7 @@ class Reader:
     def _reserve_for(
         self, retained: dict[tuple[Key, int], StoredCopy], reserved: Key | None, stack: ExitStack
     ) -> None:
-        """Reserve room for what reading takes, beyond what the reader has reserved."""
+        """Reserve room for the copies beyond the reader's own reservation, until ``stack`` is closed."""
         sizes: Counter[Tier] = Counter()
         for (_, which), copy in retained.items():
             if not self._is_read_as_it_lies(copy) or copy.tier is Tier.DISK:
@@ -144,7 +144,7 @@ class Reader:
 
 
 class _Gather:
-    """Bring buffers up: to the device, or into new host memory without one."""
+    """Copy buffers to the device, or into new host memory without one."""
 
     def __init__(self, device: Device | None):
         self._device = device
@@ -159,6 +159,6 @@ class _Gather:
         return buffer
 
     def wait(self) -> None:
-        # One thread's copies are made in order, so the last fence is behind all of them.
+        # The copies of one thread are in stream order, so the last fence covers all of them.
         if self._fence is not None:
             self._fence()

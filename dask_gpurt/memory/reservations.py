@@ -1,4 +1,4 @@
-"""Promise bytes of the live tiers before they are taken."""
+"""Reserve bytes of the live tiers before they are allocated."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from dask_gpurt.memory.tiers import SLACK_SHARE, SPILL_SLACK_BYTES, Tier
 class Reservations:
     """Reserve bytes of the live tiers under a key. Thread-safe.
 
-    An object that is stored under the key takes the reservation. A later reservation replaces the one before.
+    Storing an object under the key uses up the reservation. A later reservation of a key replaces the
+    previous one.
 
-    A tier may go above its limit by at most one slack: ``SPILL_SLACK_BYTES``, or ``SLACK_SHARE`` of the tier
-    if that is less. So a result of a few bytes never has a partition spilled.
+    A tier may exceed its limit by at most one slack: ``SPILL_SLACK_BYTES``, or ``SLACK_SHARE`` of the tier
+    if that is less. So a result of a few bytes never spills a partition.
     """
 
     def __init__(self, table: EntryTable, spiller: Spiller):
         self._table = table
         self._spiller = spiller
-        #: Objects that are about to be stored, with what they own: to look at them costs some time.
+        #: Objects about to be stored, with their allocations, since measuring is slow.
         self._measured: dict[Key, tuple[Any, Roots]] = {}
 
     def try_reserve(self, key: Key, nbytes: int, tier: Tier) -> bool:
-        """Reserve room if there is some; return whether. Does not block."""
+        """Reserve room if there is any; return whether there was. Does not block."""
         table, slack = self._table, self._slack(tier)
         with table.lock:
             if table.excess(nbytes, tier) > (slack if nbytes <= slack else 0):
@@ -39,34 +40,33 @@ class Reservations:
             return True
 
     def spill_and_try(self, key: Key, nbytes: int, tier: Tier) -> bool:
-        """Reserve room if it can be made by spilling; return whether. Blocks."""
+        """Reserve room if spilling can make it; return whether it could. Blocks."""
         self._spiller.make_room(nbytes, tier)
         return self.try_reserve(key, nbytes, tier)
 
     def reserve(self, key: Key, nbytes: int, tier: Tier) -> None:
-        """Reserve room, and spill for it. Blocks.
+        """Reserve room unconditionally, and spill for it. Blocks.
 
-        Where nothing is left to spill the tier goes above its limit: that is better than never.
+        If nothing is left to spill, the tier exceeds its limit, so that the caller can make progress.
         """
-        # First, or another thread might take the room that is made:
+        # Reserve first, then spill. Otherwise another thread could reserve the room in between:
         #   Thread 1: makes room for x            Thread 2: reserves it for y
-        #   Thread 1: reserves it for x, and the tier is above its limit though more could have been spilled
+        #   Thread 1: reserves it for x; the tier exceeds its limit although more could have been spilled
         with self._table.lock:
             self._table.live.reserve(key, tier, nbytes)
             self._table.account()
         self.spill_for_all(tier)
 
     def spill_for_all(self, tier: Tier) -> None:
-        """Spill for everything that is reserved in a tier, as far as that goes. Blocks."""
+        """Spill for all reservations in a tier, as far as possible. Blocks."""
         while self._spiller.make_room(0, tier):
             pass
 
     def replace(self, old: Key, new: Mapping[Key, tuple[int, Tier]]) -> bool:
-        """Cancel a reservation and make others in its place, in one step; return whether they fit.
+        """Replace a reservation by others atomically; return whether they fit. Does not block.
 
-        This does not block, and reserves the bytes also where they do not fit. Bytes within the slack always
-        fit: a tier is above its limit then for data that were there before, such as an input that is about to
-        go.
+        The bytes are reserved even if they do not fit. Bytes within the slack count as fitting: if the tier
+        exceeds its limit, that is because of earlier data, such as an input about to be released.
         """
         table = self._table
         with table.lock:
@@ -79,31 +79,30 @@ class Reservations:
             )
 
     def cancel(self, key: Key) -> None:
-        """Cancel a reservation, if there is one."""
+        """Cancel the reservation of a key, if any."""
         self._measured.pop(key, None)
         with self._table.lock:
             if self._table.live.cancel(key):
                 self._table.account()
 
     def cancel_all(self, keys: Iterable[Key]) -> None:
-        """Cancel the reservations that there still are among some keys."""
+        """Cancel the reservations of some keys, as far as there are any."""
         for key in keys:
             if key in self._measured or self._table.live.is_reserved(key):
                 self.cancel(key)
 
     def has_room(self, nbytes: int, tier: Tier) -> bool:
-        """Return whether this many bytes more fit into a tier as it is."""
+        """Return whether this many bytes more fit into a tier without spilling."""
         return self._table.excess(nbytes, tier) <= 0
 
     def leaves_half(self, nbytes: int, tier: Tier) -> bool:
-        """Return whether this many bytes would leave half of a tier to other things."""
+        """Return whether this many bytes take at most half of a tier."""
         return 2 * nbytes <= self._table.limits.live(tier)
 
     def bytes_added_by(self, key: Key, value: Any, tier: Tier) -> int:
         """Return the bytes that an object would add to a tier.
 
-        The result of measuring is kept until the object is stored under its key, or the reservation of the
-        key is cancelled.
+        The measurement is cached until the object is stored under its key, or the reservation is cancelled.
         """
         roots = self.measured(key, value)
         self._measured[key] = value, roots
@@ -111,12 +110,12 @@ class Reservations:
             return self._table.live.lacking(tier, roots)
 
     def measured(self, key: Key, value: Any) -> Roots:
-        """Return what an object owns that is to be stored under a key; look at it unless that was done."""
+        """Return the allocations of an object about to be stored, from the cache if possible."""
         before, roots = self._measured.pop(key, (None, None))
         return owned(value) if roots is None or before is not value else roots
 
     def overshoot(self) -> int:
-        """Return by how many bytes live objects exceed the device tier; 0 within the slack."""
+        """Return by how many bytes live objects exceed the device tier's limit; 0 within the slack."""
         table = self._table
         beyond = table.live.total(Tier.DEVICE) - table.limits.device
         return beyond if beyond > self._slack(Tier.DEVICE) else 0

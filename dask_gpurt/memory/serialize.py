@@ -1,4 +1,4 @@
-"""Take objects apart: into what pickles, and the memory of their arrays, without a copy."""
+"""Serialise objects into a header and the buffers of their arrays, without copying the buffers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dask_gpurt.device.base import is_of, lives_on_device
 #: One buffer, in one or several pieces: arrays of bytes, or one object on a device.
 Scattered = list[Any]
 _RAW = b"raw"
-#: Bytes that stay with the header, which is not counted.
+#: Pickled bytes up to this size stay in the header, which does not count as memory.
 _INLINE_BYTES = 4096
-#: Those that register serializers with Dask for the device and for the host.
+#: Libraries whose "cuda" and "dask" serializers in Dask make the same frames.
 _SAME_ON_HOST = frozenset({"cudf", "cupy", "rmm"})
 
-#: Whether Dask's error about what it cannot pickle is an answer here, and nothing to log.
+#: Set while trying to pickle an object, where failure is expected and Dask should not log it.
 _asking: ContextVar[bool] = ContextVar("asking", default=False)
 dask_pickle.logger.addFilter(lambda record: not _asking.get())
 
 
 class NotMovable(Exception):
-    """An object cannot be taken apart; the message names its type and says why."""
+    """An object cannot be serialised; the message has its type and the reason."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Frames:
     Attributes
     ----------
     header
-        What brings it back, given its buffers.
+        Metadata to deserialise the object from its buffers.
     buffers
         The memory of its arrays.
     """
@@ -55,14 +55,14 @@ class Frames:
 
 @dataclass(eq=False)
 class Raw:
-    """Hold bytes that mean nothing here: a shard.
+    """Hold opaque bytes: the sections of a shard.
 
     Attributes
     ----------
     buffers
-        On the device, or arrays of bytes in host memory.
+        Device buffers, or arrays of bytes in host memory.
     memos
-        What their readers remember of each, for as long as they stay where they are.
+        A memo for each buffer, in which its readers cache derived data while it stays in place.
     """
 
     buffers: list[Any]
@@ -73,17 +73,17 @@ class Raw:
 
 
 def on_device(buffer: Scattered) -> bool:
-    """Return whether a buffer lies on a device."""
+    """Return whether a buffer is on a device."""
     return not all(isinstance(piece, np.ndarray) for piece in buffer)
 
 
 def take_apart(value: Any) -> Frames:
-    """Return the header and the buffers of an object; the buffers are its own memory.
+    """Serialise an object; the buffers are views of its memory.
 
     Raises
     ------
     NotMovable
-        When it cannot be serialised, or would come back as something else.
+        If the object cannot be serialised, or would be deserialised to a different type.
     """
     if isinstance(value, Raw):
         return raw_frames(value.buffers)
@@ -106,7 +106,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def raw_frames(buffers: Iterable[Any]) -> Frames:
-    """Return buffers as they are, which come back as a :class:`Raw`."""
+    """Return frames of opaque buffers, which are deserialised to a :class:`Raw`."""
     return Frames(_RAW, tuple([buffer] for buffer in buffers))
 
 
@@ -117,7 +117,7 @@ def _host_frames(value: Any) -> Frames:
     writeable = [not memoryview(buffer).readonly for buffer in buffers]
     if len(body) <= _INLINE_BYTES:
         return Frames(pickle.dumps(("host", body, writeable)), arrays)
-    # Strings and the like are all in the body, which takes room like any other buffer.
+    # Large bodies, for example of strings, count as memory, and so are stored as a buffer.
     return Frames(pickle.dumps(("host", None, writeable)), ([np.frombuffer(body, np.uint8)], *arrays))
 
 
@@ -132,12 +132,12 @@ def _device_frames(value: Any) -> Frames:
 
 
 def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
-    """Put an object together again, in memory of its own.
+    """Deserialise an object, into new memory.
 
     Parameters
     ----------
     to_device
-        Makes a device buffer out of the pieces of one.
+        Copies the pieces of a buffer to the device.
     """
     if frames.header == _RAW:
         return Raw([to_device(pieces) for pieces in frames.buffers])
@@ -157,9 +157,9 @@ def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
 
 
 def message(frames: Frames) -> Serialized | None:
-    """Return the message that Dask sends of an object, made of host frames; None where that needs the object.
+    """Convert frames in host memory to a Dask message; return None if that needs the object itself.
 
-    Its receiver puts the object together as always, on its device where it was on one.
+    The receiver deserialises the object as usual, a device object on its device.
     """
     if frames.header == _RAW:
         return None
@@ -173,7 +173,7 @@ def message(frames: Frames) -> Serialized | None:
 
 
 def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
-    """Return Dask's header for the same frames in host memory; None if an object's type does not allow it."""
+    """Return the equivalent Dask header for frames in host memory; None if the type has none."""
     header = {name: value for name, value in header.items() if name != "compression"}
     if "sub-headers" in header:
         below = [_from_host(one) for one in header["sub-headers"]]
@@ -183,12 +183,12 @@ def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
     type_ = pickle.loads(header["type-serialized"])
     if not is_of(type_, _SAME_ON_HOST):
         return None
-    # Their serializers for the host make the same frames and headers as those for the device.
+    # The "dask" serializers of these libraries make the same frames and headers as the "cuda" ones.
     return {**header, "serializer": "dask", "type": typename(type_)}
 
 
 def joined(pieces: Scattered) -> np.ndarray:
-    """Return a buffer in one piece, in new memory."""
+    """Copy a buffer into one contiguous array."""
     joined = np.empty(sum(piece.nbytes for piece in pieces), np.uint8)
     at = 0
     for piece in pieces:

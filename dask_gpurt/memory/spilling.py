@@ -1,4 +1,4 @@
-"""Move objects out of a live tier, those first that are needed last."""
+"""Spill objects from a live tier, those with the latest next use first."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dask_gpurt.observe import Fallback
 
 @dataclass(frozen=True)
 class _Spill:
-    """Note an object that is being copied down.
+    """Track an object that is being copied to a lower tier.
 
     Attributes
     ----------
     last_used
-        As it was when the copy began; the copy is of no use once the object has been read again.
+        The entry's value when the copy started: if it changes, the object was used, and the copy is dropped.
     """
 
     entry: Entry
@@ -39,31 +39,31 @@ class _Spill:
 class Spiller:
     """Make room in the live tiers of a table. Thread-safe; its methods block.
 
-    The copies of one call are all begun before the first is waited for, so that a device that is busy is
-    waited for once.
+    Each call starts all of its copies before it waits for the first, so that it waits for a busy device only
+    once.
 
     Parameters
     ----------
     priority_of
-        Returns the soonest scheduler priority among the tasks of this worker that need a key, None
-        without any. Called on any thread.
+        Returns the soonest scheduler priority among the tasks of this worker that need a key; None if there
+        are none. Called from any thread.
     """
 
     def __init__(self, table: EntryTable, priority_of: Callable[[Key], Priority]):
         self._table = table
         self._priority_of = priority_of
-        #: One thread at a time chooses what to spill: two would choose the same objects.
+        #: Only one thread at a time chooses victims, since two would choose the same objects.
         self._choosing = threading.RLock()
 
     def make_room(self, nbytes: int, tier: Tier = Tier.DEVICE) -> int:
-        """Spill until ``nbytes`` more fit into a tier, as far as that goes; return the bytes spilled."""
+        """Spill until ``nbytes`` more fit into a tier, if possible; return the bytes spilled."""
         if self._table.excess(nbytes, tier) <= 0:
             return 0
         with self._choosing:
             return self._spill(self._table.excess(nbytes, tier), tier)
 
     def spill(self, nbytes: int, tier: Tier = Tier.DEVICE) -> int:
-        """Spill at least ``nbytes`` out of a tier, as far as that goes; return the bytes spilled."""
+        """Spill at least ``nbytes`` from a tier, if possible; return the bytes spilled."""
         with self._choosing:
             return self._spill(nbytes, tier)
 
@@ -72,11 +72,12 @@ class Spiller:
         before, tried = live.total(tier), set[Key]()
         while (left := nbytes - (before - live.total(tier))) > 0:
             candidates = [c for c in self._candidates(tier) if c.key not in tried]
-            # Objects that share memory free nothing one at a time, but do so together: spill one by one.
+            # Objects that share memory free it only once all of them are spilled. Then no single object has a
+            # gain, and `choose` returns none: spill the first one anyway, and look again.
             chosen = choose(candidates, left) or order(candidates)[:1]
             if not chosen:
                 break
-            tried |= {c.key for c in chosen}  # those that go down are not candidates any more
+            tried |= {c.key for c in chosen}  # do not retry objects that cannot be spilled
             with ExitStack() as spills:
                 for candidate in chosen:
                     if (spill := self._begin(candidate.key, tier)) is not None:
@@ -99,7 +100,7 @@ class Spiller:
         ]
 
     def _begin(self, key: Key, tier: Tier) -> _Spill | None:
-        """Begin to copy an object down: the first step of a move."""
+        """Start to copy an object down: the first step of a move."""
         table = self._table
         with table.lock:
             entry = table.by_key.get(key)
@@ -126,25 +127,25 @@ class Spiller:
         return None
 
     def _end(self, spill: _Spill) -> None:
-        """Let the live object go, unless the copy is out of date: the second step of a move.
+        """Replace the live object by its copy, unless the copy is stale: the second step of a move.
 
-        While the copy was made the object was live, and other threads did with it what they liked::
+        During the copy the object is live, and other threads may use or delete it::
 
             Thread 1 (spills x)                       Thread 2
-            _begin: x is moving, the copy begins
-                                                      reads x, or holds it: x is live, so it gets the object
-                                                      at once, and ``last_used`` or ``holders`` change
+            _begin: x is moving, the copy starts
+                                                      reads or holds x, which is live: it gets the object at
+                                                      once, and ``last_used`` or ``holders`` change
             _end: x is in use. The copy is deleted,
             and x stays live
 
-            _begin: x is moving, the copy begins
-                                                      deletes x, or gives the key another object: the entry
-                                                      leaves the table, and as it is live there is no copy
-                                                      for Thread 2 to delete
-            _end: the entry is not current any more.
+            _begin: x is moving, the copy starts
+                                                      deletes x, or replaces its object: the entry leaves
+                                                      the table. As it is live, Thread 2 finds no copy to
+                                                      delete
+            _end: the entry is no longer current.
             The copy is deleted
 
-        Thread 2 never waits for Thread 1, and a copy is deleted by exactly one of them.
+        Thread 2 never waits for Thread 1, and exactly one of them deletes the copy.
         """
         table, entry = self._table, spill.entry
         copied = gone = False

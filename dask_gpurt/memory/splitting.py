@@ -1,12 +1,13 @@
-"""Split work that runs out of memory: halve its input, and do the halves one after the other. Pure.
+"""Retry work that runs out of memory on halves of its input, one after the other. Pure.
 
-Spark RAPIDS calls it split-and-retry. Work that runs out of memory is tried
+Spark RAPIDS calls this split-and-retry. Work that runs out of memory is
 
-1. as it is, once more, after everything has been spilled that nothing uses,
-2. in halves, and in halves of those that do not fit: each at once, since nothing is left to spill,
-3. no more after ``MAX_HALVINGS``: then it is not the size of the input for which memory is short.
+1. retried once on the whole input, after everything evictable has been spilled,
+2. retried on halves, and on halves of halves, without another retry of the same part, since nothing is left
+   to spill,
+3. given up after ``MAX_HALVINGS``, since the size of the input is not the problem then.
 
-Halves are done in their order, so that results put one behind the other are in the order of the whole's.
+Halves are processed in order, so the concatenated results are in the order of the whole input.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: The times that an input is halved before its work is given up: down to a 64th.
+#: The most times that an input is halved: down to a 64th.
 MAX_HALVINGS = 6
 
 
@@ -32,29 +33,30 @@ def split_and_retry(
     short: type[MemoryError] = MemoryError,
     too_large: tuple[type[Exception], ...] = (),
 ) -> Iterator[R]:
-    """Yield the result of some work; where memory is too short for it, the results of parts of its input.
+    """Yield the result of work on an input, or on its parts if memory is too short for the whole.
 
-    The next part is begun when its result is asked for, so that there need not be two at a time.
+    Each part is started only when its result is requested, so that no two results need to exist at once.
 
     Parameters
     ----------
     work
-        Done with a part, from its beginning each time.
+        Called with a part; must be restartable after an error.
     halve
-        Returns the parts of a part, in order; fewer than two where it cannot be split.
+        Returns the halves of a part, in order; fewer than two if it cannot be split.
     make_room
-        Spills what nothing uses, wherever memory was short.
+        Spills everything evictable; called after each lack of memory.
     on_split
-        Called with the error for which a part is split.
+        Called with the error when a part is split for lack of memory.
     short
-        The error by which the work says that memory is short and it has changed nothing; any other ends it.
+        The error by which ``work`` reports lack of memory without side effects; any other is raised.
     too_large
-        Errors for which a part is split, at once and as often as it takes: room would not help.
+        Errors for which a part is split immediately and any number of times, because more room would not
+        help.
 
     Raises
     ------
     MemoryError
-        As ``work`` has, for a part that is not split any more.
+        The error of ``work`` for a part that cannot be split further.
     """
     waiting = [(whole, 0)]
     while waiting:
@@ -81,7 +83,7 @@ def split_and_retry(
 def _attempt(
     work: Callable[[T], R], part: T, expected: tuple[type[Exception], ...]
 ) -> tuple[list[R], Exception | None]:
-    """Return the result of some work, or else the error, without what the work had in memory."""
+    """Return the result of work, or the error without references to the work's memory."""
     try:
         return [work(part)], None
     except expected as error:
@@ -90,7 +92,7 @@ def _attempt(
 
 
 def _release_frames(error: BaseException) -> None:
-    """Let go of the variables of all calls that an error has ended: they may be what memory is short for."""
+    """Clear the local variables in an error's traceback, which may hold much of the memory."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:

@@ -1,15 +1,15 @@
-"""Keep a worker's data in tiers: map keys to objects, whichever tier they lie in.
+"""Store a worker's data in tiers, as one mapping from keys to objects.
 
-Tasks read live objects: on the device, or in host memory for host objects of a worker with a GPU. The lower
-tiers (pinned memory, host memory, disk) hold serialised objects. The parts are
+Tasks read live objects, which are on the device, or in host memory for host objects of a worker with a GPU.
+The lower tiers (pinned memory, host memory, disk) hold serialised objects. The components are
 
-- the table of all entries, under one lock (:mod:`~dask_gpurt.memory.entries`),
-- what moves objects down and up (:mod:`~dask_gpurt.memory.spilling`, :mod:`~dask_gpurt.memory.unspilling`),
-- what reads them where they lie (:mod:`~dask_gpurt.memory.reading`),
-- what reserves room before it is taken (:mod:`~dask_gpurt.memory.reservations`).
+- :mod:`~dask_gpurt.memory.entries`: the table of all entries, under one lock,
+- :mod:`~dask_gpurt.memory.spilling` and :mod:`~dask_gpurt.memory.unspilling`: moves down and up,
+- :mod:`~dask_gpurt.memory.reading`: reads in the lower tiers, without a move,
+- :mod:`~dask_gpurt.memory.reservations`: memory reserved before it is allocated,
+- :mod:`~dask_gpurt.memory.policy`: the order of eviction.
 
-Which object goes down first is decided in :mod:`~dask_gpurt.memory.policy`. Moves block, so they are made on
-threads.
+Moves block, so they run in threads.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.memory.unspilling import Unspiller
 from dask_gpurt.observe import Metrics
 
-#: Copies of objects that are being sent, for the coroutine that sends them.
+#: The objects that the current coroutine is sending; `TieredBuffer` returns these copies to it.
 serving: ContextVar[dict[Key, Any] | None] = ContextVar("serving", default=None)
 
 
 class Spilled(NamedTuple):
-    """Report, as Dask asks of a mapping, the bytes that are not in host memory and the bytes on disk."""
+    """Report to Dask's metrics the bytes that are not in host memory, and the bytes on disk."""
 
     memory: int
     disk: int
 
 
 class TieredBuffer(MutableMapping[Key, Any]):
-    """Take the place of a worker's ``data``, as a mapping over all tiers. Thread-safe.
+    """Map keys to objects across all tiers, in place of a worker's ``data``. Thread-safe.
 
-    Only :meth:`__getitem__` of a key that is not live copies on the calling thread: hold
-    keys first, with :meth:`hold` on a thread that may wait.
+    :meth:`__getitem__` of a key that is not live blocks for a copy. To avoid that, call :meth:`hold` for the
+    key first, in a thread that may block.
 
     Parameters
     ----------
@@ -63,17 +63,17 @@ class TieredBuffer(MutableMapping[Key, Any]):
     device
         The device whose memory the device tier is.
     ledger
-        The account of the worker, which is kept up to date.
+        The worker's ledger, which is updated with each change.
     priority_of
-        Returns the soonest scheduler priority among the tasks of this worker that need a key, None
-        without any. Called on any thread.
+        Returns the soonest scheduler priority among the tasks of this worker that need a key; None if there
+        are none. Called from any thread.
     changed
         Called after each change of the ledger; must not block.
 
     Attributes
     ----------
     reservations
-        Room in the live tiers that is promised before it is taken.
+        Reserves memory of the live tiers before it is allocated.
     """
 
     def __init__(
@@ -113,16 +113,16 @@ class TieredBuffer(MutableMapping[Key, Any]):
         home: Tier | None = None,
         priority: Priority = None,
     ) -> None:
-        """Keep a live object, which takes the room that is reserved under its key.
+        """Store a live object, which uses up the reservation of its key.
 
         Parameters
         ----------
         kind
-            Keys of other kinds than partitions do not show in the mapping.
+            Keys of kinds other than partitions are hidden when iterating.
         home
-            The tier in which it is live, if that is not for the object to say.
+            The tier in which it is live; by default determined from the object.
         priority
-            Its place among the priorities of tasks, if it is the input of none.
+            Its eviction priority, if it is not an input of tasks.
         """
         table, label = self._table, label_of(key, kind)
         roots = self.reservations.measured(key, value)
@@ -138,12 +138,12 @@ class TieredBuffer(MutableMapping[Key, Any]):
     def store_below(
         self, key: Key, frames: Frames, kind: str, *, home: Tier, priority: Priority = None
     ) -> Tier:
-        """Keep what has been taken apart in a tier below its home, at once; return which. Blocks.
+        """Store a serialised object directly in a tier below its home; return that tier. Blocks.
 
         Raises
         ------
         NoRoom
-            When all tiers are full.
+            If all lower tiers are full.
         """
         table, label = self._table, label_of(key, kind)
         name = table.new_name()
@@ -156,12 +156,12 @@ class TieredBuffer(MutableMapping[Key, Any]):
         return tier
 
     def adopt(self, key: Key, nbytes: int, take: Callable[[], Any], delete: Callable[[], None]) -> None:
-        """Take a key over from another mapping, in which it lies on disk.
+        """Take over a key that another mapping has on disk.
 
         Parameters
         ----------
         take, delete
-            Take it out of there, and delete it if it is still there.
+            Remove the key from the other mapping: ``take`` returns its object, ``delete`` does not.
         """
         table = self._table
         with table.lock:
@@ -172,14 +172,14 @@ class TieredBuffer(MutableMapping[Key, Any]):
         served = serving.get()
         if served is not None and key in served:
             return served[key]
-        # Again where another thread has spilled the object, or replaced it, between the two calls.
+        # Retry if another thread spills or replaces the object between the two calls.
         while not (found := self._if_live(key)):
             self._metrics.add("memory.unspill.unheld")
             self.release(self.hold([key]))
         return found[0]
 
     def _if_live(self, key: Key) -> tuple[Any, ...]:
-        """Return the object of a key, if it is live; KeyError without any."""
+        """Return the object of a key in a tuple, empty if it is not live; raise KeyError if unknown."""
         with self._table.lock:
             entry = self._table.by_key[key]
             entry.last_used = self._table.tick()
@@ -191,13 +191,13 @@ class TieredBuffer(MutableMapping[Key, Any]):
             entry = table.by_key.pop(key)
             if entry.live:
                 table.live.discard(key)
-            elif not entry.moving:  # else the thread that moves it deletes its copy
+            elif not entry.moving:  # otherwise the thread that moves it deletes its copy
                 table.delete_copy(entry)
             entry.value = None
             table.account()
 
     def discard(self, key: Key) -> None:
-        """Delete a key, if there is one."""
+        """Delete a key if it exists."""
         with self._table.lock:
             if key in self._table.by_key:
                 del self[key]
@@ -212,15 +212,15 @@ class TieredBuffer(MutableMapping[Key, Any]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    # ---- held: live, and not to be spilled ---------------------------------------------
+    # ---- held: live and not evictable -------------------------------------------------
 
     def hold(self, keys: Iterable[Key]) -> list[Entry]:
-        """Make keys live and keep them so; unknown ones are ignored. Blocks.
+        """Make keys live and prevent their eviction; unknown keys are ignored. Blocks.
 
         Returns
         -------
         list
-            For :meth:`release`.
+            The held entries, for :meth:`release`.
         """
         with self._table.lock:
             held = self._known(keys)
@@ -234,7 +234,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
         return held
 
     def hold_live(self, keys: Iterable[Key]) -> list[Entry] | None:
-        """Hold keys if all of them are live already, else return None; does not block."""
+        """Hold keys if all of them are live already, otherwise return None. Does not block."""
         with self._table.lock:
             entries = self._known(keys)
             if not all(entry.live for entry in entries):
@@ -244,7 +244,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
             return entries
 
     def hold_where_live(self, keys: Iterable[Key]) -> tuple[dict[Key, Entry], list[Key]]:
-        """Hold those of ``keys`` that are live, and return the others too; does not block."""
+        """Hold the live ones of ``keys``; return their entries and the other keys. Does not block."""
         with self._table.lock:
             known = self._known(keys)
             held = {entry.key: entry for entry in known if entry.live}
@@ -253,7 +253,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
             return held, [key for key in dict.fromkeys(entry.key for entry in known) if key not in held]
 
     def release(self, held: Iterable[Entry]) -> None:
-        """Let what was held be spilled again, and look again at what it owns."""
+        """Make held entries evictable again, and measure their memory again."""
         self._table.release(held)
 
     def _known(self, keys: Iterable[Key]) -> list[Entry]:
@@ -261,19 +261,19 @@ class TieredBuffer(MutableMapping[Key, Any]):
         return [by_key[key] for key in keys if key in by_key]
 
     def prefetch(self, keys: Iterable[Key]) -> None:
-        """Make keys live as far as there is room without spilling. Blocks."""
+        """Make keys live as long as there is room without spilling. Blocks."""
         self._unspiller.prefetch(keys)
 
-    # ---- read where they lie -----------------------------------------------------------
+    # ---- reads in place ----------------------------------------------------------------
 
     def copies(self, keys: Iterable[Key]) -> dict[Key, Any]:
-        """Return objects, read from where they lie, which is where they stay. Blocks."""
+        """Return objects without moving them between tiers. Blocks."""
         found, foreign = self._reader.copies(keys)
-        # Another mapping gives an object out once, so that is kept here.
+        # Another mapping returns an object only once, so make these live here.
         return found | {key: self[key] for key in foreign}
 
     def unreadable(self, keys: Iterable[Key]) -> list[Key]:
-        """Return those of ``keys`` that cannot be read any more. Blocks."""
+        """Return the keys whose copies are corrupt. Blocks."""
         lost = []
         for key in keys:
             try:
@@ -283,27 +283,27 @@ class TieredBuffer(MutableMapping[Key, Any]):
         return lost
 
     def messages(self, keys: Iterable[Key], stack: ExitStack) -> dict[Key, Serialized]:
-        """Return what Dask sends of objects in lower tiers; see :meth:`Reader.messages`. Blocks."""
+        """Return Dask messages of objects in lower tiers; see :meth:`Reader.messages`. Blocks."""
         return self._reader.messages(keys, stack)
 
     def reading(
         self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
     ) -> AbstractContextManager[dict[tuple[Key, int], BufferAndMemo]]:
-        """Read some buffers of :class:`Raw` objects meanwhile; see :meth:`Reader.parts`. Blocks."""
+        """Read buffers of :class:`Raw` objects in a context; see :meth:`Reader.parts`. Blocks."""
         return self._reader.parts(wanted, reserved)
 
-    # ---- down ------------------------------------------------------------------------
+    # ---- spilling --------------------------------------------------------------------
 
     def make_room(self, nbytes: int, tier: Tier = Tier.DEVICE) -> int:
-        """Spill until ``nbytes`` more fit into a tier, as far as that goes; return the bytes. Blocks."""
+        """Spill until ``nbytes`` more fit into a tier, if possible; return the bytes spilled. Blocks."""
         return self._spiller.make_room(nbytes, tier)
 
     def spill(self, nbytes: int, tier: Tier = Tier.DEVICE) -> int:
-        """Spill at least ``nbytes`` out of a tier, as far as that goes; return the bytes. Blocks."""
+        """Spill at least ``nbytes`` from a tier, if possible; return the bytes spilled. Blocks."""
         return self._spiller.spill(nbytes, tier)
 
     def set_elsewhere(self, roots: Iterable[int]) -> None:
-        """Note which allocations of live objects another library has moved off the device, for now."""
+        """Set the allocations of live objects that another library has currently moved off the device."""
         with self._table.lock:
             self._table.live.set_elsewhere(Tier.DEVICE, roots)
             self._table.account(Tier.DEVICE)
@@ -312,44 +312,44 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     @property
     def host_tier(self) -> Tier:
-        """Return the live tier that is host memory: the device tier itself on a worker without a GPU."""
+        """Return the live tier in host memory: the device tier itself on a worker without a GPU."""
         return Tier.DEVICE if Tier.DEVICE in self._table.host_tiers else Tier.HOST
 
     def live_bytes(self, tier: Tier) -> int:
-        """Return the bytes of live objects in a tier, views and shared memory once."""
+        """Return the bytes of live objects in a tier, counting shared memory once."""
         return self._table.live.total(tier)
 
     def bytes_admitted(self, tier: Tier) -> int:
-        """Return how many bytes have become live in a tier so far, whether they still are or not."""
+        """Return the cumulative bytes that have become live in a tier."""
         return self._table.live.admitted[tier]
 
     @property
     def removals(self) -> int:
-        """Return how many objects have ceased to be live so far, spilled or deleted."""
+        """Return the cumulative number of live objects spilled or deleted."""
         return self._table.live.removals
 
     def tier(self, key: Key) -> Tier:
-        """Return where an object lies."""
+        """Return the current tier of an object."""
         return self._table.by_key[key].tier
 
     def not_live(self, keys: Iterable[Key]) -> list[Key]:
-        """Return those of ``keys`` that lie in lower tiers."""
+        """Return those of ``keys`` that are in lower tiers."""
         with self._table.lock:
             return [entry.key for entry in self._known(keys) if not entry.live]
 
     def moving(self) -> list[Key]:
-        """Return the keys that are on their way from tier to tier."""
+        """Return the keys that are moving between tiers."""
         return [key for key, entry in list(self._table.by_key.items()) if entry.moving]
 
     def largest(self, count: int) -> list[tuple[Key, int]]:
-        """Return the live keys that take most, with their bytes."""
+        """Return the ``count`` largest live keys, with their bytes."""
         with self._table.lock:
             live = [(key, entry.nbytes) for key, entry in self._table.by_key.items() if entry.live]
         return sorted(live, key=lambda item: -item[1])[:count]
 
     @property
     def spilled_total(self) -> Spilled:
-        """Return, for Dask's metrics, what does not lie in host memory, and what lies on disk."""
+        """Return Dask's metrics of spilled bytes; see :class:`Spilled`."""
         table = self._table
         with table.lock:
             entries = [entry for entry in table.by_key.values() if entry.label.kind == PARTITIONS]
@@ -358,5 +358,5 @@ class TieredBuffer(MutableMapping[Key, Any]):
         return Spilled(on_disk + on_device, table.lower.total(Tier.DISK))
 
     def close(self) -> None:
-        """Delete everything, files included, when the moves under way have ended. Blocks."""
+        """Wait for moves in flight, then delete everything, including files. Blocks."""
         self._table.close()

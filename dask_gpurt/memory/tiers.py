@@ -1,4 +1,4 @@
-"""Name the tiers of a worker, from fast to slow, and limit what each may hold."""
+"""Define the memory tiers of a worker, from fast to slow, and resolve their limits."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dask.utils import format_bytes
 
 from dask_gpurt.config import ConfigError, MemorySettings, Size
 
-#: dask-cuda's own default for --device-memory-limit.
+#: Default share of device memory, the same as that of dask-cuda's --device-memory-limit.
 DEVICE_SHARE = 0.8
-#: Pinned memory is taken from all processes of the host, and a few GiB keep the bus busy.
+#: Default share and most bytes of pinned memory, which all processes of the host lose. A few GiB suffice to
+#: keep the bus busy.
 PINNED_SHARE, PINNED_MOST = 0.1, 8 * 2**30
-#: The share of the memory of an integrated GPU, which is the host's too, that live host objects may take; the
-#: device tier has so much less.
+#: The share of an integrated GPU's memory, which is also the host's, reserved for live host objects, by which
+#: the device tier is smaller.
 INTEGRATED_HOST_SHARE = 0.1
 
-#: Bytes by which a live tier may exceed its limit before anything is spilled: a block of the pinned tier, but
-#: no more than this share of the tier.
+#: Bytes by which a live tier may exceed its limit before objects are spilled: one block of the pinned tier,
+#: but at most this share of the tier.
 SPILL_SLACK_BYTES, SLACK_SHARE = 2**20, 1 / 64
 
 
 class Tier(StrEnum):
-    """Name the tiers of memory, from fast to slow."""
+    """Memory tiers, from fast to slow."""
 
     DEVICE = "device"
     PINNED = "pinned"
@@ -37,13 +38,13 @@ class NoRoom(Exception):
     Parameters
     ----------
     tier, nbytes
-        Which tier, and what was to be stored there.
+        The tier, and the bytes that were to be stored.
     reason
-        More than that it is full.
+        The reason, if it is not just that the tier is full.
     """
 
     def __init__(self, tier: Tier, nbytes: int, reason: str = ""):
-        super().__init__(tier, nbytes, reason)  # as given, since a copy is made of them
+        super().__init__(tier, nbytes, reason)  # all arguments, so that it can be pickled
         self.tier = tier
         self.nbytes = nbytes
         self.reason = reason
@@ -56,7 +57,7 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limit the bytes of each tier; None on disk: as much as fits."""
+    """Limits of the tiers in bytes; None for a disk tier limited only by the file system."""
 
     device: int
     pinned: int
@@ -64,7 +65,7 @@ class Limits:
     disk: int | None
 
     def live(self, tier: Tier) -> int:
-        """Return the limit of a tier in which objects are live."""
+        """Return the limit of a live tier."""
         return self.device if tier is Tier.DEVICE else self.host
 
 
@@ -78,28 +79,28 @@ def limits(
     disk_free: int,
     integrated: bool = False,
 ) -> Limits:
-    """Resolve what the user has set, for us, for Dask and for dask-cuda.
+    """Resolve the limits from the settings of this package, of Dask and of dask-cuda.
 
     Parameters
     ----------
     memory_limit
-        Bytes of host memory that the worker may use.
+        The worker's limit of host memory in bytes.
     device_memory
-        Bytes of the GPU; None where the worker computes in host memory, which is its device tier then.
+        Bytes of GPU memory; None if the worker computes in host memory, which is then its device tier.
     given_device
-        The limit given to dask-cuda, if any.
+        The limit set through dask-cuda, if any.
     target
         ``distributed.worker.memory.target``.
     disk_free
-        Free bytes where files go.
+        Free bytes in the file system of the spill directory.
     integrated
-        Whether the memory of the GPU is the host's. Then all tiers but the disk are cut from it together, and
-        none is made for copies of what lies on the GPU.
+        Whether the GPU shares the host's memory. Then all tiers but the disk share it, and there is no tier
+        for copies of GPU data in host memory.
 
     Raises
     ------
     ConfigError
-        When a tier is larger than what it is cut from.
+        If a tier is larger than the memory it is part of.
     """
     on_host = device_memory is None
     whole = memory_limit if device_memory is None else device_memory

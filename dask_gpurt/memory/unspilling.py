@@ -1,4 +1,4 @@
-"""Make objects live again that lie in lower tiers."""
+"""Make objects in lower tiers live again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.memory.spilling import Spiller
 
 @dataclass(frozen=True)
 class _Unspill:
-    """Note an object that is being copied up; it is complete when ``reading`` has been left."""
+    """Track an object that is being copied up; it is complete when ``reading`` has been closed."""
 
     entry: Entry
     value: Any
@@ -37,7 +37,7 @@ class Unspiller:
         self._reader = reader
 
     def make_live(self, wanted: list[Entry]) -> None:
-        """Make entries live that their callers hold. All copies are begun before the first is waited for."""
+        """Make held entries live. All copies are started before the first is waited for."""
         table = self._table
         while wanted := self._not_live(wanted):
             for home in {entry.home for entry in wanted}:
@@ -47,11 +47,11 @@ class Unspiller:
                 for entry in wanted:
                     if unspill := self._begin(entry):
                         begun.append(unspill)
-            finally:  # also when one could not be read: others are complete
+            finally:  # even if one could not be read, the others are complete
                 for unspill in begun:
                     self._end(unspill)
-            # Other threads move the rest. A thread gets here only when its own moves have ended, so two
-            # threads never wait for each other:
+            # Other threads are moving the rest. No thread gets here with a move of its own pending, so this
+            # cannot deadlock:
             #   Thread 1 wants x, y: moves x          Thread 2 wants y, x: moves y
             #   ends the move of x, waits for y       ends the move of y, and finds x live
             with table.lock:
@@ -59,7 +59,7 @@ class Unspiller:
                     table.stopped_moving.wait()
 
     def prefetch(self, keys: Iterable[Key]) -> None:
-        """Make keys live, in order, as far as there is room without spilling, also when they arrive."""
+        """Make keys live in order, until there is no room without spilling."""
         for key in keys:
             with self._table.lock:
                 entry = self._table.by_key.get(key)
@@ -69,14 +69,14 @@ class Unspiller:
                 if unspill := self._begin(entry):
                     self._end(unspill)
             except MemoryError:
-                return  # whatever needs it makes room
+                return  # the task that needs the key will make room
 
     def _not_live(self, wanted: list[Entry]) -> list[Entry]:
         with self._table.lock:
             return [entry for entry in wanted if not entry.live and self._table.is_current(entry)]
 
     def _begin(self, entry: Entry) -> _Unspill | None:
-        """Begin to copy an object up: the first step of a move. None where there is nothing to do."""
+        """Start to copy an object up, the first step of a move; return None if there is nothing to do."""
         table = self._table
         with table.lock:
             if entry.live or entry.moving or not table.is_current(entry):
@@ -94,22 +94,22 @@ class Unspiller:
         return _Unspill(entry, value, reading, began)
 
     def _end(self, unspill: _Unspill) -> None:
-        """Put the object into the table, unless it is of no use any more: the second step of a move.
+        """Put the object into the table, unless it is stale: the second step of a move.
 
-        While the object was read other threads did with its key what they liked::
+        During the read other threads may use or delete the key::
 
             Thread 1 (unspills x)                     Thread 2
             _begin: x is moving, reads the copy
-                                                      deletes x, or gives the key another object: the entry
-                                                      leaves the table; as it is moving its copy stays
-            _end: the entry is not current any more.
-            Its copy is deleted; what was read too
+                                                      deletes x, or replaces its object: the entry leaves
+                                                      the table. As it is moving, its copy stays
+            _end: the entry is no longer current.
+            Its copy is deleted, the object dropped
 
             _begin, by prefetch: x is moving
-                                                      reserves the room, which is not there twice
-            _end: x would go above the limit, and it
-            has no holder. What was read is dropped,
-            and x stays where it is
+                                                      reserves the same room
+            _end: x would exceed the limit, and has
+            no holder. The object is dropped, and x
+            stays in its tier
         """
         table, entry, came_from = self._table, unspill.entry, unspill.entry.tier
         try:
@@ -134,11 +134,11 @@ class Unspiller:
         table.record_move(came_from, entry.home, entry.nbytes, perf_counter() - unspill.began)
 
     def _is_in_the_way(self, entry: Entry) -> bool:
-        """Return whether an object that comes up for later finds its room taken by what is needed now."""
+        """Return whether a prefetched object would exceed the limit, as the room is needed now."""
         return not entry.holders and entry.foreign is None and self._table.excess(0, entry.home) > 0
 
     def _give_up(self, entry: Entry) -> None:
-        """Leave an object where it is; if its key has gone meanwhile, its copy goes too."""
+        """Leave an object in its tier; if its key was deleted during the move, delete its copy too."""
         table = self._table
         with table.lock:
             table.live.cancel(entry.key)
