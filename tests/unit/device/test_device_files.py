@@ -76,7 +76,7 @@ def test_damage_is_noticed_wherever_it_is_read(disk: DiskTier, at: int, how: str
     content[at] ^= 64
     path.write_bytes(content[:at] if how == "cut off" else content)
     for read in (disk.__getitem__, disk.to_device):
-        with pytest.raises(CorruptFile, match=r"checksum|too early") as caught:
+        with pytest.raises(CorruptFile, match=r"checksum|truncated") as caught:
             read("a")
         assert caught.value.filename == str(path)
 
