@@ -1,4 +1,4 @@
-"""Give a worker devices to compute on: memory that is shared with peers, and copies out of it."""
+"""Abstract over the devices of a worker, host and GPU: memory pools that peers map, and copies."""
 
 from dask_gpurt.device.base import (
     Block,

@@ -1,4 +1,4 @@
-"""Cut a contiguous range into blocks: first fit, with free neighbours merged."""
+"""Allocate blocks from a contiguous range: first fit, with coalescing of free neighbours."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import NamedTuple
 
 from dask_gpurt.device.ranges import Range, Ranges
 
-#: Satisfies CUDA's vector loads, cache lines and Arrow's 64 byte recommendation.
+#: Bytes; satisfies CUDA's vector loads, cache lines and Arrow's recommendation of 64 bytes.
 ALIGNMENT = 256
 
 
 class Extent(NamedTuple):
-    """Locate a block: its first byte in the range, and its bytes."""
+    """Locate a block in the range."""
 
     offset: int
     nbytes: int
 
 
 class Arena:
-    """Cut blocks from a range of ``capacity`` bytes. Pure; not thread-safe.
+    """Allocate blocks from a range of ``capacity`` bytes. Pure; not thread-safe.
 
-    First fit keeps the blocks at the low end, so that the memory behind the range is
-    touched, and paid for, only as far as it is needed.
+    First fit keeps the blocks at the low end, so that the memory behind the range is touched only as far as
+    needed.
 
     Parameters
     ----------
     capacity
-        Bytes in the range; rounded down to whole units.
+        Bytes in the range, rounded down to whole units.
     unit
-        Bytes that offsets and sizes of blocks are multiples of.
+        Offsets and sizes of blocks are multiples of this many bytes.
     """
 
     def __init__(self, capacity: int, unit: int = ALIGNMENT):
         self.capacity = max(capacity, 0) // unit * unit
-        #: Bytes in blocks. It is counted apart since other threads read it: between the removal of a free
-        #: range and the addition of its rest the total of these is too low.
+        #: Bytes in blocks. Counted separately, since other threads read it without a lock: the total of the
+        #: free ranges is temporarily wrong while a range is removed and its rest added.
         self.used = 0
         self._unit = unit
         self._blocks: dict[int, int] = {}
@@ -43,7 +43,7 @@ class Arena:
         self._free.add(0, self.capacity)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of a new block of at least ``nbytes`` bytes, None without room for it."""
+        """Return the offset of a new block of at least ``nbytes`` bytes; None if it does not fit."""
         size = max(1, -(-nbytes // self._unit)) * self._unit
         offset = self._free.first(size)
         if offset is not None:
@@ -51,9 +51,9 @@ class Arena:
         return offset
 
     def allocate_pieces(self, nbytes: int) -> list[Extent] | None:
-        """Return new blocks of at least ``nbytes`` bytes together, None without room for them.
+        """Return new blocks of at least ``nbytes`` bytes in total; None if they do not fit.
 
-        That is one block where a free range is long enough, and else as few as there may be.
+        It is a single block if a free range is large enough, otherwise as few as possible.
         """
         need = -(-nbytes // self._unit) * self._unit
         if need > self._free.total:
@@ -76,21 +76,21 @@ class Arena:
         return Extent(offset, size)
 
     def size(self, offset: int) -> int:
-        """Return the bytes of the block at ``offset``; KeyError when there is none."""
+        """Return the bytes of the block at ``offset``; raise KeyError if there is none."""
         return self._blocks[offset]
 
     def free(self, offset: int) -> None:
-        """Give the block at ``offset`` back; KeyError when there is none."""
+        """Free the block at ``offset``; raise KeyError if there is none."""
         size = self._blocks.pop(offset)
         self.used -= size
         self._free.add(offset, offset + size)
 
     def free_ranges(self) -> Iterator[Range]:
-        """Yield where no block is, in order."""
+        """Yield the free ranges in ascending order."""
         return iter(self._free)
 
     def is_free(self, start: int, stop: int) -> bool:
-        """Return whether no block has any of the bytes from ``start`` to before ``stop``."""
+        """Return whether all bytes from ``start`` up to ``stop``, exclusive, are free."""
         return self._free.within(start, stop) == [(start, stop)]
 
 

@@ -1,7 +1,7 @@
-"""Define the seam between the runtime and a kind of device.
+"""Define the interface between the runtime and a kind of device.
 
-A :class:`Device` hands out one :class:`Pool`, memory that peers on the same host may map,
-and maps the pools of others. All methods block; none is called on the event loop.
+A :class:`Device` creates a :class:`Pool`, memory that peers on the same host may map, and maps the pools of
+peers. All methods block unless they say otherwise, and must not be called on the event loop.
 """
 
 from __future__ import annotations
@@ -19,49 +19,50 @@ from dask_gpurt.topology.links import Link
 #: Memory that a table backend reads from and writes to: a ``numpy`` byte array on the host,
 #: an object with ``ptr`` and ``size`` on a GPU.
 Buffer = Any
-#: All that a peer needs to map a pool; only values that msgpack carries.
+#: Description by which a peer maps a pool; has only values that msgpack can serialise.
 Ticket = dict[str, Any]
-#: Bytes that buffers in files are aligned to: what direct I/O asks of memory and of places in a file.
+#: Alignment of memory and file offsets in bytes, as required by direct I/O.
 PAGE = 4096
 
 
-#: No pool takes more than this of the free memory of a GPU by itself, since others take from it too.
+#: The most of a GPU's free memory that a pool of automatic size takes, since others use that memory too.
 AUTO_POOL_OF_FREE = 0.4
-#: No pool promises more than this of /dev/shm by itself. It is a promise only: what is free as a worker
-#: starts says nothing of later, and where the pools of a host promise more than there is, producers wait.
+#: The most of /dev/shm, as a share of its total size, for the capacity of a pool of automatic size. Memory is
+#: allocated only on demand: the pools of a host may overcommit, and then producers wait.
 AUTO_POOL_OF_SHM = 0.4
 
-#: Set in the environment of workers that share a device: how many they are.
+#: Environment variable of workers that share a device: their number.
 COLOCATED = "GPURT_COLOCATED"
 
-#: Libraries whose objects lie in the memory of a GPU.
+#: Libraries whose objects are in GPU memory.
 _GPU_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
-#: The collections that are looked into for frames and arrays, as Dask's serialisation does, and the most
-#: objects in them.
+#: Collections that are searched for frames and arrays, as Dask's serialisation does, and the most objects in
+#: them.
 _COLLECTIONS, MAX_CONTENTS = frozenset({dict, list, tuple}), 1000
 
-#: Waits, when called, until something that was begun is complete.
+#: Blocks, when called, until an asynchronous operation is complete.
 Fence = Callable[[], None]
 
 
 def passed() -> None:
-    """Return at once: the fence of what is complete already."""
+    """Return immediately: the fence of an operation that is already complete."""
 
 
 def workers_of_device() -> int:
-    """Return how many workers share the memory of this worker's device, itself included."""
+    """Return the number of workers that share this worker's device, including itself."""
     return int(os.environ.get(COLOCATED, 1))
 
 
 def lives_on_device(value: Any) -> bool:
-    """Return whether an object is of a library whose objects lie on a GPU, or a collection that holds one."""
+    """Return whether an object is of a GPU library, or a collection that holds such an object."""
     return is_of(type(value), _GPU_LIBRARIES) or any(map(lives_on_device, contents(value)))
 
 
 def contents(value: Any) -> Sequence[Any]:
-    """Return the objects in a dict, list or tuple and in those that it holds; none of any other object.
+    """Return the objects in a dict, list or tuple, recursively; none for any other object.
 
-    Nor of a collection with more than ``MAX_CONTENTS``: those are numbers or words, and the event loop asks.
+    Collections of more than ``MAX_CONTENTS`` objects, which typically hold numbers or strings, count as
+    empty, so that the event loop can call this.
     """
     found: list[Any] = []
     pending = [value] if type(value) in _COLLECTIONS else []
@@ -77,18 +78,18 @@ def contents(value: Any) -> Sequence[Any]:
 
 
 def is_of(type_: type, libraries: frozenset[str]) -> bool:
-    """Return whether a type, or one that it inherits from, is of one of some libraries."""
-    # A type may say anything of its module, as that it has none.
+    """Return whether a type or one of its bases is defined in one of some libraries."""
+    # `__module__` can be set to anything, for example None.
     return any(str(kind.__module__).partition(".")[0] in libraries for kind in type_.__mro__)
 
 
 class PoolFull(Exception):
-    """A pool has no free block of the size asked for.
+    """A pool has no free block of the requested size.
 
     Parameters
     ----------
     nbytes
-        The size that was asked for.
+        The requested size.
     """
 
     def __init__(self, nbytes: int):
@@ -97,27 +98,27 @@ class PoolFull(Exception):
 
 
 class NoBacking(PoolFull):
-    """A pool has a free block, but the system has no memory for it now.
+    """A pool has a free block, but the system currently has no memory for it.
 
-    Other pools of this host may hold what is missing, so it may come back.
+    Other pools of this host may hold that memory, so a retry may succeed.
     """
 
 
 class MappingError(Exception):
-    """A peer's pool cannot be mapped; the message says why."""
+    """A peer's pool cannot be mapped; the message has the reason."""
 
 
 class SmsError(OSError):
-    """Compute cannot be confined to some of the SMs; the message says why."""
+    """Compute cannot be confined to some of the SMs; the message has the reason."""
 
 
 class PriorityError(OSError):
-    """The priority of communication cannot be changed; the message says why."""
+    """The priority of communication streams cannot be changed; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Describe a piece of a pool: ``nbytes`` bytes from ``offset``, seen through ``buffer``."""
+    """Describe an allocation in a pool: ``nbytes`` bytes at ``offset``, and their ``buffer``."""
 
     offset: int
     nbytes: int
@@ -131,15 +132,15 @@ class PoolLimits:
     Attributes
     ----------
     whole
-        What a share is a share of.
+        The base of sizes that are given as a share.
     automatic
-        The size of a pool where the user gives none.
+        The size of a pool if the user sets none.
     most
-        The largest pool that a user may ask for.
+        The largest size that a user may set.
     free, total
-        The memory that pools are cut from.
+        Free and total bytes of the memory that pools are allocated from.
     where
-        A name for that memory.
+        The name of that memory, for messages.
     """
 
     whole: int
@@ -151,16 +152,16 @@ class PoolLimits:
 
 
 class Mapping(Protocol):
-    """Read a pool, own or of a peer, in this process."""
+    """Access a pool, of this worker or a peer, in this process."""
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Return a view of a part of the pool; it keeps the mapping alive."""
         ...
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Stop counting a part of a peer's pool, which was read, as memory of this process.
+        """Drop a part of a peer's pool from the resident set of this process.
 
-        The bytes stay, and views of them remain readable; pages that are read again count again.
+        Views remain valid; reading them maps the pages again.
         """
         ...
 
@@ -168,11 +169,11 @@ class Mapping(Protocol):
 
 
 class Pool(Mapping, Protocol):
-    """Cut memory of a fixed capacity into blocks, and let peers map it."""
+    """Allocate blocks from memory of a fixed capacity, which peers can map."""
 
     @property
     def capacity(self) -> int:
-        """Return the bytes that fit."""
+        """Return the capacity in bytes."""
         ...
 
     @property
@@ -182,58 +183,58 @@ class Pool(Mapping, Protocol):
 
     @property
     def backed(self) -> int:
-        """Return the bytes of the system's memory that it takes now, whether blocks are there or not."""
+        """Return the bytes of system memory currently behind it, used by blocks or not."""
         ...
 
     @property
     def cuts(self) -> int:
-        """Return the blocks that were cut so far."""
+        """Return the cumulative number of allocations."""
         ...
 
     @property
     def short(self) -> int:
-        """Return the size of the block last asked for, if the system had no memory for it; else 0."""
+        """Return the size of the last requested block if the system had no memory for it, else 0."""
         ...
 
     def ticket(self) -> Ticket:
-        """Return what a peer needs to map this pool."""
+        """Return the description by which a peer maps this pool."""
         ...
 
     def allocate(self, nbytes: int) -> Block:
-        """Cut a block.
+        """Allocate a block.
 
         Raises
         ------
         PoolFull
-            When no free piece is large enough.
+            If no free range is large enough.
         NoBacking
-            When the system has no memory for it now.
+            If the system currently has no memory for it.
         MemoryError
-            When the system never has.
+            If it exceeds the system's total memory.
         """
         ...
 
     def free(self, block: Block) -> None: ...
 
     def trim(self) -> None:
-        """Give memory that no block uses back to the system, where that is possible."""
+        """Return memory that no block uses to the system, if possible."""
         ...
 
 
 class SmContexts(Protocol):
-    """Give threads contexts of a device that have some of its SMs."""
+    """Provide contexts of a device with some of its SMs to threads."""
 
-    #: SMs of the device, and the number in whose multiples they can be taken from compute.
+    #: SMs of the device, and the granularity by which they can be taken from compute.
     total: int
     unit: int
 
     def entered(self, sms: int) -> AbstractContextManager[None]:
-        """Confine the launches of this thread to this many SMs meanwhile.
+        """Confine the launches of this thread to this many SMs in the context.
 
         Raises
         ------
         SmsError
-            When that is not possible.
+            If that is not possible.
         """
         ...
 
@@ -243,25 +244,26 @@ class SmContexts(Protocol):
         Raises
         ------
         SmsError
-            When it does not.
+            If they cannot.
         """
         ...
 
 
 class DeviceFiles(Protocol):
-    """Move buffers of a device to files and back, not by way of ordinary host memory. All methods block."""
+    """Move device buffers to files and back, without pageable host memory. All methods block."""
 
     def write(self, fd: int, path: str, parts: Sequence[tuple[Buffer, int]], *, ordered: bool) -> list[int]:
-        """Write buffers, each from a multiple of PAGE on, into a file that is as long as it will be.
+        """Write buffers to a file of the final length.
 
         Parameters
         ----------
         fd, path
-            The file, open for writing, past the page cache maybe.
+            The file, open for writing, possibly with direct I/O.
         parts
-            Each buffer, and its offset. The bytes behind it in its last page may change.
+            Pairs of a buffer and its offset, a multiple of PAGE. The rest of its last page may be
+            overwritten.
         ordered
-            Whether work that was given to the device so far may still write the buffers.
+            Whether pending work on the device may still write the buffers.
 
         Returns
         -------
@@ -271,138 +273,138 @@ class DeviceFiles(Protocol):
         ...
 
     def read(self, fd: int, path: str, spans: Sequence[tuple[int, int]]) -> list[tuple[Buffer, int]]:
-        """Return new buffers with what a file holds, each with its crc32.
+        """Read spans of a file into new buffers; return each with its crc32.
 
         Parameters
         ----------
         fd, path
             The file, open for reading.
         spans
-            From where on, and how many bytes.
+            Pairs of an offset and a number of bytes.
 
         Raises
         ------
         EOFError
-            When the file is too short.
+            If the file is too short.
         MemoryError
-            When the device has no room.
+            If the device has no memory for the buffers.
         """
         ...
 
 
 class CodecError(Exception):
-    """A device could not compress or restore bytes; the message says why."""
+    """A device could not compress or decompress bytes; the message has the reason."""
 
 
 class Codec(Protocol):
-    """Compress what is in the memory of a device. Thread-safe; its methods block."""
+    """Compress buffers of a device. Thread-safe; its methods block."""
 
-    #: As peers know it.
+    #: The name that peers use.
     name: str
-    #: Whether what it gives is in host memory.
+    #: Whether its results are in host memory.
     on_host: bool
-    #: Bytes per second of a link at which it gains nothing.
+    #: Bandwidth of a link in bytes per second from which on compression does not pay off.
     fast: float
 
     def whole(self, sections: Sequence[Buffer]) -> Any:
-        """Return buffers of the device as one, for :meth:`compress`.
+        """Concatenate buffers of the device, for :meth:`compress`.
 
         Raises
         ------
         CodecError
-            When there is no room for it; so do the other methods.
+            If memory is short, as the other methods do.
         """
         ...
 
     def part(self, whole: Any) -> Any:
-        """Return the part of it that stands for all when the codec is tried out."""
+        """Return a representative part of the bytes, to measure the codec."""
         ...
 
     def compress(self, whole: Any) -> Any:
-        """Return the bytes that :meth:`decompress` restores, with their size as ``nbytes``."""
+        """Compress bytes; the result has its size as ``nbytes``."""
         ...
 
     def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
-        """Return the sections that were compressed as one, given the bytes of each.
+        """Decompress bytes, and split them into sections of the given sizes.
 
         Raises
         ------
         ValueError
-            When something else comes out.
+            If the result does not have the total size.
         """
         ...
 
 
 class Device(Protocol):
-    """Compute on a device, with memory, streams and copies of its own."""
+    """Provide memory, streams and copies of a device."""
 
     #: "host" or "cuda"
     kind: str
-    #: The path by which a peer of the same host reads a pool of this device.
+    #: The path by which a peer on the same host reads a pool of this device.
     shared_path: str
-    #: Whether a mapped shard is read where it lies; otherwise it is copied over first.
+    #: Whether mapped shards are read in place; otherwise they are copied first.
     reads_in_place: bool
-    #: Whether its memory is the host's. Ask for what follows from it where there is a method for that.
+    #: Whether its memory is the host's. Prefer methods for specific consequences of that, if there are any.
     on_host: bool
-    #: Whether it is a GPU whose memory is the host's: what is copied from one to the other lies there twice.
+    #: Whether it is a GPU that shares the host's memory, so that host copies of its data save no memory.
     integrated: bool
-    #: The links that its bytes take on their way into memory that the host reads; none where they are there.
+    #: The links that its bytes cross on the way to host memory; none if they are there.
     host_links: tuple[Link, ...]
-    #: The package to install where it has no codec.
+    #: Message about the package to install if there is no codec.
     codecs_missing: str
-    #: The share of its memory that a pool takes by default: enough for producers to run ahead.
+    #: The default share of its memory for a pool: enough for producers to run ahead.
     pool_share: float
-    #: Whether its own streams come before those of user code, where they share the device. What is
-    #: launched after a change has the new priority, and the order that it would have had.
+    #: Whether the runtime's streams have priority over those of user code. A change applies to later
+    #: launches, and does not affect their order.
     prioritised: bool
 
     def describe(self) -> dict[str, Any]:
-        """Name, memory and whatever else helps a person who reads ``doctor``."""
+        """Return the name, memory and other facts for ``dask gpurt doctor``."""
         ...
 
     def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
-        """Return contexts that have some of its SMs.
+        """Return contexts with some of its SMs.
 
         Parameters
         ----------
         instead
-            Has this thread get a context, the second, where code makes another current, the first; as
-            numbers, and 0 and 0 end it.
+            Redirects this thread: when code makes the first context current, it gets the second one. Contexts
+            are given as integers; 0 and 0 end the redirection.
 
         Raises
         ------
         SmsError
-            When there are none.
+            If the device or its driver does not support them.
         """
         ...
 
     def try_priorities(self) -> None:
-        """Change the priority of a stream.
+        """Check that the priority of a stream can be changed.
 
         Raises
         ------
         PriorityError
-            When that is not possible.
+            If it cannot.
         """
         ...
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the memory that a pool is cut from."""
+        """Return the free and the total bytes of the memory that pools are allocated from."""
         ...
 
     def own_memory(self) -> int | None:
-        """Return the bytes of its memory, this worker's part where workers share it.
+        """Return the bytes of its memory, or this worker's part if workers share the device.
 
-        None where that is the host's, as limited for the worker.
+        None if it is host memory, which the worker's memory limit applies to.
         """
         ...
 
     def holds(self, value: Any) -> bool:
-        """Return whether an object that is live lies in its memory."""
+        """Return whether a live object is in its memory."""
         ...
 
     def pool_limits(self) -> PoolLimits:
-        """Return how large a pool may be."""
+        """Return the limits of the size of a pool."""
         ...
 
     def create_pool(self, nbytes: int) -> Pool: ...
@@ -413,120 +415,119 @@ class Device(Protocol):
         Raises
         ------
         MappingError
-            With the reason, when this process cannot read it.
+            If this process cannot read it, with the reason.
         """
         ...
 
     def drop_pages(self) -> None:
-        """Stop counting pages of the pools of peers as memory of this process; they remain readable."""
+        """Drop all pages of peers' pools from the resident set of this process; they remain readable."""
         ...
 
     def carried_by(self, protocol: str) -> bool:
-        """Return whether Dask's comms of ``protocol`` ("tcp", "ucx", …) take buffers of this device."""
+        """Return whether Dask's comms of ``protocol`` ("tcp", "ucx", …) send its buffers directly."""
         ...
 
     def for_comm(self, source: Buffer) -> Any:
-        """Return ``source`` as such a comm takes it, without a copy."""
+        """Wrap a buffer for such a comm, without a copy."""
         ...
 
     def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
-        """Return buffers of what such a comm has brought, without a copy."""
+        """Wrap buffers received through such a comm, without a copy."""
         ...
 
     def host_codecs(self) -> dict[str, Codec]:
-        """Return the codecs for its buffers in host memory, by the name that peers know them by."""
+        """Return the codecs that run in host memory, by name."""
         ...
 
     def own_codecs(self) -> dict[str, Codec]:
-        """Return the codecs for its buffers where they are, if that is not in host memory."""
+        """Return the codecs that run on the device, by name; none for the host."""
         ...
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
-        """Copy mapped memory into memory of this process, complete on return.
+        """Copy mapped memory into new memory of this process. Synchronous.
 
         Raises
         ------
         MemoryError
-            When the device has no room.
+            If the device has no memory for it.
         """
         ...
 
     def to_host(self, source: Buffer) -> bytearray | memoryview:
-        """Copy ``source`` into host memory, complete on return."""
+        """Copy a buffer to host memory. Synchronous."""
         ...
 
     def from_host(self, sources: Sequence[np.ndarray]) -> list[Buffer]:
-        """Make bytes in host memory readable for the table backend, complete on return.
+        """Make buffers of the device from bytes in host memory. Synchronous; the host does not copy.
 
         Raises
         ------
         MemoryError
-            When the device has no room.
+            If the device has no memory for them.
         """
         ...
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
-        """Begin to copy buffers of this device into pieces of host memory; both stay until the fence.
+        """Start to copy device buffers into pieces of host memory; both have to stay valid until the fence.
 
         Parameters
         ----------
         ordered
-            Whether work that was given to the device so far may still write the buffers.
+            Whether pending work on the device may still write the buffers.
         """
         ...
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
-        """Return one buffer of this device out of pieces of host memory, which stay until the fence.
+        """Start to copy pieces of host memory into one new buffer; they have to stay valid until the fence.
 
-        The copies of a thread are made in order.
+        The copies of a thread complete in order.
 
         Raises
         ------
         MemoryError
-            When the device has no room.
+            If the device has no memory for the buffer.
         """
         ...
 
     def files(self, refused: Callable[[str], None]) -> DeviceFiles | None:
-        """Return how its buffers get into files; None where they lie in host memory.
+        """Return what moves its buffers to files; None if they are in host memory.
 
         Parameters
         ----------
         refused
-            Told why, when the faster of two ways cannot be taken from now on.
+            Called with the reason once the faster of two implementations cannot be used.
         """
         ...
 
     def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
-        """Gather as :meth:`gather` does, for buffers that come and go together."""
+        """Gather several buffers as :meth:`gather` does, in a single allocation if possible."""
         ...
 
     def pinning(self) -> Callable[[np.ndarray], Callable[[], None]] | None:
-        """Return what registers host memory, and returns the undo; None where that makes no copy faster."""
+        """Return a function that pins host memory and returns the undo; None if pinning has no benefit."""
         ...
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
-        """Make the allocator of user code ask for room before it fails; return the undo.
+        """Install a callback for failed allocations of user code; return the undo.
 
         Parameters
         ----------
         short
-            Called with the bytes that were not to be had, on the thread that asked for them;
-            whether it pays to try once more.
+            Called with the requested bytes, in the allocating thread; returns whether to retry.
         """
         ...
 
     def peak(self) -> int:
-        """Return the most bytes that user code held at once since the last call, beyond those of then.
+        """Return the peak bytes of user code since the last call, relative to those held at that time.
 
-        0 where the allocator does not tell.
+        0 if the allocator does not count. Does not block.
         """
         ...
 
     def allocated(self) -> int:
-        """Return the bytes that user code was given since :meth:`guard` and still holds; 0 without a count.
+        """Return the bytes that user code has allocated since :meth:`guard` and still holds.
 
-        Neither this nor :meth:`peak` asks the device, so the event loop may call them.
+        0 if the allocator does not count. Does not block.
         """
         ...
 

@@ -1,7 +1,7 @@
-"""Move files through page-aligned host memory, as direct I/O requires: short reads and writes, whole pages.
+"""Read and write files through page-aligned bounce buffers, as direct I/O requires.
 
-The copy that fills a bounce buffer may be asynchronous, as those of a GPU are. With two buffers one is filled
-while the other is written to the disk.
+The copy that fills a bounce buffer may be asynchronous, for example from a GPU. With two buffers, one is
+filled while the other is written to disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from dask_gpurt.device.base import PAGE, Fence
 
-#: Bytes of a buffer: as much as keeps a disk busy.
+#: Bytes of a bounce buffer, enough to keep a disk busy.
 BOUNCE_BUFFER_BYTES = 4 << 20
 
 
@@ -26,11 +26,11 @@ class Chunk(NamedTuple):
     Parameters
     ----------
     nbytes
-        Its bytes, not more than :data:`BOUNCE_BUFFER_BYTES`.
+        The size, at most :data:`BOUNCE_BUFFER_BYTES`.
     at
-        Its first byte in the file: the begin of a page.
+        The page-aligned offset in the file.
     fill
-        Begins to copy its content into the memory that it is given, and returns what waits for that.
+        Starts to copy the content into the given memory, and returns the fence of the copy.
     """
 
     nbytes: int
@@ -39,14 +39,14 @@ class Chunk(NamedTuple):
 
 
 class BounceBuffers:
-    """Keep some buffers for each thread: to touch new ones would take longer than to fill them.
+    """Hold bounce buffers for each thread, since page faults of new ones would take longer than filling them.
 
     Parameters
     ----------
     number
-        Buffers of a thread.
+        The number of buffers of a thread.
     allocate
-        Returns so many bytes of host memory that begin at a page.
+        Returns this many bytes of page-aligned host memory.
     """
 
     def __init__(self, number: int, allocate: Callable[[int], np.ndarray]):
@@ -55,7 +55,7 @@ class BounceBuffers:
         self._threads = threading.local()
 
     def of_thread(self) -> list[np.ndarray]:
-        """Return the buffers of this thread, which are made on first use."""
+        """Return the buffers of this thread, allocated on first use."""
         if not hasattr(self._threads, "buffers"):
             memory = self._allocate(self._number * BOUNCE_BUFFER_BYTES)
             self._threads.buffers = np.split(memory, self._number)
@@ -63,7 +63,7 @@ class BounceBuffers:
         return buffers
 
     def write(self, fd: int, chunks: Iterable[Chunk]) -> None:
-        """Write chunks, whole pages of them: the rest of a last page is zeros."""
+        """Write chunks, padded with zeros to whole pages."""
         buffers = self.of_thread()
         filling: deque[tuple[Fence, np.ndarray, int]] = deque()
         for number, (nbytes, at, fill) in enumerate(chunks):
@@ -78,7 +78,7 @@ class BounceBuffers:
 
 
 def whole_pages(nbytes: int) -> int:
-    """Return the bytes of the pages that this many bytes take."""
+    """Round a number of bytes up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -91,19 +91,19 @@ def _write(fd: int, fence: Fence, memory: np.ndarray, at: int) -> None:
 
 
 def read_pages(fd: int, memory: np.ndarray, at: int, least: int) -> None:
-    """Fill memory from a page of a file on.
+    """Read from a page-aligned offset of a file into memory.
 
     Parameters
     ----------
     memory
         Whole pages.
     least
-        The bytes of it that the file has to have.
+        The least number of bytes to read; the rest may be beyond the end of the file.
 
     Raises
     ------
     EOFError
-        When it has fewer.
+        If the file has fewer.
     """
     filled = 0
     while filled < least:

@@ -1,19 +1,19 @@
-"""Compute the crc32 of zlib on a GPU, so that a file can be checked on any device that reads it.
+"""Compute zlib's crc32 on a GPU, so that files can be checked on any device.
 
-A crc is linear: the crcs of parts are computed in parallel, each is multiplied by x to the power of the
-number of bits behind it, modulo the polynomial, and all are xored. That is zlib's own ``crc32_combine``.
+A CRC is linear: the CRCs of parts are computed in parallel, each is multiplied by x to the power of the
+number of bits behind the part, modulo the polynomial, and all are xored. This is zlib's ``crc32_combine``.
 """
 
 from __future__ import annotations
 
-#: The polynomial of zlib, the bit of the highest power last.
+#: The polynomial of zlib's crc32, with bits in reversed order.
 POLYNOMIAL = 0xEDB88320
-#: Bytes that a thread works out, and threads of a block.
+#: Bytes that each thread processes, and threads of a block.
 PART, THREADS = 4096, 128
 
 
 def times(a: int, b: int) -> int:
-    """Return the product of two polynomials modulo that of the crc, as ``multmodp`` of zlib."""
+    """Multiply two polynomials modulo that of the CRC, as zlib's ``multmodp`` does."""
     product, bit = 0, 1 << 31
     while bit:
         if a & bit:
@@ -30,10 +30,10 @@ def _powers() -> list[int]:
     return powers
 
 
-#: x to the power of 2 to the power of the index; it repeats after that.
+#: Element n is x^(2^n); the sequence is periodic after that.
 POWERS = _powers()
 
-#: Xors the crc of ``nbytes`` bytes into ``*found``, which is 0 before.
+#: Xors the CRC of ``nbytes`` bytes into ``*found``, which has to be 0 initially.
 KERNEL = f"""
 __device__ unsigned int times(unsigned int a, unsigned int b) {{
     unsigned int product = 0;

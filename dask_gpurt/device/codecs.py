@@ -1,7 +1,6 @@
-"""Compress and restore the bytes of a device.
+"""Compress buffers of a device in host memory, with the codecs that Dask supports and that are installed.
 
-The codecs that Dask knows, as far as they are installed, work in host memory. A device may have some of
-its own besides.
+A device may also have codecs of its own.
 """
 
 from __future__ import annotations
@@ -14,23 +13,23 @@ from distributed.protocol.compression import compressions
 
 from dask_gpurt.device.base import Buffer, Codec
 
-#: The codecs of Dask that are tried: one that is fast, and one that makes less of the bytes.
+#: The codecs of Dask that are considered: a fast one, and one with a better ratio.
 CODECS = ("lz4", "zstd")
-#: Bytes per second of a link at which these gain nothing: they compress some hundred MB/s on a core.
+#: Bandwidth of a link from which on these do not pay off: they compress some hundred MB/s on a core.
 MAX_LINK_BYTES_PER_S = 2e9
-#: A sample for them is so many pieces of so many bytes, from all over the shard: its columns differ.
+#: Number and size in bytes of the pieces of a sample, spread over the shard, since its columns differ.
 SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2**16
 
 
 class HostCodec:
-    """Compress with a codec that Dask knows.
+    """Compress with a codec of Dask.
 
     Parameters
     ----------
     name
-        As Dask calls it.
+        Dask's name of the codec.
     to_host
-        Copies a buffer of the device into host memory.
+        Copies a buffer of the device to host memory.
     """
 
     on_host = True
@@ -60,17 +59,17 @@ class HostCodec:
 
 
 def check(codec: str, found: int, expected: int) -> None:
-    """Refuse restored bytes of another size than before compression.
+    """Check the size of decompressed bytes.
 
     Raises
     ------
     ValueError
-        Where that is so.
+        If it differs from the size before compression.
     """
     if found != expected:
-        raise ValueError(f"a shard of {expected} bytes, compressed by {codec}, came out as {found}")
+        raise ValueError(f"a shard of {expected} bytes, compressed by {codec}, decompressed to {found} bytes")
 
 
 def host_codecs(to_host: Callable[[Buffer], bytearray | memoryview]) -> dict[str, Codec]:
-    """Return those of Dask's codecs that this process has, by name."""
+    """Return the installed codecs of Dask, by name."""
     return {name: HostCodec(name, to_host) for name in CODECS if name in compressions}

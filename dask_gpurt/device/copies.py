@@ -1,4 +1,4 @@
-"""Plan copies, as few as it takes. Pure."""
+"""Plan copies, merged where possible. Pure."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ class Copy(NamedTuple):
 
 
 def address(source: Any) -> int:
-    """Return where a buffer begins, on the device or in host memory."""
+    """Return the address of a buffer, on the device or in host memory."""
     if isinstance(source, np.ndarray):
         return int(source.ctypes.data)
     return int(source.__cuda_array_interface__["data"][0])
 
 
 def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]:
-    """Return copies of buffers into pieces of host memory.
+    """Plan copies of buffers into pieces of host memory.
 
-    Buffers that adjoin in one allocation on both sides make one copy, with the padding between them: each
-    call of CUDA releases Python's lock, and has to wait for it afterwards. Two allocations may adjoin too,
-    but no copy may cross from one to the other.
+    Buffers that are adjacent on both sides are merged into one copy, including the padding between them,
+    because each CUDA call releases the GIL and has to reacquire it. Only buffers of the same allocation are
+    merged: separate allocations may be adjacent too, but no copy may cross from one to the other.
 
     Parameters
     ----------
     sources
         Buffers. Those with the same ``owner`` are parts of one allocation.
     into
-        The pieces of each. Views of one array are parts of one allocation. Between parts that are less than
-        256 bytes apart belongs to nothing else.
+        The pieces for each buffer. Views of one array are parts of one allocation. Gaps of less than 256
+        bytes between parts must be padding, since they are overwritten.
     """
     found: list[Copy] = []
     before: tuple[Any, Any] = None, None
@@ -57,14 +57,14 @@ def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]
 
 
 def fillings(buffers: Sequence[Any], scattered: Sequence[list[np.ndarray]]) -> list[Copy]:
-    """Return copies of pieces of host memory into one buffer after the other.
+    """Plan copies of pieces of host memory into buffers.
 
     Parameters
     ----------
     buffers
-        With a ``ptr``.
+        Device buffers.
     scattered
-        The pieces of each, which fill it in order.
+        The pieces for each buffer, in order.
     """
     found: list[Copy] = []
     for buffer, pieces in zip(buffers, scattered, strict=True):
@@ -76,7 +76,7 @@ def fillings(buffers: Sequence[Any], scattered: Sequence[list[np.ndarray]]) -> l
 
 
 def _allocation(source: Any) -> Any:
-    """Return the allocation that a buffer is a part of, as far as it says."""
+    """Return the allocation that a buffer is part of; None if unknown."""
     return source.base if isinstance(source, np.ndarray) else getattr(source, "owner", None)
 
 

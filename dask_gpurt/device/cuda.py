@@ -1,9 +1,8 @@
-"""Use a GPU as a device: a pool is one cudaMalloc that peers map by CUDA IPC.
+"""Use a GPU as a device: a pool is one cudaMalloc that peers map through CUDA IPC.
 
-Memory of the user's allocator may not be mappable (asynchronous and managed pools are
-not), so the pool is our own. Copies run on streams of the highest priority, one for each
-thread, unless the governor says otherwise; a copy from a mapped peer is done by the copy
-engines and costs no SM.
+The user's allocator may not be mappable (asynchronous and managed pools are not), so the pool has memory of
+its own. Copies run on one stream per thread, with the highest priority unless the governor decides otherwise.
+Copies from a mapped peer use the copy engines, not the SMs.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from dask_gpurt.topology.links import Link
 
 
 class CudaMapping:
-    """The pool of a peer on the same host, mapped by CUDA IPC."""
+    """Map the pool of a peer on the same host through CUDA IPC."""
 
     def __init__(self, handle: bytes):
         self._base = runtime.ipcOpenMemHandle(handle)
@@ -76,9 +75,9 @@ class CudaMapping:
 
 
 class CudaPool:
-    """Device memory of a fixed size, cut into blocks."""
+    """Allocate blocks from device memory of a fixed size."""
 
-    #: All of its memory was taken as it was made.
+    #: Always 0, since all memory is allocated up front.
     short = 0
 
     def __init__(self, nbytes: int):
@@ -123,10 +122,10 @@ class CudaPool:
             self._arena.free(block.offset)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        pass  # its own
+        pass  # this process's own memory
 
     def trim(self) -> None:
-        pass  # one allocation, mapped by peers: it stays
+        pass  # one allocation that peers have mapped
 
     def close(self) -> None:
         if self._base:
@@ -135,11 +134,11 @@ class CudaPool:
 
 
 class CudaDevice:
-    """The GPU that this process uses, as CUDA's current device on construction."""
+    """Use the GPU that is CUDA's current device on construction."""
 
     kind = "cuda"
     shared_path = "cuda-ipc"
-    #: Kernels that read a peer's memory would hold SMs for as long as the link takes.
+    #: Kernels that read a peer's memory would occupy SMs while they wait for the link.
     reads_in_place = False
     on_host = False
     host_links: tuple[Link, ...] = (Link.PAGEABLE,)
@@ -152,7 +151,7 @@ class CudaDevice:
         self.integrated = bool(runtime.getDeviceProperties(self.index)["integrated"])
         self._streams = threading.local()
         self._codecs: dict[str, Codec] | None = None
-        #: Bytes that the user's allocator has given since it is guarded, and since the last peak.
+        #: Count the bytes allocated by user code since `guard`, and since the last call of `peak`.
         self._held: Any = None
         self._since: Any = None
 
@@ -160,12 +159,12 @@ class CudaDevice:
         """Return this thread's communication stream, for rmm and libcudf, and for cupy."""
         mine, first = self._streams, self.prioritised
         if not hasattr(mine, "pair"):
-            with usual_context(self.index):  # a confined task may be the first to ask
+            with usual_context(self.index):  # the first caller may be a task in a green context
                 stream = cupy.cuda.Stream(non_blocking=True, priority=self._priority(first))
             mine.pair, mine.first = (Stream(stream), stream), first
         pair: tuple[Stream, Any] = mine.pair
         if mine.first != first:
-            # Not by another stream: whatever this one was given keeps its order.
+            # Change this stream rather than create another one, to keep its work in order.
             with usual_context(self.index):
                 prioritise(pair[1], self._priority(first))
             mine.first = first
@@ -181,16 +180,16 @@ class CudaDevice:
             for first in (False, True):
                 prioritise(stream, priority := self._priority(first))
                 if (found := cudaStreamGetPriority(stream.ptr)[1]) != priority:
-                    raise PriorityError(f"a stream has the priority {found} after it was given {priority}")
+                    raise PriorityError(f"a stream has priority {found} after setting it to {priority}")
 
     def after_compute(self) -> tuple[Stream, Any]:
-        """Return the communication stream, ordered behind what the user's stream was given so far."""
+        """Return the communication stream, ordered after all work submitted to the user's stream."""
         pair = self.stream()
         pair[1].wait_event(self.compute_event())
         return pair
 
     def compute_event(self) -> Any:
-        """Return an event behind what the user's stream was given so far."""
+        """Return an event after all work submitted to the user's stream."""
         event = cupy.cuda.Event(block=True, disable_timing=True)
         runtime.eventRecord(event.ptr, DEFAULT_STREAM.__cuda_stream__()[1])
         return event
@@ -215,7 +214,7 @@ class CudaDevice:
     def memory(self) -> tuple[int, int]:
         with usual_context(self.index):
             free, total = runtime.memGetInfo()
-        if self.integrated:  # CUDA does not count what the page cache would give back
+        if self.integrated:  # CUDA does not count reclaimable page cache
             free = min(max(free, psutil.virtual_memory().available), total)
         return int(free), int(total)
 
@@ -272,7 +271,7 @@ class CudaDevice:
         return self._copied([(source.ptr, source.size) for source in sources])
 
     def _copied(self, sources: Sequence[tuple[int, int]]) -> list[Buffer]:
-        """Return new buffers, in one allocation, with what lies at some addresses, so many bytes of it."""
+        """Copy sources, given by address and size, to new buffers in one allocation."""
         stream, raw = self.stream()
         buffers = cut([size for _, size in sources], stream)
         copy_async(
@@ -298,7 +297,7 @@ class CudaDevice:
         return behind(raw)
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
-        # The user's stream will read it and free it: it may be reused in that order only.
+        # The user's stream will read and free the buffer, so allocate it in the order of that stream.
         buffer = rmm.DeviceBuffer(size=sum(piece.nbytes for piece in pieces), stream=DEFAULT_STREAM)
         return buffer, self._filled([buffer], [pieces])
 
@@ -312,7 +311,7 @@ class CudaDevice:
         return behind(raw)
 
     def copy_in_order(self, copies: Sequence[Copy]) -> None:
-        """Copy behind what the user's stream was given so far, and before what follows."""
+        """Copy after all work submitted to the user's stream, and before any later work."""
         _, raw = self.after_compute()
         copy_async(copies, raw.ptr)
         done = cupy.cuda.Event(disable_timing=True)
@@ -320,9 +319,9 @@ class CudaDevice:
         runtime.streamWaitEvent(DEFAULT_STREAM.__cuda_stream__()[1], done.ptr)
 
     def empty(self, sizes: Iterable[int]) -> list[Buffer]:
-        """Return buffers that anything may fill at once. Blocks."""
+        """Allocate buffers that any stream or library may write immediately. Blocks."""
         runtime.setDevice(self.index)
-        # As in `gather`; whatever fills them does not know of the order of the user's stream.
+        # Allocated on the user's stream as in `gather`, so wait for it: the writer is not ordered after it.
         buffers = [rmm.DeviceBuffer(size=size, stream=DEFAULT_STREAM) for size in sizes]
         self.compute_event().synchronize()
         return buffers
@@ -336,7 +335,7 @@ class CudaDevice:
         return self.register
 
     def register(self, memory: np.ndarray) -> Callable[[], None]:
-        """Pin host memory, so that copies run at the speed of the bus; returns the undo. Blocks."""
+        """Pin host memory, so that copies run at the speed of the bus; return the undo. Blocks."""
         runtime.setDevice(self.index)
         runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
         return lambda: runtime.hostUnregister(memory.ctypes.data)
@@ -353,7 +352,7 @@ class CudaDevice:
 
     def _give_back(self, ours: Any, before: Any) -> None:
         self._held = self._since = None
-        # A resource that was put on top since keeps what it wraps.
+        # If another resource has been installed on top, it keeps wrapping ours.
         if rmm.mr.get_per_device_resource(self.index) is ours:
             rmm.mr.set_per_device_resource(self.index, before)
 
@@ -372,7 +371,7 @@ class CudaDevice:
 
 
 def _codecs_of(device: CudaDevice) -> dict[str, Codec]:
-    """Return the codecs that work on the GPU, if they are installed."""
+    """Return the codecs that run on the GPU, if installed."""
     try:
         from dask_gpurt.device.cuda_codecs import codecs
     except ImportError:
@@ -381,7 +380,7 @@ def _codecs_of(device: CudaDevice) -> dict[str, Codec]:
 
 
 def _start_spilling_of_cudf() -> None:
-    """Let cudf begin to spill, where it is to do so by itself: it refuses to on top of another's callback."""
+    """Start cudf's own spilling first, if it is enabled, since it refuses to start after our callback."""
     if "cudf" in sys.modules or "CUDF_SPILL" in os.environ:
         from cudf.core.buffer.spill_manager import get_global_manager
 
@@ -389,7 +388,7 @@ def _start_spilling_of_cudf() -> None:
 
 
 def _allocator(resource: Any) -> str:
-    """Return the names of a memory resource and of what it takes its memory from."""
+    """Return the names of a memory resource and its upstream resources."""
     names = [type(resource).__name__]
     while (resource := getattr(resource, "upstream_mr", None)) is not None:
         names.append(type(resource).__name__)
@@ -397,15 +396,15 @@ def _allocator(resource: Any) -> str:
 
 
 def prioritise(stream: Any, priority: int) -> None:
-    """Give what a stream is given from now on another priority.
+    """Change the priority of later work on a stream.
 
     Raises
     ------
     PriorityError
-        When the driver refuses, as those before CUDA 11.7.
+        If the driver does not support it, as before CUDA 11.7.
     """
     value = cudaStreamAttrValue()
     value.priority = priority
     (error,) = cudaStreamSetAttribute(stream.ptr, cudaStreamAttrID.cudaLaunchAttributePriority, value)
     if error != cudaError_t.cudaSuccess:
-        raise PriorityError(f"the priority of a stream does not change to {priority}: {error.name}")
+        raise PriorityError(f"cannot change the priority of a stream to {priority}: {error.name}")

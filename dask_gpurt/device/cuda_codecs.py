@@ -1,4 +1,4 @@
-"""Compress on a GPU, by nvCOMP: so fast that it pays on links where no processor's codec would."""
+"""Compress on a GPU with nvCOMP, which is fast enough for links on which CPU codecs do not pay off."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from dask_gpurt.device.codecs import check
 from dask_gpurt.device.copies import Copy
 from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, copy_async, cut
 
-# It takes the loader of its library away, which libcudf looks for when it is imported later.
+# Importing nvcomp removes `nvidia.libnvcomp`, which libcudf needs if it is imported later: restore it.
 if "nvidia.libnvcomp" in sys.modules:
     vars(nvidia).setdefault("libnvcomp", sys.modules["nvidia.libnvcomp"])
 
-#: nvCOMP's names, by ours: one that is fast, and one that makes less of the bytes.
+#: nvCOMP's algorithms by the names of our codecs: a fast one, and one with a better ratio.
 ALGORITHMS = {"nvcomp-lz4": "LZ4", "nvcomp-zstd": "Zstd"}
-#: Bytes per second of a link at which they gain nothing.
+#: Bandwidth of a link from which on they do not pay off.
 MAX_LINK_BYTES_PER_S = 20e9
-#: By address, those that nvCOMP was told to work on: what it allocates is freed on one of them.
+#: Streams that nvCOMP works on, by address. Its allocations are freed on one of them.
 _STREAMS: dict[int, Stream] = {}
 _USED: WeakSet[CudaCodec] = WeakSet()
 
 
 class CudaCodec:
-    """Compress by an algorithm of nvCOMP, on the communication stream of the calling thread.
+    """Compress with an algorithm of nvCOMP, on the communication stream of the calling thread.
 
     Parameters
     ----------
     name
-        Out of ``ALGORITHMS``.
+        A key of ``ALGORITHMS``.
     """
 
     on_host = False
@@ -50,9 +50,10 @@ class CudaCodec:
 
     def __init__(self, name: str, device: CudaStreams):
         self.name = name
-        # A codec that is found to be garbage together with the device would go after the streams it frees on.
+        # A proxy, because if both became garbage together, the codec could be destroyed after the streams on
+        # which it frees memory.
         self._device = weakref.proxy(device)
-        #: nvCOMP's own by the address of a stream, and so of one thread: they are not thread-safe.
+        #: nvCOMP's codecs, which are not thread-safe, by the address of a thread's stream.
         self._codecs: dict[int, Any] = {}
         _USED.add(self)
 
@@ -66,7 +67,7 @@ class CudaCodec:
             return whole
 
     def part(self, whole: Buffer) -> Buffer:
-        return whole  # that takes milliseconds
+        return whole  # takes only milliseconds
 
     def compress(self, whole: Buffer) -> Buffer:
         with self._working() as stream:
@@ -79,7 +80,7 @@ class CudaCodec:
             if not hasattr(packed, "__cuda_array_interface__"):
                 [packed] = self._device.from_host([np.frombuffer(packed, np.uint8)])
             buffers, whole = self._room_for(sizes)
-            # Into an array of its own: others crash it.
+            # Pass the output as an nvCOMP array, since other types crash nvCOMP.
             into = self._array(whole, stream)
             restored = self._codec(stream).decode(self._array(packed, stream), out=into)
             stream.synchronize()
@@ -87,7 +88,7 @@ class CudaCodec:
             return buffers
 
     def _room_for(self, sizes: Sequence[int]) -> tuple[list[Buffer], Buffer]:
-        """Return new buffers of this many bytes, and the memory from the first of them to the last."""
+        """Allocate buffers of these sizes; return them, and a span over all of them."""
         buffers = cut(sizes, self._device.stream()[0])
         first, last = buffers[0], buffers[-1]
         return list(buffers), DeviceSpan(first.ptr, last.ptr + last.size - first.ptr, first.owner)
@@ -103,12 +104,12 @@ class CudaCodec:
         return self._codecs[stream.ptr]
 
     def close(self) -> None:
-        """Free what nvCOMP holds."""
+        """Free the memory of nvCOMP's codecs."""
         self._codecs.clear()
 
     @contextmanager
     def _working(self) -> Iterator[Any]:
-        """Use this thread's communication stream; what goes wrong on it is an error of the codec."""
+        """Use this thread's communication stream, and convert errors to CodecError."""
         cupy.cuda.Device(self._device.index).use()
         ours, stream = self._device.stream()
         _STREAMS.setdefault(stream.ptr, ours)
@@ -119,14 +120,14 @@ class CudaCodec:
 
 
 def codecs(device: CudaStreams) -> dict[str, Codec]:
-    """Return the codecs of a GPU, by name. From now on nvCOMP takes its memory where the user's code does."""
+    """Return the codecs of a GPU, by name, and make nvCOMP allocate from the user's rmm resource."""
     nvcomp.set_device_allocator(_allocate)
     return {name: CudaCodec(name, device) for name in ALGORITHMS}
 
 
 @atexit.register
 def _close() -> None:
-    """Release all memory of nvCOMP, which would else free it and its allocator after Python has ended."""
+    """Release all memory of nvCOMP, which would otherwise use its allocator after Python has exited."""
     for codec in list(_USED):
         codec.close()
     nvcomp.set_device_allocator(None)

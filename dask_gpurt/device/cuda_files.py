@@ -1,8 +1,8 @@
-"""Move memory of a GPU to files and back: by kvikio, or through pinned memory.
+"""Move GPU memory to files and back, with kvikio or through pinned memory.
 
-kvikio moves the bytes past the host where GPUDirect Storage is set up, and else by its own threads
-through pinned memory. It is not on every host and does not support every file system, so there is
-a simpler way, through pinned buffers (:mod:`dask_gpurt.device.bounce`).
+kvikio bypasses host memory if GPUDirect Storage is set up, and otherwise copies through pinned memory in its
+own threads. It is not installed everywhere and does not support every file system, so the fallback is a
+simpler copy through pinned bounce buffers (:mod:`dask_gpurt.device.bounce`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dask_gpurt.device.checksum import KERNEL, PART, THREADS
 from dask_gpurt.device.copies import address
 from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, behind
 
-#: Threads of kvikio, as libcudf takes them; kvikio's own default is one.
+#: Threads of kvikio, the same as libcudf's default; kvikio's own default is one.
 KVIKIO_THREADS = 4
 
-#: A buffer, and where it is in a file.
+#: A buffer and its offset in a file.
 At = tuple[Buffer, int]
 
 
@@ -37,9 +37,9 @@ class CudaFiles:
     Parameters
     ----------
     refused
-        Called with the reason, once kvikio cannot be used.
+        Called with the reason once kvikio cannot be used.
     with_kvikio
-        Whether to try.
+        Whether to try kvikio.
     """
 
     def __init__(self, device: CudaStreams, refused: Callable[[str], None], *, with_kvikio: bool = True):
@@ -50,7 +50,7 @@ class CudaFiles:
 
     def write(self, fd: int, path: str, parts: Sequence[At], *, ordered: bool) -> list[int]:
         found = self.checksums([buffer for buffer, _ in parts], ordered=ordered)
-        # A thread that has the checksums has waited for the work before them.
+        # Computing the checksums has waited for all pending work, so the moves need not.
         self._move(path, "r+", "pwrite", parts, partial(self._bounce.write, fd))
         return found
 
@@ -72,12 +72,12 @@ class CudaFiles:
             with _kvikio().CuFile(path, flags) as file:
                 _all_at_once(getattr(file, what), parts)
         except (ImportError, OSError, RuntimeError, ValueError) as error:
-            otherwise(parts)  # where this fails too, it is not because of kvikio
+            otherwise(parts)  # if this fails too, kvikio is not the cause
             self._with_kvikio = False
             self._refused(str(error))
 
     def checksums(self, buffers: Sequence[Buffer], *, ordered: bool) -> list[int]:
-        """Return the crc32 of each buffer, as zlib has it. Blocks."""
+        """Return zlib's crc32 of each buffer. Blocks."""
         stream, raw = self._device.after_compute() if ordered else self._device.stream()
         found = rmm.DeviceBuffer(size=4 * len(buffers), stream=stream)
         runtime.memsetAsync(found.ptr, 0, found.size, raw.ptr)
@@ -93,7 +93,7 @@ class CudaFiles:
 
 
 def _all_at_once(begin: Callable[..., Any], parts: Sequence[At]) -> None:
-    """Move all buffers at once; they are left alone on return, whatever fails."""
+    """Move all buffers concurrently. No move is in flight on return, even after an error."""
     done: list[int] = []
 
     def wait(move: Any) -> None:
@@ -104,11 +104,11 @@ def _all_at_once(begin: Callable[..., Any], parts: Sequence[At]) -> None:
             if buffer.nbytes:
                 waiting.callback(wait, begin(view(buffer), file_offset=at))
     if sum(done) != sum(buffer.nbytes for buffer, _ in parts):
-        raise OSError(f"{sum(done)} bytes were moved instead of those of all buffers")
+        raise OSError(f"kvikio moved {sum(done)} bytes, which is not the size of all buffers")
 
 
 def view(buffer: Buffer) -> DeviceSpan:
-    """Return a buffer as kvikio takes it, whichever library it is of."""
+    """Wrap a buffer of any library for kvikio."""
     return DeviceSpan(address(buffer), buffer.nbytes, buffer)
 
 
@@ -119,7 +119,7 @@ def _crc32() -> Any:
 
 @cache
 def _kvikio() -> Any:
-    """Return the module, set to what suits a disk unless the environment says otherwise."""
+    """Return the kvikio module, with defaults for a disk unless the environment sets them."""
     import kvikio
     import kvikio.defaults
 
@@ -129,24 +129,24 @@ def _kvikio() -> Any:
     if kvikio.defaults.get("num_threads") < threads:
         kvikio.defaults.set("num_threads", threads)
     if "KVIKIO_AUTO_DIRECT_IO_READ" not in os.environ:
-        kvikio.defaults.set("auto_direct_io_read", True)  # what is read once has no use for a page cache
+        kvikio.defaults.set("auto_direct_io_read", True)  # data are read once, so the page cache is useless
     return kvikio
 
 
 class Bounce:
-    """Move files through two pinned buffers for each thread."""
+    """Move files through two pinned bounce buffers for each thread."""
 
     def __init__(self, device: CudaStreams):
         self._device = device
         self._buffers = BounceBuffers(2, self._pinned)
 
     def _pinned(self, nbytes: int) -> np.ndarray:
-        self._device.stream()  # of this thread, and so its device
+        self._device.stream()  # sets the current device of this thread
         pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes + PAGE), 0)
         return np.frombuffer(pinned, np.uint8)[-pinned.ptr % PAGE :][:nbytes]
 
     def write(self, fd: int, parts: Sequence[At]) -> None:
-        """Write buffers, whole pages of them."""
+        """Write buffers, padded to whole pages."""
         self._buffers.write(
             fd, (Chunk(nbytes, at, partial(self._copy, source)) for source, nbytes, at in _chunks(parts))
         )
@@ -155,13 +155,13 @@ class Bounce:
         return self._device.scatter([DeviceSpan(source, memory.nbytes, None)], [[memory]], ordered=False)
 
     def read(self, fd: int, parts: Sequence[At]) -> None:
-        """Fill buffers, from any place in a file."""
+        """Fill buffers, from any offset in a file."""
         _, raw = self._device.stream()
         fences: list[Fence] = [passed, passed]
         try:
             for number, (target, nbytes, at) in enumerate(_chunks(parts)):
                 memory, skipped = self._buffers.of_thread()[number % 2], at % PAGE
-                fences[number % 2]()  # what was read into it before has been copied
+                fences[number % 2]()  # wait for the copy from its previous content
                 read_pages(fd, memory[: whole_pages(skipped + nbytes)], at - skipped, skipped + nbytes)
                 source = memory.ctypes.data + skipped
                 runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, raw.ptr)
@@ -171,7 +171,7 @@ class Bounce:
 
 
 def _chunks(parts: Sequence[At]) -> Iterator[tuple[int, int, int]]:
-    """Yield pieces that fit into a bounce buffer: address on the device, bytes, and place in the file."""
+    """Yield pieces that fit into a bounce buffer: device address, bytes and file offset."""
     for buffer, at in parts:
         where, left = address(buffer) if buffer.nbytes else 0, buffer.nbytes
         while left:

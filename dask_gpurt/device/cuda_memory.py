@@ -1,8 +1,8 @@
-"""View, cut and copy memory of a GPU, and wait for copies.
+"""Allocate and copy GPU memory in batches, and wait for copies.
 
-Each call of CUDA releases Python's lock and has to wait for it afterwards. On a host of H200s, 256 calls to
-begin 256 copies took 1.0 ms in the only thread of a process, and 185 ms beside six busy threads; one call for
-all of them took 1.0 and 2.3 ms.
+Each CUDA call releases the GIL and has to reacquire it. On a host of H200s, starting 256 copies in 256 calls
+took 1.0 ms in the only thread of a process, and 185 ms beside six busy threads; one call for all of them took
+1.0 and 2.3 ms.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.base import Buffer, Fence
 from dask_gpurt.device.copies import Copy
 
-#: Since CUDA 12.8, as the driver counts.
+#: First driver version with cudaMemcpyBatchAsync: CUDA 12.8.
 BATCHES_SINCE = 12080
 
 
 @dataclass(frozen=True)
 class DeviceSpan:
-    """Describe ``size`` bytes of device memory from ``ptr``; keeps ``owner`` alive."""
+    """Refer to ``size`` bytes of device memory at ``ptr``, and keep ``owner`` alive."""
 
     ptr: int
     size: int
@@ -51,7 +51,7 @@ class DeviceSpan:
 
 
 class CudaStreams(Protocol):
-    """Type the part of a :class:`~dask_gpurt.device.cuda.CudaDevice` that its codecs and files use."""
+    """Protocol of the part of :class:`~dask_gpurt.device.cuda.CudaDevice` that its codecs and files use."""
 
     index: int
 
@@ -69,12 +69,12 @@ class CudaStreams(Protocol):
 
 
 def copy_async(copies: Sequence[Copy], stream: int) -> None:
-    """Begin copies in the order of a stream, which must not be a default stream of CUDA's.
+    """Start copies in stream order; the stream must not be a default stream of CUDA.
 
     Raises
     ------
     RuntimeError
-        When CUDA refuses them.
+        If CUDA reports an error.
     """
     copies = [copy for copy in copies if copy.nbytes]
     if len(copies) < 2 or runtime.driverGetVersion() < BATCHES_SINCE:
@@ -90,7 +90,7 @@ def copy_async(copies: Sequence[Copy], stream: int) -> None:
 
 
 def behind(stream: Any) -> Fence:
-    """Return a fence that waits until what a stream has been given so far is done, sleeping meanwhile."""
+    """Return a fence after all work submitted to a stream; it blocks without spinning."""
     event = cupy.cuda.Event(block=True, disable_timing=True)
     event.record(stream)
     wait: Fence = event.synchronize
@@ -98,7 +98,7 @@ def behind(stream: Any) -> Fence:
 
 
 def cut(sizes: Sequence[int], stream: Stream) -> list[DeviceSpan]:
-    """Return new buffers in one allocation: of many small ones each would take its time."""
+    """Allocate buffers in one allocation, since many small ones would be slow."""
     starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
     whole = rmm.DeviceBuffer(size=starts[-1], stream=stream)
     return [DeviceSpan(whole.ptr + start, size, whole) for start, size in zip(starts, sizes, strict=False)]

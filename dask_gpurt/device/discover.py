@@ -1,4 +1,4 @@
-"""Find the devices that this process computes on."""
+"""Find the devices that this process can use."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dask_gpurt.device.host import HostDevice
 
 
 def discover(memory_limit: int) -> dict[str, Device]:
-    """Return the devices by kind: always the host, and the GPU that this process uses if any.
+    """Return the devices by kind: the host, and the GPU of this process if there is one.
 
     Parameters
     ----------
     memory_limit
-        Bytes of host memory that the worker may use.
+        The worker's limit of host memory in bytes.
     """
     devices: dict[str, Device] = {"host": HostDevice(memory_limit)}
     if "cuda" in kinds():
@@ -27,17 +27,17 @@ def discover(memory_limit: int) -> dict[str, Device]:
 
 
 def kinds() -> list[str]:
-    """Return the kinds of device that this process has. It may take a second."""
+    """Return the kinds of device that this process has. May take a second."""
     return ["host"] if cuda_missing() is not None else ["host", "cuda"]
 
 
 def main_kind(devices: Mapping[str, Device]) -> str:
-    """Return the kind of device that a worker is for: its GPU if it has one."""
+    """Return the kind of device on which a worker computes: its GPU if it has one."""
     return next((kind for kind, device in devices.items() if not device.on_host), "host")
 
 
 def cuda_missing() -> str | None:
-    """Return why this process has no GPU to work on; None when it has one."""
+    """Return the reason why this process cannot use a GPU; None if it can."""
     for package in ("cudf", "pylibcudf", "rmm", "cuda.bindings"):
         try:
             if importlib.util.find_spec(package) is None:

@@ -1,10 +1,10 @@
-"""Make green contexts: contexts of a GPU that have some of its SMs, for the launches of a thread meanwhile.
+"""Confine the kernels of a thread to some SMs of a GPU, with CUDA green contexts.
 
-A thread with a green context current launches into it all kernels that name no other stream. The default
-stream there is not that of the GPU's usual context, so events join the two on the way in and out. In between
-the thread has to stay in the green context: cupy and others make the usual one current before they copy
-(cudaSetDevice), and a copy there would not wait for the thread's kernels. So they get the green context
-instead.
+While a green context is current, all kernels that the thread launches on the default stream run in it. That
+default stream is not the one of the GPU's primary context, so events order the two on entering and leaving.
+In between, the thread has to stay in the green context: cupy and others make the primary context current
+before they copy (cudaSetDevice), and a copy there would not wait for the thread's kernels. So such calls are
+redirected to the green context.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.device.base import SmsError
 
-#: cudaStreamPerThread: what stands for each thread's own default stream, which no green context has.
+#: cudaStreamPerThread, the handle of per-thread default streams, which green contexts do not support.
 PER_THREAD_STREAM = 2
-#: SMs in a group, since compute capability 9.0 and before, as cuda.h of CUDA 13.0 has it.
+#: Granularity of SMs since compute capability 9.0 and before, according to cuda.h of CUDA 13.0.
 SM_UNIT, SM_UNIT_BEFORE_HOPPER = 8, 2
-#: Numbers that are added up to try one out.
+#: Size of the sum that tests a green context.
 TRIAL_NUMBERS = 1000
 
 
-#: Has a thread get its context, the second, instead of the usual one, the first.
+#: Redirects a thread from the first context, the primary one, to the second; see `Device.sm_contexts`.
 Instead = Callable[[int, int], None]
 
 
 class _Kept(threading.local):
-    """Keep this thread in a context, and know what ends that; None while it is not kept."""
+    """Hold the functions that start and end this thread's redirection; None while it is not redirected."""
 
     again: Callable[[], None] | None = None
     end: Callable[[], None] | None = None
@@ -46,8 +46,8 @@ _kept = _Kept()
 
 @contextmanager
 def usual_context(device: int) -> Iterator[None]:
-    """Make the context that all threads share current meanwhile, in place of the thread's own."""
-    _, before = driver.cuCtxGetCurrent()  # None before anything else was asked of the driver
+    """Make the primary context, which all threads share, current in the body."""
+    _, before = driver.cuCtxGetCurrent()  # None before the driver is initialised
     if _kept.end:
         _kept.end()
     runtime.setDevice(device)
@@ -61,24 +61,25 @@ def usual_context(device: int) -> Iterator[None]:
 
 
 class GreenContexts:
-    """Make contexts of one GPU when they are first entered, for each thread its own.
+    """Provide green contexts of one GPU, created for each thread on first use.
 
     Parameters
     ----------
     device
         The ordinal of the GPU.
     instead
-        Has the current thread get a context instead of another one; 0 and 0 end it.
+        Redirects the current thread from one context to another; 0 and 0 end the redirection.
 
     Raises
     ------
     SmsError
-        When the driver has none (before CUDA 12.4), or threads have default streams of their own.
+        If the driver does not support green contexts (before CUDA 12.4), or per-thread default streams are in
+        use.
     """
 
     def __init__(self, device: int, instead: Instead):
         if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD_STREAM:
-            raise SmsError("default streams of threads cannot be confined: unset CUDF_PER_THREAD_STREAM")
+            raise SmsError("per-thread default streams cannot be confined: unset CUDF_PER_THREAD_STREAM")
         self._index = device
         self._instead = instead
         runtime.setDevice(device)
@@ -87,7 +88,7 @@ class GreenContexts:
             self._device = _checked(driver.cuDeviceGet(device))
             kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
             self._all = _checked(driver.cuDeviceGetDevResource(self._device, kind))
-        except (AttributeError, RuntimeError) as error:  # as cuda.bindings says what a driver lacks
+        except (AttributeError, RuntimeError) as error:  # cuda.bindings: a function is missing
             raise SmsError(f"green contexts need a driver of CUDA 12.4: {error}") from error
         self.total = int(self._all.sm.smCount)
         self.unit = SM_UNIT if runtime.getDeviceProperties(device)["major"] >= 9 else SM_UNIT_BEFORE_HOPPER
@@ -95,15 +96,15 @@ class GreenContexts:
 
     @contextmanager
     def entered(self, sms: int) -> Iterator[None]:
-        """Confine the launches of this thread on its default stream to this many SMs, until the end."""
+        """Confine the launches of this thread on its default stream to this many SMs in the body."""
         green, context, event = self._made(sms)
-        # Work launched before comes first, then the work inside, then the work that follows.
+        # Order the work: earlier launches first, then those in the body, then later ones.
         _checked(driver.cuEventRecord(event, 0))
         _checked(driver.cuGreenCtxWaitEvent(green, event))
         self._keep(int(context))
         try:
             _checked(driver.cuCtxPushCurrent(context))
-        except SmsError:  # and the thread goes on in the usual one
+        except SmsError:  # stay in the primary context
             self._let_go()
             raise
         try:
@@ -115,7 +116,7 @@ class GreenContexts:
             _checked(driver.cuStreamWaitEvent(0, event, 0))
 
     def _keep(self, context: int) -> None:
-        """Give this context to a thread whenever it makes the usual one current, from now on."""
+        """Redirect this thread to a context whenever it makes the primary one current."""
         again, end = partial(self._instead, self._usual, context), partial(self._instead, 0, 0)
         again()
         _kept.again, _kept.end = again, end
@@ -125,7 +126,7 @@ class GreenContexts:
         self._instead(0, 0)
 
     def try_out(self, sms: int) -> None:
-        """Run a kernel of this process confined to this many SMs; SmsError when that does not work."""
+        """Run a test kernel on this many SMs; raise SmsError if that does not work."""
         try:
             with self.entered(sms):
                 total = int(cupy.arange(TRIAL_NUMBERS).sum())
@@ -133,12 +134,12 @@ class GreenContexts:
         except (runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
             raise SmsError(f"green contexts: {error}") from error
         if not stays:
-            raise SmsError("green contexts: cupy leaves one, past the interposer")
+            raise SmsError("green contexts: cupy switches to the primary context, bypassing the interposer")
         if total != TRIAL_NUMBERS * (TRIAL_NUMBERS - 1) // 2:
-            raise SmsError("green contexts: a kernel gave a wrong result in one")
+            raise SmsError("green contexts: a test kernel returned a wrong result")
 
     def _made(self, sms: int) -> tuple[Any, Any, Any]:
-        """Return this thread's context of this many SMs, as both kinds of handle, and an event."""
+        """Return this thread's context with this many SMs, as CUgreenCtx and CUcontext, and an event."""
         runtime.setDevice(self._index)
         made: dict[int, tuple[Any, Any, Any]] = self._threads.__dict__.setdefault("made", {})
         if sms not in made:
@@ -148,17 +149,17 @@ class GreenContexts:
         return made[sms]
 
     def _create(self, sms: int) -> Any:
-        # Groups come in units; what is left over when one is taken off may be any number.
+        # Groups have a granularity, but the rest after splitting one off may have any size.
         _, _, rest = _checked(driver.cuDevSmResourceSplitByCount(1, self._all, 0, self.total - sms))
         if rest.sm.smCount != sms:
-            raise SmsError(f"{sms} SMs of {self.total} were asked for, the driver gives {rest.sm.smCount}")
+            raise SmsError(f"requested {sms} of {self.total} SMs, but the driver provides {rest.sm.smCount}")
         described = _checked(driver.cuDevResourceGenerateDesc([rest], 1))
         flags = int(driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM)
         return _checked(driver.cuGreenCtxCreate(described, self._device, flags))
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return the result of a call of the driver; raises what went wrong."""
+    """Return the result of a driver call; raise SmsError on failure."""
     error, *values = result
     if error != driver.CUresult.CUDA_SUCCESS:
         raise SmsError(f"green contexts: {error.name}")

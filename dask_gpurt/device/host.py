@@ -1,8 +1,7 @@
-"""Use the host as a device: a pool is a nameless file in shared memory.
+"""Use the host as a device: a pool is an unnamed file in shared memory.
 
-The file has no name from the start, so nothing has to be cleaned up: the kernel frees it
-with the last process that holds or maps it, also after ``kill -9``. Peers of the same host
-reach it through ``/proc/<pid>/fd/<fd>``.
+The file never has a name, so nothing has to be cleaned up: the kernel frees it with the last process that
+has it open or mapped, even after ``kill -9``. Peers on the same host open it through ``/proc/<pid>/fd/<fd>``.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ from dask_gpurt.topology.detect import host_id
 from dask_gpurt.topology.links import Link
 
 SHM = "/dev/shm"
-#: The first bytes of a pool hold a random token, by which a peer knows the right file.
+#: A pool starts with a header page that has a random token, by which a peer recognises the right file.
 _HEADER = mmap.PAGESIZE
 _TOKEN = 16
-#: Bytes that the kernel maps at once where one of them is read (its fault_around_bytes).
+#: Bytes that the kernel maps around a page fault (fault_around_bytes).
 _FAULT_AROUND = 2**16
-#: Bytes whose pages are dropped, or given back, in one call: Python runs nothing else meanwhile, and for the
-#: second no block is freed. 20 to 200 ns a page of 4 KiB were seen.
+#: Bytes that are dropped from the page table, or returned to the system, in one call. The calls hold the GIL,
+#: and the second also blocks allocation and freeing of blocks. 20 to 200 ns a page of 4 KiB were seen.
 _DROP_STEP, _TRIM_STEP = 2**25, 2**20
-#: Errors of the system when it has no memory for a page of a file.
+#: Error numbers if the system has no memory for a page of a file.
 _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 
 
 class HostMapping:
-    """Shared memory of this or another process, mapped into this one.
+    """Map shared memory of this or another process.
 
     Parameters
     ----------
@@ -81,39 +80,39 @@ class HostMapping:
         return np.frombuffer(self._map, np.uint8, nbytes, _HEADER + offset)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        # On shared memory this empties the page table only. A block next to it may be in the same page, and
-        # be read by another thread at this moment: that has the page mapped again.
+        # On shared memory this affects only the page table. Another thread may be reading an adjacent block
+        # in the same page: it just faults the page in again.
         start = max(0, _down(_HEADER + offset - _FAULT_AROUND))
         end = min(_up(_HEADER + offset + nbytes + _FAULT_AROUND), _HEADER + self.nbytes)
-        with contextlib.suppress(ValueError):  # closed meanwhile: nothing is mapped any more
+        with contextlib.suppress(ValueError):  # closed concurrently: nothing is mapped
             for at in range(start, end, _DROP_STEP):
                 self._map.madvise(mmap.MADV_DONTNEED, at, min(_DROP_STEP, end - at))
 
     def close(self) -> None:
-        # Views that are still around keep the mapping; it goes with the last of them.
+        # Existing views keep the mapping alive; it is unmapped with the last of them.
         with contextlib.suppress(BufferError):
             self._map.close()
 
 
 class HostPool(HostMapping):
-    """Cut a nameless file in shared memory into blocks.
+    """Allocate blocks from an unnamed file in shared memory.
 
     Parameters
     ----------
     nbytes
-        Capacity. Memory is taken from the system as blocks need it, up to this.
+        The capacity. System memory is allocated only as blocks need it.
     """
 
     def __init__(self, nbytes: int):
         self._arena = Arena(_down(nbytes))
         self._lock = threading.Lock()
-        # Apart from the first lock, because taking memory is slow and freeing a block is not.
+        # A separate lock, so that freeing a block never waits for the slow allocation of system memory.
         self._growing = threading.Lock()
-        #: The parts of the arena that have memory behind them, in whole pages.
+        #: The parts of the arena with system memory behind them, in whole pages.
         self._backed = Ranges()
-        #: Blocks that were cut so far.
+        #: The cumulative number of allocations.
         self.cuts = 0
-        #: The size of the block that was asked for last, if the system had no memory for it.
+        #: The size of the last requested block if the system had no memory for it, else 0.
         self.short = 0
         self._fd = _file_with_header(self._arena.capacity)
         super().__init__(self._fd, self._arena.capacity, writable=True)
@@ -151,7 +150,7 @@ class HostPool(HostMapping):
         try:
             backed = self._back(block)
             if not backed:
-                self.trim()  # what is missing may be behind other parts of this pool, which are free
+                self.trim()  # free parts of this pool may hold the missing memory
                 backed = self._back(block)
         except BaseException:
             self.free(block)
@@ -165,8 +164,8 @@ class HostPool(HostMapping):
         raise NoBacking(nbytes)
 
     def _back(self, block: Block) -> bool:
-        """Allocate memory behind a block; return False when the system has none now."""
-        # A page that the system cannot provide would be a SIGBUS on first touch.
+        """Allocate system memory behind a block; return False if there is none now."""
+        # Without this, first touch of a page that the system cannot provide would raise SIGBUS.
         start, end = _down(block.offset), _up(block.offset + block.nbytes)
         with self._growing:
             for first, last in self._backed.gaps(start, end):
@@ -184,7 +183,7 @@ class HostPool(HostMapping):
             self._arena.free(block.offset)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        pass  # it is this process's own memory, and counts as that until `trim`
+        pass  # this process's own memory, which counts until `trim`
 
     def trim(self) -> None:
         with self._lock:
@@ -197,8 +196,9 @@ class HostPool(HostMapping):
                     self._trim_one(at, min(at + _TRIM_STEP, last))
 
     def _trim_one(self, start: int, stop: int) -> None:
-        # A block may have been cut from it since it was looked at; under the lock there is none, and none
-        # comes. The next block there finds no memory behind it, and takes it anew: under the other lock.
+        # Another thread may have allocated a block in this range since it was listed as free. So check again
+        # under `_lock`, which excludes allocations. A later block in the range finds no memory behind it, and
+        # allocates it under `_growing`.
         with self._growing, self._lock:
             if self._fd >= 0 and self._arena.is_free(start, stop):
                 self._map.madvise(mmap.MADV_REMOVE, _HEADER + start, stop - start)
@@ -212,7 +212,7 @@ class HostPool(HostMapping):
 
 
 def no_room(nbytes: int) -> str:
-    """Return advice about a block that cannot be allocated."""
+    """Return the message for a block that cannot be allocated, with advice."""
     free, total = shm_memory()
     return (
         f"{SHM} has no room for {nbytes} bytes ({format_bytes(free)} of {format_bytes(total)} are free, and "
@@ -222,7 +222,7 @@ def no_room(nbytes: int) -> str:
 
 
 def shm_memory() -> tuple[int, int]:
-    """Free and total bytes of what pools are cut from."""
+    """Return the free and the total bytes of the memory that pools are allocated from."""
     try:
         shm = os.statvfs(SHM)
     except OSError:
@@ -232,8 +232,8 @@ def shm_memory() -> tuple[int, int]:
 
 
 def _file_with_header(nbytes: int) -> int:
-    """Return a nameless file for this many bytes, with memory behind its header."""
-    with contextlib.suppress(OSError):  # no such mount, one without nameless files, or a full one
+    """Create an unnamed file for this many bytes, with memory behind its header."""
+    with contextlib.suppress(OSError):  # no such mount, no support for O_TMPFILE, or full
         fd = os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
         try:
             return _with_header(fd, nbytes)
@@ -257,12 +257,12 @@ def _up(offset: int) -> int:
 
 
 class HostDevice:
-    """Processor and main memory.
+    """Use the CPU and host memory.
 
     Parameters
     ----------
     memory_limit
-        Bytes of memory that the worker may use.
+        The worker's memory limit in bytes.
     """
 
     kind = "host"
@@ -317,7 +317,7 @@ class HostDevice:
         if ticket["host"] != host_id():
             raise MappingError("on another host")
         try:
-            # In another process namespace it may be anything: opening a pipe would wait for its writer.
+            # O_NONBLOCK, since in another PID namespace the file may be a pipe, and opening it would block.
             fd = os.open(f"/proc/{ticket['pid']}/fd/{ticket['fd']}", os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise MappingError(
@@ -345,7 +345,7 @@ class HostDevice:
             mapping.drop_pages(0, mapping.nbytes)
 
     def carried_by(self, protocol: str) -> bool:
-        return False  # comms send bytes, which `to_host` and `from_host` make of it for nothing
+        return False  # comms send bytes, which `to_host` and `from_host` provide without a copy
 
     def for_comm(self, source: Buffer) -> Any:
         return source
@@ -383,13 +383,13 @@ class HostDevice:
         return [self.gather(pieces)[0] for pieces in scattered], passed
 
     def files(self, refused: Callable[[str], None]) -> None:
-        return None  # what writes host memory is at hand wherever there are files
+        return None  # host memory needs no device to be written to files
 
     def pinning(self) -> None:
-        return None  # its copies take no bus
+        return None  # its copies do not cross a bus
 
     def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
-        return passed  # Linux promises memory that it does not have, and malloc does not check
+        return passed  # Linux overcommits memory, so malloc does not fail
 
     def peak(self) -> int:
         return 0

@@ -1,6 +1,6 @@
-"""Run kernels of several processes on one GPU at the same time: NVIDIA's Multi-Process Service.
+"""Run kernels of several processes on one GPU concurrently, with NVIDIA's Multi-Process Service (MPS).
 
-https://docs.nvidia.com/deploy/mps/ describes it. Without it processes of one GPU take turns.
+Without it, the processes of a GPU take turns. See https://docs.nvidia.com/deploy/mps/.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ logger = logging.getLogger(__name__)
 
 CONTROL = "nvidia-cuda-mps-control"
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-#: Where the daemon is found by processes that are told nothing.
+#: The default directory of the daemon's pipe.
 USUAL_PIPE = Path("/tmp/nvidia-mps")
-#: Seconds in which the daemon has to answer.
+#: Seconds within which the daemon has to reply.
 ANSWER_TIMEOUT_S = 20.0
 
 
 class MpsError(RuntimeError):
-    """Tell why processes cannot share a GPU at the same time."""
+    """MPS is unavailable; the message has the reason."""
 
 
 class MultiProcessService:
     """Run one MPS daemon for all processes of a user on this host.
 
-    Each process that has joined holds a shared lock on a file beside the daemon's pipe. One that leaves, and
-    finds that it was the last, ends the daemon. Thread-safe.
+    Each process that has joined holds a shared lock on a file next to the daemon's pipe. The last process to
+    leave stops the daemon. Thread-safe.
 
     Parameters
     ----------
     directory
-        Where the pipe, the daemon's log and the locks lie. It is made, for this user alone.
+        The directory of the pipe, the daemon's log and the locks; created with access for this user only.
     """
 
     def __init__(self, directory: Path | None = None):
@@ -50,17 +50,17 @@ class MultiProcessService:
         self._lock = threading.Lock()
 
     def join(self) -> dict[str, str]:
-        """Start the daemon unless it runs. Blocks.
+        """Start the daemon unless it is running. Blocks.
 
         Returns
         -------
         dict
-            The environment of processes that shall share the GPUs; empty where the user has MPS already.
+            The environment for processes that share the GPUs; empty if the user already runs MPS.
 
         Raises
         ------
         MpsError
-            When there is no daemon and none can be started.
+            If the daemon cannot be started.
         """
         if os.environ.get(PIPE) or (USUAL_PIPE / "control").exists():
             return {}
@@ -71,7 +71,7 @@ class MultiProcessService:
             with self._alone():
                 if self._users is None:
                     self._users = (self._directory / "users").open("ab")
-                    # The exclusive lock is only asked for under `_alone`, so this does not wait.
+                    # This does not block, since the exclusive lock is only taken under `_alone`.
                     fcntl.flock(self._users, fcntl.LOCK_SH)
                     atexit.register(self.leave)
                 if not self._answers():
@@ -83,7 +83,7 @@ class MultiProcessService:
         return self._environment()
 
     def leave(self) -> None:
-        """End the daemon unless another process shares it. Blocks."""
+        """Stop the daemon unless another process uses it. Blocks."""
         with self._lock:
             if self._users is None:
                 return
@@ -97,7 +97,7 @@ class MultiProcessService:
                     try:
                         self._control(command="quit")
                     except MpsError as error:
-                        logger.warning("MPS goes on without users: %s", error)
+                        logger.warning("cannot stop MPS, which has no users any more: %s", error)
                 self._close()
 
     def _close(self) -> None:
@@ -117,7 +117,7 @@ class MultiProcessService:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other processes from joining and leaving."""
+        """Prevent other processes from joining and leaving in the body."""
         with (self._directory / "lock").open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
@@ -141,9 +141,9 @@ class MultiProcessService:
                 timeout=ANSWER_TIMEOUT_S,
             )
         except OSError as error:
-            raise MpsError(f"{CONTROL} cannot be run: {error}") from error
+            raise MpsError(f"cannot run {CONTROL}: {error}") from error
         except subprocess.CalledProcessError as error:
             said = f"{error.stdout}{error.stderr}".strip()
-            raise MpsError(f"{CONTROL} ended with {error.returncode}: {said}") from error
+            raise MpsError(f"{CONTROL} failed with exit code {error.returncode}: {said}") from error
         except subprocess.TimeoutExpired as error:
             raise MpsError(f"{CONTROL} did not answer in {ANSWER_TIMEOUT_S:.0f} s") from error

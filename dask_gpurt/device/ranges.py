@@ -1,4 +1,4 @@
-"""Keep sets of integers as ranges: the free parts of a pool, and those that have memory behind them."""
+"""Represent sets of integers as ranges: the free parts of a pool, and its parts with backing memory."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterator
 
 from sortedcontainers import SortedDict
 
-#: From the first integer to the one behind the last.
+#: The first integer, and the last one plus 1.
 Range = tuple[int, int]
 
 
 class Ranges:
-    """Keep disjoint ranges, with neighbours merged. Pure; not thread-safe."""
+    """Hold disjoint ranges, with neighbours merged. Pure; not thread-safe."""
 
     def __init__(self) -> None:
         self._stops = SortedDict()
-        #: Integers in all ranges.
+        #: The number of integers in all ranges.
         self.total = 0
 
     def __iter__(self) -> Iterator[Range]:
         return iter(list(self._stops.items()))
 
     def add(self, start: int, stop: int) -> None:
-        """Include a range; parts of it may be there already."""
+        """Add a range, which may overlap with the set."""
         if start >= stop:
             return
         touching = list(self._touching(start, stop))
@@ -31,7 +31,7 @@ class Ranges:
         self._replace(touching, [(start, stop)])
 
     def remove(self, start: int, stop: int) -> None:
-        """Leave a range out; parts of it may be out already."""
+        """Remove a range, which need not be in the set entirely."""
         if start >= stop:
             return
         found = [
@@ -42,7 +42,7 @@ class Ranges:
         self._replace(found, [*left, *right])
 
     def first(self, length: int) -> int | None:
-        """Return the start of the first range of at least ``length`` integers, None without one."""
+        """Return the start of the first range of at least ``length`` integers; None if there is none."""
         return next((start for start, stop in self._stops.items() if stop - start >= length), None)
 
     def within(self, start: int, stop: int) -> list[Range]:
@@ -51,14 +51,14 @@ class Ranges:
         return [(first, last) for first, last in cut if first < last]
 
     def gaps(self, start: int, stop: int) -> list[Range]:
-        """Return the parts of a range that are not."""
+        """Return the parts of a range that are not in the set."""
         found = self.within(start, stop)
         edges = [start, *(edge for part in found for edge in part), stop]
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [(first, last) for first, last in pairs if first < last]
 
     def _touching(self, start: int, stop: int) -> Iterator[Range]:
-        """Yield the ranges that overlap with one or border on it."""
+        """Yield the ranges that overlap with or adjoin a range."""
         at = max(0, self._stops.bisect_right(start) - 1)
         for first in self._stops.islice(at):
             if first > stop:

@@ -87,7 +87,7 @@ def test_without_the_program_it_says_so(directory: Path, monkeypatch: pytest.Mon
 def test_a_daemon_that_does_not_start_is_an_error(directory: Path) -> None:
     (directory.parent / "bin" / CONTROL).write_text("#!/bin/sh\necho no GPU is free >&2\nexit 3\n")
     service = MultiProcessService(directory)
-    with pytest.raises(MpsError, match="ended with 3: no GPU is free"):
+    with pytest.raises(MpsError, match="failed with exit code 3: no GPU is free"):
         service.join()
     (directory.parent / "bin" / CONTROL).write_text(DAEMON)
     service.join()
