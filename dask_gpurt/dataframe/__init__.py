@@ -1,4 +1,4 @@
-"""Make dask-expr use the shuffle method "gpurt"."""
+"""Add the shuffle method "gpurt" to dask-expr."""
 
 from dask_gpurt.dataframe.method import choose, leave, teach
 from dask_gpurt.dataframe.takeover import METHOD

@@ -1,4 +1,4 @@
-"""Express shuffles and joins: Dask's p2p graphs, with our spec at the barrier."""
+"""Define the expressions of shuffles and joins: Dask's p2p graphs, with our spec in the barrier task."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from dask_gpurt.shuffle.joins import merge_aligned, merge_unpack
 class GpurtShuffle(P2PShuffle):
     """Shuffle through the runtime.
 
-    The last operand names the computation that it is a part of, if it is not shared with others: the identity
-    of a shuffle, and the keys of its tasks, follow from its operands.
+    The last operand is the name of the computation that the shuffle is part of, unless computations share it.
+    It is an operand because the identity of a shuffle, and the keys of its tasks, depend on its operands.
     """
 
     _parameters = [*parameters(P2PShuffle), OWN_COMPUTATION]
@@ -49,11 +49,10 @@ class GpurtShuffle(P2PShuffle):
 
     @property
     def _drops_index(self) -> bool:
-        """Return whether the index stays behind.
+        """Return whether to drop the index.
 
-        So it does in ``set_index``, which replaces it anyway. Where the user asks for it, Dask's
-        description of the result still has the index, so it has to be one that rows can be
-        numbered by instead.
+        ``set_index`` replaces it anyway. If the user passes ``ignore_index``, Dask's meta still has the
+        index, so it is dropped only if new row numbers match that meta.
         """
         set_index = self.original_partitioning_index is None
         return bool(self.ignore_index) and (set_index or _is_numbering(meta(self.frame).index))
@@ -73,7 +72,7 @@ class GpurtShuffle(P2PShuffle):
 
 
 class GpurtTaskShuffle(GpurtShuffle):
-    """Shuffle in the place of ``tasks``, whose shuffles Dask describes without an index that is ignored."""
+    """Shuffle in place of ``tasks``, for which Dask's meta does not have an ignored index."""
 
     @property
     def _drops_index(self) -> bool:
@@ -81,15 +80,15 @@ class GpurtTaskShuffle(GpurtShuffle):
 
 
 def _is_numbering(index: Any) -> bool:
-    """Return whether an index could be the numbers of rows: whole numbers without a name."""
+    """Return whether an index could be row numbers: unnamed, with a single level of int64."""
     return index.nlevels == 1 and index.name is None and index.dtype == "int64"
 
 
 class HashTargets(AssignPartitioningIndex):
-    """Name the columns that decide on the output partition, and leave the hash to the transfer.
+    """Defer hashing of the key columns to the transfer task.
 
-    The operands are those of Dask's expression, which would add the column at once, and the
-    columns that are wanted afterwards, where the keys may not be among them.
+    The operands are those of Dask's expression, which would add the column of output partitions immediately,
+    and the columns to keep, which need not include the keys.
     """
 
     _parameters = [*parameters(AssignPartitioningIndex), "kept"]
@@ -112,7 +111,7 @@ class HashTargets(AssignPartitioningIndex):
             return full if kept is None else full[[*kept, name]]
 
         rows = frame if kept is None else frame[kept]
-        if name in rows.columns:  # the user's, which Dask writes over
+        if name in rows.columns:  # a column of the user's, which Dask overwrites
             rows = rows.drop(columns=name)
         return Hashed(rows, columns, frame, meta, assign)
 
@@ -124,14 +123,14 @@ class HashTargets(AssignPartitioningIndex):
 
 
 class RangeTargets(Blockwise):
-    """Name the ranges of a column that decide on the output partition, and leave the rest to the transfer."""
+    """Defer the search for the range of each row, by which Dask sorts, to the transfer task."""
 
     _parameters = ["frame", "by", "name", "divisions", "na_position"]
     _is_length_preserving = True
 
     @classmethod
     def of(cls, assigned: Assign) -> Blockwise:
-        """Replace what Dask makes to sort by a column of the same frame; return anything else as it is."""
+        """Replace Dask's expression to sort by a column of the same frame; return any other unchanged."""
         frame, *pairs = assigned.operands
         if len(pairs) != 2 or type(pairs[1]) is not SetPartitionsPreSetIndex:
             return assigned
@@ -160,7 +159,7 @@ class RangeTargets(Blockwise):
 def _hash_join_transfer(
     frame: Any, by: Any, name: str, npartitions: int, id: Any, input_partition: int, by_index: bool
 ) -> Any:
-    """Return a transfer of one side of a join, with the arguments of Dask's."""
+    """Transfer one side of a join, with the arguments of Dask's task."""
     names = [by] if isinstance(by, str) else by
     if by_index or not isinstance(names, list) or not set(names) <= set(frame.columns):
         transfer = create_assign_index_merge_transfer()
@@ -169,12 +168,12 @@ def _hash_join_transfer(
     def assign(rows: Any) -> Any:
         return AssignPartitioningIndex.operation(rows, names, name, npartitions, frame, False)
 
-    hashed: Any = Hashed(frame, tuple(names), frame, frame, assign)  # Dask's function only passes it on
+    hashed: Any = Hashed(frame, tuple(names), frame, frame, assign)  # Dask's function just passes it on
     return merge_transfer(hashed, id, input_partition)
 
 
 class GpurtHashJoin(HashJoinP2P):
-    """Shuffle both sides of a join through the runtime, and join as outputs are unpacked."""
+    """Shuffle both sides of a join through the runtime, and join in the unpack tasks."""
 
     _parameters = [*parameters(HashJoinP2P), OWN_COMPUTATION]
     _defaults = {**defaults(HashJoinP2P), OWN_COMPUTATION: None}
@@ -192,14 +191,14 @@ class GpurtHashJoin(HashJoinP2P):
 
     @property
     def _numbers_rows(self) -> bool:
-        """Return whether the join is on columns alone: it gives rows new numbers, so the old stay behind."""
+        """Return whether the join is only on columns: it renumbers the rows, so the index can be dropped."""
         sides = ((self.left, self.left_on), (self.right, self.right_on))
         by_columns = (set(convert_to_list(on) or ()) <= set(side.columns) for side, on in sides)
         return not self.left_index and not self.right_index and all(by_columns)
 
 
 class GpurtBlockwiseMerge(BlockwiseMerge):
-    """Join aligned partitions, with outputs of a shuffle through the runtime on a side."""
+    """Join aligned partitions, of which one side may be the output of a shuffle through the runtime."""
 
     def _task(self, name: Any, index: int) -> Task:
         task = super()._task(name, index)
@@ -207,9 +206,9 @@ class GpurtBlockwiseMerge(BlockwiseMerge):
 
 
 class _WholeHashJoin(HashJoinP2P):
-    """Hash to all partitions of the join, also where only some of them are wanted.
+    """Hash to all partitions of the join, even if only some of them are wanted.
 
-    Dask's own takes the number of wanted ones, and so gives other rows.
+    Dask's own expression hashes modulo the number of wanted partitions, which results in different rows.
     """
 
     _parameters = [*parameters(GpurtHashJoin)]
@@ -230,10 +229,10 @@ def _with_our_spec(layer: dict[Any, Any], **options: Any) -> dict[Any, Any]:
 
 
 def _targets(frame: Any, column: str) -> Any:
-    """Return what adds the output partitions of a shuffle, if ``frame`` only exists for that; else None.
+    """Return the expression that adds the column of output partitions, if that is all ``frame`` is for.
 
-    Then its work is done within the transfer task: no task of its own, and no partition
-    with the extra column is kept.
+    It is then fused into the transfer task, so that no partition with the extra column is stored. Otherwise
+    return None.
     """
     if not isinstance(frame, Blockwise):
         return None

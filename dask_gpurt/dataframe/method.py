@@ -1,13 +1,13 @@
-"""Put the shuffle method "gpurt" into dask-expr, which has no registry of methods.
+"""Add the shuffle method "gpurt" to dask-expr, which has no registry of methods.
 
-There are two sets of replacements. Each handles only shuffles that go through the runtime, as
-:mod:`dask_gpurt.dataframe.takeover` decides, and passes all others to the original:
+There are two sets of patches. Each handles only shuffles that go through the runtime, as decided in
+:mod:`dask_gpurt.dataframe.takeover`, and passes all others to the original:
 
-- the method's *name*, known from the first :func:`teach` on. It stays known: a collection that was built
-  while the runtime was on may name it, and is computed by Dask's default where the runtime is off;
-- the *default* of dask-expr, ours between :func:`choose` and :func:`leave`. Dask's configuration is
-  not touched for it, since ``dask.bag`` reads the same key and knows no "gpurt". In between, expressions
-  do not hold the lock by which Dask can deadlock on Python 3.11 either.
+- the *name* of the method, from the first :func:`teach` on, permanently: a collection that was built while
+  the runtime was on may name it, and is computed with Dask's default method once the runtime is off;
+- the *default* of dask-expr, which is "gpurt" between :func:`choose` and :func:`leave`. Dask's configuration
+  stays unchanged, since ``dask.bag`` reads the same key and does not know "gpurt". In that time, expressions
+  also do not use the lock by which Dask can deadlock on Python 3.11.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from dask_gpurt.observe import MethodChoice
 from dask_gpurt.planning.fusing import needed_tasks
 from dask_gpurt.shuffle import ShuffleSpec
 
-#: Called with the name of an expression and what was chosen for it, each time that it is lowered.
+#: Called with the name of an expression and the choice for it, each time that it is lowered.
 OnChoice = Callable[[str, MethodChoice], None]
 
 _name, _default = PatchSet(), PatchSet()
@@ -69,15 +69,14 @@ _was_on = threading.Event()
 
 
 def teach(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
-    """Make the name of the method known, once in a process and for good.
+    """Make the name of the method known, permanently. Idempotent.
 
     Parameters
     ----------
     is_usable
-        Whether what is computed now will run on a cluster that has the runtime. Where it
-        will not, Dask's own default method serves.
+        Returns whether the runtime is on for the current client. If not, Dask's default method is used.
     on_choice
-        Called for each shuffle or join for which a method is chosen where the runtime is usable.
+        Called for each choice of a method for a shuffle or join while the runtime is usable.
     """
     if _name:
         return
@@ -93,12 +92,12 @@ def teach(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
 
 
 def choose(is_usable: Callable[[], bool]) -> None:
-    """Make it the method of shuffles for which no method is set, wherever it is usable.
+    """Make it the default method of shuffles, where the runtime is usable.
 
     Parameters
     ----------
     is_usable
-        As in :func:`teach`.
+        See :func:`teach`.
     """
     _was_on.set()
     if _default:
@@ -111,7 +110,7 @@ def choose(is_usable: Callable[[], bool]) -> None:
         return METHOD if is_ours() else original()
 
     def preferring_order(original: Callable[[Any], Any], method: Any) -> Any:
-        # Decided when it is lowered, as all others: the runtime may be off by then.
+        # Decide at lowering, as for all others, since the runtime may be off by then.
         return method if is_ours() else original(method)
 
     replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
@@ -119,17 +118,17 @@ def choose(is_usable: Callable[[], bool]) -> None:
 
 
 def leave() -> None:
-    """Have dask-expr choose again as shipped."""
+    """Restore the default method of dask-expr."""
     _default.restore()
 
 
 class Lowering:
-    """Lower shuffles, reductions that shuffle and joins, where they go through the runtime.
+    """Lower the shuffles, shuffling reductions and joins that go through the runtime.
 
     Parameters
     ----------
     is_usable, on_choice
-        As in :func:`teach`.
+        See :func:`teach`.
     """
 
     def __init__(self, is_usable: Callable[[], bool], on_choice: OnChoice):
@@ -137,8 +136,8 @@ class Lowering:
         self._on_choice = on_choice
 
     def shuffle(self, original: Callable[[Any], Any], expr: Any) -> Any:
-        """Lower a shuffle, with the work of the task before it that only adds output partitions."""
-        # Subclasses that do not override `_lower` are concrete methods, not for us.
+        """Lower a shuffle, deferring a preceding expression that just adds output partitions."""
+        # Subclasses that do not override `_lower` are concrete methods.
         if type(expr) is not Shuffle:
             return original(expr)
         choice = self._choose(expr.method, expr.frame)
@@ -168,10 +167,10 @@ class Lowering:
         )
 
     def reduction(self, original: Callable[[Any], Any], expr: Any) -> Any:
-        """Leave the numbers of rows behind that a groupby has only until it sets its keys as the index again.
+        """Lower a reduction, and drop the row numbers in the shuffle of a groupby.
 
-        Dask makes columns of the keys before it shuffles, and keeps the index that comes of it: 8 bytes a
-        row.
+        Dask resets the index before the shuffle, to make the keys columns, and sets it again afterwards. The
+        row numbers in between would be shuffled for nothing: 8 bytes a row.
         """
         lowered = original(expr)
         choice = self._choose(expr.shuffle_method, expr.frame)
@@ -188,14 +187,14 @@ class Lowering:
         return lowered.substitute(shuffle, shuffle.substitute_parameters({"ignore_index": True}))
 
     def merge(self, original: Callable[[Any], Any], expr: Any) -> Any:
-        """Lower a join that needs both sides shuffled to one that joins as it unpacks."""
+        """Lower a join; if both sides need a shuffle, join in the unpack tasks."""
         if type(expr) is not Merge:
             return original(expr)
         choice = self._choose(expr.shuffle_method, expr.left, expr.right)
         if choice is None or not choice.taken:
             return original(_as_dask_knows(expr, "shuffle_method"))
         for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
-            if is_aligned(expr, side, on):  # only the other side is shuffled, if at all
+            if is_aligned(expr, side, on):  # at most the other side is shuffled
                 aligned = original(expr)
                 return GpurtBlockwiseMerge(*aligned.operands) if type(aligned) is BlockwiseMerge else aligned
         lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
@@ -205,7 +204,7 @@ class Lowering:
         return GpurtHashJoin(*lowered.operands)
 
     def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:
-        """Return the choice for an expression; None where Dask is as shipped, and for ``p2p``."""
+        """Return the choice for an expression; None if the runtime is off, and for ``p2p``."""
         if not self._is_usable():
             return None
         scheduler = dask.config.get("scheduler", None)
@@ -222,20 +221,20 @@ class Lowering:
 
 
 def _has_column_levels(frame: Any) -> bool:
-    """Return whether columns have levels: Dask then names the column of targets ("_partitions", "")."""
+    """Return whether columns have levels: Dask then labels the column of targets ("_partitions", "")."""
     return bool(frame.ndim == 2 and meta(frame).columns.nlevels > 1)
 
 
 def _but_names(expr: Any) -> Any:
-    """Return the same under the names that columns had before."""
+    """Return the expression without a renaming of columns."""
     return expr.frame if type(expr) is RenameFrame else expr
 
 
 def _graph(original: Callable[[Any], dict[Key, Any]], expr: Any) -> dict[Key, Any]:
-    """Return the graph of an expression, without the tasks that are done within transfers.
+    """Return the graph of an expression, without the tasks that are fused into transfers.
 
-    Nothing needs these. But where dataframes are computed beside a Delayed or an array, Dask puts the graphs
-    of both together, and takes whatever nothing needs for a result.
+    No task depends on these. But if dataframes are computed together with a Delayed or an array, Dask merges
+    their graphs, and treats every task without dependents as a result.
     """
     graph = original(expr)
     if not any(
@@ -252,12 +251,12 @@ def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
 
 
 def _names_ours(asked: str | None) -> bool:
-    """Return whether the method of an expression, or the one that is used where it has none, is ours."""
+    """Return whether the method of an expression, or the default if it has none, is ours."""
     return (asked or default_shuffle_method()) == METHOD
 
 
 def _as_dask_knows(expr: Any, parameter: str) -> Any:
-    """Put a method of Dask's in the place of ours, in an expression that does not go through the runtime."""
+    """Replace our method by one of Dask's, in an expression that does not go through the runtime."""
     asked = getattr(expr, parameter)
     if not _names_ours(asked):
         return expr

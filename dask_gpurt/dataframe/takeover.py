@@ -1,9 +1,9 @@
-"""Decide which shuffles of a client that knows the runtime go through it.
+"""Decide which shuffles of a client with the runtime go through it.
 
-Most programs for GPUs set Dask's method ``tasks`` because ``p2p`` is slow there, and not because they need
-``tasks``. So a configured ``tasks`` is taken over. An argument ``shuffle_method="tasks"`` is taken over only
-under ``gpurt.takeover: all``. dask-expr writes a configured method into expressions as if it were an
-argument, so only the configuration distinguishes the two: an argument that repeats it counts as configured.
+Most GPU programs configure Dask's method ``tasks`` because ``p2p`` is slow there, and not because they need
+``tasks``. So a configured ``tasks`` is taken over. The argument ``shuffle_method="tasks"`` is taken over only
+with ``gpurt.takeover: all``. dask-expr writes a configured method into expressions as if it were an argument,
+so the two are distinguished by the configuration: an argument that equals it counts as configured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dask_gpurt.observe.methods import MethodChoice
 
 METHOD = "gpurt"
 TASKS, P2P = "tasks", "p2p"
-#: The names by which Dask's setting ``scheduler`` means the current client.
+#: Values of Dask's setting ``scheduler`` that mean the current client.
 DISTRIBUTED = ("dask.distributed", "distributed")
 
 
@@ -29,20 +29,20 @@ def choose_method(
     Parameters
     ----------
     asked
-        The method in the expression; None where it has none.
+        The method in the expression; None if it has none.
     configured
         The setting ``dataframe.shuffle.method`` at the time of lowering.
     takeover
         The setting ``gpurt.takeover``.
     explicit_comms
-        The setting of dask-cuda, which serves ``tasks`` by itself where it is on.
+        The setting ``explicit-comms`` of dask-cuda, which then handles ``tasks`` itself.
     local
-        Whether a scheduler of Dask's own in this process is chosen, which has no workers.
+        Whether a local scheduler of Dask is selected, which has no workers.
 
     Returns
     -------
     MethodChoice or None
-        None for ``p2p``: whether that is taken over is up to the scheduler.
+        None for ``p2p``, which the scheduler may take over.
     """
     method = asked or configured
     if method == P2P:

@@ -1,4 +1,4 @@
-"""Split, pack, unpack and concatenate partitions, on pandas and on cudf; and chunks, on numpy and on cupy."""
+"""Split, pack and assemble dataframe partitions (pandas, cudf) and array chunks (numpy, cupy)."""
 
 from dask_gpurt.frames.backend import (
     BlockAllocator,

@@ -1,7 +1,7 @@
-"""Define the seam between the runtime and a dataframe library.
+"""Define the interface between the runtime and a dataframe library.
 
-A backend cuts a partition into pieces, one for each owner, packs a piece into one buffer,
-reads pieces back out of such buffers and puts an output partition together.
+A backend splits a partition into pieces, one for each owner, packs each piece into one buffer, and assembles
+output partitions from such buffers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ Frame = Any
 
 @dataclass(frozen=True)
 class Piece:
-    """Hold the rows of one input partition that one owner needs, ordered by output partition.
+    """Hold the rows of one input partition for one owner, ordered by output partition.
 
     Attributes
     ----------
     rows
-        The rows, in the backend's own form.
+        The rows, in the backend's representation.
     partitions
         The output partitions in it.
     offsets
-        The row at which each output partition begins, and the number of rows last.
+        The row at which each output partition starts, followed by the number of rows.
     """
 
     rows: Any
@@ -39,7 +39,7 @@ class Piece:
         return self.offsets[-1]
 
     def halves(self, cut: Callable[[Any, int, int], Any]) -> tuple[Piece, Piece]:
-        """Return two pieces with half of the rows each; ``cut(rows, start, stop)`` takes some."""
+        """Split the piece into two halves, where ``cut(rows, start, stop)`` selects rows."""
         middle, end = len(self) // 2, len(self)
         first = tuple(min(offset, middle) for offset in self.offsets)
         second = tuple(max(offset - middle, 0) for offset in self.offsets)
@@ -51,23 +51,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Hashed:
-    """Hold a partition whose rows go where the hash of some columns says.
+    """Hold a partition to be split by the hash of some columns.
 
-    The hash is Dask's, so that a row goes where ``tasks`` would send it. A backend that knows
-    how may compute it while it splits; ``assign`` has Dask do it, in a column.
+    The hash is Dask's, so that each row goes to the same output partition as with ``tasks``. A backend may
+    compute it while splitting; ``assign`` makes Dask compute it, as a column.
 
     Attributes
     ----------
     frame
         The partition.
     by
-        Columns to hash; None where it is the index, or both.
+        The columns to hash; None if the index is hashed, alone or in addition.
     keys
-        The frame that has these columns, which ``frame`` need not have.
+        The frame with these columns, which ``frame`` need not have.
     like
-        The frame whose dtypes say which columns are cast before they are hashed.
+        The frame whose dtypes determine which columns are cast before hashing.
     assign
-        Makes of rows of ``keys`` those of ``frame`` with one more column, of output partitions.
+        Converts rows of ``keys`` to those of ``frame``, with an added column of output partitions.
     """
 
     frame: Frame
@@ -77,17 +77,17 @@ class Hashed:
     assign: Callable[[Frame], Frame]
 
     def assigned(self) -> Frame:
-        """Return ``frame`` with one more column, of output partitions."""
+        """Return ``frame`` with an added column of output partitions."""
         return self.assign(self.keys)
 
     def between(self, start: int, stop: int) -> Hashed:
-        """Return some of the rows."""
+        """Return a range of the rows."""
         return replace(self, frame=self.frame.iloc[start:stop], keys=self.keys.iloc[start:stop])
 
 
 @dataclass(frozen=True)
 class Ranged:
-    """Hold a partition whose rows go where ranges of one column say, as Dask sorts.
+    """Hold a partition to be split by ranges of one column, as Dask does to sort.
 
     Attributes
     ----------
@@ -96,9 +96,9 @@ class Ranged:
     by
         The column.
     divisions
-        A series of where the ranges begin, in ascending order, and where the last one ends.
+        A series of the starts of the ranges, in ascending order, followed by the end of the last one.
     assign
-        Has Dask make rows of ``frame`` with one more column, of output partitions.
+        Makes Dask add a column of output partitions to rows of ``frame``.
     """
 
     frame: Frame
@@ -107,20 +107,20 @@ class Ranged:
     assign: Callable[[Frame], Frame]
 
     def assigned(self) -> Frame:
-        """Return ``frame`` with one more column, of output partitions."""
+        """Return ``frame`` with an added column of output partitions."""
         return self.assign(self.frame)
 
     def between(self, start: int, stop: int) -> Ranged:
-        """Return some of the rows."""
+        """Return a range of the rows."""
         return replace(self, frame=self.frame.iloc[start:stop])
 
 
-#: A partition that does not have the column of output partitions yet.
+#: A partition without a column of output partitions.
 Routed = Hashed | Ranged
 
 
 def halves(frame: Frame | Routed) -> Sequence[Frame | Routed]:
-    """Return the two halves of a partition, as views; nothing of fewer than two rows."""
+    """Return the two halves of a partition, as views; empty if it has fewer than two rows."""
     rows = len(frame.frame if isinstance(frame, Routed) else frame)
     if rows < 2:
         return ()
@@ -130,7 +130,7 @@ def halves(frame: Frame | Routed) -> Sequence[Frame | Routed]:
 
 @dataclass(frozen=True)
 class Packed:
-    """Describe a packed piece: its block in a pool, and the data that are needed to read it."""
+    """Describe a packed piece: its block in a pool, and the header needed to read it."""
 
     block: Block
     header: bytes
@@ -143,11 +143,11 @@ class Part:
     Attributes
     ----------
     header, buffer
-        As they were packed.
+        The header and the buffer of the packed piece.
     offsets, index
-        The rows at which the output partitions begin, and which of them is meant.
+        The rows at which the output partitions of the piece start, and the index of this one.
     memo
-        Lives as long as the buffer: a backend may remember there what it has read.
+        Lives as long as the buffer; a backend may cache derived data in it.
     """
 
     header: bytes
@@ -158,20 +158,20 @@ class Part:
 
 
 class BlockAllocator(Protocol):
-    """Cut the blocks into which pieces are packed."""
+    """Allocate blocks to pack pieces into."""
 
     def allocate(self, nbytes: int) -> Block:
-        """Cut a block; raises PoolFull."""
+        """Allocate a block; raise PoolFull if there is no room."""
         ...
 
     def give_back(self, block: Block) -> None:
-        """Free a block that was not used after all."""
+        """Free a block that was not used."""
         ...
 
 
 @contextmanager
 def giving_back(block: Block, allocator: BlockAllocator) -> Iterator[None]:
-    """Give a block back if it could not be filled."""
+    """Free a block if the body raises."""
     try:
         yield
     except BaseException:
@@ -180,7 +180,7 @@ def giving_back(block: Block, allocator: BlockAllocator) -> Iterator[None]:
 
 
 class Packer(Protocol):
-    """Pack pieces, on a device."""
+    """Pack pieces on a device."""
 
     name: str
 
@@ -188,30 +188,30 @@ class Packer(Protocol):
     def device(self) -> Device: ...
 
     def cut(self, rows: Any, start: int, stop: int) -> Any:
-        """Return some rows of ``Piece.rows``."""
+        """Return a range of ``Piece.rows``."""
         ...
 
     def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
-        """Write a piece into one block, complete after the next :meth:`settle`.
+        """Write a piece to one block; complete after the next :meth:`settle`.
 
         Raises
         ------
         PoolFull
-            When ``allocator`` has no block of the size.
+            If ``allocator`` has no block of the size.
         """
         ...
 
     def settle(self) -> None:
-        """Wait until all that this thread has packed is there for peers to read."""
+        """Block until everything that this thread has packed can be read by peers."""
         ...
 
     def fence(self) -> Callable[[], None] | None:
-        """Return what waits, when called, until everything assembled so far has been read; None: it has."""
+        """Return the fence of all reads of the outputs assembled so far; None if they are complete."""
         ...
 
 
 class Table(Packer, Protocol):
-    """Split, pack and assemble the frames of a dataframe library, on a device."""
+    """Split, pack and assemble the frames of a dataframe library on a device."""
 
     def split(
         self,
@@ -223,35 +223,34 @@ class Table(Packer, Protocol):
         drop_column: bool,
         ignore_index: bool,
     ) -> list[Piece | None]:
-        """Cut ``frame`` into a piece for each group of output partitions.
+        """Split ``frame`` into a piece for each group of output partitions.
 
         Parameters
         ----------
         column
-            Holds the output partition of each row, from 0 to ``npartitions - 1``; the frame
-            of a :class:`Hashed` or a :class:`Ranged` does not have it yet.
+            Holds the output partition of each row, from 0 to ``npartitions - 1``. It is added to the frame
+            of a :class:`Hashed` or a :class:`Ranged`.
         groups
-            The output partitions of each owner. Rows for a partition in no group are
-            dropped.
+            The output partitions of each owner. Rows of partitions in no group are dropped.
         drop_column, ignore_index
-            Whether ``column`` and the index are left behind.
+            Whether to drop ``column`` and the index.
 
         Returns
         -------
         list
-            As long as ``groups``; None where there are no rows.
+            A piece for each group; None for groups without rows.
         """
         ...
 
     def assemble(
         self, parts: Sequence[Part], meta: Frame, *, ignore_index: bool, order_by: Any = None
     ) -> Frame:
-        """Concatenate parts; ``meta`` is the result where there are none.
+        """Concatenate parts; without parts, return a copy of ``meta``.
 
-        Where ``order_by`` names a column the rows are about to be sorted by it: a backend may
-        bring them into its order, equal ones as they come.
+        If ``order_by`` names a column, the rows will be sorted by it later, and a backend may already do so
+        with a stable sort.
 
-        The result shares no memory with the buffers. They may be read until the
-        :meth:`fence` that is asked for next has been passed.
+        The result shares no memory with the buffers. They may be read until the next :meth:`fence` has
+        passed.
         """
         ...

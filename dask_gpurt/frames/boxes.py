@@ -1,7 +1,7 @@
-"""Plan which elements of an old chunk of an array belong to which new chunk. Pure.
+"""Map the elements of old chunks of an array to new chunks. Pure.
 
-Along each axis the edges of old and new chunks cut an array into intervals. An interval of each axis together
-make a *box*: a rectangle of elements that one old chunk and one new chunk have in common.
+Along each axis, the boundaries of old and new chunks divide an array into intervals. The product of one
+interval per axis is a *box*: the elements that one old chunk and one new chunk have in common.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-#: The numbers of a chunk, or of an element, along each axis.
+#: The index of a chunk, or of an element, along each axis.
 Index = tuple[int, ...]
-#: The sizes of the chunks along each axis; NaN where they are not known.
+#: The sizes of the chunks along each axis; NaN if unknown.
 Chunks = tuple[tuple[float, ...], ...]
-#: As Dask has it: along each axis, for each new chunk, the old chunks it is made of, and a slice of each.
+#: Dask's plan: for each axis and each new chunk, the old chunks that it consists of, with a slice of each.
 OldToNew = Sequence[Sequence[Sequence[tuple[int, slice]]]]
 
 
 class Interval(NamedTuple):
-    """Describe the elements along one axis that an old chunk and a new chunk have in common.
+    """Describe the elements along one axis that an old and a new chunk have in common.
 
     Parameters
     ----------
     chunk
         The number of the new chunk.
     place
-        Which of the intervals of the new chunk it is.
+        Its index among the intervals of the new chunk.
     start
-        The element of the new chunk that it begins with.
+        Its first element in the new chunk.
     within
-        Where it is in the old chunk. The end is None where the size is not known: then it is all of it.
+        Its slice of the old chunk. The end is None if the size is unknown: then it is the whole chunk.
     """
 
     chunk: int
@@ -45,18 +45,18 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Box:
-    """Describe elements that an old chunk and a new chunk have in common, or some of them.
+    """Describe the elements that an old and a new chunk have in common, or a part of them.
 
     Attributes
     ----------
     output
         The number of the new chunk.
     place
-        Which of the boxes of the new chunk it is a part of, along each axis.
+        Its index among the boxes of the new chunk, along each axis.
     start
-        The element of the new chunk that it begins with.
+        Its first element in the new chunk.
     within
-        Where it is in the old chunk.
+        Its slices of the old chunk.
     """
 
     output: int
@@ -70,9 +70,9 @@ class Box:
         return tuple(interval.stop - interval.start for interval in self.within)
 
     def divided(self, itemsize: int, most: int) -> Iterator[Box]:
-        """Yield boxes of at most this many bytes that it consists of, cut along the outer axes.
+        """Divide the box along the outer axes into boxes of at most ``most`` bytes.
 
-        An element is not divided, however large it is.
+        Single elements are not divided, however large they are.
         """
         shape = self.shape
         nbytes = math.prod(shape) * itemsize
@@ -95,33 +95,33 @@ def _with(values: tuple[T, ...], at: int, value: T) -> tuple[T, ...]:
 
 @dataclass(frozen=True)
 class Grid:
-    """Number the chunks of an array, the last axis first, as C does.
+    """Number the chunks of an array in C order.
 
     Attributes
     ----------
     shape
-        How many there are along each axis.
+        The number of chunks along each axis.
     """
 
     shape: Index
 
     @classmethod
     def of(cls, chunks: Chunks) -> Grid:
-        """Return the grid of some chunks."""
+        """Return the grid of chunks with these sizes."""
         return cls(tuple(len(axis) for axis in chunks))
 
     def __len__(self) -> int:
         return math.prod(self.shape)
 
     def number(self, index: Index) -> int:
-        """Return the number of a chunk."""
+        """Return the number of the chunk at an index."""
         number = 0
         for at, length in zip(index, self.shape, strict=True):
             number = number * length + at
         return number
 
     def index(self, number: int) -> Index:
-        """Return where the chunk of a number is."""
+        """Return the index of the chunk with a number."""
         index: list[int] = []
         for length in reversed(self.shape):
             number, at = divmod(number, length)
@@ -135,13 +135,12 @@ class Plan:
     Parameters
     ----------
     old
-        The numbers of old chunks.
+        The grid of old chunks.
     new
-        The numbers of new chunks.
+        The grid of new chunks.
     old_to_new
-        What each new chunk is made of, along each axis. More than there are new chunks is left out: where all
-        chunks of a part of an array are without elements, Dask gives the part an old chunk that has some, and
-        says as if there were one new chunk more what these would be for.
+        Dask's plan. Entries beyond the number of new chunks are ignored: if all chunks of a part of an array
+        are empty, Dask adds an old chunk with elements to the part, and an entry for an additional new chunk.
     """
 
     def __init__(self, old: Grid, new: Grid, old_to_new: OldToNew):
@@ -183,6 +182,6 @@ def _by_old_chunk(chunks: Sequence[Sequence[tuple[int, slice]]], number: int) ->
         start = 0
         for place, (old, within) in enumerate(pieces):
             found[old].append(Interval(chunk, place, start, within))
-            if within.stop is not None:  # else there is no other one
+            if within.stop is not None:  # otherwise it is the only one
                 start += within.stop - within.start
     return found

@@ -1,11 +1,11 @@
-"""Cut, pack and put together chunks of arrays, box by box.
+"""Split, pack and assemble chunks of arrays, box by box.
 
-A piece consists of boxes for one owner. Those of plain arrays lie one behind the other in its block, as the
-elements that they are, each written by one copy and read by one. Boxes of any other array (masked, sparse, of
-Python objects) are pickled, and Dask concatenates what comes of them.
+A piece consists of the boxes for one owner. Boxes of plain arrays are stored one after the other in its
+block, as raw elements, each written and read with one copy. Boxes of other arrays (masked, sparse, of Python
+objects) are pickled, and concatenated by Dask.
 
-A piece, and the offsets of a section, count boxes and not elements: a box without elements, too, tells an
-owner the shape and the type of an output.
+Pieces, and the offsets of sections, count boxes instead of elements, since even an empty box tells the owner
+the shape and dtype of an output.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from dask_gpurt.frames.boxes import Box, Index
 from dask_gpurt.frames.pickled import dumps
 
 Array = Any
-#: The most bytes of a box. Larger ones are divided, so that pieces can be cut for a pool with little room.
+#: The most bytes of a box. Larger ones are divided, so that pieces can be halved for a pool with little room.
 MAX_BOX_BYTES = 2**24
 
 
 class Target(NamedTuple):
-    """Locate a box in the new chunk.
+    """Locate a box in its new chunk.
 
     Parameters
     ----------
     place
-        Which of the boxes of the chunk it is a part of, along each axis.
+        Its index among the boxes of the chunk, along each axis.
     start, stop
-        The element that it begins with, and the one behind its last.
+        Its first element, and the end, exclusive.
     """
 
     place: Index
@@ -55,28 +55,28 @@ class Target(NamedTuple):
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
     def slices(self, origin: Index) -> tuple[slice, ...]:
-        """Return where it is in an array that begins with the element ``origin`` of the new chunk."""
+        """Return its slices in an array that starts at element ``origin`` of the new chunk."""
         return tuple(
             slice(start - first, stop - first)
             for start, stop, first in zip(self.start, self.stop, origin, strict=True)
         )
 
 
-# ---- what is packed --------------------------------------------------------------------------------
+# ---- packed data -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PlainLayout:
-    """Describe boxes that lie one behind the other in a buffer: the content of a header.
+    """Describe the boxes of plain arrays in a buffer: the content of a header.
 
     Attributes
     ----------
     library
-        The name of the table that reads them.
+        The library of the :class:`ChunkTable` that reads them.
     dtype
-        Of the elements.
+        The dtype of the elements.
     targets
-        One for each box.
+        The target of each box.
     """
 
     library: str
@@ -84,34 +84,34 @@ class PlainLayout:
     targets: tuple[Target, ...]
 
     def starts(self) -> list[int]:
-        """Return where each box begins in a buffer, and where the last one ends."""
+        """Return the offset of each box in a buffer, followed by the end of the last one."""
         sizes = (math.prod(target.shape) * self.dtype.itemsize for target in self.targets)
         return list(itertools.accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
 @dataclass(frozen=True)
 class PickledLayout:
-    """Describe stretches of pickles that lie one behind the other in a buffer: the content of a header.
+    """Describe fragments of pickled boxes in a buffer: the content of a header.
 
     Attributes
     ----------
     library
-        As of :class:`PlainLayout`.
+        See :class:`PlainLayout`.
     stretches
-        For each the place of its box in the new chunk, and its bytes.
+        For each fragment, the place of its box in the new chunk, and the number of bytes.
     """
 
     library: str
     stretches: tuple[tuple[Index, int], ...]
 
     def starts(self) -> list[int]:
-        """Return where each stretch begins in a buffer, and where the last one ends."""
+        """Return the offset of each fragment in a buffer, followed by the end of the last one."""
         return list(itertools.accumulate((size for _, size in self.stretches), initial=0))
 
 
 @dataclass(frozen=True)
 class PlainBoxes:
-    """Hold boxes of a chunk whose elements are copied as they are."""
+    """Hold boxes of a chunk of plain elements."""
 
     chunk: Array
     boxes: tuple[Box, ...]
@@ -119,7 +119,7 @@ class PlainBoxes:
 
 @dataclass(frozen=True)
 class PickledBoxes:
-    """Hold stretches of pickled boxes, each with the place of its box in the new chunk."""
+    """Hold fragments of pickled boxes, each with the place of its box in the new chunk."""
 
     stretches: tuple[tuple[Index, memoryview], ...]
 
@@ -128,7 +128,7 @@ class PickledBoxes:
 
 
 class ChunkTable(ABC):
-    """Pack the arrays of one library, on a device; see :class:`~dask_gpurt.frames.backend.Packer`."""
+    """Pack the arrays of one library on a device; see :class:`~dask_gpurt.frames.backend.Packer`."""
 
     #: The name of the library.
     name: str
@@ -138,44 +138,44 @@ class ChunkTable(ABC):
 
     @abstractmethod
     def is_plain(self, chunk: Array) -> bool:
-        """Return whether the elements of a chunk can be copied as they are."""
+        """Return whether the elements of a chunk can be copied as raw bytes."""
 
     @abstractmethod
     def write(self, buffer: Buffer, starts: Sequence[int], boxes: Sequence[Array]) -> None:
-        """Copy arrays into a buffer, in the order of C; complete after the next :meth:`settle`."""
+        """Copy arrays to a buffer, in C order; complete after the next :meth:`settle`."""
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until all that this thread has packed is there for peers to read."""
+        """Block until everything that this thread has packed can be read by peers."""
 
     @abstractmethod
     def view(self, buffer: Buffer, start: int, shape: Index, dtype: np.dtype[Any]) -> Array:
-        """Return elements where they lie in a buffer."""
+        """Return a view of elements in a buffer."""
 
     @abstractmethod
     def empty(self, shape: Index, dtype: np.dtype[Any]) -> Array:
-        """Return a new array, whatever is in it."""
+        """Return a new, uninitialised array."""
 
     @abstractmethod
     def fence(self) -> Callable[[], None] | None:
-        """Return what waits, when called, until everything assembled so far has been read; None: it has."""
+        """Return the fence of all reads of the outputs assembled so far; None if they are complete."""
 
     def split(
         self, chunk: Array, boxes: Iterable[Box], groups: Sequence[Sequence[int]]
     ) -> list[Piece | None]:
-        """Cut a chunk into a piece for each group of new chunks.
+        """Split a chunk into a piece for each group of new chunks.
 
         Parameters
         ----------
         boxes
             All boxes of the chunk.
         groups
-            The new chunks of each owner, by number. Boxes for a chunk in no group are dropped.
+            The new chunks of each owner, by number. Boxes of chunks in no group are dropped.
 
         Returns
         -------
         list
-            As long as ``groups``; None where there are no boxes.
+            A piece for each group; None for groups without boxes.
         """
         rows = self._plain if self.is_plain(chunk) else self._pickled
         of_output = defaultdict[int, list[Box]](list)
@@ -201,13 +201,13 @@ class ChunkTable(ABC):
         return _piece(boxes, found, PickledBoxes)
 
     def cut(self, rows: PlainBoxes | PickledBoxes, start: int, stop: int) -> PlainBoxes | PickledBoxes:
-        """Return some of the boxes of a piece."""
+        """Return a range of the boxes of a piece."""
         if isinstance(rows, PlainBoxes):
             return replace(rows, boxes=rows.boxes[start:stop])
         return PickledBoxes(rows.stretches[start:stop])
 
     def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
-        """Write a piece into one block; see :meth:`~dask_gpurt.frames.backend.Packer.pack`."""
+        """Write a piece to one block; see :meth:`~dask_gpurt.frames.backend.Packer.pack`."""
         rows: PlainBoxes | PickledBoxes = piece.rows
         if isinstance(rows, PickledBoxes):
             return self._pack_pickled(rows, allocator)
@@ -232,9 +232,9 @@ class ChunkTable(ABC):
             return Packed(block, pickle.dumps(layout))
 
     def assemble(self, parts: Sequence[Part]) -> Array:
-        """Return a new chunk, which shares no memory with the buffers of its parts.
+        """Assemble a new chunk, which shares no memory with the buffers of its parts.
 
-        These may be read until the :meth:`fence` that is asked for next has been passed.
+        The buffers may be read until the next :meth:`fence` has passed.
         """
         boxes: list[tuple[Target, Array]] = []
         pickles = defaultdict[Index, list[Any]](list)
@@ -254,7 +254,7 @@ class ChunkTable(ABC):
         return concatenate(_nested(by_place))
 
     def _filled(self, boxes: Sequence[tuple[Target, Array]]) -> Array:
-        """Return an array that consists of some boxes."""
+        """Assemble an array from boxes."""
         origin = tuple(map(min, zip(*(target.start for target, _ in boxes), strict=True)))
         end = tuple(map(max, zip(*(target.stop for target, _ in boxes), strict=True)))
         _, first = min(boxes, key=_place)
@@ -266,7 +266,7 @@ class ChunkTable(ABC):
 
 
 def opened(part: Part) -> tuple[PlainLayout | PickledLayout, list[int]]:
-    """Return the layout of the buffer that a part lies in, and where what it has begins; read once."""
+    """Return the layout of a part's buffer and the offsets of its contents, cached in the memo."""
     if "opened" not in part.memo:
         layout = pickle.loads(part.header)
         part.memo["opened"] = layout, layout.starts()
@@ -277,7 +277,7 @@ def opened(part: Part) -> tuple[PlainLayout | PickledLayout, list[int]]:
 def _piece(
     outputs: Iterable[int], found: Sequence[Sequence[Any]], rows: Callable[[tuple[Any, ...]], Any]
 ) -> Piece | None:
-    """Return a piece of what was found for each output, None where that is nothing."""
+    """Return a piece with the boxes or fragments of each output; None if there are no outputs."""
     if not found:
         return None
     joined = tuple(itertools.chain.from_iterable(found))
@@ -285,7 +285,7 @@ def _piece(
 
 
 def _stretches(pickled: bytes) -> Iterator[memoryview]:
-    """Yield a pickle in parts of at most ``MAX_BOX_BYTES``."""
+    """Yield fragments of a pickle of at most ``MAX_BOX_BYTES``."""
     view = memoryview(pickled)
     for start in range(0, len(view), MAX_BOX_BYTES):
         yield view[start : start + MAX_BOX_BYTES]
@@ -296,7 +296,7 @@ def _place(box: tuple[Target, Array]) -> Index:
 
 
 def _nested(by_place: Mapping[Index, Array], prefix: Index = ()) -> Any:
-    """Return arrays as lists of lists, by their place along each axis."""
+    """Arrange arrays in nested lists, by their place along each axis."""
     if prefix in by_place:
         return by_place[prefix]
     at = len(prefix)

@@ -1,7 +1,7 @@
-"""Pack cudf partitions column by column, or by libcudf's contiguous split.
+"""Pack cudf partitions column by column, or with libcudf's contiguous split.
 
-Splitting and packing run on the communication stream, behind the user's work. Outputs are
-put together on the user's stream, since that is the stream their memory is freed on.
+Splitting and packing run on the communication stream, ordered after the user's work. Outputs are assembled on
+the user's stream, since that is where their memory is freed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
 @dataclass(frozen=True)
 class _CudfRows:
-    """Hold columns without their names, and the header that brings the names and dtypes back."""
+    """Hold columns without names, and the header to restore names and dtypes."""
 
     table: plc.Table
     header: bytes
@@ -50,10 +50,10 @@ class _CudfRows:
 
 @dataclass(frozen=True)
 class _Schema:
-    """Keep what a ``plc.Table`` does not know of the frame it was."""
+    """Hold the metadata of a frame that a ``plc.Table`` does not have."""
 
     columns: tuple[Any, ...]
-    #: None where the index was left behind.
+    #: Names of the index; None if the index was dropped.
     index: tuple[Any, ...] | None
     dtypes: tuple[Any, ...]
 
@@ -72,7 +72,7 @@ class _Schema:
 
 @dataclass(frozen=True)
 class _Nested:
-    """Describe a list or struct dtype by way of Arrow; cudf cannot pickle those that hold strings."""
+    """Describe a list or struct dtype as an Arrow type; cudf cannot pickle those that contain strings."""
 
     kind: type[cudf.ListDtype] | type[cudf.StructDtype]
     arrow: Any
@@ -95,7 +95,7 @@ class CudfTable:
     def __init__(self, device: Device):
         assert isinstance(device, CudaDevice)
         self.device = device
-        #: Copies into the blocks of pieces, until they are settled.
+        #: Copies into blocks, deferred to the next `settle`.
         self._copies: list[Copy] = []
 
     def split(
@@ -120,7 +120,7 @@ class CudfTable:
     def _index_of(self, frame: cudf.DataFrame) -> list[ColumnBase]:
         """Return the columns of an index.
 
-        cudf would make those of a range on the user's stream, and wait for it.
+        For a range, cudf would materialise them on the user's stream, and synchronise with it.
         """
         index = frame.index
         if not isinstance(index, cudf.RangeIndex) or not len(index):
@@ -133,7 +133,7 @@ class CudfTable:
     def _partitioned(
         self, columns: list[ColumnBase], keys: list[ColumnBase], function: hash_id, npartitions: int
     ) -> tuple[plc.Table, list[int]]:
-        """Return the rows of ``columns`` by output partition, and the row at which each partition ends."""
+        """Sort the rows of ``columns`` by output partition; return them, and the end of each partition."""
         stream, raw = self.device.after_compute()
         with access_columns(*columns, *keys, mode="read", scope="internal") as accessed:
             plain = [c.plc_column for c in accessed]
@@ -195,7 +195,7 @@ class CudfTable:
             try:
                 block = allocator.allocate(nbytes)
             except PoolFull as error:
-                full.append(error)  # libcudf turns every exception into one of its own
+                full.append(error)  # libcudf converts all exceptions to its own
                 raise MemoryError from error
             blocks[block.buffer.ptr] = block
             return int(block.buffer.ptr)
@@ -211,7 +211,7 @@ class CudfTable:
             if full:
                 raise full[0] from None
             raise
-        # The block is ours from here on; libcudf gives back what else it took.
+        # This block is not freed by `drop` any more; libcudf frees all other allocations.
         block = blocks.pop(data.ptr) if len(data) else allocator.allocate(0)
         del data
         with giving_back(block, allocator):
@@ -239,7 +239,7 @@ class CudfTable:
         headers = [header for header, _ in opened]
         if len(set(headers)) == 1:
             return pickle.loads(headers[0]).frame(_concatenated(tables), meta)
-        # Categories differ, or types do: cudf knows how to bring them together.
+        # Categories or dtypes differ: let cudf unify them.
         frames = [
             pickle.loads(header).frame(_concatenated([table]), meta)
             for header, table in zip(headers, tables, strict=True)
@@ -251,7 +251,7 @@ class CudfTable:
         return wait
 
     def warm_up(self) -> None:
-        """Load the kernels that every shuffle needs; libcudf would load them on first use."""
+        """Load the kernels that every shuffle needs, which libcudf would otherwise load on first use."""
         frame = cudf.DataFrame({"_partitions": [0, 1], "a": [0, 1], "b": [0.0, 1.0]})
         pool = self.device.create_pool(1 << 16)
         for piece in self.split(frame, "_partitions", [[0, 1]], 2, drop_column=True, ignore_index=False):
@@ -264,9 +264,9 @@ class CudfTable:
         pool.close()
 
     def warm_up_operators(self) -> None:
-        """Compile what cudf's own operators would compile on first use, and keep on disk.
+        """Compile the kernels that cudf's operators would compile on first use; they are cached on disk.
 
-        A division looks for zeros and infinities with cupy, whose reductions take seconds to compile: the
+        Division checks for zeros and infinities with cupy, whose reductions take seconds to compile: the
         first mean of a groupby took 7 s on an H200.
         """
         numbers, counts = cudf.Series([1.0, 2.0]), cudf.Series([1, 2])
@@ -276,7 +276,7 @@ class CudfTable:
 
 
 class _Spare:
-    """Room in a pool of its own."""
+    """Allocate blocks from a separate pool."""
 
     def __init__(self, pool: Pool):
         self.allocate, self.give_back = pool.allocate, pool.free
@@ -285,10 +285,10 @@ class _Spare:
 def _hashing(
     frame: cudf.DataFrame | Routed, column: str, *, drop_column: bool
 ) -> tuple[cudf.DataFrame, list[ColumnBase], hash_id]:
-    """Return the rows to split, the columns to hash, and the function that gives output partitions then.
+    """Return the rows to split, the columns to hash, and the hash function, for libcudf's hash partitioning.
 
-    Rows go to their hash, which is the one of `hash_values`, or to the identity of a number,
-    modulo the count: many times as fast as libcudf's split by a map.
+    The output partition is the hash, which equals that of `hash_values`, or the identity of a number, modulo
+    the number of partitions. This is many times as fast as libcudf's partitioning by a map.
     """
     if isinstance(frame, Hashed):
         keys = _hashable(frame) if drop_column else None
@@ -298,18 +298,18 @@ def _hashing(
         frame = frame.assigned()
     target = frame[column]._column
     numbers = target if target.dtype.kind in "iu" else target.astype("int32")
-    # Not by ``drop``, which copies the other columns.
+    # Not with ``drop``, which copies the other columns.
     others = frame[[name for name in frame._column_names if name != column]] if drop_column else frame
     return others, [numbers], IDENTITY
 
 
 def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
-    """Return the key columns, where libcudf's hash of them is all that Dask computes; else None."""
+    """Return the key columns if Dask just hashes them with libcudf; else None."""
     if hashed.by is None:
         return None
     columns = [hashed.keys[name]._column for name in hashed.by]
     expected = [hashed.like[name]._column for name in hashed.by]
-    # Categories above all are not: Dask hashes what they stand for, or their codes uncast.
+    # This excludes above all categoricals, of which Dask hashes the categories, or the codes without a cast.
     for plain in (NumericalColumn, StringColumn):
         if all(type(column) is plain for column in (*columns, *expected)):
             return columns
@@ -317,13 +317,13 @@ def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
 
 
 def _as_dask_casts(keys: list[plc.Column], stream: Any) -> list[plc.Column]:
-    """Return the numbers as float64: Dask hashes them like this, so that types that differ still meet."""
+    """Cast numbers to float64, as Dask does, so that equal keys of different dtypes have the same hash."""
     float64 = plc.DataType(plc.TypeId.FLOAT64)
     return [plc.unary.cast(k, float64, stream=stream) if plc.traits.is_numeric(k.type()) else k for k in keys]
 
 
 def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
-    """Return the schema of a packed piece and a table for each output partition in it, read once."""
+    """Return the schema of a packed piece and a table for each output partition, cached in the memo."""
     if "opened" not in part.memo:
         read = pickle.loads(part.header)
         if isinstance(read, CudfLayout):
@@ -340,7 +340,7 @@ def _opened(part: Part) -> tuple[bytes, list[plc.Table]]:
 
 
 def _concatenated(tables: list[plc.Table]) -> plc.Table:
-    """Return one table, never a view of what it was made from."""
+    """Concatenate tables into new memory, even if there is only one."""
     if len(tables) == 1:
         empty = plc.copying.slice(tables[0], [0, 0], stream=DEFAULT_STREAM)[0]
         tables = [tables[0], empty]
@@ -349,23 +349,23 @@ def _concatenated(tables: list[plc.Table]) -> plc.Table:
 
 # ---- rows of fixed width and without nulls, column by column ---------------------------------
 #
-# libcudf's contiguous split takes about a millisecond for each piece, however small it is; a copy
-# takes microseconds, and nothing has to be unpacked.
+# libcudf's contiguous split takes about a millisecond for each piece, however small it is. Plain copies take
+# microseconds, and need no unpacking.
 
-#: The first row, and the one behind the last.
+#: The first row, and the end, exclusive.
 RowRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class CudfLayout:
-    """Describe columns that lie one behind the other in a buffer.
+    """Describe columns that are stored one after the other in a buffer.
 
     Attributes
     ----------
     types
-        The type of each column, its scale, and the bytes of one row of it.
+        The type id, the scale, and the bytes per row of each column.
     schema
-        What else there is to know of the frame, set as it is packed.
+        The pickled :class:`_Schema`.
     """
 
     types: tuple[tuple[int, int, int], ...]
@@ -373,7 +373,7 @@ class CudfLayout:
 
     @classmethod
     def of(cls, table: plc.Table, schema: bytes) -> CudfLayout | None:
-        """Return the layout of a table; None where a column has nulls, or rows of different sizes."""
+        """Return the layout of a table; None if a column has nulls, or is not of fixed width."""
         columns = table.columns()
         if not columns or not all(
             plc.traits.is_fixed_width(c.type()) and not c.null_count() for c in columns
@@ -383,12 +383,12 @@ class CudfLayout:
         return cls(tuple((int(kind.id()), kind.scale(), plc.types.size_of(kind)) for kind in kinds), schema)
 
     def starts(self, rows: int) -> list[int]:
-        """Return where the columns begin in a buffer of this many rows, and where the last one ends."""
+        """Return the offset of each column in a buffer of this many rows, followed by the end of the last."""
         sizes = (-(-rows * size // ALIGNMENT) * ALIGNMENT for _, _, size in self.types)
         return list(accumulate(sizes, initial=0))
 
     def view(self, buffer: Buffer, rows: int) -> plc.Table:
-        """Return the columns in a buffer, where they lie."""
+        """Return a view of the columns in a buffer."""
         base = address(buffer)
         return plc.Table(
             [
@@ -398,7 +398,7 @@ class CudfLayout:
         )
 
     def read(self, parts: Sequence[Part], device: CudaDevice) -> plc.Table:
-        """Return the parts one behind the other, in memory of the user's stream; complete in its order."""
+        """Concatenate parts into new memory, in the order of the user's stream."""
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         kinds = list(self._kinds())
         buffers = [rmm.DeviceBuffer(size=rows * size, stream=DEFAULT_STREAM) for _, size in kinds]
@@ -426,7 +426,7 @@ class CudfLayout:
 
 @dataclass(frozen=True)
 class PlainRows:
-    """Hold some rows of a table of a layout; ``header`` is what is needed to read them."""
+    """Refer to ranges of rows of a table with a :class:`CudfLayout`; ``header`` is the pickled layout."""
 
     table: plc.Table
     layout: CudfLayout
@@ -435,7 +435,7 @@ class PlainRows:
 
     @classmethod
     def of(cls, table: plc.Table, layout: CudfLayout, header: bytes, spans: Sequence[RowRange]) -> PlainRows:
-        """Return the rows from spans; those that adjoin are copied as one."""
+        """Refer to the rows in spans; adjacent spans are merged."""
         joined: list[RowRange] = []
         for start, stop in spans:
             if joined and joined[-1][1] == start:
@@ -445,7 +445,7 @@ class PlainRows:
         return cls(table, layout, header, tuple(joined))
 
     def between(self, start: int, stop: int) -> PlainRows:
-        """Return some of these rows."""
+        """Return a range of these rows."""
         ends = accumulate((b - a for a, b in self.spans), initial=0)
         cut = [
             (first + max(start - before, 0), last - max(after - stop, 0))
@@ -454,7 +454,7 @@ class PlainRows:
         return PlainRows(self.table, self.layout, self.header, tuple((a, b) for a, b in cut if a < b))
 
     def copies(self, ptr: int) -> Iterator[Copy]:
-        """Return what to copy to where their layout fits."""
+        """Yield the copies that write the rows to a buffer at ``ptr``."""
         rows = sum(stop - start for start, stop in self.spans)
         starts = self.layout.starts(rows)
         for column, (_, _, size), into in zip(self.table.columns(), self.layout.types, starts, strict=False):

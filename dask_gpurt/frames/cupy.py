@@ -1,7 +1,7 @@
-"""Pack the chunks of arrays in the memory of a GPU.
+"""Pack the chunks of arrays in GPU memory.
 
-Boxes are written on the communication stream, behind the user's work. New chunks are put together on the
-user's stream, since that is the stream their memory is used and freed on.
+Boxes are written on the communication stream, ordered after the user's work. New chunks are assembled on the
+user's stream, since that is where their memory is used and freed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dask_gpurt.frames.chunks import ChunkTable
 
 
 class CupyChunks(ChunkTable):
-    """View and fill cupy's arrays, in the memory of one GPU."""
+    """Pack cupy arrays in the memory of one GPU."""
 
     name = "cupy"
     device: CudaDevice
@@ -31,7 +31,7 @@ class CupyChunks(ChunkTable):
         super().__init__(device)
 
     def is_plain(self, chunk: Any) -> bool:
-        """Return whether a chunk is an array of cupy's own."""
+        """Return whether a chunk is a plain cupy array."""
         return type(chunk) is cupy.ndarray and chunk.dtype.itemsize > 0
 
     def write(self, buffer: Buffer, starts: Sequence[int], boxes: Sequence[cupy.ndarray]) -> None:

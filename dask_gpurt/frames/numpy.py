@@ -11,20 +11,20 @@ import numpy as np
 from dask_gpurt.frames.boxes import Index
 from dask_gpurt.frames.chunks import ChunkTable
 
-#: Elements of a tile along the axis that is contiguous in what is copied, and along the one that is in the
-#: copy. With 32 the lines of the cache that are read stay there until all of their elements are copied.
+#: Elements of a tile along the axis that is contiguous in the source, and along the one that is contiguous in
+#: the copy. With 32, cache lines of the source stay cached until all of their elements are copied.
 TILE = (1024, 32)
-#: Axes with fewer elements are not worth a tile.
+#: The least length of an axis for tiled copies to pay off.
 MIN_TILED = 16
 
 
 class NumpyChunks(ChunkTable):
-    """View and fill numpy's arrays, and those of libraries that have no table of their own."""
+    """Pack numpy arrays, and arrays of libraries that have no table of their own."""
 
     name = "numpy"
 
     def is_plain(self, chunk: Any) -> bool:
-        """Return whether a chunk is an array of numpy's own, of elements without Python objects."""
+        """Return whether a chunk is a plain numpy array without Python objects."""
         return (
             type(chunk) in (np.ndarray, np.memmap) and not chunk.dtype.hasobject and chunk.dtype.itemsize > 0
         )
@@ -47,11 +47,11 @@ class NumpyChunks(ChunkTable):
 
 
 def copy(into: np.ndarray, array: np.ndarray) -> None:
-    """Copy an array into one of its shape whose last axis is contiguous.
+    """Copy an array to one of the same shape whose last axis is contiguous.
 
-    Where another axis is contiguous in the array, as in a transposed one, it is copied in tiles. numpy goes
-    along one of the two axes at a time, and so uses one element of each line of the cache that it fetches
-    for the other: 0.9 GB/s of float64 on a core, where tiles make 2.5.
+    If another axis is contiguous in the source, as after a transpose, copy in tiles. numpy iterates along one
+    of the two axes, and so uses only one element of each cache line along the other: 0.9 GB/s of float64 on a
+    core, where tiles reach 2.5.
     """
     axis = min(range(array.ndim), key=lambda axis: abs(array.strides[axis]), default=0)
     last = array.ndim - 1

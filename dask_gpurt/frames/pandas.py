@@ -1,4 +1,4 @@
-"""Pack pandas partitions column by column where they are plain numbers, or else by pickle protocol 5."""
+"""Pack pandas partitions of plain numbers column by column, and others with pickle protocol 5."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from dask_gpurt.frames.pickled import Chunks, Pickled, own
 
 try:
     from pandas.api.internals import create_dataframe_from_blocks  # type: ignore[import-not-found]
-except ImportError:  # pandas 2 has no such thing: its frames are pickled
+except ImportError:  # not in pandas 2, whose frames are pickled
     create_dataframe_from_blocks = None
 
-#: Rows that are hashed at a time: what comes up in between stays in the cache, and in memory
-#: that the allocator does not ask the system for anew each time.
+#: Rows that are hashed at a time, so that temporary arrays fit into the cache, and into memory that the
+#: allocator reuses without a system call.
 _HASHED_ROWS = 8192
 
 
 @dataclass(frozen=True)
 class _PandasRows:
-    """Hold rows of a frame, by their positions; ``plain`` where it is made of plain numbers."""
+    """Refer to rows of a frame by position; ``plain`` is set if it has only plain numbers."""
 
     frame: pd.DataFrame
     order: np.ndarray
     ignore_index: bool
     plain: Plain | None
-    #: Their pickle, kept while there is no room for it: pickling is not cheap.
+    #: The pickled rows while there is no room for them, since pickling again would be slow.
     waiting: list[Chunks] = field(default_factory=list)
 
     def taken(self) -> pd.DataFrame:
@@ -76,7 +76,7 @@ class PandasTable:
         ignore_index: bool,
     ) -> list[Piece | None]:
         rows, targets = _targets(frame, column, npartitions, drop_column=drop_column)
-        order = np.argsort(targets, kind="stable")  # small integers by radix, in their order
+        order = np.argsort(targets, kind="stable")  # numpy uses a radix sort for small integers
         ends = np.cumsum(sum(np.bincount(step, minlength=npartitions) for step in _steps(targets)))
         layout = PandasLayout.of(rows, ignore_index=ignore_index)
         plain = Plain(rows, layout) if layout else None
@@ -125,7 +125,7 @@ class PandasTable:
         del frames
         if ignore_index:
             result.index = pd.RangeIndex(len(result))
-        # Categories, labels or Arrow chunks may still be views; those are copied now.
+        # Categories, labels or Arrow chunks may still be views of the buffers: copy them.
         return own(result) if any(lease() is not None for lease in leases) else result
 
     def fence(self) -> None:
@@ -133,7 +133,7 @@ class PandasTable:
 
 
 def _pickled(rows: _PandasRows, offsets: tuple[int, ...], allocator: BlockAllocator) -> Packed:
-    """Return the rows packed by pickle, whatever they are made of."""
+    """Pack rows of any dtype with pickle."""
     chunks = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
     try:
         return chunks.pack(allocator)
@@ -145,7 +145,7 @@ def _pickled(rows: _PandasRows, offsets: tuple[int, ...], allocator: BlockAlloca
 def _targets(
     frame: pd.DataFrame | Routed, column: str, npartitions: int, *, drop_column: bool
 ) -> tuple[pd.DataFrame, np.ndarray]:
-    """Return the rows to split, and the output partition of each in as few bytes as will do."""
+    """Return the rows to split, and their output partitions in the smallest sufficient dtype."""
     narrow = np.min_scalar_type(npartitions - 1)
     if isinstance(frame, Hashed):
         keys = _hashable(frame) if drop_column else None
@@ -159,35 +159,35 @@ def _targets(
 
 
 def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
-    """Return the range of each row, where the column is whole numbers.
+    """Return the range of each row if the column has integers, else None.
 
-    To sort these and look the divisions up takes less time than to look each row up.
+    Sorting the column and searching for the divisions is faster than searching for each row.
     """
     keys, divisions = ranged.frame[ranged.by], ranged.divisions
     if keys.ndim != 1 or not (is_whole(keys.dtype) and is_whole(divisions.dtype)):
         return None
     if not is_whole(np.result_type(keys.dtype, divisions.dtype)):
-        return None  # as of int64 and uint64, which are looked up as floats
+        return None  # such as int64 and uint64, which are compared as floats
     numbers = keys.to_numpy()
     order = order_of(numbers)
     if order is None:
         return None
     starts = np.searchsorted(numbers, divisions.to_numpy()[:-1], sorter=order)
     if starts[0]:
-        return None  # what lies before the first division Dask puts elsewhere
+        return None  # Dask treats rows below the first division differently
     targets = np.empty(len(order), dtype)
     targets[order] = np.repeat(np.arange(len(starts), dtype=dtype), np.diff(starts, append=len(order)))
     return targets
 
 
 def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
-    """Return the key columns, where all that Dask does is to hash numbers; else None."""
+    """Return the key columns if Dask just hashes numbers; else None."""
     if hashed.by is None:
         return None
     names = list(hashed.by)
     dtypes = [*hashed.keys[names].dtypes, *hashed.like[names].dtypes]
     plain = all(isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in dtypes)
-    if not plain or len(dtypes) != 2 * len(names):  # a name may stand for several columns
+    if not plain or len(dtypes) != 2 * len(names):  # labels may be duplicated
         return None
     return [hashed.keys[name].to_numpy() for name in names]
 
@@ -195,19 +195,19 @@ def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
 def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> np.ndarray:
     """Return the output partition of each row.
 
-    As in Dask, numbers are hashed as float64, so that types that differ meet.
+    As in Dask, numbers are hashed as float64, so that equal keys of different dtypes have the same hash.
     """
     targets, count = np.empty(len(keys[0]), dtype), np.uint64(npartitions)
     for into, *step in zip(_steps(targets), *map(_steps, keys), strict=True):
         arrays = (pd.util.hash_array(key.astype(np.float64)) for key in step)
         hashes = combine_hash_arrays(arrays, len(keys))
-        # The remainder; numpy has a fast way to divide by one number, but none to take it.
+        # The remainder. numpy has a fast path for division by a scalar, but not for the remainder.
         into[:] = hashes - hashes // count * count
     return targets
 
 
 def _steps(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield an array in views that are not too large, at least one."""
+    """Yield views of at most ``_HASHED_ROWS`` elements of an array, at least one."""
     for start in range(0, max(1, len(array)), _HASHED_ROWS):
         yield array[start : start + _HASHED_ROWS]
 
@@ -219,11 +219,11 @@ def _opened(part: Part) -> pd.DataFrame:
 
 
 class _Lease(np.ndarray):
-    """Keep a packed buffer: everything that is read out of it keeps this view alive."""
+    """View of a packed buffer, kept alive by everything that is read from it."""
 
 
 def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Return the spans of ``order`` one behind the other, without a copy where they are neighbours."""
+    """Concatenate spans of ``order``, without a copy if they are adjacent."""
     if all(left[1] == right[0] for left, right in pairwise(spans)):
         return order[spans[0][0] : spans[-1][1]]
     return np.concatenate([order[start:stop] for start, stop in spans])
@@ -234,16 +234,16 @@ def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PandasLayout:
-    """Describe columns that lie one behind the other in a buffer.
+    """Describe columns that are stored one after the other in a buffer.
 
     Attributes
     ----------
     columns, dtypes
         Labels and dtypes of the columns.
     index
-        The dtype of the index, which comes first; None where it was left behind.
+        The dtype of the index, which is stored first; None if it was dropped.
     name
-        Of the index.
+        The name of the index.
     """
 
     columns: pd.Index
@@ -253,7 +253,7 @@ class PandasLayout:
 
     @classmethod
     def of(cls, frame: pd.DataFrame, *, ignore_index: bool) -> PandasLayout | None:
-        """Return the layout of a frame; None where it is not made of plain numbers."""
+        """Return the layout of a frame; None unless it has only plain numbers."""
         index = frame.index
         dtypes = [*frame.dtypes, index.dtype]
         known = type(frame) is pd.DataFrame and type(index) in (pd.Index, pd.RangeIndex)
@@ -271,7 +271,7 @@ class PandasLayout:
         return [*([] if self.index is None else [self.index]), *self.dtypes]
 
     def views(self, buffer: np.ndarray, rows: int) -> Iterator[np.ndarray]:
-        """Yield the index, if it is there, and the columns in a buffer."""
+        """Yield views of the index, if any, and the columns in a buffer."""
         start = 0
         for dtype in self._all():
             nbytes = rows * dtype.itemsize
@@ -279,9 +279,9 @@ class PandasLayout:
             start += _padded(nbytes)
 
     def read(self, parts: Sequence[Part], order_by: Hashable = None) -> pd.DataFrame:
-        """Return the parts of this layout one behind the other, in memory of its own.
+        """Concatenate parts of this layout into new memory.
 
-        In the order of a column, where that is known at once, and is the same for every sort.
+        The rows are sorted by ``order_by`` if that is fast and unambiguous; see :func:`order_of`.
         """
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         index = [] if self.index is None else [np.empty(rows, self.index)]
@@ -300,31 +300,31 @@ class PandasLayout:
         return frame
 
     def _rows(self, part: Part) -> list[np.ndarray]:
-        """Return the index, if it is there, and the columns of a part."""
+        """Return views of the index, if any, and the columns of a part."""
         start, stop = part.offsets[part.index : part.index + 2]
         return [view[start:stop] for view in self.views(part.buffer, part.offsets[-1])]
 
     def _order(self, columns: Sequence[Sequence[np.ndarray]], by: Hashable) -> np.ndarray | None:
-        """Return the order of a column, in pieces; None if it cannot be found or does not exist."""
+        """Return the sort order of a column given in pieces; None if there is none, or no such column."""
         found = [column for label, column in zip(self.columns, columns, strict=True) if label == by]
         return (
             order_of(np.concatenate(found[0]), distinct=True) if by is not None and len(found) == 1 else None
         )
 
     def _blocks(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return memory for the columns of each dtype, and which columns these are."""
+        """Allocate a block for the columns of each dtype; return it with the positions of these columns."""
         dtypes = dict.fromkeys(self.dtypes)
         places = [np.flatnonzero([other == dtype for other in self.dtypes]) for dtype in dtypes]
         return [(np.empty((len(at), rows), self.dtypes[at[0]]), at) for at in places]
 
 
 class Plain:
-    """Hold a frame of plain numbers whose rows are to be packed.
+    """Hold a frame of plain numbers to pack rows from.
 
     Parameters
     ----------
     frame
-        It has this ``layout``.
+        A frame with this ``layout``.
     """
 
     def __init__(self, frame: pd.DataFrame, layout: PandasLayout):
@@ -334,7 +334,7 @@ class Plain:
         self._columns = [frame.iloc[:, at].to_numpy() for at in range(len(layout.dtypes))]
 
     def take(self, order: np.ndarray, buffer: np.ndarray) -> None:
-        """Write some rows into a buffer of their size."""
+        """Write rows, selected by position, to a buffer."""
         views = self.layout.views(buffer, len(order))
         if isinstance(self._index, pd.RangeIndex):
             numbers = next(views)
@@ -347,7 +347,7 @@ class Plain:
 
 
 def _take(column: np.ndarray, order: np.ndarray, into: np.ndarray) -> None:
-    # To clip is to check nothing: with checks numpy would write to a copy first.
+    # mode="clip" avoids the bounds check, for which numpy would write to a temporary copy first.
     np.take(column, order, out=into, mode="clip")
 
 
@@ -355,25 +355,25 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-# ---- the order of whole numbers --------------------------------------------------------------
+# ---- sorting of integers ---------------------------------------------------------------------
 
 
 def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | None:
-    """Return the positions of numbers in ascending order; equal ones stay as they are.
+    """Return the positions that sort integers in ascending order; the sort is stable.
 
-    A number and its position are sorted as one integer of 64 bits, which takes a third of the
-    time of ``argsort``.
+    Each number is combined with its position into one integer of 64 bits, and these are sorted, which takes a
+    third of the time of ``argsort``.
 
     Parameters
     ----------
     distinct
-        Whether there is an order only if no two are equal: then any sort finds the same.
+        Whether to return None if numbers are equal, so that the order is the same for every sort.
 
     Returns
     -------
     numpy.ndarray or None
-        int64; None for anything but integers, or where their range is so wide that they do
-        not fit next to a position.
+        Positions as int64; None for other dtypes, or if the range of numbers is too wide to fit next to a
+        position.
     """
     if not is_whole(numbers.dtype):
         return None
@@ -383,7 +383,7 @@ def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | Non
     bits = (len(numbers) - 1).bit_length()
     if (int(numbers.max()) - int(lowest)).bit_length() + bits > 63:
         return None
-    order = numbers.astype(np.int64)  # of uint64 modulo 2**64, and so are the differences
+    order = numbers.astype(np.int64)  # for uint64 modulo 2**64, as are the differences
     order -= lowest.astype(np.int64)
     order <<= bits
     order |= np.arange(len(order))
@@ -395,5 +395,5 @@ def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | Non
 
 
 def is_whole(dtype: Any) -> bool:
-    """Return whether a dtype is one of numpy's integers."""
+    """Return whether a dtype is an integer dtype of numpy."""
     return isinstance(dtype, np.dtype) and dtype.kind in "iu"

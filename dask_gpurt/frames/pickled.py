@@ -1,16 +1,16 @@
-"""Pack pandas frames of any dtypes so that an output partition can be read without the others.
+"""Pack pandas frames of any dtypes so that each output partition can be read separately.
 
-Arrays of fixed width go into the buffer as they are, by pickle protocol 5, and are read as views.
-Python objects are pickled once for each output partition: reading one does not make the objects of
-the others. A buffer holds chunks, one behind the other:
+Arrays of fixed width are stored raw, with pickle protocol 5, and read as views. Python objects are pickled
+separately for each output partition, so that reading one does not create the objects of the others. A buffer
+consists of
 
-- where each of the following begins and ends, as pairs of int64;
-- a pickle of the arrays that are read as a whole, but for the memory of large ones;
-- a pickle of the frame around its arrays: labels, dtypes, and which array goes where;
+- a table of the offsets of the following chunks, as pairs of int64;
+- a pickle of the arrays without Python objects, except for the memory of large ones;
+- a pickle of the frame without its arrays: labels, dtypes, and the places of arrays;
 - the memory of each large array, aligned;
-- for each output partition a pickle of its objects, empty where the frame has none.
+- for each output partition a pickle of its Python objects, empty if the frame has none.
 
-The header only says how many arrays there are, so that its size does not depend on the data.
+The header has only the number of large arrays, so that its size does not depend on the data.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from distributed.protocol import pickle as dask_pickle
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, giving_back
 
-#: Bytes below which an array (labels, above all) stays inside the pickle that it belongs to.
+#: Arrays of fewer bytes, typically labels, stay in the pickle.
 _INLINE_BYTES = 4096
-#: Chunks in front of those of the arrays: the arrays' own pickle, and the frame around them.
+#: Indices of chunks: the pickle of the arrays, the pickle of the frame around them, the first large array.
 _WHOLE, _AROUND, _ARRAYS = 0, 1, 2
 
 
@@ -43,13 +43,13 @@ class Pickled:
     Attributes
     ----------
     arrays
-        How many arrays have a chunk of their own.
+        The number of arrays with a chunk of their own.
     """
 
     arrays: int
 
     def read(self, part: Part) -> pd.DataFrame:
-        """Return the rows of a part. All but the Python objects in it may be views of its buffer."""
+        """Return the rows of a part. Everything except Python objects may be views of its buffer."""
         first = _ARRAYS + self.arrays
         chunks = _Chunks(part.buffer, first + len(part.offsets) - 1)
         objects = chunks[first + part.index]
@@ -77,14 +77,14 @@ class _Chunks:
 
 
 class Chunks:
-    """Hold rows of a frame, ready to be packed.
+    """Hold serialised rows of a frame, ready to be packed.
 
     Parameters
     ----------
     rows
         The rows, ordered by output partition.
     offsets
-        The row at which each output partition begins, and the number of rows last.
+        The row at which each output partition starts, followed by the number of rows.
     """
 
     def __init__(self, rows: pd.DataFrame, offsets: Sequence[int]):
@@ -106,7 +106,7 @@ class Chunks:
         self._spans = _laid_out(16 * len(sizes), sizes, aligned)
 
     def pack(self, allocator: BlockAllocator) -> Packed:
-        """Write them into one block; raises PoolFull."""
+        """Write the chunks to one block; raise PoolFull if there is no room."""
         block = allocator.allocate(self._spans[-1][1])
         with giving_back(block, allocator):
             into = memoryview(block.buffer)
@@ -119,9 +119,9 @@ class Chunks:
 
 
 def own(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return ``frame`` with its own copy of every array that is a view of a packed buffer.
+    """Return ``frame`` with a copy of every array that may be a view of a packed buffer.
 
-    Python objects never are, and are not looked at.
+    Python objects never are, and are not copied.
     """
     objects = [each for each in _values(frame) if _has_objects(each)]
     arrays: list[memoryview] = []
@@ -133,16 +133,16 @@ def own(frame: pd.DataFrame) -> pd.DataFrame:
     return owned
 
 
-# ---- what a frame is made of ---------------------------------------------------------------
+# ---- arrays of a frame ---------------------------------------------------------------------
 
 
 def _values(frame: pd.DataFrame) -> list[Any]:
-    """Return the arrays of a frame, whose last axis are rows, and its index."""
+    """Return the arrays of a frame, with rows along the last axis, and its index."""
     return [*(block.values for block in frame._mgr.blocks), frame._mgr.axes[1]]
 
 
 def _has_objects(values: Any) -> bool:
-    """Return whether values are, or may be, Python objects: an array of an unknown library may have some."""
+    """Return whether values may contain Python objects, as arrays of unknown libraries may."""
     if isinstance(values, pd.Index):
         return not isinstance(values, pd.MultiIndex) and _has_objects(values.array)
     if isinstance(values, np.ndarray):
@@ -154,7 +154,7 @@ def _has_objects(values: Any) -> bool:
 
 
 def _between(values: Any, start: int, stop: int) -> Any:
-    """Return some rows of the values of a frame."""
+    """Return a range of rows of an array of a frame."""
     return values[start:stop] if values.ndim == 1 else values[:, start:stop]
 
 
@@ -162,7 +162,7 @@ def _between(values: Any, start: int, stop: int) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Hand over the memory of dates too, which numpy would pickle in band."""
+    """Pickle dates out of band too, which numpy would pickle in band."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray and value.dtype.kind in "mM":
@@ -171,7 +171,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _AroundPickler(_Pickler):
-    """Leave values out: each is pickled as its number, and counted."""
+    """Pickle each of some values as its number, and count the occurrences."""
 
     def __init__(self, file: io.BytesIO, values: Sequence[Any], **how: Any):
         super().__init__(file, **how)
@@ -186,7 +186,7 @@ class _AroundPickler(_Pickler):
 
 
 class _AroundUnpickler(pickle.Unpickler):
-    """Put values in the place of their numbers."""
+    """Replace numbers by their values."""
 
     def __init__(self, file: io.BytesIO, values: Sequence[Any], **how: Any):
         super().__init__(file, **how)
@@ -199,10 +199,10 @@ class _AroundUnpickler(pickle.Unpickler):
 def _dumps_around(
     frame: pd.DataFrame, values: Sequence[Any], arrays: list[memoryview] | None = None
 ) -> bytes:
-    """Return a pickle of a frame without some of its values.
+    """Pickle a frame without some of its values.
 
-    Nothing where it does not have each of them in one place: a subclass may pickle otherwise, and an
-    index may be that of the columns too.
+    Return nothing unless each of them occurs exactly once: a subclass may pickle differently, and one index
+    may be that of rows and columns.
     """
     file = io.BytesIO()
     pickler = _AroundPickler(file, values, **_out_of_band(arrays))
@@ -217,7 +217,7 @@ def _loads_around(body: Any, values: Sequence[Any], arrays: Sequence[Any] = ()) 
 
 
 def _dumps_arrays(values: Sequence[Any], arrays: list[memoryview]) -> bytes:
-    """Return a pickle of values without the memory of large arrays, which is added to ``arrays``."""
+    """Pickle values without the memory of large arrays, which is appended to ``arrays``."""
     file = io.BytesIO()
     _Pickler(file, **_out_of_band(arrays)).dump(values)
     return file.getvalue()
@@ -239,7 +239,7 @@ def _dumps_objects(values: Sequence[Any], start: int, stop: int) -> bytes:
 
 
 def dumps(value: Any) -> bytes:
-    """Return a pickle of Python objects; as Dask pickles them where they take more than pickle can do."""
+    """Pickle Python objects, with Dask's pickling if the standard one fails."""
     try:
         return pickle.dumps(value, protocol=5)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -251,7 +251,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _laid_out(start: int, sizes: Iterable[int], aligned: Iterable[bool]) -> list[tuple[int, int]]:
-    """Return where chunks of these sizes begin and end from ``start`` on."""
+    """Return the start and the end of consecutive chunks of these sizes, from ``start`` on."""
     spans = []
     for size, align in zip(sizes, aligned, strict=True):
         if align:

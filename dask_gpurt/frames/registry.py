@@ -1,4 +1,4 @@
-"""Find the backend of a frame, and load the libraries of backends ahead of their first use."""
+"""Select the backend of a frame, and load the libraries of backends ahead of their first use."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from dask_gpurt.frames.numpy import NumpyChunks
 
 
 def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
-    """Return the backend that understands ``frame``.
+    """Return the backend for ``frame``.
 
     Parameters
     ----------
     frame
         A partition, or the empty frame that describes one.
     devices
-        Finds the device of this worker by its kind.
+        Returns the device of this worker of a kind.
 
     Raises
     ------
     TypeError
-        When no backend does.
+        If no backend supports it.
     """
     match library(frame):
         case "cudf":
@@ -43,12 +43,12 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
 
 
 def device_kind(frame: Frame) -> str | None:
-    """Return the kind of device that partitions like a frame need; None if no backend knows it."""
+    """Return the kind of device that partitions of a frame's type need; None if unsupported."""
     return {"cudf": "cuda", "pandas": "host", None: None}[library(frame)]
 
 
 def library(frame: Frame) -> str | None:
-    """Return the library of a frame, "pandas" or "cudf", also of a subclass; None if no backend knows it."""
+    """Return the library of a frame or of its base class, "pandas" or "cudf"; None if unsupported."""
     for kind in type(frame).__mro__:
         root = kind.__module__.partition(".")[0]
         if root in ("pandas", "cudf"):
@@ -57,21 +57,21 @@ def library(frame: Frame) -> str | None:
 
 
 def array_library(chunk: Any) -> str:
-    """Return the name of the :func:`chunk_table` for a chunk: numpy's unless it is cupy's own array."""
+    """Return the library of the :func:`chunk_table` for a chunk: "cupy" if it is plain cupy, else "numpy"."""
     kind = type(chunk)
     is_cupy = kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray"
     return "cupy" if is_cupy else "numpy"
 
 
 def chunk_table(library: str, devices: Callable[[str], Device]) -> ChunkTable:
-    """Return what packs the chunks of an array library.
+    """Return the backend for the chunks of an array library.
 
     Parameters
     ----------
     library
         "numpy" or "cupy".
     devices
-        As in :func:`backend_for`.
+        See :func:`backend_for`.
     """
     if library == "cupy":
         from dask_gpurt.frames.cupy import CupyChunks
@@ -81,10 +81,10 @@ def chunk_table(library: str, devices: Callable[[str], Device]) -> ChunkTable:
 
 
 def import_backends(devices: Mapping[str, Device]) -> None:
-    """Import the libraries of all devices at once.
+    """Import the libraries of all devices up front.
 
-    Dask's and cudf's modules import each other in circles: a first import on two threads at
-    the same time fails now and then, so it is done before there is a second one.
+    Dask and cudf have circular imports, so that a first import in two threads concurrently may fail. So this
+    has to run before other threads import them.
     """
     importlib.import_module("dask_gpurt.frames.pandas")
     if "cuda" in devices:
@@ -94,12 +94,12 @@ def import_backends(devices: Mapping[str, Device]) -> None:
 
 
 def warm_up(devices: Mapping[str, Device]) -> None:
-    """Load what the first shuffle on a GPU would otherwise wait for. Blocks.
+    """Load the kernels that the first shuffle on a GPU would otherwise wait for. Blocks.
 
     Parameters
     ----------
     devices
-        Those of this worker, by kind.
+        The devices of this worker, by kind.
     """
     if "cuda" in devices:
         from dask_gpurt.frames.cudf import CudfTable
@@ -108,12 +108,12 @@ def warm_up(devices: Mapping[str, Device]) -> None:
 
 
 def warm_up_operators(devices: Mapping[str, Device]) -> None:
-    """Compile what the operators of a library of GPU frames would compile on first use. Blocks, for seconds.
+    """Compile the kernels that cudf's operators would compile on first use. Blocks for seconds.
 
     Parameters
     ----------
     devices
-        Those of this worker, by kind.
+        The devices of this worker, by kind.
     """
     if "cuda" in devices:
         from dask_gpurt.frames.cudf import CudfTable
