@@ -27,7 +27,7 @@ from dask_gpurt.observe.tables import Explanation, MemoryUsage
 if TYPE_CHECKING:
     from dask_gpurt.planning import PlanningCache
 
-# Modules that import private parts of Dask are imported where they are used, once these are known to exist.
+# Modules that import private parts of Dask are imported only after these have been found to exist.
 
 logger = logging.getLogger(__name__)
 
@@ -35,23 +35,23 @@ logger = logging.getLogger(__name__)
 NAME = "gpurt"
 
 _enabled: WeakSet[Client] = WeakSet()
-#: The settings of planning of those for which anything of it is on.
+#: The planning settings of clients for which any planning feature is on.
 _planning: WeakKeyDictionary[Client, config.PlanningSettings] = WeakKeyDictionary()
-#: The counters of planning in this process, which has no worker to report them.
+#: The counters of planning in this client process, which no worker reports.
 _metrics = Metrics()
 _lock = threading.Lock()
-#: By client, the choices of shuffle methods that have been sent to its scheduler.
+#: The choices of shuffle methods that have been sent to the scheduler, by client.
 _told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
-#: The most choices that are remembered for a client; beyond that all are forgotten, and may count again.
+#: The most choices remembered for a client; beyond that all are forgotten, and may be counted again.
 MOST_CHOICES = 10_000
 
 
 def enable(client: Client | str | None = None) -> Any:
     """Switch the runtime on for a client and its cluster, and return the client.
 
-    The call is a transaction: the runtime is on afterwards, on the scheduler and on all workers, or an error
-    is raised and it is off. If another client is switching the same cluster on or off, the call waits for
-    that first. Where the runtime is on already, the call does nothing.
+    The call is a transaction: either the runtime is on afterwards, on the scheduler and on all workers, or an
+    error is raised and it is off. If another client is switching the same cluster on or off, the call waits
+    for that first. It is a no-op if the runtime is on already.
 
     Parameters
     ----------
@@ -68,15 +68,15 @@ def enable(client: Client | str | None = None) -> Any:
     Raises
     ------
     ConfigError
-        When a setting under ``gpurt`` is invalid.
+        If a setting under ``gpurt`` is invalid.
     UnsupportedError
-        When this is not Linux, or when the Dask of a process of the cluster differs in a part that the
+        If the platform is not Linux, or the Dask of a process of the cluster differs in a part that the
         runtime replaces.
     RuntimeError
-        When the scheduler or a worker cannot load the package or does not answer, or when another client
-        switches the runtime off meanwhile.
+        If the scheduler or a worker cannot load the package or does not answer, or another client switches
+        the runtime off in the meantime.
     """
-    config.load()  # before a client is connected for it
+    config.load()  # validate before connecting a client
     if not isinstance(client, str):
         chosen = _open_client(client)
         return chosen.sync(_enable, chosen)
@@ -99,7 +99,7 @@ def _client(client: Client | None) -> Client:
     Raises
     ------
     TypeError
-        When the argument is not a client.
+        If the argument is not a client.
     """
     if client is None:
         current: Client = default_client()
@@ -118,7 +118,7 @@ def _open_client(client: Client | None) -> Client:
     Raises
     ------
     RuntimeError
-        When the client is closed.
+        If the client is closed.
     """
     client = _client(client)
     if client.status == "closed":
@@ -129,9 +129,9 @@ def _open_client(client: Client | None) -> Client:
 def disable(client: Client | None = None) -> Any:
     """Switch the runtime off for a client and its cluster, and restore Dask as shipped.
 
-    Shuffles that are running through the runtime fail with an error that gives the reason. Those of clients
-    without the runtime begin again with Dask's own ``p2p``. Collections that were built while the runtime was
-    on are computed by Dask's default method.
+    Running shuffles of clients with the runtime fail with an error that gives the reason. Shuffles of other
+    clients, which the runtime has taken over, restart with Dask's own ``p2p``. Collections that were built
+    while the runtime was on are computed with Dask's default method.
 
     Parameters
     ----------
@@ -141,8 +141,8 @@ def disable(client: Client | None = None) -> Any:
     Raises
     ------
     RuntimeError
-        When something could not be removed from workers; the message lists it. The runtime is off all the
-        same.
+        If parts of the runtime could not be removed from some workers; the message lists them. The runtime is
+        off nevertheless.
     """
     client = _client(client)
     _leave(client)
@@ -167,13 +167,13 @@ def report(client: Client | None = None, *, connect: bool = False) -> RuntimeRep
     client
         The client, by default the current one. With an asynchronous client, await the result.
     connect
-        Whether each worker first finds the paths to all its peers, so that the report has them all.
+        Whether each worker first connects to all of its peers, so that the report has all paths.
 
     Returns
     -------
     RuntimeReport
-        ``counters``, ``fallbacks`` and more, for the cluster, and in ``workers`` for each worker. Its fields
-        can be read as items too: ``report(client)["counters"]``. ``to_pandas()`` gives a frame with a row for
+        ``counters``, ``fallbacks`` and more for the cluster, and in ``workers`` for each worker. Fields can
+        also be read as items: ``report(client)["counters"]``. ``to_pandas()`` returns a frame with a row for
         each worker and metric. The counters of planning are those of the calling process, since the runtime
         was first switched on there.
     """
@@ -202,26 +202,26 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsa
     Returns
     -------
     MemoryUsage
-        A table, which can be printed. ``to_pandas()`` gives a frame with the same names of tiers.
+        A printable table. ``to_pandas()`` returns a frame with the same names of tiers.
 
-        By tier, in bytes: ``capacity`` is the size of the tier. It holds ``partitions``, ``shards`` that were
-        pulled, and ``reservations``; ``headroom`` is the rest. Beside these there are ``published``, the
-        shards in the exchange pools, ``cudf``, the bytes that cudf has spilled by itself, and ``unmanaged``,
-        the other memory of the process. On workers without a GPU the tiers are ``memory``, ``shared memory``,
-        where the pools are, and ``disk``.
+        By tier, in bytes: ``capacity`` is the size of the tier. It holds ``partitions``, pulled ``shards``,
+        and ``reservations``; ``headroom`` is the rest. In addition to these there are ``published``, the
+        shards in the exchange pools, ``cudf``, the bytes that cudf has spilled itself, and ``unmanaged``,
+        the other memory of the process. On workers without a GPU the tiers are ``memory``, ``shared memory``
+        (that of the pools), and ``disk``.
 
-        By prefix: ``bytes`` is the size of the ``partitions`` that tasks with a ``prefix`` have made. The
-        ``kind`` may also be ``shards`` or ``reservations``, which then is the prefix too. Memory that several
-        keys share counts for the first of them that still exists. Rows without bytes are left out. A worker
-        has at most 50 prefixes; later ones are added up as ``(others)``.
+        By prefix: ``bytes`` is the size of the ``partitions`` made by tasks with a ``prefix``. The ``kind``
+        may also be ``shards`` or ``reservations``, which is then the prefix too. Memory shared by several
+        keys is charged to the oldest remaining one. Rows without bytes are omitted. A worker reports at most
+        50 prefixes; the others are summed up as ``(others)``.
 
-        There are no rows where the runtime is off. Where only ``gpurt.memory.tiers`` is off,
-        Dask keeps the partitions, and the tiers hold only shards.
+        The table is empty if the runtime is off. If only ``gpurt.memory.tiers`` is off, Dask manages the
+        partitions, and the tiers hold only shards.
 
     Raises
     ------
     ValueError
-        When ``by`` is neither.
+        If ``by`` is neither.
     """
     if by not in _COLUMNS:
         raise ValueError(f"by={by!r}: expected one of {', '.join(map(repr, _COLUMNS))}")
@@ -231,30 +231,30 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsa
 
 
 def explain(client: Client | None, key: Key) -> Explanation:
-    """Return the reasons why placement chose the worker of a task.
+    """Explain why placement chose the worker of a task.
 
     Parameters
     ----------
     client
         The client, or None for the current one. With an asynchronous client, await the result.
     key
-        The key of the task. The reasons of the last 20,000 decisions are kept.
+        The key of the task. The last 20,000 decisions are kept.
 
     Returns
     -------
     Explanation
-        A table, which can be printed; ``to_pandas()`` gives a frame.
+        A printable table; ``to_pandas()`` returns a frame.
 
-        It has a row for each worker that was compared in the last decision about the task, the best first:
-        its address as ``worker``, whether it was ``chosen``, the ``seconds`` until the task was expected to
-        be done there, and the bytes of inputs ``missing`` there. Then come the terms of these seconds:
-        ``waiting`` for the work before it, ``running``, ``moving`` inputs and making ``room``; and whether
-        its inputs and its result ``fits`` there at all.
+        It has a row for each worker considered in the last decision about the task, best first: its address
+        as ``worker``, whether it was ``chosen``, the ``seconds`` until the task was expected to be done
+        there, and the bytes of inputs ``missing`` there. The terms of these seconds follow: ``waiting`` for
+        earlier work, ``running``, ``moving`` inputs and making ``room``; finally, whether the inputs and the
+        result ``fits`` there at all.
 
     Raises
     ------
     RuntimeError
-        When placement is not enabled on this cluster.
+        If placement is not enabled on this cluster.
     """
     client = _open_client(client)
     found: Explanation = client.sync(_explain, client, key)
@@ -262,14 +262,14 @@ def explain(client: Client | None, key: Key) -> Explanation:
 
 
 class _CallableModule(ModuleType):
-    """Keep ``dask_gpurt.memory(client)`` alive for one release; it goes with version 0.2.
+    """Support the deprecated ``dask_gpurt.memory(client)``, to be removed in version 0.2.
 
-    The import system binds the name to the package, so that only the package itself can answer the call.
+    The import system binds the name to the package, so the package itself has to be callable.
     """
 
     def __call__(self, client: Client | None = None, *, by: str = "tier") -> MemoryUsage:
         warnings.warn(
-            "dask_gpurt.memory(client) is called dask_gpurt.memory_usage(client) now",
+            "dask_gpurt.memory(client) is deprecated: use dask_gpurt.memory_usage(client)",
             DeprecationWarning,
             stacklevel=2,
         )
@@ -297,30 +297,30 @@ async def activate(client: Client) -> None:
             f"{dask_hooks.NEWEST}"
         ) from error
     with _lock:
-        _told.pop(client, None)  # the cluster counts anew
+        _told.pop(client, None)  # the cluster starts new counters
         _enabled.add(client)
         choose(is_enabled)
         planning = config.load().planning
         if planning.cache or planning.fuse:
             _planning[client] = planning
             _planning_cache().install()
-            _planning_cache().clear()  # choices of methods count anew too
+            _planning_cache().clear()  # count choices of methods anew too
     if not await _stays_on(client):
         _leave(client)
         raise RuntimeError("the runtime was switched off by another client while it was switched on")
 
 
 def teach_method() -> None:
-    """Teach Dask the shuffle method "gpurt"; without the runtime it means Dask's default method."""
+    """Make Dask know the shuffle method "gpurt", which without the runtime means Dask's default method."""
     from dask_gpurt.dataframe import teach
 
     teach(is_enabled, _tell_choice)
 
 
 def _tell_choice(expression: str, choice: MethodChoice) -> None:
-    """Send a choice of the shuffle method to the scheduler, which counts it; do not wait for the answer.
+    """Send a choice of the shuffle method to the scheduler, which counts it. Does not block.
 
-    An expression counts once, although a join is lowered each time its divisions are read.
+    Each expression counts once, although a join is lowered each time its divisions are accessed.
     """
     client = default_client()
     told = _told.setdefault(client, set())
@@ -336,13 +336,13 @@ def _tell_choice(expression: str, choice: MethodChoice) -> None:
         except (OSError, RuntimeError) as error:  # the client is being closed
             logger.debug("the choice %s is not counted: %r", choice, error)
 
-    # Expressions are lowered on any thread, also on that of the event loop.
+    # Expressions are lowered in any thread, including that of the event loop.
     client.loop.add_callback(tell)
 
 
 def _leave(client: Client) -> None:
     with _lock:
-        # The cluster is switched off, so other clients of it cannot go on either.
+        # The whole cluster is switched off, which affects its other clients too.
         for other in list(_enabled):
             of_the_cluster = other is client or _address(other) == _address(client) is not None
             if of_the_cluster or other.status == "closed":
@@ -362,7 +362,7 @@ def _planning_cache() -> PlanningCache:
 
 
 def _planning_client() -> str | None:
-    """Return the id of the current client if its planning is kept."""
+    """Return the id of the current client if its plans are cached."""
     client, settings = _current_planning()
     return str(client.id) if client and settings and settings.cache else None
 
@@ -386,7 +386,7 @@ async def _deactivate(client: Client) -> None:
         try:
             await _scheduler(client).gpurt_disable()
         finally:
-            _leave(client)  # once more, with those that have come in the middle
+            _leave(client)  # again, for clients that have enabled it in the meantime
 
 
 async def _report(client: Client, connect: bool) -> RuntimeReport:
@@ -420,7 +420,7 @@ async def _memory_usage(client: Client, by: str) -> MemoryUsage:
 
 
 def _scheduler(client: Client) -> Any:
-    return client.scheduler  # untyped, since Dask does not know our handlers
+    return client.scheduler  # untyped, since the handlers are not Dask's
 
 
 def _address(client: Client) -> str | None:
@@ -428,7 +428,7 @@ def _address(client: Client) -> str | None:
 
 
 async def _stays_on(client: Client) -> bool:
-    """Return whether the cluster is on once everything under way has ended."""
+    """Wait for pending switching, and return whether the runtime is on."""
 
     async def settled(dask_scheduler: Any) -> bool:
         runtime = dask_scheduler.extensions.get("gpurt")
@@ -438,5 +438,5 @@ async def _stays_on(client: Client) -> bool:
 
 
 async def _is_on(client: Client) -> bool:
-    # By value, for a scheduler that does not have the package.
+    # A lambda is pickled by value, so this works on a scheduler without the package.
     return bool(await client.run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions))

@@ -1,7 +1,7 @@
-"""Run from Dask's preload hooks, in schedulers, workers, nannies and clients.
+"""Implement Dask's preload hooks for schedulers, workers, nannies and clients.
 
-``etc/dask/gpurt.yaml`` names this module in every process; it does nothing while
-``gpurt.enabled`` is false. ``--preload dask_gpurt`` comes here through :func:`activate`.
+``etc/dask/gpurt.yaml`` preloads this module in every process; it is a no-op unless ``gpurt.enabled`` is true.
+``--preload dask_gpurt`` calls :func:`activate` directly.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 async def dask_setup(server: Any) -> None:
-    """Switch the runtime on where the configuration says so."""
+    """Switch the runtime on if the configuration enables it."""
     import dask
 
     named = dask.config.get("dataframe.shuffle.method", None) == "gpurt"
-    # In a process that does not ask for the runtime, this hook costs two dictionary look-ups.
+    # In a process without the runtime, this hook costs two dictionary look-ups.
     if not named and not dask.config.get("gpurt", None):
         return
     from dask_gpurt import config
@@ -30,16 +30,16 @@ async def dask_setup(server: Any) -> None:
     elif named and (unsupported := why_unsupported(expressions=True)) is not None:
         logger.error("the method 'gpurt' is not known: %s", unsupported)
     elif named:
-        # Dask would reject the unknown method; taught, it means Dask's default.
+        # Otherwise Dask would reject the unknown method. Without the runtime it means Dask's default.
         from dask_gpurt import api
 
         api.teach_method()
 
 
 def _say_stays_off(server: Any, problems: str) -> None:
-    """Log the problems of the settings, once for a script that starts a cluster in its own process.
+    """Log the problems of the settings, only once if a script starts a cluster in its own process.
 
-    The client, the scheduler and the nannies of such a script read one configuration, and the workers read
+    The client, the scheduler and the nannies of such a script share one configuration, and workers inherit
     that of their nannies.
     """
     import dask
@@ -47,13 +47,13 @@ def _say_stays_off(server: Any, problems: str) -> None:
     from dask_gpurt import config
 
     nannies = dask.config.get("distributed.nanny.preload", None) or ()
-    # A hook's own failure is only logged, with a traceback that hides the reason.
+    # Log instead of raising: Dask would log an exception with a long traceback that obscures the reason.
     if not (getattr(server, "nanny", None) and __name__ in nannies):
         config.say_once(logger, problems)
 
 
 async def dask_teardown(server: Any) -> None:
-    """Close the processes that were started beside a nanny, as the nanny closes."""
+    """Close the extra worker processes of a nanny when the nanny closes."""
     from distributed import Nanny
 
     if isinstance(server, Nanny):
@@ -63,7 +63,7 @@ async def dask_teardown(server: Any) -> None:
 
 
 async def activate(server: Any) -> None:
-    """Switch the runtime on for the cluster that ``server`` is part of.
+    """Switch the runtime on for the cluster of a server or client.
 
     Parameters
     ----------
@@ -79,15 +79,15 @@ async def activate(server: Any) -> None:
         try:
             await _activate(server)
             return
-        except UnsupportedError as error:  # of another process of the cluster
+        except UnsupportedError as error:  # raised by another process of the cluster
             reason = str(error)
-        except config.ConfigError as error:  # of this process, or refused by another one
+        except config.ConfigError as error:  # in this process or another one
             if dask.config.get("gpurt.enabled", False):
                 _say_stays_off(server, str(error))
-            else:  # by a flag, which nannies do not have
+            else:  # switched on by --preload, which nannies do not pass on
                 config.say_once(logger, str(error))
             return
-    # A hook's own failure is only logged, with a traceback that hides the reason.
+    # Log instead of raising: Dask would log an exception with a long traceback that obscures the reason.
     logger.error("the runtime stays off: %s", reason)
 
 
@@ -108,14 +108,14 @@ async def _activate(server: Any) -> None:
         if isinstance(server, Nanny):
             residency.preload_into(server)
             await colocation.colocate(server)
-        # Workers of dask-cuda do not read distributed.worker.preload, their nannies do read their own list.
+        # dask-cuda's workers ignore distributed.worker.preload; their nannies read distributed.nanny.preload.
         await _activate_through(server, plugin)
     else:
         raise TypeError(f"dask_gpurt cannot be preloaded into a {type(server).__qualname__}")
 
 
 async def _activate_through(worker: Any, plugin: Any) -> None:
-    """Switch the runtime on at the scheduler of a worker or nanny, and so for the whole cluster."""
+    """Switch the runtime on for the whole cluster, through the scheduler of a worker or nanny."""
     from distributed.protocol.pickle import dumps
 
     from dask_gpurt.config import ConfigError

@@ -1,11 +1,11 @@
-"""Wrap a running runtime in faults and checkers from the outside: for tests, and for ``dask gpurt chaos``.
+"""Inject faults and checks into a running runtime, for tests and for ``dask gpurt chaos``.
 
-Register :class:`Instruments` with a client, and each worker's runtime is wrapped as it is switched on::
+Register :class:`Instruments` with a client, to wrap the runtime of each worker when it is switched on::
 
     client.register_plugin(dask_gpurt.testing.Instruments(handovers=True))
     dask_gpurt.enable(client)
 
-The runtime itself does not know of these wrappers: they replace methods of its objects.
+The runtime itself does not depend on this module: wrappers replace methods of its objects.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from dask_gpurt.device.copies import address
 from dask_gpurt.frames import ChunkTable, Packed, Part, Piece, Table
 from dask_gpurt.observe import Fallback
 
-#: Methods of a device that allocate memory of it and may raise MemoryError, where it has them.
+#: Methods of devices that allocate memory and may raise MemoryError; not every device has all of them.
 ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")
 
 AnyTable = TypeVar("AnyTable", Table, ChunkTable)
 
-#: The first byte, and the one behind the last.
+#: The first address, and the end, exclusive.
 AddressRange = tuple[int, int]
-#: The stream that user code computes on, in whose order all threads are.
+#: Stands for the stream of user code, which all threads share.
 COMPUTE = "compute"
 
 
@@ -43,16 +43,15 @@ COMPUTE = "compute"
 
 
 class Instruments(WorkerPlugin):
-    """Wrap the runtime of each worker, the one that is on and those that are switched on later.
+    """Wrap the runtime of each worker, now or when it is switched on later.
 
     Parameters
     ----------
     failures
-        One in this many allocations of a worker fails, and one in as many of its tasks, chosen at random; 0
-        for none.
+        Make one in this many allocations, and one in this many tasks, fail at random; 0 for none.
     handovers
-        Whether :class:`HandoverChecker` checks memory that changes hands. Violations are counted as the
-        fallback ``overlap.handed-over-early``, which the doctor shows.
+        Whether to detect premature handovers of memory with :class:`HandoverChecker`. Violations are counted
+        as the fallback ``overlap.handed-over-early``, which the doctor shows.
     """
 
     name = "gpurt-instruments"
@@ -86,14 +85,14 @@ class Instruments(WorkerPlugin):
                 runner.execute = _failing_tasks(runtime.worker, faults, runner.execute)
 
 
-#: By the address of the worker: a process may have several.
+#: By the address of the worker, since a process may have several workers.
 _INSTRUMENTS: dict[str, Instruments] = {}
 
 
 def instrument(runtime: Any, settings: Settings) -> None:
-    """Wrap a runtime that has been switched on, where its worker has :class:`Instruments`.
+    """Wrap a runtime that has been switched on, if its worker has :class:`Instruments`.
 
-    The deprecated settings ``gpurt.memory.failures`` and ``gpurt.overlap.check`` ask for them too.
+    The deprecated settings ``gpurt.memory.failures`` and ``gpurt.overlap.check`` have the same effect.
     """
     if (instruments := _INSTRUMENTS.get(runtime.worker.address)) is not None:
         instruments.wrap(runtime)
@@ -105,12 +104,12 @@ def instrument(runtime: Any, settings: Settings) -> None:
 
 
 class FailingAllocations:
-    """Make one in this many allocations of some devices raise MemoryError, at random. Thread-safe.
+    """Make one in ``one_in`` allocations of some devices raise MemoryError, at random. Thread-safe.
 
     Attributes
     ----------
     hits
-        How many have failed so far.
+        The number of failed allocations so far.
     """
 
     def __init__(self, devices: Iterable[Any], one_in: int, seed: int | None = None):
@@ -125,7 +124,7 @@ class FailingAllocations:
                     setattr(device, name, self._failing(getattr(device, name)))
 
     def draw(self) -> None:
-        """Raise MemoryError now and then."""
+        """Raise MemoryError with a probability of one in ``one_in``."""
         if self._random.randrange(self._one_in) == 0:
             self.hits += 1
             raise MemoryError("injected for a test")
@@ -139,7 +138,7 @@ class FailingAllocations:
         return failing
 
     def watch_exchange(self, exchange: Any) -> None:
-        """Make the splitting and packing of an exchange run out of memory too."""
+        """Make splitting and packing in an exchange fail too."""
         table = exchange.table
 
         def failing_table(frame: Any) -> Table:
@@ -158,7 +157,7 @@ class FailingAllocations:
 
 
 def put_back(owner: Any, name: str, before: Any) -> None:
-    """Undo the replacement of a method; ``before`` is what the instance had, None for nothing."""
+    """Undo the replacement of a method; ``before`` is the instance attribute that it had, None if none."""
     if before is None:
         vars(owner).pop(name, None)
     else:
@@ -166,7 +165,7 @@ def put_back(owner: Any, name: str, before: Any) -> None:
 
 
 def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..., Any]) -> Any:
-    """Make tasks of a worker run out of memory as allocations do."""
+    """Make tasks of a worker fail with MemoryError at the same rate as allocations."""
 
     async def failing(key: Any, *, stimulus_id: str) -> Any:
         try:
@@ -183,12 +182,12 @@ def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..
     return failing
 
 
-# ---- memory that changes hands ---------------------------------------------------------------
+# ---- handover of memory ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _AsyncAccess:
-    """Describe an access under way: what it reads and writes, and the stream in whose order it is."""
+    """Describe an asynchronous access: the memory it reads and writes, and the stream that orders it."""
 
     name: str
     stream: Hashable
@@ -196,7 +195,7 @@ class _AsyncAccess:
     writes: list[AddressRange]
 
     def conflicts_with(self, other: _AsyncAccess) -> bool:
-        """Return whether it makes a difference which of two operations comes first."""
+        """Return whether the order of two accesses matters."""
         return (
             overlap(self.writes, other.writes)
             or overlap(self.writes, other.reads)
@@ -207,17 +206,16 @@ class _AsyncAccess:
 class HandoverChecker:
     """Detect buffers published, freed or reused while an asynchronous copy on them is pending. Thread-safe.
 
-    Copies go on after the call that has begun them. Before their memory is given back, shown to a peer or
-    used for something else, their fence has to be waited for, or the next work has to follow on the
-    same stream.
-    Only explicit waits count: it does not matter whether the device happened to be quick enough.
+    Copies continue after the call that has started them. Before their memory is freed, published or reused,
+    their fence has to be waited for, or the next access has to be on the same stream. Only explicit waits
+    count, even if the device happens to be fast enough.
 
     Parameters
     ----------
     report
-        Called with a sentence where memory changes hands too early.
+        Called with a description of each premature handover.
     count
-        Called for each time that was checked.
+        Called for each check.
     """
 
     def __init__(self, report: Callable[[str], None], count: Callable[[], None] = passed):
@@ -235,16 +233,16 @@ class HandoverChecker:
         writes: Iterable[Any] = (),
         stream: Hashable | None = None,
     ) -> Fence:
-        """Note that an operation begins; return what to call when it has been waited for, again does nothing.
+        """Note the start of an access; return a function to call after waiting for it, which is idempotent.
 
         Parameters
         ----------
         name
-            For people.
+            A description for messages.
         reads, writes
-            Buffers, or arrays.
+            Buffers or arrays.
         stream
-            The one in whose order it is: this thread's own for communication, if not given.
+            The stream that orders it; by default this thread's communication stream.
         """
         begun = _AsyncAccess(name, stream or threading.get_ident(), spans(reads), spans(writes))
         with self._lock:
@@ -255,14 +253,14 @@ class HandoverChecker:
         return partial(self._end, number, begun.stream)
 
     def hand_over(self, name: str, buffers: Iterable[Any], *, readable: bool = False) -> None:
-        """Note that memory belongs to another user from now on.
+        """Note that memory passes to another user.
 
         Parameters
         ----------
         name
-            For people.
+            A description for messages.
         readable
-            Whether it goes on being read: then only what writes it is too early.
+            Whether it may still be read, so that only pending writes are premature.
         """
         found = spans(buffers)
         next_use = _AsyncAccess(name, None, found if readable else [], [] if readable else found)
@@ -277,15 +275,15 @@ class HandoverChecker:
                 self._report(f"{how} before {other.name} has been waited for, which has the same memory")
 
     def _end(self, number: int, stream: Hashable) -> None:
-        """End all that is in the order of a stream, up to a number."""
+        """End all accesses on a stream up to a number, since they complete in order."""
         with self._lock:
             for each in [n for n, begun in self._pending.items() if n <= number and begun.stream == stream]:
                 del self._pending[each]
 
-    # ---- what is watched ---------------------------------------------------------------
+    # ---- wrappers ----------------------------------------------------------------------
 
     def watch_exchange(self, exchange: Any) -> None:
-        """Watch the devices, pools and frames of an exchange, and what it publishes and releases."""
+        """Watch the devices, pools and tables of an exchange, and the shards it publishes and releases."""
         for device in exchange.pools.devices.values():
             self.watch_device(device)
         for kind in exchange.pools.devices:
@@ -323,7 +321,7 @@ class HandoverChecker:
         outbox.publish = watched
 
     def watch_device(self, device: Device) -> None:
-        """Watch the copies that a device makes, and the blocks of the pools that it makes from now on."""
+        """Watch the copies of a device, and the blocks of pools that it creates from now on."""
         create_pool = device.create_pool
 
         def watched_pool(nbytes: int) -> Pool:
@@ -342,7 +340,7 @@ class HandoverChecker:
             setattr(device, name, method)
 
     def watch_frees(self, pool: Any, buffers: Callable[[Any], Iterable[Any]]) -> None:
-        """Watch what a pool gets back by ``free``; ``buffers`` returns what memory that is."""
+        """Watch calls of a pool's ``free``; ``buffers`` returns the memory of its argument."""
         free = pool.free
 
         def watched(given: Any) -> None:
@@ -384,7 +382,7 @@ class HandoverChecker:
         def watched(sources: Sequence[Any]) -> list[Any]:
             end = self.begin("a pull", reads=sources)
             try:
-                return land(sources)  # which waits by itself
+                return land(sources)  # synchronous
             finally:
                 end()
 
@@ -392,7 +390,7 @@ class HandoverChecker:
 
 
 def watch_table(table: AnyTable, checker: HandoverChecker) -> AnyTable:
-    """Watch the blocks that a backend packs into until it settles, and those it reads until its fence."""
+    """Watch the blocks that a table packs until it settles, and the buffers that it reads until its fence."""
     pack, settle, assemble, fence = table.pack, table.settle, table.assemble, table.fence
     stream = None if table.device.on_host else COMPUTE
     packing: list[Fence] = []
@@ -432,7 +430,7 @@ def watch_table(table: AnyTable, checker: HandoverChecker) -> AnyTable:
 
 
 def _until_fence(end: Fence, begin: Callable[[], Fence | None]) -> Fence:
-    """Begin what ends behind its fence, or at once where that is passed already or it fails."""
+    """Start an operation, and call ``end`` after its fence, or immediately if it fails or is complete."""
     try:
         fence = begin()
     except BaseException:
@@ -456,12 +454,12 @@ def _end_all(ends: list[Fence]) -> None:
 
 
 def spans(buffers: Iterable[Any]) -> list[AddressRange]:
-    """Return where buffers lie, in order; those without a byte are left out."""
+    """Return the sorted address ranges of non-empty buffers."""
     return sorted((at := address(each), at + each.nbytes) for each in buffers if each.nbytes)
 
 
 def overlap(some: Sequence[AddressRange], others: Sequence[AddressRange]) -> bool:
-    """Return whether spans in order and others in order have a byte in common."""
+    """Return whether two sorted sequences of address ranges overlap."""
     mine, theirs = iter(some), iter(others)
     one, other = next(mine, None), next(theirs, None)
     while one and other:

@@ -1,4 +1,4 @@
-"""Take a trace of a cluster from a client, and put it into a file or beside Dask's performance report."""
+"""Record a trace of a cluster from a client, and write it to a file or into Dask's performance report."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from dask_gpurt.observe.report import RuntimeReport
 from dask_gpurt.observe.shown_tiers import shown_tiers
 from dask_gpurt.observe.trace import ProcessTrace, Trace
 
-#: Seconds between two questions for events.
+#: Seconds between two requests for events.
 INTERVAL_S = 0.5
-#: Events of all servers in one answer, and the fewest of each that are asked for.
+#: Events of all servers in one reply, and the least limit for a single server.
 BATCH_EVENTS, LEAST_EVENTS = 20_000, 200
-#: The most events of a trace; later ones are counted and left out.
+#: The most events of a trace; later ones are only counted.
 MAX_EVENTS = 5_000_000
 
 
 class Collector:
-    """Collect a trace while it is recorded, in batches, from the loop of a client.
+    """Collect a trace in batches while it is recorded, on the event loop of a client.
 
     Parameters
     ----------
     client
-        Of the cluster.
+        A client of the cluster.
     """
 
     def __init__(self, client: Client):
@@ -50,12 +50,12 @@ class Collector:
         self.trace = Trace()
 
     async def begin(self) -> None:
-        """Begin to record on all servers.
+        """Start recording on all servers.
 
         Raises
         ------
         RuntimeError
-            When another trace of the cluster is being recorded.
+            If another trace of the cluster is being recorded.
         """
         began = await self._scheduler.gpurt_trace_begin(token=self._token)
         self.trace.began, self.trace.time = began["now"], began["time"]
@@ -63,7 +63,7 @@ class Collector:
         self._collecting = asyncio.create_task(self._collect())
 
     async def end(self) -> Trace:
-        """End the recording; return the trace."""
+        """Stop recording; return the trace."""
         assert self._collecting is not None
         self._ending.set()
         try:
@@ -78,13 +78,13 @@ class Collector:
             if not await self._take():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), INTERVAL_S)
-        # After so many turns all events that were recorded by now are taken; later ones do not matter.
+        # This many rounds collect all events recorded up to now; later ones do not matter.
         for _ in range(RING_EVENTS // LEAST_EVENTS):
             if not await self._take():
                 return
 
     async def _take(self) -> bool:
-        """Take the next events of all servers; return whether there are more."""
+        """Collect the next events of all servers; return whether there are more."""
         limit = max(LEAST_EVENTS, BATCH_EVENTS // max(1, len(self.trace.processes)))
         replies = await self._scheduler.gpurt_traces_take(token=self._token, limit=limit)
         for gone in self.trace.processes.keys() - replies.keys():
@@ -109,30 +109,30 @@ class Collector:
 
 
 class trace:
-    """Record what a cluster does while the body runs, and write it for https://ui.perfetto.dev.
+    """Record a trace of the cluster while the body runs, and write it to a file for https://ui.perfetto.dev.
 
-    The trace has tasks by thread, the steps of shuffles, spilling and reading back, waits, decisions and
-    faults, of all workers and the scheduler by one clock. An arrow joins the place where a shard was packed
-    to the place where it is read. See ``docs/guides/traces.md``.
+    The trace has tasks by thread, the steps of shuffles, spilling and unspilling, waits, decisions and
+    faults, of all workers and the scheduler on a common clock. An arrow connects the packing of each shard to
+    its reads. See ``docs/guides/traces.md``.
 
     Parameters
     ----------
     path
-        The file; it is gzipped if its name ends in ``.gz``, which Perfetto reads too.
+        The file; gzipped if its name ends in ``.gz``, which Perfetto reads too.
     client
         The client, by default the current one. With an asynchronous client, use ``async with``.
 
     Raises
     ------
     RuntimeError
-        When the runtime is off on the cluster, or another trace of it is being recorded.
+        If the runtime is off on the cluster, or another trace of it is being recorded.
     FileNotFoundError
-        When the folder of the file does not exist.
+        If the folder of the file does not exist.
 
     Attributes
     ----------
     found
-        The trace, once it has ended.
+        The trace, after the body has ended.
 
     Examples
     --------
@@ -160,12 +160,12 @@ class trace:
 
     async def __aenter__(self) -> None:
         self._client = self._client or default_client()
-        if not self._path.parent.is_dir():  # else that would be found out at the end
+        if not self._path.parent.is_dir():  # check early, not when writing the trace
             raise FileNotFoundError(f"the folder {self._path.parent} for the trace does not exist")
         if not (await _report(self._client)).enabled:
             raise RuntimeError(
-                "the runtime is off on this cluster, and records nothing: dask_gpurt.enable(client) switches "
-                "it on"
+                "the runtime is off on this cluster, and records nothing: switch it on with "
+                "dask_gpurt.enable(client)"
             )
         self._collector = Collector(self._client)
         await self._collector.begin()
@@ -187,29 +187,29 @@ def write(found: Trace, path: Path) -> None:
 
 
 async def _report(client: Client) -> RuntimeReport:
-    # Awaitable here, on the loop of the client, also where that is not an asynchronous one.
+    # On the client's event loop the result is awaitable, even if the client is not asynchronous.
     found: RuntimeReport = await cast(Any, api.report(client))
     return found
 
 
 class performance_report(distributed.performance_report):
-    """Write Dask's performance report, with a part on the runtime.
+    """Write Dask's performance report, with a section on the runtime.
 
-    It is used like Dask's own ``performance_report``, with the same parameters. In addition to Dask's report
-    the page shows the steps of the trace, transfers between workers, memory, faults and fallbacks, and has
-    the trace itself for https://ui.perfetto.dev. Where the runtime is off the page says so, and has only
-    Dask's part.
+    Use it like Dask's own ``performance_report``, with the same parameters. In addition to Dask's report, the
+    page shows the steps of the trace, transfers between workers, memory, faults and fallbacks, and has the
+    trace itself for https://ui.perfetto.dev. If the runtime is off, the page says so, and has only Dask's
+    part.
 
     Parameters
     ----------
     filename
         The HTML file: a path or URL that :func:`fsspec.open` can write.
     stacklevel
-        The frame of the caller whose code is shown; 1 is the one that enters.
+        The stack frame whose code is shown; 1 is the frame that enters the context.
     mode
-        The source of Bokeh's scripts, such as ``"inline"``: see :func:`bokeh.io.output_file`.
+        How to load Bokeh's scripts, such as ``"inline"``: see :func:`bokeh.io.output_file`.
     storage_options
-        More arguments for :func:`fsspec.open`.
+        Additional arguments for :func:`fsspec.open`.
 
     Examples
     --------
@@ -245,7 +245,7 @@ class performance_report(distributed.performance_report):
         target = self.filename
         with tempfile.TemporaryDirectory() as folder:
             self.filename = str(Path(folder) / "dask.html")
-            if code is None:  # of the caller of this method, which is one frame further away from Dask's
+            if code is None:  # the caller is one frame further away from Dask's method
                 self._stacklevel += 1
             try:
                 await super().__aexit__(kind, error, traceback, code=code)  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Read files beside computing.
+"""Overlap reading of files with computing.
 
-:mod:`~dask_gpurt.reads.policy` says which tasks leave their slot to another one,
-:mod:`~dask_gpurt.reads.pace` how many, by what :mod:`~dask_gpurt.reads.clock` has told of their reads,
-:mod:`~dask_gpurt.reads.turns` whose turn it is to compute, and
-:mod:`~dask_gpurt.reads.threads` how many threads read for a GPU.
+- :mod:`~dask_gpurt.reads.policy` decides which tasks leave their slot to another one while they read,
+- :mod:`~dask_gpurt.reads.pace` decides how many do, from times that :mod:`~dask_gpurt.reads.clock` measures,
+- :mod:`~dask_gpurt.reads.turns` limits the threads that compute at once,
+- :mod:`~dask_gpurt.reads.threads` chooses the number of threads that read for a GPU.
 """

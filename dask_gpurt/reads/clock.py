@@ -1,4 +1,4 @@
-"""Tell what a thread does with its time."""
+"""Measure how long a thread runs, waits for a core, and is blocked."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-#: Nanoseconds that this thread has run, and that it has waited for a processor; the kernel keeps count.
+#: Kernel statistics of the current thread: nanoseconds on a CPU, and on a run queue.
 _COUNTS = Path("/proc/thread-self/schedstat")
 
 
 class ThreadTime(NamedTuple):
-    """Read the clocks of this thread.
+    """Hold a snapshot of the clocks of a thread.
 
     Attributes
     ----------
     at
-        Seconds of a clock on the wall.
+        Wall clock time in seconds.
     ran_s
-        Seconds that it has run.
+        CPU time of the thread in seconds.
     delayed_s
-        Seconds that it could have run, and waited for a processor; 0 where the kernel does not tell.
+        Time on the run queue in seconds, runnable but waiting for a CPU; 0 if the kernel does not report it.
     """
 
     at: float
@@ -29,14 +29,14 @@ class ThreadTime(NamedTuple):
 
     @classmethod
     def now(cls) -> ThreadTime:
-        """Return the times as they are now. Takes some 10 µs."""
+        """Return the current times of this thread. Takes about 10 µs."""
         try:
             ran, delayed, _ = _COUNTS.read_bytes().split()
-        except (OSError, ValueError):  # as in some sandboxes
+        except (OSError, ValueError):  # not available, for example in some sandboxes
             return cls(time.perf_counter(), time.thread_time(), 0.0)
         return cls(time.perf_counter(), int(ran) / 1e9, int(delayed) / 1e9)
 
     def since(self, before: ThreadTime) -> tuple[float, float]:
-        """Return the seconds since then but for delays, and those of them in which the thread did not run."""
+        """Return the seconds since ``before``, without those on the run queue, and their blocked part."""
         seconds = self.at - before.at - (self.delayed_s - before.delayed_s)
         return seconds, seconds - (self.ran_s - before.ran_s)

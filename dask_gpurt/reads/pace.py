@@ -1,8 +1,8 @@
-"""Decide by how reads go how many tasks leave their slot for them. Pure.
+"""Decide from measured reads how many tasks leave their slot while they read. Pure.
 
-A read waits for its store, and decodes what it has got. Only the wait can be hidden behind other tasks, and
-it has to be long: where files lie in memory, or libcudf reads with many threads, a read beside compute is
-slower than one before it (docs/decisions/overlap.md).
+A read waits for its store, and then decodes the data. Only the wait can be hidden behind other tasks, and
+only a long one is worth it: if files are in memory, or libcudf reads with many threads, overlapping a read
+with compute is slower than reading first (docs/decisions/overlap.md).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-#: The most tasks that leave their slot: each takes the memory of a partition.
+#: The most tasks that leave their slot, since each takes the memory of a partition.
 MAX_BESIDE = 4
-#: Reads after which it is decided, and the weight of what was known before each further one.
+#: Reads before the first decision, and the factor by which each further read decays the earlier ones.
 MIN_READS, DECAY = 2, 0.8
-#: Frames below this size tell how late a store answers, not how fast it is.
+#: Smaller frames are ignored, since they reflect the latency of the store instead of its bandwidth.
 MIN_READ_BYTES = 2**16
-#: A store is slow that gives fewer bytes of a frame than this for each second that a thread waits.
+#: A store is slow if it delivers fewer bytes of a frame per second of waiting.
 SLOW_BYTES_PER_S = 2**28
-#: The share of its time that a read waits, from which on tasks leave their slot. Python's lock is waited for
-#: too, beside tasks that compute.
+#: The least share of waiting in the time of reads for tasks to leave their slot. It includes waits for the
+#: GIL, which computing tasks hold.
 MIN_WAIT_SHARE = 0.5
 
 
@@ -30,11 +30,11 @@ class ReadTimes:
     Attributes
     ----------
     seconds
-        From the beginning of each to its end, but for waits for a processor.
+        Total duration of the reads, excluding time on the run queue.
     waited_s
-        In which the thread did not run.
+        Part of it in which the thread was blocked.
     nbytes
-        Of the frames that were read.
+        Bytes of the frames read.
     """
 
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class ReadTimes:
     nbytes: int = 0
 
     def add(self, seconds: float, waited_s: float, nbytes: int) -> None:
-        """Add a read, if there is enough of it to tell something."""
+        """Add a read, unless it is too small to be significant."""
         if nbytes >= MIN_READ_BYTES:
             self.seconds += seconds
             self.waited_s += min(seconds, max(0.0, waited_s))
@@ -50,12 +50,12 @@ class ReadTimes:
 
 
 class ReadPace:
-    """Learn from the tasks of a worker how long its reads wait, and how long its threads compute meanwhile.
+    """Learn from the tasks of a worker how long reads wait, and how long threads compute per read.
 
     Attributes
     ----------
     beside
-        The tasks that may leave their slot while they read.
+        The number of tasks that may leave their slot while they read.
     """
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class ReadPace:
         self._computed_s = 0.0
 
     def note(self, times: ReadTimes, computed_s: float) -> None:
-        """Note that a task has ended.
+        """Add a task that has ended.
 
         Parameters
         ----------
         times
-            Of its reads.
+            The times of its reads.
         computed_s
-            The processor seconds of its thread, those of decoding what it has read included.
+            The CPU seconds of its thread, including those to decode the data.
         """
         if not times.nbytes:
             self._computed_s += computed_s
@@ -88,9 +88,9 @@ class ReadPace:
             self.beside = self._worth()
 
     def _worth(self) -> int:
-        """Return how many reads hide their waits behind what else there is to compute."""
+        """Return how many concurrent reads suffice to hide their waits behind compute."""
         sums = self._sums
         if sums.waited_s < MIN_WAIT_SHARE * sums.seconds or sums.nbytes > SLOW_BYTES_PER_S * sums.waited_s:
             return 0
-        # While a slot computes for so long for each read, so many reads have to wait for it never to wait.
+        # A slot never idles if as many reads are in flight as computations fit into the wait of one read.
         return min(MAX_BESIDE, math.ceil(sums.waited_s / max(self._computed_s, 1e-9)))

@@ -1,28 +1,28 @@
-"""Choose the threads with which libcudf reads files, through kvikio."""
+"""Choose the number of threads with which libcudf reads files, through kvikio."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 
-#: The variable that kvikio and libcudf read, libcudf once, at its first read.
+#: Environment variable of kvikio and libcudf; libcudf reads it once, at its first read of a file.
 NTHREADS = "KVIKIO_NTHREADS"
-#: Either of these is the user's choice.
+#: Environment variables by which users choose the number themselves.
 GIVEN = frozenset({NTHREADS, "KVIKIO_NUM_THREADS"})
-#: The default of libcudf, and the number above which reads did not get faster where it was measured.
+#: The default of libcudf, and the number beyond which reads were not faster in measurements.
 MIN_THREADS, MAX_THREADS = 4, 32
 
 
 def threads_of(cores: int, allowed: int, gpus: int, sharing: int) -> int:
-    """Return the threads with which a worker on a GPU reads files.
+    """Return the number of threads with which a GPU worker reads files.
 
     Parameters
     ----------
     cores, allowed
-        Cores of the host that this container may use, and those of them that this process is bound to: a
-        worker of dask-cuda is bound to those near its GPU, which it shares with the workers of other GPUs.
+        Cores that this container may use, and those of them that this process is bound to: dask-cuda binds
+        workers to the cores near their GPU, which several GPUs may share.
     gpus
-        GPUs of the host that workers use.
+        GPUs of the host in use by workers.
     sharing
         Workers on this GPU.
 
@@ -36,12 +36,12 @@ def threads_of(cores: int, allowed: int, gpus: int, sharing: int) -> int:
 
 
 def set_threads(threads: int) -> Callable[[], None]:
-    """Have libraries of this process that have not read a file yet use so many threads.
+    """Set the number of threads for libraries of this process that have not read a file yet.
 
     Returns
     -------
     Callable
-        Takes the variable back; what has read it goes on with it.
+        Restores the variable. Libraries that have read it are not affected.
     """
     before = os.environ.get(NTHREADS)
     os.environ[NTHREADS] = str(threads)

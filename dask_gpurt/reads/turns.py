@@ -1,17 +1,17 @@
-"""Keep a worker from computing on more threads than it has slots, though more of its tasks have begun.
+"""Limit the computing threads of a worker to its number of slots, even if more tasks have started.
 
-A task that leaves its slot while it reads (:mod:`dask_gpurt.reads.policy`) is still there when its read is
-done, and so is the one that has begun in its place. They take turns: a thread computes only while it has one
-of as many turns as the worker has slots. Those that wait get theirs in the order in which they ask.
+After a task has left its slot to read (:mod:`dask_gpurt.reads.policy`), both that task and the one started in
+its place may want to compute. So a thread computes only while it holds a turn, of which there are as many as
+the worker has slots. Waiting threads get turns in FIFO order.
 
-Why nothing waits here for ever. Tasks may wait for each other (an Event, a Queue, a Lock)::
+No thread waits forever, even if tasks wait for each other (through an Event, a Queue, a Lock)::
 
-    A reads aside; B begins, and waits for an Event that A sets after its read
-    A has read, and asks for the turn that B has
+    A reads without a slot. B starts, and waits for an Event that A sets after its read
+    A has read, and requests the turn that B holds
 
-In Dask B would begin only after A has ended. So a turn is not worth waiting for where no thread makes use of
-it: when no thread that has one has used its processor for ``TURN_PATIENCE_S``, the first that waits goes on
-without. A thread that leaves the worker's pool (``secede``, ``worker_client``) has given up its turn.
+In Dask, B would start only after A has ended. So a turn is not worth waiting for if no thread uses it: if no
+thread with a turn has used CPU time for ``TURN_PATIENCE_S``, the first waiting thread continues without a
+turn. A thread that leaves the worker's pool (``secede``, ``worker_client``) gives up its turn.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from contextlib import contextmanager
 
 from dask_gpurt.observe import Fallback, Metrics
 
-#: Seconds in which all that have a turn use no processor, before another one goes on without a turn.
+#: Seconds without CPU time of threads with a turn, after which a waiting thread continues without one.
 TURN_PATIENCE_S = 5.0
-#: Seconds between looks at those that have a turn.
+#: Seconds between checks of the threads with a turn.
 LOOK_INTERVAL_S = 0.25
-#: The share of a thread's time below which it uses no processor. One that waits may wake up now and then; one
-#: that computes where many others do gets little of it.
+#: A thread counts as idle below this share of CPU time. Waiting threads may wake up occasionally, and
+#: computing threads get little CPU time on a busy host.
 IDLE_SHARE = 0.002
 
 
 class Turns:
-    """The turns of a worker's threads. Thread-safe; a thread has one turn at most.
+    """Hand out the turns of a worker's threads, at most one to each thread. Thread-safe.
 
     Parameters
     ----------
     count
-        Threads that may compute at once.
+        The number of threads that may compute at once.
     has_left
-        Tells whether a thread has left the worker's pool: then it is not held back.
+        Returns whether a thread has left the worker's pool, and so needs no turn.
     """
 
     def __init__(self, count: int, has_left: Callable[[threading.Thread], bool], metrics: Metrics) -> None:
@@ -56,7 +56,7 @@ class Turns:
         self._looked = time.perf_counter()
 
     def take(self) -> None:
-        """Wait for a turn of this thread."""
+        """Block until this thread has a turn."""
         thread = threading.current_thread()
         with self._changed:
             self._waiting.append(thread)
@@ -69,7 +69,7 @@ class Turns:
             self._changed.notify_all()  # there may be a turn for the next one too
 
     def give(self) -> None:
-        """Give this thread's turn to the next one; nothing happens where it has none."""
+        """Give up this thread's turn; a no-op if it has none."""
         with self._changed:
             self._count_beside()
             self._computing.discard(threading.current_thread())
@@ -77,7 +77,7 @@ class Turns:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Read without a turn, and wait for one afterwards."""
+        """Give up the turn while the body reads, and wait for one afterwards."""
         thread = threading.current_thread()
         with self._changed:
             self._count_beside()
@@ -95,12 +95,12 @@ class Turns:
                 self.take()
 
     def close(self) -> None:
-        """Hold no thread back any more."""
+        """Let all threads continue without turns."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    # ---- with the lock held ------------------------------------------------------------------------
+    # ---- under the lock ----------------------------------------------------------------------------
 
     def _is_next(self, thread: threading.Thread) -> bool:
         self._computing -= {one for one in self._computing if self._has_left(one)}
@@ -118,12 +118,12 @@ class Turns:
             elif now - since >= TURN_PATIENCE_S and self._waiting[0] is thread:
                 self._metrics.fallback(
                     Fallback.READS_OVERDUE,
-                    f"those that compute have used no processor for {TURN_PATIENCE_S} s, as if they waited",
+                    f"computing threads have used no CPU time for {TURN_PATIENCE_S} s, and seem to wait",
                 )
                 return
 
     def _processor_seconds(self) -> dict[threading.Thread, float]:
-        # Each of them gives up its turn before it ends, for which it needs the lock: all are alive.
+        # All of these threads are alive, since a thread needs the lock to give up its turn before it ends.
         return {
             thread: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
             for thread in self._computing
