@@ -307,7 +307,7 @@ async def activate(client: Client) -> None:
             _planning_cache().clear()  # count choices of methods anew too
     if not await _stays_on(client):
         _leave(client)
-        raise RuntimeError("the runtime was switched off by another client while it was switched on")
+        raise RuntimeError("the runtime was switched off by another client during this call")
 
 
 def teach_method() -> None:
@@ -404,8 +404,8 @@ async def _explain(client: Client, key: Key) -> Explanation:
     rows = await _scheduler(client).gpurt_explain(key=key) if await _is_on(client) else None
     if rows is None:
         raise RuntimeError(
-            "Dask chooses the workers of this cluster, and keeps no reasons: set 'gpurt.placement.enabled' "
-            "to true before the runtime is switched on"
+            "placement is not enabled on this cluster, so there is no decision to explain: set "
+            "'gpurt.placement.enabled' to true before switching the runtime on"
         )
     from dask_gpurt.placement import Terms
 

@@ -28,7 +28,7 @@ async def dask_setup(server: Any) -> None:
     elif config.load().enabled:
         await activate(server)
     elif named and (unsupported := why_unsupported(expressions=True)) is not None:
-        logger.error("the method 'gpurt' is not known: %s", unsupported)
+        logger.error("the shuffle method 'gpurt' is unavailable: %s", unsupported)
     elif named:
         # Otherwise Dask would reject the unknown method. Without the runtime it means Dask's default.
         from dask_gpurt import api

@@ -272,7 +272,7 @@ class HandoverChecker:
         self._count()
         for other in others:
             if mine.conflicts_with(other):
-                self._report(f"{how} before {other.name} has been waited for, which has the same memory")
+                self._report(f"{how} before {other.name} has been waited for, which accesses the same memory")
 
     def _end(self, number: int, stream: Hashable) -> None:
         """End all accesses on a stream up to a number, since they complete in order."""
@@ -304,7 +304,7 @@ class HandoverChecker:
         def watched_release_soon(path: Any, shard: Any) -> None:
             if path.mapping is not None:
                 blocks = [path.mapping.view(each.offset, each.nbytes) for each in shard.sections]
-                self.hand_over("a shard is let go", blocks)
+                self.hand_over("a shard is released", blocks)
             release_soon(path, shard)
 
         exchange.table, exchange.chunk_table = watched_table, watched_chunk_table
@@ -344,7 +344,7 @@ class HandoverChecker:
         free = pool.free
 
         def watched(given: Any) -> None:
-            self.hand_over("memory is given back", buffers(given))
+            self.hand_over("memory is freed", buffers(given))
             free(given)
 
         pool.free = watched
@@ -407,7 +407,7 @@ def watch_table(table: AnyTable, checker: HandoverChecker) -> AnyTable:
 
     def watched_assemble(parts: Sequence[Part], *args: Any, **options: Any) -> Any:
         buffers = {id(part.buffer): part.buffer for part in parts}
-        end = checker.begin("putting an output together", reads=buffers.values(), stream=stream)
+        end = checker.begin("assembling an output", reads=buffers.values(), stream=stream)
         try:
             output = assemble(parts, *args, **options)
         except BaseException:

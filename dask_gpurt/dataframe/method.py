@@ -267,7 +267,7 @@ def _as_dask_knows(expr: Any, parameter: str) -> Any:
     ):
         raise ValueError(
             "the shuffle method 'gpurt' needs the runtime, which has not been switched on: call "
-            "dask_gpurt.enable(client), or set 'gpurt.enabled' to true before the client is made, or leave "
+            "dask_gpurt.enable(client), or set 'gpurt.enabled' to true before creating the client, or leave "
             "the method out"
         )
     return expr.substitute_parameters({parameter: _dasks_default()})

@@ -291,10 +291,10 @@ class HostDevice:
         }
 
     def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
-        raise SmsError("a processor has no SMs")
+        raise SmsError("a CPU has no SMs")
 
     def try_priorities(self) -> None:
-        raise PriorityError("copies of a processor have no priority")
+        raise PriorityError("copies of a CPU have no priority")
 
     def memory(self) -> tuple[int, int]:
         return shm_memory()

@@ -97,7 +97,7 @@ class MultiProcessService:
                     try:
                         self._control(command="quit")
                     except MpsError as error:
-                        logger.warning("cannot stop MPS, which has no users any more: %s", error)
+                        logger.warning("cannot stop MPS after its last user has left: %s", error)
                 self._close()
 
     def _close(self) -> None:

@@ -99,7 +99,7 @@ class Comms:
         if reply is None:  # Dask's reply to an unknown operation
             raise PeerLost(f"the runtime was switched off at worker {producer.address}")
         if reply["data"] is None:
-            raise PeerLost(f"worker {producer.address} does not have shard {shard.id} any more")
+            raise PeerLost(f"worker {producer.address} no longer has shard {shard.id}")
         if not reply["staged"]:
             self._note(producer.address, reply["data"], perf_counter() - start - reply["seconds"])
         return reply

@@ -70,7 +70,7 @@ class Landing:
                 self._tiered_buffer.store(key, Raw(bring(sources)), SHARDS, home=home, priority=priority)
                 return
             except MemoryError:
-                self._metrics.fallback(Fallback.EXCHANGE_SPILLED_ON_ARRIVAL, "it has no room for them")
+                self._metrics.fallback(Fallback.EXCHANGE_SPILLED_ON_ARRIVAL, "the device is out of memory")
             finally:  # on any error; if it was stored, the reservation has been used
                 self._tiered_buffer.reservations.cancel(key)
         try:

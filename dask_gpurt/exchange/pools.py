@@ -60,9 +60,7 @@ class Pools:
         try:
             return self.devices[kind]
         except KeyError:
-            raise NoSuchDevice(
-                f"this worker has no {kind} device, but was given partitions that live on one"
-            ) from None
+            raise NoSuchDevice(f"this worker has no {kind} device, but received partitions on one") from None
 
     def outbox(self, kind: str) -> Outbox:
         """Return the published blocks of a device, creating its pool on first use. Blocks."""

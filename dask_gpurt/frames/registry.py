@@ -38,7 +38,7 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
 
             return PandasTable(devices("host"))
     raise TypeError(
-        f"partitions of type {type(frame).__qualname__} cannot be shuffled: pandas and cudf frames can"
+        f"partitions of type {type(frame).__qualname__} cannot be shuffled: expected pandas or cudf frames"
     )
 
 

@@ -121,7 +121,7 @@ def limits(
     _refuse("device", device, whole, "this worker's memory limit" if on_host else "the device")
     _refuse("pinned", pinned, memory_limit, "this worker's memory limit")
     together = pinned + host + (device if on_host else 0)
-    _refuse("host", together, memory_limit, "all tiers in host memory together, of a memory limit")
+    _refuse("host", together, memory_limit, "the memory limit, for all tiers in host memory together")
     if integrated:
         _refuse("host", device + pinned + host, whole, "all tiers in the one memory of the host and its GPU")
     if disk is not None:

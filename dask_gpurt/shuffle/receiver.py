@@ -241,9 +241,9 @@ class Receiver:
             # outputs or takes inputs that are transferred again.
             received = self._share_of.get(partition)
             if received is None or not received.inputs.sealed:
-                raise NotReceived(f"output {partition} has not been received as a whole")
+                raise NotReceived(f"output {partition} is incomplete")
             if partition not in received.outputs:
-                raise NotReceived(f"output {partition} is needed once more")
+                raise NotReceived(f"the shards of output {partition} have been released")
             self._readers.setdefault(key, {})[partition] = received
             places = list(received.outputs[partition].items())
         places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))

@@ -65,7 +65,7 @@ class RechunkSpec(RunSpec):
             size != length and size == size for size, length in zip(known, chunk.shape, strict=True)
         ):
             raise ValueError(
-                f"chunk {index} of rechunk {self.id} has the shape {chunk.shape}, the array says {known}"
+                f"chunk {index} of rechunk {self.id} has the shape {chunk.shape}, expected {known}"
             )
 
     def assembler(self, tables: Tables) -> ChunkAssembler:

@@ -116,7 +116,7 @@ class ShuffleRun:
         if self._exchange.closed and not self._is_closing():
             raise RuntimeError(
                 f"the runtime was switched off on {self._worker.address} while shuffle {self.id} "
-                "was running: compute it again, or switch off when nothing runs"
+                "was running: compute it again, and switch off only when nothing is running"
             )
         if self._exception is not None:
             raise self._exception
@@ -456,7 +456,7 @@ class ShuffleRun:
             await self._flush()
             self.raise_if_closed()  # a closed receiver has no shares, and would report nothing missing
             if epoch != self._owners.epoch:
-                raise Stale(f"{self} has other owners by now")
+                raise Stale(f"the owners of {self} have changed")
             return sorted(self._receiver.seal(message.succeeded))
         if isinstance(message, Retire):
             await self._exchange.forget_shares(sender, self._key, message.shares)

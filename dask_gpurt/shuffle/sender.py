@@ -288,7 +288,7 @@ class _Packing:
         except PoolFull as full:
             raise ValueError(
                 f"{self.sender.spec.smallest} takes {full.nbytes} bytes, "
-                f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least that"
+                f"gpurt.exchange.pool has {self.outbox.pool.capacity}: set it to at least the former"
             ) from full
 
     def _halves(self, piece: Piece) -> Sequence[Piece]:

@@ -250,8 +250,8 @@ class ShuffleSpec(RunSpec):
         extra = sorted(map(str, set(frame.columns) - set(columns)))
         if missing or extra:
             raise ValueError(
-                f"input partition {source} of shuffle {self.id} has other columns than the collection "
-                f"says: missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
+                f"input partition {source} of shuffle {self.id} does not have the columns of its collection: "
+                f"missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
             )
         return frame[columns]
 

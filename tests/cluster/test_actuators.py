@@ -101,7 +101,7 @@ def test_where_priorities_do_not_change_the_rest_is_tried(start: Starting) -> No
     client = start(mode="adaptive", adaptive={"sms": "none"})
     for reply in dask_gpurt.report(client)["workers"].values():
         known = reply["fallbacks"]["overlap.priority-fixed"]
-        assert known["reason"] == "copies of a processor have no priority"
+        assert known["reason"] == "copies of a CPU have no priority"
         assert "overlap.unconfined" not in reply["fallbacks"]
 
 

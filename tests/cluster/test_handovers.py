@@ -56,7 +56,7 @@ def test_memory_is_given_back_before_a_copy_has_been_waited_for(
     checker.hand_over("a block is given back", [MEMORY[16:32], MEMORY[:8]])
     assert told == []
     checker.hand_over("a block is given back", [MEMORY[15:17]])
-    assert told == ["a block is given back before a copy has been waited for, which has the same memory"]
+    assert told == ["a block is given back before a copy has been waited for, which accesses the same memory"]
     over()
     checker.hand_over("a block is given back", [MEMORY])
     assert len(told) == 1

@@ -135,7 +135,7 @@ def test_a_chunk_of_another_shape_than_the_array_says_is_refused(client: Client)
     with pytest.raises(RuntimeError, match="failed during transfer") as raised:
         wrong.rechunk(COLUMNS, method="p2p").compute()
     told = raised.value.__cause__
-    assert "has the shape (10, 36), the array says (12, 36)" in str(told)
+    assert "has the shape (10, 36), expected (12, 36)" in str(told)
 
 
 # ---- switched off ----------------------------------------------------------------------------------
