@@ -1,7 +1,7 @@
 """Define the interface between the runtime and a kind of device.
 
 A :class:`Device` creates a :class:`Pool`, memory that peers on the same host may map, and maps the pools of
-peers. All methods block unless they say otherwise, and must not be called on the event loop.
+peers. Methods block, and must not be called on the event loop, unless they say otherwise.
 """
 
 from __future__ import annotations

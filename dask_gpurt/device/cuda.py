@@ -66,7 +66,7 @@ class CudaMapping:
         return DeviceSpan(self._base + offset, nbytes, self)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        pass  # the memory of a GPU does not count as memory of a process
+        pass  # GPU memory is not part of the resident set
 
     def close(self) -> None:
         if self._base:
@@ -246,7 +246,7 @@ class CudaDevice:
             raise MappingError(f"CUDA IPC: {error}") from error
 
     def drop_pages(self) -> None:
-        pass  # the memory of a GPU does not count as memory of a process
+        pass  # GPU memory is not part of the resident set
 
     def carried_by(self, protocol: str) -> bool:
         return protocol == "ucx"

@@ -333,7 +333,7 @@ class Exchange:
             # Only the reader knows when it is done: a comm is still sending from the producer's pool long
             # after it has accepted a message, and mapped pools are read without the producer.
             waiting = [asyncio.wrap_future(incoming.let_go) for incoming in incoming_shards]
-            await asyncio.gather(*waiting, return_exceptions=True)  # these are raised where they happen
+            await asyncio.gather(*waiting, return_exceptions=True)  # errors are raised at their origin
 
     # ---- life ------------------------------------------------------------------------
 

@@ -285,7 +285,7 @@ class LiveAccount:
     Parameters
     ----------
     limits
-        Bytes of each tier.
+        The limit of each tier in bytes.
     ledger
         Updated with each change. Shared memory is charged to the oldest key that owns it.
     """

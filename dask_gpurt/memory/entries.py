@@ -103,13 +103,13 @@ class EntryTable:
     Parameters
     ----------
     limits
-        Bytes of each tier.
+        The limit of each tier in bytes.
     lower
         The lower tiers, from fast to slow.
     home
         Returns the tier in which an object is live.
     device
-        The device whose memory the device tier is.
+        The device of the device tier.
     changed
         Called after each change of the ledger; must not block.
 

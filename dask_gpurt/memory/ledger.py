@@ -56,7 +56,7 @@ class Ledger:
     Parameters
     ----------
     capacity
-        Bytes of each tier.
+        The capacity of each tier in bytes.
     """
 
     def __init__(self, capacity: Mapping[Tier, int]):

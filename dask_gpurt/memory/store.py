@@ -55,13 +55,13 @@ class TieredBuffer(MutableMapping[Key, Any]):
     Parameters
     ----------
     limits
-        Bytes of each tier.
+        The limit of each tier in bytes.
     lower
         The lower tiers, from fast to slow.
     home
         Returns the tier in which an object is live.
     device
-        The device whose memory the device tier is.
+        The device of the device tier.
     ledger
         The worker's ledger, which is updated with each change.
     priority_of

@@ -59,7 +59,7 @@ class Unspiller:
                     table.stopped_moving.wait()
 
     def prefetch(self, keys: Iterable[Key]) -> None:
-        """Make keys live in order, until there is no room without spilling."""
+        """Make keys live, in order, while there is room without spilling; it is checked again on arrival."""
         for key in keys:
             with self._table.lock:
                 entry = self._table.by_key.get(key)

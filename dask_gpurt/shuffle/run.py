@@ -1,8 +1,8 @@
 """Run a shuffle on one worker, in place of Dask's own p2p run.
 
-Dask's ``ShuffleWorkerPlugin`` creates runs, looks them up by id, rejects stale messages and closes runs; the
-public methods of :class:`ShuffleRun` are those that it calls. ``add_partition`` and ``get_output_partition``
-run in task threads, everything else on the event loop.
+Dask's ``ShuffleWorkerPlugin`` creates runs, looks them up by id, rejects stale messages and closes runs;
+:class:`ShuffleRun` has the methods that it calls. ``add_partition`` and ``get_output_partition`` run in task
+threads, everything else on the event loop.
 
 docs/design/exactly-once.md describes the messages between workers, and why each row counts exactly once.
 """
@@ -210,7 +210,7 @@ class ShuffleRun:
     # ---- owners ----------------------------------------------------------------------
 
     def renew(self, owners: Owners) -> None:
-        """Switch to new owners, unless they are older than the current ones. On the event loop."""
+        """Switch to new owners; stale ones are ignored. On the event loop."""
         if owners.epoch <= self._owners.epoch or not self.is_open:
             return
         self._owners = owners
@@ -395,7 +395,7 @@ class ShuffleRun:
             raise RunInterrupted(f"inputs {sorted(missing)} are transferred again")
         self.raise_if_closed()
         # This message and the end of this task use the same stream, so the scheduler gets this message first.
-        # If it has moved outputs meanwhile, it has also rescheduled the barrier, and ignores both.
+        # If it has moved outputs in the meantime, it has also rescheduled the barrier, and ignores both.
         self._worker.batched_stream.send({"op": SEALED, "id": self.id, "run_id": self.run_id, "epoch": epoch})
         return self.run_id
 
