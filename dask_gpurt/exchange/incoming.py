@@ -257,7 +257,7 @@ def reading(
 
 
 def drop_pages(read: Iterable[IncomingShard]) -> None:
-    """Drop pages of peers' pools that were read from the resident set of this process. Blocks.
+    """After a read, drop the pages of peers' pools from the resident set of this process. Blocks.
 
     Dask pauses and kills workers by the memory that the system reports, and in time each worker reads the
     pools of all its peers.
