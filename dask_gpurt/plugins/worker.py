@@ -193,8 +193,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         call_soon(worker, self._warm_up)
 
     async def _warm_up(self) -> None:
-        """Load and compile the kernels that first programs would wait for, until the runtime is switched off."""
-        # Side by side: on a machine that has none of them on disk, compiling takes seconds, without Python's lock.
+        """Load and compile kernels that first programs would wait for, until the runtime is switched off."""
+        # Side by side: on a machine that has none of them on disk, compiling takes seconds.
         with contextlib.suppress(ExchangeClosed):
             devices = self.exchange.pools.devices
             loads = (self._load_kernels, warm_up_operators)
