@@ -268,10 +268,10 @@ class CudfTable:
 
         A division looks for zeros and infinities with cupy, whose reductions take seconds to compile: the
         first mean of a groupby took 8 s on an H200. cupy compiles them anew for thread blocks of 32, 64, …
-        and 512 threads, the last one for more than 1,024 elements. Compiled are the largest, for partitions,
-        and the smallest, for results of up to 128 groups.
+        and 512 threads. Compiled are the smallest, for results of up to 128 groups, and the largest, for
+        partitions of more than 1,024 rows.
         """
-        for length in (2048, 2):
+        for length in (2, 2048):
             counts = cudf.Series(range(1, length + 1))
             numbers = counts.astype("float64")
             for dividend in (numbers, counts):
