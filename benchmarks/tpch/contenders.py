@@ -87,6 +87,7 @@ def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
 def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[list[Contender]]:
     """Start a cluster for each group of contenders; all of them are there at the same time."""
     if options.backend == "cudf":
+        importlib.import_module("dask_cudf")  # as the head of a user's program would
         wait_until_idle()
     with ExitStack() as stack:
         found: list[Contender] = []
@@ -101,10 +102,6 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
                         threads=options.threads,
                     )
                 )
-                if options.backend == "cudf":
-                    # As the head of a user's program would. After the cluster: where this process had cudf before
-                    # it connected over UCX, the GPU memory of workers stayed taken when they had ended.
-                    importlib.import_module("dask_cudf")
                 client: Any = stack.enter_context(Client(cluster, set_as_default=False))
                 client.wait_for_workers(options.workers * (options.concurrency if SHARED in names else 1))
                 if names[0] in WITH_RUNTIME:
