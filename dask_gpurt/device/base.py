@@ -229,7 +229,7 @@ class SmContexts(Protocol):
     unit: int
 
     def entered(self, sms: int) -> AbstractContextManager[None]:
-        """Confine the launches of this thread to this many SMs in the context.
+        """Confine the launches of this thread to this many SMs in the body.
 
         Raises
         ------

@@ -23,7 +23,7 @@ RUN_CHECK_INTERVAL_S = 0.5
 
 
 class ShardState(Enum):
-    """States of an offered shard, by the place of its bytes."""
+    """Enumerate the states of an offered shard, by the place of its bytes."""
 
     PRODUCER = "in the producer's pool"
     MOVING = "being pulled"
@@ -257,7 +257,7 @@ def reading(
 
 
 def drop_pages(read: Iterable[IncomingShard]) -> None:
-    """After a read, drop the pages of peers' pools from the resident set of this process. Blocks.
+    """Drop the pages of peers' pools, after a read, from the resident set of this process. Blocks.
 
     Dask pauses and kills workers by the memory that the system reports, and in time each worker reads the
     pools of all its peers.

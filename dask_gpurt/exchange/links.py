@@ -29,7 +29,7 @@ MAX_ARRIVALS, MIN_ARRIVALS = 32, 8
 
 
 class PeerClass(StrEnum):
-    """Distance of a peer: the label ``peer`` of metrics."""
+    """Classify peers by distance: the label ``peer`` of metrics."""
 
     SAME_WORKER = "same-worker"
     SAME_HOST = "same-host"

@@ -66,5 +66,5 @@ class HeldMapping:
             self._close_soon(self._mapping.close)
 
     def close(self) -> None:
-        """See :meth:`retire`."""
+        """Retire the mapping; see :meth:`retire`."""
         self.retire()

@@ -219,7 +219,7 @@ def _opened(part: Part) -> pd.DataFrame:
 
 
 class _Lease(np.ndarray):
-    """View of a packed buffer, kept alive by everything that is read from it."""
+    """View a packed buffer; everything that is read from it keeps this view alive."""
 
 
 def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:

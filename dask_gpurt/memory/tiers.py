@@ -24,7 +24,7 @@ SPILL_SLACK_BYTES, SLACK_SHARE = 2**20, 1 / 64
 
 
 class Tier(StrEnum):
-    """Memory tiers, from fast to slow."""
+    """Enumerate the memory tiers, from fast to slow."""
 
     DEVICE = "device"
     PINNED = "pinned"
@@ -57,7 +57,7 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of the tiers in bytes; None for a disk tier limited only by the file system."""
+    """Limit the bytes of each tier; None for a disk tier limited only by the file system."""
 
     device: int
     pinned: int
