@@ -33,7 +33,7 @@ def test_where_nothing_confines_there_is_priority_only_and_the_reason(shared_clu
     for reply in report["workers"].values():
         reason = reply["fallbacks"]["overlap.unconfined"]["reason"]
         assert "interposer" in reason
-        assert reason.endswith("The shuffle has its priority")
+        assert reason.endswith("The shuffle keeps its priority")
 
 
 def test_what_runs_beside_a_shuffle_is_measured(start: Starting, tmp_path: Path) -> None:
