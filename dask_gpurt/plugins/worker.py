@@ -197,10 +197,14 @@ class GpurtWorkerPlugin(WorkerPlugin):
         call_soon(worker, self._warm_up)
 
     async def _warm_up(self) -> None:
-        """Load and compile kernels that the first programs would otherwise wait for."""
+        """Load and compile kernels that the first programs would otherwise wait for.
+
+        Both run concurrently: where none are cached on disk, compiling takes seconds and releases the GIL.
+        """
         with contextlib.suppress(ExchangeClosed):
-            for load in (self._load_kernels, warm_up_operators):
-                await self.exchange.offload(load, self.exchange.pools.devices)
+            devices = self.exchange.pools.devices
+            loads = (self._load_kernels, warm_up_operators)
+            await asyncio.gather(*(self.exchange.offload(load, devices) for load in loads))
 
     def _load_kernels(self, devices: Mapping[str, Device]) -> None:
         """Load the kernels that a first shuffle needs, then exclude existing objects from garbage collection.
