@@ -116,8 +116,8 @@ def is_trusted(value: Any) -> bool:
 def frozen(value: Any) -> Hashable | None:
     """Return a key that is equal only for equal operands; None if there is none.
 
-    The type is part of the key, since 1, 1.0 and True are equal in Python. Categorical dtypes have no key, since
-    they compare equal whatever the order of their categories.
+    The type is part of the key, since 1, 1.0 and True are equal in Python. Categorical dtypes have no key,
+    since they compare equal whatever the order of their categories.
     """
     if isinstance(value, (tuple, list)):
         items = tuple(map(frozen, value))
