@@ -91,7 +91,7 @@ class SmShare:
     failed
         Called with the reason if a task could not be confined and ran unconfined.
     offered
-        The numbers of SMs that may be tried. Empty by default: code that makes the primary context current in
+        The numbers of SMs that may be tried. Empty by default: code that makes the usual context current in
         a confined task, such as UDFs compiled by numba, fails or is not ordered with the task.
     """
 

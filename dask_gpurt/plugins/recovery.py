@@ -326,7 +326,7 @@ class Recovery:
         other side of a join has been sent or has ended, it reruns.
         """
         for each in shuffles:
-            logger.info("Shuffle %s continues with other owners: %s", each, reason)
+            logger.info("Shuffle %s continues: %s", each, reason)
             self._tell(each, "balances", reason, len(to))
             self._in_a_row.moves(each)
             self._move(each, to, (), {})
@@ -415,7 +415,7 @@ class Recovery:
         to = deal(lost, workers, self._runs.load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
         for shuffle in shuffles:
-            logger.warning("Shuffle %s continues with other owners: %s", shuffle, reason)
+            logger.warning("Shuffle %s continues: %s", shuffle, reason)
             self._metrics.add("shuffle.runs.recovered", int(loss is not None))
             self._tell(shuffle, "goes-on" if loss is None else "recovers", reason, len(lost))
             self._move(shuffle, to, () if loss is None else loss.gone, kept)
@@ -479,6 +479,6 @@ class Recovery:
         run = self._extension.active_shuffles[shuffle]
         owners = ToPickle(run.run_spec.worker_for.snapshot())
         message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": owners}
-        # A worker without the runtime does not know this operation: Dask would close the connection.
+        # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         here = self._scheduler.stream_comms.keys() & set(workers) & self._workers.ready
         self._scheduler.send_all({}, {worker: [message] for worker in here})

@@ -87,7 +87,7 @@ class SmallResults:
     def _send(self, worker: Any, results: Mapping[Any, Any]) -> None:
         """Send a worker the results that it lacks, ahead of the task that needs them."""
         missing = {task: result for task, result in results.items() if worker not in task.who_has}
-        # A worker without the runtime does not know this operation: Dask would close the connection.
+        # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         if not missing or worker.address not in self._ready:
             return
         sent = ToPickle({task.key: result for task, result in missing.items()})
