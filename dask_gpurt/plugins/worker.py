@@ -199,7 +199,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def _warm_up(self) -> None:
         """Load and compile kernels that the first programs would otherwise wait for.
 
-        Both run concurrently: where none are cached on disk, compiling takes seconds and releases the GIL.
+        Both run concurrently: on a machine without cached kernels on disk, compiling takes seconds.
         """
         with contextlib.suppress(ExchangeClosed):
             devices = self.exchange.pools.devices
