@@ -285,7 +285,7 @@ HTTP = SeamGroup(
         Seam("distributed.http.routing:RoutingApplication.add_application", "self application"),
         Seam("distributed.node:ServerNode.start_http_server"),
     ),
-    without="the JSON API is there only where 'distributed.scheduler.http.routes' names it",
+    without="the JSON API is served only if 'distributed.scheduler.http.routes' lists its module",
 )
 #: The arguments of a nanny, to start another one in the same way.
 NANNY = SeamGroup(

@@ -1,8 +1,8 @@
 """Declare the used members of Dask's workers and schedulers as protocols that mypy checks.
 
 Each protocol names Dask's class and lists the members that the runtime uses. Read-only attributes are
-properties, so that test doubles may compute them. The functions at the end make mypy fail if Dask's type of a
-member differs.
+properties, so that test doubles may compute them. The functions at the end make mypy fail if a type in Dask
+differs.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ small fraction of the time so far (Y. Wu, R. Shariff, T. Lattimore, C. Szepesvá
 2016, arXiv:1602.04282).
 
 The turn depends on the number of the step, and one kernel is tried at a time. So workers of the same runs
-mostly try the same setting at the same time. They decide from the average of their statistics as last
-exchanged.
+mostly try the same setting at the same time. They decide from the last exchanged average.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ INDIFFERENCE_SHARE = 0.01
 MIN_STEPS = 3
 #: A kernel with less than this fraction of all compute is not tried under other settings.
 MINOR_KERNEL_SHARE = 0.1
-#: The fraction of its speed that a step keeps at worst if no actuator states it, so that only measurements
-#: count.
+#: The fraction of its speed that a step keeps at worst if no actuator states it, so only measurements count.
 UNKNOWN_SPEED_SHARE = 0.01
 
 

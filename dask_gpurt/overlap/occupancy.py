@@ -149,8 +149,7 @@ class LaunchedKernel:
     launches, capped
         The number of its launches, and how many of them were changed.
     refused
-        Whether the driver rejected a launch with more shared memory. Such a kernel is left alone from then
-        on.
+        Whether the driver rejected a launch with more shared memory. Such a kernel is then left alone.
     """
 
     name: str
@@ -203,8 +202,7 @@ class Residency:
         Raises
         ------
         CapError
-            If a cap is 0 or more than an SM holds, or if there are more than 1024 names. Nothing is changed
-            then.
+            If a cap is 0 or more than an SM holds, or for more than 1024 names. Nothing is changed.
         """
         with self._lock:
             if caps != self._written:

@@ -28,8 +28,7 @@ STALE_STEPS = 2000
 MAX_KERNELS = 500
 #: The smallest fraction of its bytes that communication is assumed to have moved during tasks.
 MIN_BESIDE_SHARE = 0.2
-#: The fewest samples of solo tasks, and of steps with communication only, after which their speed counts as
-#: known.
+#: The fewest samples of solo tasks, and of steps with communication only, for their speeds to be known.
 MIN_SOLO_SAMPLES, MIN_SOLO_STEPS = 5, 3
 #: Kernels with less than this fraction of all compute are not shared with other workers.
 MINOR_COMPUTE_SHARE = 0.01

@@ -13,8 +13,7 @@ LINK_FACTOR = 2.0
 LINK_SHARE = 0.05
 #: The assumed size of a result before any task has run.
 UNKNOWN_RESULT_BYTES = 1 << 20
-#: Two workers differ in speed if one takes this many times as long. Workers that share cores appear to differ
-#: by 1.3.
+#: Two workers differ in speed if one takes this many times as long. Workers that share cores show up to 1.3.
 SPEED_FACTOR = 1.5
 #: Data lie unevenly if this fraction of them would have to move to give each thread the same amount ...
 UNEVEN_SHARE = 0.25

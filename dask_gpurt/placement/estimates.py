@@ -201,8 +201,7 @@ class Estimates:
         #: Seconds by which placed tasks are expected to take longer than usual because of their input sizes.
         self._surplus = PendingWork()
         #: Tasks that will follow an alias on its worker. They are counted rather than timed, since their
-        #: duration may be unknown before the first of them has run. A task with two inputs counts half for
-        #: each.
+        #: duration may be unknown until one of them has run. A task with two inputs counts half for each.
         self._followers = PendingWork()
         #: The smallest ratio of a task's result to its inputs, by prefix.
         self._min_result_share: dict[str, float] = {}
@@ -210,8 +209,7 @@ class Estimates:
         self._inbound_seconds_per_byte: dict[str, float] = {}
         #: Dask's count of bytes on a worker when it last reported its memory.
         self._bytes_at_report: dict[str, int] = {}
-        #: The capacities of live tiers, and the largest one. A working set that fits none may go to the
-        #: largest.
+        #: The capacities of live tiers, and the largest one, which takes working sets that fit nowhere.
         self._live_capacity: dict[str, float] = {}
         self._largest_live = 0.0
 

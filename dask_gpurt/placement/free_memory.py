@@ -82,8 +82,7 @@ class FreeMemoryIndex:
     def __init__(self, look_up: Callable[[str], FreeMemory]):
         self._look_up = look_up
         self._workers: dict[str, FreeMemory] = {}
-        #: The workers by free bytes of the live tier, and of all tiers, in ascending order; built on first
-        #: use.
+        #: The workers by free bytes of the live tier, and of all tiers, ascending; built on first use.
         self._orders: list[SortedKeyList] = []
 
     def __getitem__(self, worker: str) -> FreeMemory:

@@ -19,8 +19,7 @@ from dask_gpurt.placement.estimates import Estimates
 
 #: Compute time of a thread per byte of an output, in seconds: pandas joins and groups about 1 GB/s.
 WORK_SECONDS_PER_BYTE = 1e-9
-#: How many holders of inputs have their links looked up, those with the most bytes. Other links count as
-#: their mean.
+#: How many holders of inputs have their links looked up, those with the most bytes; others use the mean.
 MAX_HOLDERS = 16
 
 

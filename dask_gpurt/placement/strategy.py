@@ -77,8 +77,8 @@ class Placement:
         self._idle = IdleWorkerFilter(state, self._available)
         self._roots = SiblingQueue(state)
         self._history = History(history)
-        #: The root task that Dask is about to place by a method that does not receive it, and the worker with
-        #: a slot.
+        #: The root task that Dask places next, by a method that does not receive it, and a worker with a
+        #: slot.
         self._root: SchedulerTask | None = None
         self._slot: WorkerState | None = None
         self._overrides = Overrides(lambda name, why: metrics.fallback(Fallback.PLACEMENT, why, name))

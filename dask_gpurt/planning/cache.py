@@ -6,8 +6,7 @@ There are four caches, each for a different computation that Dask repeats:
   step of an optimisation drops most expressions, and the next step creates them again, with their cached
   properties;
 - *metadata* of operations, by the operation and the schemas of its inputs. The same projection of two
-expressions
-  that differ only in a filter is computed once;
+  expressions that differ only in a filter is computed once;
 - *plans*: the optimised form of an expression;
 - *files*: facts about the Parquet files of a read, as long as the files do not change.
 
@@ -113,8 +112,7 @@ class PlanningCache:
         """Return a number that changes with the settings, clearing the caches then; None without a client.
 
         The number is part of cache keys. If thread 1 optimises, thread 2 changes a setting and clears the
-        caches, and then thread 1 stores its plan, the plan belongs to the previous generation and is never
-        found.
+        caches, and then thread 1 stores its plan, the plan has the previous generation and is never found.
         """
         if (client := self._current_client()) is None:
             return None
@@ -141,8 +139,7 @@ class PlanningCache:
         elif self._plain.note(expr):
             # Cache only its operands. The expression itself is cached once it becomes an operand or is
             # optimised, which one with failing metadata never does. Such an expression must not be kept:
-            # after a failed cast Dask uses the metadata of the base class instead, and the next use would not
-            # raise.
+            # after a failed cast Dask uses the metadata of the base class, and the next use would not raise.
             for operand in operands_of(expr):
                 if isinstance(operand, Expr):
                     self._expressions.put(name_of(operand), operand)

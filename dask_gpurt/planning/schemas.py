@@ -93,8 +93,7 @@ def _dtype_key(dtype: Any) -> Hashable | None:
 
 
 def _categories_key(dtype: pd.CategoricalDtype) -> Hashable | None:
-    # pandas considers unordered dtypes equal whatever the order of their categories, but their columns
-    # differ.
+    # Unordered dtypes are equal in pandas whatever the order of categories, but their columns differ.
     categories = dtype.categories
     if categories is None or len(categories) > CATEGORIES_LIMIT:
         return None

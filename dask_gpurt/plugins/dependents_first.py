@@ -25,8 +25,7 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 
-#: Throughput of spilling and reading back, in bytes per second. A pause never lasts longer than that would
-#: take.
+#: Throughput of spilling and reading back, in bytes per second. A pause lasts no longer than that takes.
 SPILL_BYTES_PER_S = 1e9
 #: The poll interval and the longest pause, in seconds, and how many pauses in a row may be useless after
 #: tasks of one prefix.

@@ -39,8 +39,7 @@ logger = logging.getLogger(__name__)
 
 #: The topic of Dask's event log for the beginnings, repairs and restarts of runs.
 SHUFFLE_TOPIC = "gpurt-shuffle"
-#: How long a repair waits for unaffected outputs that are being assembled, and the interval of the checks,
-#: in seconds.
+#: How long a repair waits for unaffected outputs being assembled, and the polling interval, in seconds.
 PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
 
 

@@ -18,8 +18,7 @@ from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.hosts import Host
 
-#: Links that each path of the exchange may cross. A transfer over any other link is not a sample of a pair's
-#: link.
+#: Links that each path of the exchange may cross. Transfers over other links are not samples of these.
 LINKS_OF_PATH = {
     "shared-memory": {Link.SHARED_MEMORY},
     "cuda-ipc": {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
