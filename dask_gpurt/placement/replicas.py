@@ -131,7 +131,7 @@ def choose_dropped(replicas: Collection[Replica], nbytes: float) -> Replica | No
 def burden(replica: Replica, nbytes: float) -> float:
     """Return the time to reach a replica, plus the time to spill it and read it back if memory is short.
 
-    Memory is short if the replica would not fit a second time.
+    In seconds. Memory is short if the replica would not fit a second time.
     """
     memory, spill = replica.memory, replica.spill
     if not replica.live or nbytes <= memory.free:

@@ -1,4 +1,4 @@
-"""Report a worker's tiers to the scheduler: changes within milliseconds, everything with each heartbeat."""
+"""Report a worker's tiers to the scheduler: changes after a short delay, everything with each heartbeat."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- metrics and JSON API ------------------------------------------------------------
 
     def _show(self) -> None:
-        """Register metrics and serve the JSON API; without support for the latter the runtime is on still."""
+        """Register metrics and serve the JSON API. The runtime stays on if the latter is not supported."""
         self._hide = prometheus.register(self.scheduler, Server.SCHEDULER, self.metrics, self._readings)
         self._undo.callback(self._hide)
         try:

@@ -21,7 +21,7 @@ from dask_gpurt.topology.hosts import Host
 PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
 #: Address prefixes of workers whose comms use TCP.
 TCP_SCHEMES = ("tcp://", "tls://", "ws://", "wss://")
-#: Transfers of Dask's own comms below either threshold are not samples of a link.
+#: Fetches over Dask's own comms must exceed both to be samples of a link. Dask logs shorter times as 0.001 s.
 DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
 
 
