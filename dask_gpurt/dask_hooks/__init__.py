@@ -1,7 +1,8 @@
-"""Hold all code that touches private parts of Dask; it knows nothing of the runtime and takes callables.
+"""Isolate all access to private parts of Dask. This package takes callables and never imports the runtime.
 
-The names that are exported here look at Dask by name. The modules ``expr``, ``graph``, ``planning``,
-``shuffle``, ``worker`` and ``scheduler`` import private parts, and are imported after :func:`require`.
+The names exported here look Dask's parts up by name, so importing them is safe with any version of Dask.
+The modules ``expr``, ``graph``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` import private parts
+directly: import them only after :func:`require`.
 """
 
 from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup, UnsupportedError, differences

@@ -1,4 +1,4 @@
-"""Name the parts of Dask's rechunk of arrays, and call them."""
+"""Re-export and call private parts of Dask's p2p rechunk."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["ArrayRechunkSpec", "concatenate", "old_to_new"]
 def old_to_new(
     old: tuple[tuple[float, ...], ...], new: tuple[tuple[float, ...], ...]
 ) -> list[list[list[tuple[int, slice]]]]:
-    """Return what new chunks are made of: along each axis, for each, the old chunks and a slice of each."""
+    """Return for each axis and new chunk the old chunks that it consists of, with a slice of each."""
     found: list[list[list[tuple[int, slice]]]] = _old_to_new(old, new)
     return found
 
 
 def concatenate(arrays: list[Any]) -> Any:
-    """Return one array of arrays in nested lists, a level for each axis, as Dask makes it."""
+    """Concatenate arrays in nested lists, one level for each axis, as Dask does."""
     return concatenate3(arrays)

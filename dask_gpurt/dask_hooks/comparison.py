@@ -1,7 +1,7 @@
-"""Compare a private part of Dask with what is known of it.
+"""Compare a private part of Dask with the known one.
 
-Names are strings, and each is imported only to compare it. So a Dask that has moved one of them is a
-difference that can be reported, and not an ImportError elsewhere. This module imports nothing private.
+Parts are named by strings and imported only for the comparison. If a version of Dask has moved one, that is a
+difference to report rather than an ImportError elsewhere. This module imports nothing private itself.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 
 
 class UnsupportedError(RuntimeError):
-    """Refuse to run on a system or a Dask that the runtime does not support; it stays off."""
+    """The system, or the version of Dask, is not supported; the runtime or a part of it stays off."""
 
 
 @dataclass(frozen=True)
 class Seam:
-    """Name something private of Dask's, with the parameters by which it is called.
+    """Describe a private part of Dask: its name, and the known signature and body.
 
     Attributes
     ----------
     name
         ``module:attribute.attribute``.
     parameters
-        Separated by blanks, as ``inspect`` has them; None where the name has only to be there.
+        The names of its parameters, separated by blanks; None if only its existence is required.
     bodies
-        The hashes of its body, one for each known version of it, where the runtime has a copy of the body or
-        relies on more than the parameters; see :func:`hash_of_body`. None that are given: any body will do.
+        The hashes of its known bodies, for functions that the runtime has copied or whose body it relies on;
+        see :func:`hash_of_body`. Empty if the body does not matter.
     """
 
     name: str
@@ -51,31 +51,30 @@ class Seam:
         return self.short.rpartition(".")[2]
 
     def owner(self) -> Any:
-        """Return the class or module that has the attribute."""
+        """Return the class or module that has the attribute; imports the module."""
         module, _, path = self.name.partition(":")
         return reduce(getattr, path.split(".")[:-1], importlib.import_module(module))
 
     def difference(self, on: Any = None) -> str | None:
-        """Say in which way the installed Dask differs; None if it does not.
+        """Return how the installed Dask differs; None if it does not.
 
         Parameters
         ----------
         on
-            An instance to look at. Where another package has put a wrapper on it, that may take any other
-            keywords besides, as wrappers do.
+            The instance to compare. Another package's wrapper on it may accept additional keywords.
         """
         try:
             found = _find(self.owner(), self.attribute) if on is None else getattr(on, self.attribute)
         except (ImportError, AttributeError) as error:
-            return f"{self.short} is not there ({error})"
+            return f"{self.short} does not exist ({error})"
         if self.parameters is None:
             return None
-        # A method of an instance has got its first argument already.
+        # A method of an instance is bound already.
         known = tuple(name for name in self.parameters.split() if on is None or name != "self")
         parameters = tuple(_signature(found).parameters)
         wrapped = on is not None and self.attribute in getattr(on, "__dict__", ())
         if parameters != known and not _passes_on(found, known if wrapped else None):
-            return f"it is {self.short}({', '.join(parameters)}), known is ({', '.join(known)})"
+            return f"{self.short} takes ({', '.join(parameters)}), expected ({', '.join(known)})"
         return self._difference_of_body()
 
     def _difference_of_body(self) -> str | None:
@@ -84,21 +83,21 @@ class Seam:
         try:
             found = hash_of_body(_find(self.owner(), self.attribute))
         except (OSError, TypeError) as error:
-            return f"the source of {self.short} can not be read ({error})"
+            return f"the source of {self.short} cannot be read ({error})"
         known = ", ".join(self.bodies)
-        return None if found in self.bodies else f"the body of {self.short} is {found}, known is {known}"
+        return None if found in self.bodies else f"the body of {self.short} is {found}, expected {known}"
 
 
 @dataclass(frozen=True)
 class SeamGroup:
-    """Group the seams that one part of a runtime needs.
+    """Group the seams that one part of the runtime needs.
 
     Attributes
     ----------
     name
-        Of the part.
+        The name of the part.
     without
-        What happens where one of its seams differs; None where nothing works without it.
+        The consequence if one of its seams differs; None if the whole runtime stays off.
     """
 
     name: str
@@ -106,24 +105,24 @@ class SeamGroup:
     without: str | None = None
 
     def __getitem__(self, attribute: str) -> Seam:
-        """Return the seam of an attribute by its name."""
+        """Return the seam of an attribute."""
         (found,) = (seam for seam in self.seams if seam.attribute == attribute)
         return found
 
     def require(self) -> None:
-        """Make sure that all its seams are as known.
+        """Check that no seam of the group differs.
 
         Raises
         ------
         UnsupportedError
-            With all that differs.
+            If any differ, with all differences.
         """
         if found := differences(self.seams):
             raise UnsupportedError("; ".join(found))
 
 
 def _find(owner: Any, attribute: str) -> Any:
-    """Return what the owner itself stores; of an attribute that only its instances have, the annotation."""
+    """Return an attribute without binding it. For an attribute of instances only, return its annotation."""
     try:
         return inspect.getattr_static(owner, attribute)
     except AttributeError:
@@ -148,9 +147,9 @@ def _signature(found: Any) -> inspect.Signature:
 
 
 def _passes_on(found: Any, known: Collection[str] | None) -> bool:
-    """Return whether it is a wrapper of another package.
+    """Return whether a function can be another package's wrapper.
 
-    Such a one takes anything, or what is known and other keywords.
+    A wrapper accepts any arguments, or the known ones and additional keywords.
     """
     signature = _signature(found)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
@@ -166,22 +165,22 @@ def _passes_on(found: Any, known: Collection[str] | None) -> bool:
 
 
 def hash_of_body(found: Any) -> str:
-    """Return the hash of a function's source, whatever its comments, layout and docstring.
+    """Return the hash of a function's source without comments, layout and docstring.
 
     Parameters
     ----------
     found
-        A function. Of one that is wrapped, and says so, the innermost counts.
+        A function. If it has ``__wrapped__``, the innermost function counts.
 
     Raises
     ------
     OSError, TypeError
-        When there is no source.
+        If the source is not available.
     """
     return _hash_of_source(inspect.unwrap(_function(found)))
 
 
-@cache  # each time that the runtime is switched on they are compared again
+@cache  # bodies are compared each time that the runtime is switched on
 def _hash_of_source(found: Callable[..., Any]) -> str:
     source = textwrap.dedent(inspect.getsource(found))
     (function,) = ast.parse(source).body
@@ -193,5 +192,5 @@ def _hash_of_source(found: Callable[..., Any]) -> str:
 
 
 def differences(seams: Iterable[Seam]) -> list[str]:
-    """Say in which ways the installed Dask differs from the one that is known."""
+    """Return all differences of the installed Dask from the known one."""
     return [found for seam in seams if (found := seam.difference()) is not None]

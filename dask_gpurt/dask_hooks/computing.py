@@ -1,4 +1,4 @@
-"""Tell on which scheduler the computation runs that is being planned."""
+"""Find out which scheduler the computation that is being planned will run on."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from distributed import Client
 
 __all__ = ["runs_locally"]
 
-#: The functions of Dask that choose a scheduler, plan, and compute, in this order; wrappers call them.
+#: Dask's functions that choose a scheduler, then plan, then compute. Unwrapped, since wrappers call them.
 _COMPUTING = frozenset(inspect.unwrap(function).__code__ for function in (compute, persist))
-#: The one that plans first, and hands the name of a scheduler on.
+#: The function that plans first, and passes the name of a scheduler on.
 _PERSISTING = inspect.unwrap(FrameBase.persist).__code__
 
 
 def runs_locally() -> bool:
-    """Tell whether this thread plans a computation for a scheduler of Dask's own in this process.
+    """Return whether this thread plans a computation for one of Dask's local schedulers.
 
-    ``compute(scheduler="threads")`` chooses one by an argument, of which neither expressions nor the
-    configuration know. The function that has it is on the stack of calls while it plans; of several, as where
-    planning computes something itself, the innermost one counts.
+    ``compute(scheduler="threads")`` chooses one by an argument that neither expressions nor the configuration
+    record. But the function is on the call stack while it plans. If there are several, as when planning
+    itself computes something, the innermost one counts.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -37,5 +37,5 @@ def runs_locally() -> bool:
 
 
 def _is_local(get: Any) -> bool:
-    """Tell whether the function that computes a graph is not that of a client."""
+    """Return whether a ``get`` function is a local scheduler's rather than a client's."""
     return get is not None and not isinstance(getattr(get, "__self__", None), Client)

@@ -1,4 +1,4 @@
-"""Show further pages on the dashboard of a scheduler that runs, in Dask's own frame."""
+"""Add pages to the dashboard of a running scheduler, in Dask's own template."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from distributed.dashboard.core import BokehApplication
 
 from dask_gpurt.dask_hooks.seams import DASHBOARD
 
-#: Fills a document: the scheduler, what Dask's templates need, and the document.
+#: Fills a document; takes the scheduler, the variables of Dask's templates, and the document.
 Page = Callable[[Any, Mapping[str, Any], Any], None]
 
 
 def add_pages(scheduler: Any, pages: Mapping[str, Page], menu: str) -> bool:
-    """Add pages to the dashboard of a scheduler; False where it shows none, or has them already.
+    """Add pages to the dashboard of a scheduler; return False if it has no dashboard, or the pages already.
 
-    Dask reads its list of pages once, as a scheduler is made, and that list is for all schedulers of a
-    process. So a second application with Dask's pages and these comes in front of the first one, which goes
-    on for the sessions that are open in it.
+    Dask reads its list of pages once, when a scheduler is created, and the list is shared by all schedulers
+    of a process. So this inserts a second application with Dask's pages and these in front of the first one,
+    which keeps serving its open sessions.
 
     Parameters
     ----------
     pages
-        By path; those under ``/individual-`` are listed by Dask's JupyterLab extension too.
+        The pages by path. Dask's JupyterLab extension also lists those under ``/individual-``.
     menu
-        The path of the one that has a place of its own in the menu, without the slash.
+        The path of the page with its own entry in the menu, without the slash.
 
     Raises
     ------
     UnsupportedError
-        When the dashboard is not built as it is known.
+        If Dask's dashboard differs from the known one.
     """
     DASHBOARD.require()
     http = getattr(scheduler, "http_application", None)
@@ -66,12 +66,12 @@ def _title(path: str) -> str:
 
 
 def fill(document: Any, root: Any, title: str, extra: Mapping[str, Any] | None) -> None:
-    """Put a model into a document, in Dask's theme.
+    """Add a model to a document, in Dask's theme.
 
     Parameters
     ----------
     extra
-        What Dask's templates need; None for a page without its menu, to be put into another.
+        The variables of Dask's templates; None for a page without a menu, to be embedded in another.
     """
     document.title = f"Dask: {title}"
     document.add_root(root)

@@ -1,4 +1,4 @@
-"""Name the expressions of dataframes, read them, and replace how they are lowered.
+"""Re-export and read dataframe expressions, and replace how they are lowered.
 
 dask-expr has no registry of shuffle methods: ``Shuffle._lower`` knows a fixed list of names, and so does
 ``Merge``. Replacements are put on the classes, for all clients of the process.
@@ -98,13 +98,13 @@ def defaults(kind: type) -> Mapping[str, Any]:
 
 
 def layer_of(expr: Any) -> dict[Any, Any]:
-    """Return the tasks of an expression that is lowered."""
+    """Return the tasks of a lowered expression."""
     layer: dict[Any, Any] = expr._layer()
     return layer
 
 
 def task_of(expr: Any, key: Any, index: int) -> Any:
-    """Return the task that makes a partition of a blockwise expression."""
+    """Return the task of a partition of a blockwise expression."""
     return expr._task(key, index)
 
 
@@ -113,7 +113,7 @@ def is_aligned(merge: Any, side: Any, on: Any) -> bool:
     return bool(merge._on_condition_already_partitioned(side, on))
 
 
-# ---- replacing how they are lowered ----------------------------------------------------------------
+# ---- replacing the lowering ------------------------------------------------------------------------
 
 
 def replace_lowering(
@@ -125,24 +125,24 @@ def replace_lowering(
     is_broadcast_join: Replacement,
     graph: Replacement,
 ) -> None:
-    """Replace how shuffles, reductions that shuffle and joins are lowered, and what their graphs are.
+    """Replace the lowering of shuffles, shuffling reductions and joins, and the graphs of expressions.
 
-    Each replacement is called as ``replacement(original, expr)``, and ends in ``original(expr)`` for whatever
-    it does not concern.
+    Each replacement is called as ``replacement(original, expr)``, and returns ``original(expr)`` for
+    expressions that it does not handle.
 
     Parameters
     ----------
     shuffle, reduction, merge
-        In the place of ``_lower`` of ``Shuffle``, ``ShuffleReduce`` and ``Merge``.
+        Replace ``_lower`` of ``Shuffle``, ``ShuffleReduce`` and ``Merge``.
     is_broadcast_join
-        In the place of the property of ``Merge``.
+        Replaces the property of ``Merge``.
     graph
-        In the place of ``__dask_graph__``, of all expressions.
+        Replaces ``__dask_graph__`` of all expressions.
 
     Raises
     ------
     UnsupportedError
-        When one of these is not as it is known.
+        If one of these differs from the known one.
     """
     patches.replace_all(
         {
@@ -158,19 +158,20 @@ def replace_lowering(
 def replace_default_method(
     patches: PatchSet, *, default_method: Replacement, preferring_order: Replacement
 ) -> None:
-    """Replace the choice of a shuffle method where none is set.
+    """Replace the choice of the default shuffle method.
 
     Parameters
     ----------
     default_method
-        Called as ``default_method(original)``, for the name of a method.
+        Called as ``default_method(original)``; returns the name of a method.
     preferring_order
-        Called as ``preferring_order(original, method)`` where Dask wants one that keeps the order of rows.
+        Called as ``preferring_order(original, method)`` where Dask prefers a method that keeps the order of
+        rows.
 
     Raises
     ------
     UnsupportedError
-        When one of the functions is not as it is known.
+        If one of the functions differs from the known one.
     """
     # Each module has its own reference to the function.
     default = [seam for seam in EXPRESSIONS.seams if seam.attribute == "get_default_shuffle_method"]
@@ -179,7 +180,7 @@ def replace_default_method(
 
 
 def default_shuffle_method() -> str:
-    """Return the method of shuffles for which none is set, with replacements."""
+    """Return the default shuffle method, considering replacements."""
     return str(vars(_shuffle)["get_default_shuffle_method"]())
 
 
@@ -189,33 +190,33 @@ def _seam(short: str) -> Seam:
 
 
 def _instead(replacement: Replacement) -> Wrap:
-    """Hand the original to a replacement as its first argument."""
+    """Pass the original to a replacement as its first argument."""
     return lambda original: partial(replacement, original)
 
 
 # ---- finding expressions ---------------------------------------------------------------------------
 
-#: Replaced only while chaos runs, so it is not among the seams that the runtime requires.
+#: Replaced only by chaos, so it is not among the seams that the runtime requires.
 _LOOKUP = Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",))
 
 
 def find_in_one_step() -> None:
-    """Make Dask find and hold equal expressions in one step, in this process and permanently.
+    """Make Dask's lookup of equal expressions atomic, permanently in this process.
 
-    Dask keeps one instance of equal expressions, by name, in a dictionary of weak references. It looks twice,
-    which is not safe where a scheduler and its client are threads of one process::
+    Dask keeps one instance of equal expressions, by name, in a dictionary of weak references. Its lookup
+    checks for the name and then reads it, a race if scheduler and client are threads of one process::
 
-        scheduler, unpickling a graph: is there an expression of this name? Yes.
-        client, which has sent it:     lets go of the last reference.
-        scheduler:                     KeyError; the graph is refused.
+        scheduler, unpickling a graph: the dictionary has an expression of this name.
+        client, which has sent it:     drops the last reference.
+        scheduler:                     KeyError; the graph is rejected.
 
-    The futures of that graph end in an error, and what is computed from them is cancelled: "lost
-    dependencies". A Dask whose method is not as it is known is left alone.
+    The futures of that graph fail, and dependent tasks are cancelled with "lost dependencies". A no-op if
+    Dask's method differs from the known one.
     """
     original: Any = SingletonExpr.__new__
     if _LOOKUP.difference() is not None or inspect.unwrap(original, stop=_finds_in_one_step) is _find_or_make:
         return
-    # Others that replace the method compare what they find with Dask's, which is under ours.
+    # Other replacements of the method compare the original's body, which they find through __wrapped__.
     _find_or_make.__wrapped__ = original  # type: ignore[attr-defined]
     SingletonExpr.__new__ = staticmethod(_find_or_make)  # type: ignore[method-assign]
 

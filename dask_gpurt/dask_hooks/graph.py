@@ -1,4 +1,4 @@
-"""Name the tasks that graphs consist of, and what Dask's tasks of dataframes call."""
+"""Re-export the task classes of graphs, and functions that Dask's dataframe tasks call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Add pages to the HTTP server of a scheduler that runs, and take them away again."""
+"""Add routes to the HTTP server of a running scheduler, and remove them."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from tornado.web import Application
 from dask_gpurt.dask_hooks.comparison import UnsupportedError
 from dask_gpurt.dask_hooks.seams import HTTP
 
-#: A page of Dask's own, by which the prefix of all its pages is known.
+#: A page of Dask, from which the common prefix of pages is derived.
 _KNOWN_PAGE = "/health"
 
 
 def serve(server: Any, module: str) -> Callable[[], None]:
-    """Serve the routes of a module on a scheduler that runs, at the prefix of its other pages.
+    """Serve the routes of a module on a running scheduler, under the prefix of its other pages.
 
-    Where it serves them since it started, as the setting ``distributed.scheduler.http.routes`` names the
-    module, nothing changes.
+    A no-op if the scheduler serves them already, because ``distributed.scheduler.http.routes`` lists the
+    module.
 
     Parameters
     ----------
     server
         Dask's scheduler.
     module
-        Has ``routes``, in the form of Dask's own modules: tuples of path, handler and keyword arguments.
+        The name of a module with ``routes`` in Dask's format: tuples of path, handler and keyword arguments.
 
     Returns
     -------
     function
-        Serves them no more.
+        Removes the routes.
 
     Raises
     ------
     UnsupportedError
-        When the server is not as it is known, or there is none.
+        If the HTTP server differs from the known one, or does not exist.
     """
     HTTP.require()
     if (application := getattr(server, "http_application", None)) is None:
@@ -53,14 +53,14 @@ def serve(server: Any, module: str) -> Callable[[], None]:
     application.add_application(ours)
 
     def remove() -> None:
-        with contextlib.suppress(ValueError):  # of a second call
+        with contextlib.suppress(ValueError):  # raised by a second call
             application.applications.remove(ours)
 
     return remove
 
 
 def _patterns(application: Application) -> list[str]:
-    """Return the paths that an application serves, as regular expressions without their end."""
+    """Return the paths that an application serves, as regular expressions without the final ``$``."""
     matchers = (rule.matcher for rule in application.wildcard_router.rules)
     return [
         matcher.regex.pattern.removesuffix("$") for matcher in matchers if isinstance(matcher, PathMatches)
@@ -68,4 +68,4 @@ def _patterns(application: Application) -> list[str]:
 
 
 def _nothing() -> None:
-    """Do nothing, since nothing was added."""
+    """Remove nothing, since nothing was added."""

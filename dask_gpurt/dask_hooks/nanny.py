@@ -1,4 +1,4 @@
-"""Start a nanny like one that there is."""
+"""Create a nanny with the same arguments as an existing one."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from distributed import Nanny
 from dask_gpurt.dask_hooks.comparison import UnsupportedError
 from dask_gpurt.dask_hooks.seams import NANNY
 
-#: Arguments that a nanny takes for itself and passes on to its worker.
+#: Arguments that a nanny uses itself and also passes to its worker.
 _FOR_BOTH = ("port", "interface", "protocol", "host")
 
 
 def require_free_address(nanny: Any) -> None:
-    """Make sure that there can be a nanny like this one.
+    """Check that a second nanny with the same arguments can start.
 
     Raises
     ------
     UnsupportedError
-        When nannies are not as they are known, or the worker's address is fixed: two can not have it.
+        If nannies differ from the known ones, or the worker's address is fixed.
     """
     NANNY.require()
     if nanny.contact_address or nanny._listen_address:
-        raise UnsupportedError("the address of the worker is fixed, which two can not have")
+        raise UnsupportedError("the address of the worker is fixed, and two workers cannot share it")
 
 
 def another_nanny(nanny: Any, number: int) -> Nanny:
-    """Make a nanny for the same scheduler, whose worker is started as the one of ``nanny`` is.
+    """Create a nanny for the same scheduler, whose worker is started like that of ``nanny``.
 
     Parameters
     ----------
     nanny
-        Which one to follow; it may be starting.
+        The nanny to copy; it may be starting.
     number
-        Told apart by this: a part of its name.
+        Distinguishes the new nanny; a suffix of its name.
 
     Returns
     -------
     Nanny
-        It is to be started.
+        Not started yet.
     """
     ports = nanny._given_worker_port
     worker = {name: value for name, value in nanny.worker_kwargs.items() if name not in _FOR_BOTH}
@@ -49,7 +49,7 @@ def another_nanny(nanny: Any, number: int) -> Nanny:
         nthreads=nanny.nthreads,
         memory_limit=nanny.memory_manager.memory_limit,
         local_directory=nanny._original_local_dir,
-        # One port can not be had twice, a range serves all of them.
+        # A fixed port is taken by the first worker; a range serves all workers.
         worker_port=0 if isinstance(ports, int) else ports,
         host=nanny._start_host,
         interface=nanny._interface,

@@ -1,17 +1,17 @@
-"""Replace parts of Dask, and restore them, also where other packages have replaced them too.
+"""Patch parts of Dask and restore them, even if other packages patch the same parts.
 
-Several packages may wrap one method. In any order of wrapping and restoring, each of them has to find the
-method as it left it, and no call may end in a wrapper whose package is gone::
+Several packages may wrap one method. In any order of wrapping and restoring, each package must find the
+method as it left it, and no call may reach a wrapper whose package has been switched off::
 
-    we wrap Dask's; another wraps ours; we restore; the other restores
-    ->  ours stays in place as we restore, since theirs calls it: from then on it passes calls on to Dask's
+    we wrap Dask's method; another package wraps ours; we restore; the other package restores
+    ->  our wrapper stays when we restore, since theirs calls it; from then on it only calls Dask's method
 
-A replacement that is on top is removed, and what was below comes back: an attribute of the instance if there
-was one, else none, so that the class is looked at again. Below may be a replacement of this package that was
-restored in the meantime and could not be removed then; it is removed too.
+The outermost replacement is removed and the previous value restored: an instance attribute if there was one,
+else none, so that lookup falls back to the class. If the previous value is a replacement of this package that
+was deactivated while it was wrapped, it is removed too.
 
-Several sets of one package may wrap the same method. Their layers decide which of them is called first, and
-not the order in which they are installed: a set that would wrap one of a higher layer is refused.
+Several sets of one package may wrap the same method. Their layers, not the order of installation, decide
+which is called first: wrapping a replacement of a higher layer raises.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from weakref import WeakKeyDictionary
 
 from dask_gpurt.dask_hooks.comparison import Seam, UnsupportedError
 
-#: A method of Dask's, bound or not, and what is called in its place.
+#: A method, bound or unbound, or its replacement.
 Method = Callable[..., Any]
-#: Makes a replacement of what it replaces.
+#: Takes the original and returns its replacement.
 Wrap = Callable[[Method], Method]
-#: Is told of a method by name, and why Dask's own was called in the place of the replacement.
+#: Called with the name of a method, and the reason why Dask's original was called instead of the replacement.
 FailureHandler = Callable[[str, str], None]
 
 _NOTHING: Any = object()
 
 
 class PatchOrderError(RuntimeError):
-    """A replacement would go over one that has to be called before it."""
+    """A replacement would wrap another one that must be called first."""
 
 
 class _Place(Protocol):
-    """Access a value where it is kept and can be replaced."""
+    """Access a value that can be replaced."""
 
     def read(self) -> Any:
-        """Return what is kept at this very place; ``_NOTHING`` if nothing is."""
+        """Return the value stored here, without inheritance; ``_NOTHING`` if there is none."""
 
     def write(self, value: Any) -> None:
-        """Keep something else; with ``_NOTHING`` nothing."""
+        """Store a value; ``_NOTHING`` deletes it."""
 
 
 class _Attribute:
@@ -65,7 +65,7 @@ class _Attribute:
 
 
 class _Item:
-    """Access an item of a mapping, such as a handler of a server."""
+    """Access an item of a mapping, such as a server's handler."""
 
     def __init__(self, mapping: MutableMapping[str, Any], key: str):
         self.mapping, self.key = mapping, key
@@ -81,7 +81,7 @@ class _Item:
 
 
 class _Class:
-    """Access the class of an instance that has slots, and no room for a method of its own."""
+    """Access the class of an instance whose slots leave no room for an instance method."""
 
     def __init__(self, owner: Any):
         self.owner = owner
@@ -94,22 +94,22 @@ class _Class:
 
 
 class _Property(property):
-    """Allow weak references to a property."""
+    """Support weak references to a property."""
 
 
 class _Static(staticmethod):  # type: ignore[type-arg]
-    """Allow weak references to a static method."""
+    """Support weak references to a static method."""
 
 
 class _Patch:
-    """Hold a value that was replaced.
+    """Record one replacement.
 
     Attributes
     ----------
     before, installed
-        What was at the place, and what is there now.
+        The previous value and the replacement.
     active
-        Whether calls still go to the replacement; else they are passed on.
+        Whether the replacement is called; if not, calls go to the original.
     """
 
     def __init__(self, place: _Place, layer: int):
@@ -125,12 +125,12 @@ class _Patch:
             patch = _patch_of(found)
             if patch is not None and patch.active and patch.layer > self.layer:
                 raise PatchOrderError(
-                    f"{found!r} is replaced in layer {patch.layer}, and can not be wrapped in {self.layer}"
+                    f"cannot wrap {found!r} in layer {self.layer}: layer {patch.layer} has replaced it"
                 )
             found = patch.before if patch is not None else getattr(found, "__wrapped__", _NOTHING)
 
     def function(self, original: Method, wrap: Wrap) -> Method:
-        """Make a function that is the replacement as long as this is active, else the original."""
+        """Return a function that calls the replacement while this patch is active, else the original."""
         ours = wrap(original)
 
         @wraps(original)
@@ -140,12 +140,12 @@ class _Patch:
         return installed
 
     def install(self, value: Any) -> None:
-        """Put a value at the place."""
+        """Store the replacement."""
         self.installed = value
         self.place.write(value)
 
     def restore(self) -> None:
-        """Restore the value before, unless a replacement of another package is on top or has removed ours."""
+        """Deactivate the replacement, and restore the previous value unless another package replaced ours."""
         self.active = False
         if self.place.read() is not self.installed:
             return
@@ -155,11 +155,11 @@ class _Patch:
         self.place.write(before)
 
 
-#: The replacements of this process, by what was made and installed for them.
+#: All replacements in this process, by the installed value.
 _patches: WeakKeyDictionary[Any, _Patch] = WeakKeyDictionary()
 
 
-#: The kinds of what is installed.
+#: The types of installed values.
 _KINDS = (FunctionType, cached_property, _Property, _Static, type)
 
 
@@ -168,13 +168,13 @@ def _patch_of(value: Any) -> _Patch | None:
 
 
 class PatchSet:
-    """Replace values, and restore all of them together.
+    """Patch several values and restore all of them together.
 
     Parameters
     ----------
     layer
-        Of several sets that replace the same thing, one with a higher layer is called before one with a lower
-        layer, and has to be installed after it.
+        If several sets replace the same value, the set with the higher layer is called first, and must be
+        installed last.
     """
 
     def __init__(self, layer: int = 0) -> None:
@@ -185,45 +185,44 @@ class PatchSet:
         return bool(self._patches)
 
     def replace(self, seam: Seam, wrap: Wrap, on: Any = None) -> None:
-        """Replace what a seam names.
+        """Replace the attribute that a seam names.
 
         Parameters
         ----------
         seam
-            A method, a function, a ``property`` that is only read, or a ``cached_property``.
+            A method, a function, a read-only ``property`` or a ``cached_property``.
         wrap
-            Makes the replacement of the original.
+            Takes the original and returns its replacement.
         on
-            The instance on which it is replaced; without one it is replaced for all, on its class or module.
+            The instance to patch. By default the class or module is patched.
 
         Raises
         ------
         UnsupportedError
-            When what is there is not as it is known; nothing is replaced.
+            If the attribute differs from the known one; nothing is replaced.
         PatchOrderError
-            When a set of a higher layer has replaced it.
+            If a set of a higher layer has replaced it.
         """
         self.replace_all({seam: wrap}, on)
 
     def replace_all(self, wraps: Mapping[Seam, Wrap], on: Any = None) -> None:
-        """Replace several things, each as :meth:`replace` does, or none of them."""
+        """Replace several attributes as :meth:`replace` does, or none of them if any differs."""
         if found := [difference for seam in wraps if (difference := seam.difference(on)) is not None]:
             raise UnsupportedError("; ".join(found))
         for seam, wrap in wraps.items():
             self.put(seam.owner() if on is None else on, seam.attribute, wrap)
 
     def put(self, owner: Any, name: str, wrap: Wrap) -> None:
-        """Replace an attribute, without a look at whether it is as it is known.
+        """Replace an attribute without comparing it with the known one.
 
         Parameters
         ----------
         owner
             An instance, a class or a module.
         name
-            Of a method, static or not, a function, a ``property`` that is only read or a ``cached_property``
-            of it.
+            A method, static method, function, read-only ``property`` or ``cached_property`` of the owner.
         wrap
-            Makes the replacement of the original.
+            Takes the original and returns its replacement.
         """
         patch = _Patch(_Attribute(owner, name), self._layer)
         if isinstance(patch.before, cached_property):
@@ -238,17 +237,17 @@ class PatchSet:
         self._install(patch, installed)
 
     def put_class(self, instance: Any, seam: Seam, wrap: Wrap) -> None:
-        """Replace a method of an instance that has slots: it gets a class of its own.
+        """Replace a method of an instance with slots by giving the instance a subclass of its own.
 
         Parameters
         ----------
         wrap
-            As in :meth:`replace`; functions get the instance as their first argument.
+            As in :meth:`replace`, but functions take the instance as their first argument.
 
         Raises
         ------
         UnsupportedError
-            When the method is not as it is known.
+            If the method differs from the known one.
         """
         if (difference := seam.difference(instance)) is not None:
             raise UnsupportedError(difference)
@@ -258,12 +257,12 @@ class PatchSet:
         self._install(patch, type(kind.__name__, (kind,), {"__slots__": (), seam.attribute: method}))
 
     def put_item(self, mapping: MutableMapping[str, Any], key: str, wrap: Wrap) -> None:
-        """Replace a function in a mapping, such as a handler of a server."""
+        """Replace a function in a mapping, such as a server's handler."""
         patch = _Patch(_Item(mapping, key), self._layer)
         self._install(patch, patch.function(mapping[key], wrap))
 
     def add_item(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
-        """Put an item into a mapping; an earlier item of the key is restored with the set."""
+        """Set an item of a mapping; restoring brings back the previous item, if any."""
         patch = _Patch(_Item(mapping, key), self._layer)
         patch.install(value)
         self._patches.append(patch)
@@ -274,18 +273,18 @@ class PatchSet:
         self._patches.append(patch)
 
     def restore(self) -> None:
-        """Restore all values, the last replacement first; a second call does nothing."""
+        """Restore all values, in reverse order. Idempotent."""
         while self._patches:
             self._patches.pop().restore()
 
 
 def guarded(name: str, ours: Method, original: Method, failed: FailureHandler) -> Method:
-    """Make a function that is ours, and where that raises Dask's.
+    """Return a function that calls ours, and falls back to Dask's original if ours raises.
 
     Parameters
     ----------
     name
-        By which ``failed`` is told of an exception.
+        Passed to ``failed`` with the exception.
     """
 
     @wraps(original)

@@ -1,8 +1,8 @@
-"""Read expressions for planning, and replace how they are made, optimised and described.
+"""Read expressions for planning, and replace how they are created, optimised and described.
 
-Dask has one instance of equal expressions for as long as that is referenced, and not beyond.
-The replacements see each expression when it is made, each optimisation, and the metadata of the operations
-that are most frequent. They are put on Dask's classes, for all clients of the process.
+Dask shares one instance of equal expressions as long as it is referenced. The replacements intercept the
+creation of each expression, each optimisation, and the metadata of the most frequent operations. They are
+installed on Dask's classes, for all clients of the process.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ _OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
 #: Operands that do not influence these facts.
 _OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
 
-#: The accessors of pandas. Others are of users, who may register another one by the same name.
+#: The accessors of pandas. Others are registered by users, who may replace one under the same name.
 _ACCESSORS = frozenset({"str", "dt", "cat", "list", "struct"})
 
-#: All options of pandas, by group. Asking for one by its name may warn that it is deprecated.
+#: All options of pandas, by group. Reading one through ``pd.get_option`` may warn that it is deprecated.
 _PANDAS_OPTIONS: dict[str, Any] = vars(pd.options).get("d", {})
 
-#: The operations whose metadata follow from their operands and from the metadata of their inputs alone, with
-#: the class that says how. An exact class is meant where a subclass may read more.
+#: The operations whose metadata depend only on their operands and the metadata of their inputs, by the method
+#: that computes them. The class must match exactly if subclasses may read more.
 _DESCRIBED: dict[str, Callable[[type], bool]] = {
     "Merge._meta": lambda kind: issubclass(kind, Merge),
     "Projection._meta": lambda kind: kind is Projection,
@@ -90,7 +90,7 @@ _DESCRIBED: dict[str, Callable[[type], bool]] = {
 
 
 def name_of(expr: Expr) -> str:
-    """Return the name of an expression: equal names, equal results."""
+    """Return the name of an expression. Expressions with equal names have equal results."""
     return str(expr._name)
 
 
@@ -103,41 +103,41 @@ def operands_of(expr: Expr) -> Iterator[Any]:
 
 
 def files_read(expr: Expr) -> dict[str, Any]:
-    """Return the operands of an expression that reads files by which it finds out about them."""
+    """Return the operands of a read that determine its facts about files."""
     given = zip(expr._parameters, expr.operands, strict=False)
     return {name: operand for name, operand in given if name not in _OF_FILES | _OF_COLUMNS}
 
 
 def known_of_files(expr: Expr) -> dict[str, Any] | None:
-    """Return the facts about files that an expression that reads them has cached; None without any."""
+    """Return the facts about files that a read has cached; None if it has none."""
     found: dict[str, Any] | None = expr.operand("_dataset_info_cache")
     return found
 
 
 def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
-    """Give an expression that reads files the facts that another one has collected."""
+    """Give a read the facts about files that another read has collected."""
     expr._dataset_info_cache = known
 
 
 def checksum_of_files(expr: Expr) -> str | None:
-    """Return the checksum of all files that an expression reads through fsspec; None where it reads none."""
+    """Return the checksum of all files that an expression reads through fsspec; None if it reads none."""
     if not isinstance(expr, parquet.ReadParquetFSSpec):
         return None
     return str(expr.checksum)
 
 
 def a_file_of(expr: Expr) -> tuple[AbstractFileSystem, str] | None:
-    """Return the file system and path of one file that such an expression reads; None without a file."""
+    """Return the file system and path of one file of a read; None if it has no files."""
     facts = expr._dataset_info
     files = facts["ds"].files
     return (facts["fs"], files[0]) if files else None
 
 
 def reads_more_than_operands(expr: Expr) -> bool:
-    """Tell whether the metadata of an expression may differ the next time, with the same name.
+    """Return whether the metadata of an expression may change although its name stays the same.
 
-    Without ``meta``, those of ``from_map`` are found by calling the function, as ``pandas.read_pickle``, on
-    what may be another file by then. An accessor is called by its name.
+    ``from_map`` without ``meta`` calls its function, such as ``pandas.read_pickle``, on a file that may have
+    changed. An accessor is looked up by its name, under which users may register another one.
     """
     if isinstance(expr, FromMap):
         return bool(expr.operand("user_meta") is FromMap._defaults["user_meta"])
@@ -145,7 +145,7 @@ def reads_more_than_operands(expr: Expr) -> bool:
 
 
 def is_shared(expr: Expr) -> bool:
-    """Return whether Dask makes one instance of equal expressions of this kind."""
+    """Return whether Dask shares one instance of equal expressions of this class."""
     return isinstance(expr, SingletonExpr)
 
 
@@ -155,7 +155,7 @@ def metadata(expr: Expr) -> Any:
 
 
 def deferred_values(operand: Any) -> list[Any] | None:
-    """Return the values of a ``Delayed`` that only wraps them, as ``isin`` has it; None for all else."""
+    """Return the values of a ``Delayed`` that only wraps them, as that of ``isin``; else None."""
     if not isinstance(operand, Delayed):
         return None
     tasks = dict(operand.dask).values()
@@ -164,32 +164,32 @@ def deferred_values(operand: Any) -> list[Any] | None:
 
 
 def is_method_name(operand: Any) -> bool:
-    """Return whether an operand is ``dask.utils.M.something``: a function by the name of a method."""
+    """Return whether an operand is ``dask.utils.M.something``, which calls a method by its name."""
     return type(operand) is methodcaller
 
 
 def is_computation(expr: Expr) -> bool:
-    """Return whether the result of an expression goes to the client, as that of ``compute`` does."""
+    """Return whether the result of an expression goes to the client, as with ``compute``."""
     return isinstance(expr, FinalizeCompute)
 
 
 def is_of_dataframes(plan: Expr) -> bool:
-    """Return whether a plan, or each one of a sequence, is of dataframes."""
+    """Return whether a plan, or each plan of a sequence, is of dataframes."""
     plans = plan.operands if isinstance(plan, _ExprSequence) else [plan]
     return all(isinstance(each, FrameExpr) for each in plans)
 
 
 def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """Change each expression of a plan, those that it is made of first.
+    """Rebuild a plan bottom up, with each expression replaced.
 
     Parameters
     ----------
     change
-        Returns what is put in the place of an expression, or the same one.
+        Takes an expression and returns its replacement, or the same expression.
     """
     changed: dict[str, Expr] = {}
     left = [plan]
-    while left:  # not by recursion: plans are deeper than Python's stack where Dask still computes them
+    while left:  # iterative: Dask computes plans that are too deep for Python's recursion limit
         expr = left[-1]
         needed = [each for each in _made_of(expr) if name_of(each) not in changed]
         if needed:
@@ -210,12 +210,12 @@ def _made_of(expr: Expr) -> Iterator[Expr]:
 
 
 def _is_group(operand: Any) -> bool:
-    """Return whether an operand is the list of operations that ``optimize()`` has fused."""
+    """Return whether an operand is a list of operations fused by ``optimize()``."""
     return isinstance(operand, list) and bool(operand) and isinstance(operand[0], Expr)
 
 
 def _with_changed(expr: Expr, changed: Mapping[str, Expr]) -> Expr:
-    """Return an expression of what is put in the place of its operands; the same one if that is the same."""
+    """Return an expression with its operands replaced; the same expression if none of them changed."""
     if all(name_of(changed[name_of(each)]) == name_of(each) for each in _made_of(expr)):
         return expr
     operands: list[Any] = []
@@ -230,15 +230,15 @@ def _with_changed(expr: Expr, changed: Mapping[str, Expr]) -> Expr:
 
 
 def with_operand(expr: Expr, parameter: str, value: Hashable) -> Expr:
-    """Return an expression with another value of a parameter; the same one where it has no such parameter."""
+    """Return an expression with another value of a parameter; unchanged if it has no such parameter."""
     other: Expr = expr.substitute_parameters({parameter: value})
     return other
 
 
 def with_seed(expr: Expr) -> Expr:
-    """Return a sample for quantiles with the seed that Dask takes for it; any other expression as it is.
+    """Return a sample for quantiles with its seed made explicit; any other expression unchanged.
 
-    Dask takes it from the names of the operands, and these are others once operations have been fused.
+    Dask derives the seed from the names of the operands, which fusing would change.
     """
     if type(expr) is not RepartitionQuantiles or expr.random_state is not None:
         return expr
@@ -246,7 +246,7 @@ def with_seed(expr: Expr) -> Expr:
 
 
 class _Broadcast(FrameExpr):
-    """Keep what all partitions of another expression need out of its tasks, while these are fused."""
+    """Hide a single partition that several others need, so that it is not fused into each of them."""
 
     _parameters = ["frame"]
 
@@ -260,11 +260,11 @@ class _Broadcast(FrameExpr):
 
 
 def fuse_blockwise(plan: Expr) -> Expr:
-    """Fuse the operations of a plan on one partition each, as ``optimize(fuse=True)`` does.
+    """Fuse the blockwise operations of a plan, as ``optimize(fuse=True)`` does.
 
-    Dask also fuses a single partition that several others need, as the small side of a join, with each of
-    them, depending on the order in which it comes to them. Here it is computed once, as without fusing: it
-    may take long, and may come out differently each time.
+    Depending on the order of traversal, Dask also fuses a single partition that several others need, such as
+    the small side of a join, into each of them. Here it is computed once, as without fusing, since it may be
+    slow or not deterministic.
     """
     fused: Expr = optimize_blockwise_fusion(rebuild(plan, _set_apart))
     return rebuild(fused, lambda expr: expr.frame if isinstance(expr, _Broadcast) else expr)
@@ -284,7 +284,7 @@ def _set_apart(expr: Expr) -> Expr:
 
 
 def keys_of(plan: Expr) -> list[Any]:
-    """Return the keys of the results of a plan, in lists of lists for a sequence."""
+    """Return the keys of a plan's results, as nested lists for a sequence."""
     keys: list[Any] = plan.__dask_keys__()
     return keys
 
@@ -296,10 +296,10 @@ def graph_of(plan: Expr) -> dict[Key, GraphNode]:
 
 
 def settings() -> tuple[str, ...]:
-    """Return the settings that influence planning; equal ones give equal plans and equal metadata.
+    """Return the settings that influence planning. Equal settings give equal plans and equal metadata.
 
-    Besides Dask's own, and pandas', these are those by which a shuffle method is chosen: with a ``scheduler``
-    of this process, or dask-cuda's ``explicit-comms``, shuffles stay with Dask.
+    In addition to settings of Dask and pandas, these include the choice of the shuffle method: with a local
+    ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles.
     """
     chosen = dask.config.config
     method = str(vars(_shuffle)["get_default_shuffle_method"]())
@@ -328,27 +328,27 @@ def replace_planning(
     look_at_files: Replacement,
     file_plans: int,
 ) -> None:
-    """Replace how expressions are made, optimised and described, and how files are looked at.
+    """Replace how expressions are created, optimised and described, and how facts about files are found.
 
     Parameters
     ----------
     made
-        Called as ``made(original, kind, *operands, **keywords)``, for the expression.
+        Called as ``made(original, kind, *operands, **keywords)``; returns the expression.
     optimise
-        Called as ``optimise(original, expr, stage)``, for the optimised expression.
+        Called as ``optimise(original, expr, stage)``; returns the optimised expression.
     describe
-        Called as ``describe(original, expr)``, for the metadata of a join, projection, filter, assignment or
-        groupby, which depend on nothing but operands and the metadata of the inputs.
+        Called as ``describe(original, expr)``; returns the metadata of a join, projection, filter, assignment
+        or groupby, which depend only on the operands and the metadata of the inputs.
     look_at_files
-        Called as ``look_at_files(original, expr)``, for the facts that a read of Parquet files through fsspec
-        needs.
+        Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files through
+        fsspec needs.
     file_plans
-        For how many sets of files and filters Dask keeps the statistics of their footers.
+        The number of sets of files and filters for which Dask caches footer statistics.
 
     Raises
     ------
     UnsupportedError
-        When one of these is not as it is known; nothing is replaced.
+        If one of these differs from the known one; nothing is replaced.
     """
     wraps: dict[Any, Wrap] = {
         PLANNING["__new__"]: lambda original: partial(made, original),

@@ -1,15 +1,15 @@
-"""Compute the cached properties of Dask's expressions without the lock that Python 3.11 holds meanwhile.
+"""Compute cached properties of Dask's expressions without the lock that Python 3.11 holds meanwhile.
 
-Before 3.12 ``functools.cached_property`` has one lock for all instances of a class. Where client and
-scheduler share a process, as with ``LocalCluster``, that is a deadlock of Dask's own::
+Before 3.12 ``functools.cached_property`` has one lock for all instances of a class. If client and scheduler
+share a process, as with ``LocalCluster``, Dask can deadlock::
 
-    the main thread asks a sort for its divisions: it takes the lock of ``divisions``, sends the scheduler
+    the main thread reads the ``divisions`` of a sort: it takes the lock of ``divisions``, sends the scheduler
         a graph that computes them, and waits for the result
-    the event loop gets the graph, and asks the expressions in it for their divisions
-    ->  it waits for the lock, and the main thread for the event loop
+    the event loop receives the graph, and reads the ``divisions`` of its expressions
+    ->  it waits for the lock, and the main thread waits for the event loop
 
-Python 3.12 has dropped the lock, and Dask runs there: two threads that ask at once both compute, and one of
-two equal values is kept.
+Python 3.12 has removed the lock: two threads that read a property at the same time both compute it, and one
+of the two equal values is kept.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dask_gpurt.dask_hooks.patch import PatchSet
 
 
 def drop_class_lock(patches: PatchSet) -> None:
-    """Compute cached properties of expressions without a lock, as Python 3.12 does; others keep theirs.
+    """Compute cached properties of expressions without a lock, as Python 3.12 does. A no-op on Python 3.12.
 
     Parameters
     ----------
     patches
-        Gives the lock back.
+        Restores the lock.
     """
     if sys.version_info < (3, 12):
         patches.put(cached_property, "__get__", _without_lock)

@@ -1,8 +1,8 @@
-"""Wrap the functions by which tasks of dataframes read and write files, and tell which begin with a read.
+"""Wrap the functions by which dataframe tasks read and write files, and find tasks that begin with a read.
 
-A function is wrapped when its module has been imported, by a worker that has got a task which calls it: no
-library is imported for this. Where possible, the functions that tasks refer to by name are left as they are,
-so that graphs made before and after are pickled as usual.
+A function is wrapped once its module has been imported, which a worker does when it receives a task that
+calls it. So this imports no library by itself. Functions that tasks refer to by name are left alone if
+possible, so that graphs are pickled as usual.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _EXPR = "dask.dataframe.dask_expr.io."
 
 
 class Reader(NamedTuple):
-    """Describe a function that reads, or writes.
+    """Describe a function that reads or writes files.
 
     Attributes
     ----------
     seam
-        What is wrapped.
+        The function to wrap.
     called_by
-        The functions and classes in tasks that begin by calling it, as ``module:name``: of a writer none.
+        The functions and classes in tasks that begin by calling it, as ``module:name``; empty for a writer.
     calls_users
-        Tells of a call, by its arguments, whether it calls code of users; that is not wrapped.
+        Returns whether a call with these arguments calls user code. Such calls are not wrapped.
     """
 
     seam: Seam
@@ -51,7 +51,7 @@ def _names_files(writer: Any, *_: Any, **__: Any) -> bool:
     return writer.name_function is not None
 
 
-#: Those of Dask are listed among its seams. Those of dask_cudf are compared when it has been imported.
+#: Dask's readers are listed in the seams too. Those of dask_cudf are compared once it has been imported.
 READERS = (
     Reader(READ_PARQUET, ("dask.dataframe.io.parquet.core:ParquetFunctionWrapper",)),
     Reader(WRITE_PARQUET, (), _names_files),  # for cudf too
@@ -73,14 +73,14 @@ READERS = (
 
 
 class Readers:
-    """Wrap readers in this process, as one set of replacements.
+    """Wrap the readers of this process, with one patch set.
 
     Parameters
     ----------
     wrap
-        Makes what is called in place of a reader.
+        Takes a reader and returns its replacement.
     failed
-        Is told of a reader that is not as it is known, once.
+        Called once for each reader that differs from the known one, with the difference.
     """
 
     def __init__(self, patches: PatchSet, wrap: Wrap, failed: Callable[[str], None]) -> None:
@@ -91,15 +91,15 @@ class Readers:
         self._names: set[str] = set()
 
     def begins_with_read(self, spec: Any) -> bool:
-        """Return whether the first function that a task calls is a reader; the task has no dependencies."""
+        """Return whether the first function that a task without dependencies calls is a reader."""
         self.look()
         return _begins(spec, self._names) is True
 
     def look(self) -> None:
-        """Wrap the readers whose modules have been imported meanwhile."""
+        """Wrap the readers whose modules have been imported since the last call."""
         for reader in list(self._left):
             module = sys.modules.get(reader.seam.name.partition(":")[0])
-            # Another thread may be in the middle of importing it.
+            # Another thread may still be importing the module; wrap it on the next call.
             if module is None or getattr(module.__spec__, "_initializing", False):
                 continue
             self._left.remove(reader)
@@ -112,7 +112,7 @@ class Readers:
 
 
 def _unless(calls_users: Callable[..., bool], wrap: Wrap) -> Wrap:
-    """Return a way to wrap a reader that leaves calls alone which call code of users."""
+    """Return a wrapper that bypasses the replacement for calls into user code."""
 
     def wrap_some(reader: Callable[..., Any]) -> Callable[..., Any]:
         wrapped = wrap(reader)
@@ -126,7 +126,7 @@ def _unless(calls_users: Callable[..., bool], wrap: Wrap) -> Wrap:
 
 
 def _begins(node: Any, names: Collection[str]) -> bool | None:
-    """Return whether the first function that a node calls is one of these; None where it calls none."""
+    """Return whether the first function that a node calls has one of the names; None if it calls none."""
     if not isinstance(node, Task):
         return None
     if node.has_subgraph():
@@ -142,13 +142,13 @@ def _begins(node: Any, names: Collection[str]) -> bool | None:
 
 
 def _name(function: Any) -> str | None:
-    """Return the module and the name of a function, or of the class of another callable; None without any."""
+    """Return ``module:name`` of a function, or of the class of another callable; None if it has none."""
     while isinstance(function, partial):
         function = function.func
     try:
         named = function if hasattr(function, "__qualname__") else type(function)
         return f"{named.__module__}:{named.__qualname__}"
-    # Methods of types that are built in have no module, and callables of users may raise anything. Readers
-    # have both names.
+    # Methods of built-in types have no module, and attributes of users' callables may raise anything. All
+    # readers have both names.
     except Exception:
         return None

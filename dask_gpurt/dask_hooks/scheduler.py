@@ -1,4 +1,4 @@
-"""Replace choices of Dask's scheduler on single instances, and reach what it keeps to itself."""
+"""Replace choices of Dask's scheduler on single instances, and access its private state."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from dask_gpurt.dask_hooks.types import SchedulerState, WorkerState
 
 
 class Unsuitable(Exception):
-    """Refuse a choice that Dask could not act on, in a replacement; Dask chooses instead."""
+    """Raised by a replacement whose choice Dask could not act on; Dask chooses instead."""
 
 
 class Overrides:
     """Replace choices of the scheduler.
 
-    Dask makes those that raise, and those whose method is not as it is known.
+    Dask makes the choice if a replacement raises, or if the method differs in this version of Dask.
 
     Parameters
     ----------
     failed
-        Is told of such a method by name, and why Dask chooses.
+        Called with the name of such a method and the reason.
 
     Attributes
     ----------
     originals
-        Dask's own methods by name, for replacements that ask them.
+        Dask's own methods by name, for replacements that delegate to them.
     """
 
     def __init__(self, failed: FailureHandler):
@@ -51,11 +51,11 @@ class Overrides:
         self._put(PLACEMENT, state, ours)
 
     def stealing(self, extension: Any, ours: Callable[[str], Method]) -> None:
-        """Replace the choice of a worker that takes a task from another; as :meth:`scheduler`."""
+        """Replace the choice of a worker that steals a task; see :meth:`scheduler`."""
         self._put(STEALING, extension, ours)
 
     def replicas(self, manager: Any, ours: Callable[[str], Method]) -> None:
-        """Replace the choices of the active memory manager; as :meth:`scheduler`."""
+        """Replace the choices of the active memory manager; see :meth:`scheduler`."""
         self._put(REPLICAS, manager, ours)
 
     def _put(self, part: SeamGroup, owner: Any, ours: Callable[[str], Method]) -> None:
@@ -67,61 +67,61 @@ class Overrides:
             except UnsupportedError as error:
                 self._failed(name, str(error))
             else:
-                assert original is not None  # else it would not have been as known
+                assert original is not None  # or the seam would have differed
                 self.originals[name] = original
 
     def guarded(self, name: str, ours: Method, original: Method) -> Method:
-        """Make a function that is ours, and where that raises Dask's."""
+        """Return a function that calls ours, and falls back to Dask's original if ours raises."""
         return guarded(name, ours, original, self._failed)
 
     def restore(self) -> None:
-        """Have Dask choose as shipped."""
+        """Restore Dask's own choices."""
         self._patches.restore()
 
 
 def require_load() -> None:
-    """Make sure that the load of workers can be read.
+    """Check that the load of workers can be read.
 
     Raises
     ------
     UnsupportedError
-        When it is not kept as it is known.
+        If Dask's state differs from the known one.
     """
     PLACEMENT_STATE.require()
 
 
 def require_replicas() -> None:
-    """Make sure that workers can be sent results, which the scheduler counts as replicas.
+    """Check that results can be sent to workers and counted as replicas.
 
     Raises
     ------
     UnsupportedError
-        When something that this needs is not as it is known.
+        If a required part of Dask differs from the known one.
     """
     RESULTS.require()
 
 
 def network_occupancy(ws: WorkerState) -> int:
-    """Return the bytes of inputs that a worker's tasks have still to fetch."""
+    """Return the bytes of inputs that a worker's tasks still have to fetch."""
     occupied: int = ws._network_occ  # type: ignore[attr-defined]
     return occupied
 
 
 def prefix_duration(state: SchedulerState, prefix: Any) -> float:
-    """Return the seconds that Dask expects a task with a prefix to take."""
+    """Return Dask's estimate of the duration of a prefix's tasks, in seconds."""
     return float(state._get_prefix_duration(prefix))  # type: ignore[attr-defined]
 
 
 def steal_interval_s(stealing: WorkStealing) -> float:
-    """Return the seconds between two rounds of work stealing."""
+    """Return the interval between two rounds of work stealing, in seconds."""
     return float(stealing._callback_time)
 
 
 def steal_requests(stealing: WorkStealing) -> int:
-    """Return how many tasks workers were asked to give up."""
+    """Return the number of steal requests so far."""
     return int(stealing._request_counter)
 
 
 def start_missing_workers(cluster: SpecCluster) -> None:
-    """Start the workers that a cluster should have and has not, and wait for that."""
+    """Start the workers that a cluster should have but lacks. Blocks until they have started."""
     cluster.sync(cluster._correct_state)

@@ -1,8 +1,8 @@
-"""List the private parts of Dask that are replaced or relied on, by the part of the runtime that needs them.
+"""List the private parts of Dask that the runtime replaces or relies on, by the part that needs them.
 
-``expr``, ``graph``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` import them, after a look at this
-list. :mod:`~dask_gpurt.dask_hooks.comparison` compares an entry with the installed Dask, and
-:mod:`~dask_gpurt.dask_hooks.support` all of them.
+:mod:`~dask_gpurt.dask_hooks.comparison` compares one entry with the installed Dask, and
+:mod:`~dask_gpurt.dask_hooks.support` all of them, before ``expr``, ``graph``, ``planning``, ``shuffle``,
+``worker`` and ``scheduler`` import the parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SCHEDULER = "distributed.scheduler:Scheduler."
 _STATE = "distributed.scheduler:SchedulerState."
 _MANAGER = "distributed.active_memory_manager:ActiveMemoryManagerExtension."
 
-#: Tasks as graphs have them, and what tasks of dataframes call.
+#: The task classes of graphs, and functions that tasks of dataframes call.
 GRAPHS = SeamGroup(
     "graphs",
     (
@@ -33,7 +33,7 @@ GRAPHS = SeamGroup(
         Seam("dask.dataframe.multi:merge_chunk", "lhs args result_meta kwargs"),
     ),
 )
-#: Runs of shuffles on the scheduler: replaced on its extension, or called there.
+#: Shuffle runs on the scheduler: methods of its extension that are replaced or called.
 SCHEDULER_SHUFFLES = SeamGroup(
     "shuffles on the scheduler",
     (
@@ -54,7 +54,7 @@ SCHEDULER_SHUFFLES = SeamGroup(
         Seam("distributed.shuffle._exceptions:P2PConsistencyError"),
     ),
 )
-#: The specs and tasks that others stand in for, and what calls runs on a worker.
+#: The specs and tasks that the runtime's own stand in for, and a worker's calls into runs.
 WORKER_SHUFFLES = SeamGroup(
     "shuffles on workers",
     (
@@ -97,7 +97,7 @@ WORKER_SHUFFLES = SeamGroup(
         Seam(_PLUGIN + "shuffle_receive", "self shuffle_id run_id data"),
     ),
 )
-#: A worker's work on tasks and data: replaced on the worker, or called there.
+#: Tasks and data on a worker: methods that are replaced or called.
 WORKER = SeamGroup(
     "tasks and data of workers",
     (
@@ -115,7 +115,7 @@ READ_PARQUET = Seam("dask.dataframe.io.parquet.core:ParquetFunctionWrapper.__cal
 WRITE_PARQUET = Seam(
     "dask.dataframe.io.parquet.core:ToParquetFunctionWrapper.__call__", "self df block_index"
 )
-#: The functions by which tasks read and write files, and how a task leaves its slot to another one.
+#: The functions by which tasks read and write files, and the means by which a task leaves its slot.
 READS = SeamGroup(
     "reads",
     (
@@ -145,7 +145,7 @@ READS = SeamGroup(
     ),
     without="a task that reads keeps its slot",
 )
-#: All that a client needs to make graphs. Other processes need not import it.
+#: Everything that a client needs to build graphs. Other processes need not import it.
 EXPRESSIONS = SeamGroup(
     "expressions",
     (
@@ -175,7 +175,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_collection:FrameBase.persist", "self fuse kwargs"),
     ),
 )
-#: The planning of a client: expressions, their metadata, plans, and the look at Parquet files.
+#: Planning on the client: expressions, their metadata, plans, and facts about Parquet files.
 PLANNING = SeamGroup(
     "planning",
     (
@@ -198,7 +198,7 @@ PLANNING = SeamGroup(
     ),
     without="each query is planned anew, and no tasks are fused, as with Dask",
 )
-#: The look-up of the run that a task belongs to.
+#: The lookup of a task's run.
 RUN_LOOKUP = SeamGroup(
     "run lookup",
     (
@@ -207,7 +207,7 @@ RUN_LOOKUP = SeamGroup(
     ),
     without="tasks ask the event loop for their run",
 )
-#: How a worker gets a result that it neither computes nor fetches, and tells more with the end of a task.
+#: Giving a worker results that it neither computes nor fetches, and metadata in its task-finished messages.
 RESULTS = SeamGroup(
     "results",
     (
@@ -222,7 +222,7 @@ RESULTS = SeamGroup(
     ),
     without="barriers and outputs of shuffles fetch the results that they need",
 )
-#: The choice of the worker to fetch from; the runtime has a copy of the body, with another order.
+#: The choice of the worker to fetch from. The runtime has a copy of the body with another order.
 REPLICA_CHOICE = SeamGroup(
     "replica choice",
     (
@@ -234,7 +234,7 @@ REPLICA_CHOICE = SeamGroup(
     ),
     without="dependencies are fetched from where Dask chooses",
 )
-#: The choice of the worker that runs a task. Each method that differs is left to Dask.
+#: The choice of the worker that runs a task. Methods that differ are left to Dask individually.
 PLACEMENT = SeamGroup(
     "placement",
     (
@@ -257,7 +257,7 @@ PLACEMENT_STATE = SeamGroup(
     ),
     without="Dask chooses workers",
 )
-#: The choice of the worker that takes a task from another.
+#: The choice of the worker that steals a task.
 STEALING = SeamGroup(
     "work stealing",
     (
@@ -268,7 +268,7 @@ STEALING = SeamGroup(
     ),
     without="Dask chooses which worker takes tasks from others",
 )
-#: The choices of the workers that get or drop a replica.
+#: The choices of the workers that receive or drop a replica.
 REPLICAS = SeamGroup(
     "active memory manager",
     (
@@ -277,7 +277,7 @@ REPLICAS = SeamGroup(
     ),
     without="Dask chooses which workers keep replicas",
 )
-#: The HTTP server of a scheduler that runs, which is given more pages.
+#: The HTTP server of a running scheduler, to which pages are added.
 HTTP = SeamGroup(
     "pages of the scheduler",
     (
@@ -285,9 +285,9 @@ HTTP = SeamGroup(
         Seam("distributed.http.routing:RoutingApplication.add_application", "self application"),
         Seam("distributed.node:ServerNode.start_http_server"),
     ),
-    without="the JSON API is there only where 'distributed.scheduler.http.routes' names it",
+    without="the JSON API is served only if 'distributed.scheduler.http.routes' lists its module",
 )
-#: The arguments of a nanny, so that another one is started in the same way.
+#: The arguments of a nanny, to start another one in the same way.
 NANNY = SeamGroup(
     "nannies",
     (
@@ -301,7 +301,7 @@ NANNY = SeamGroup(
     ),
     without="one worker runs where several were to share a GPU",
 )
-#: The pages of a scheduler's dashboard. Bokeh is imported where one of them is looked at.
+#: The pages of a scheduler's dashboard. Comparing one of them imports Bokeh.
 DASHBOARD = SeamGroup(
     "dashboard",
     (
@@ -317,6 +317,6 @@ DASHBOARD = SeamGroup(
 
 #: The groups that every process of a cluster needs; clients need EXPRESSIONS too.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
-#: The groups that are needed only where Dask's choices are replaced.
+#: The groups that are needed only if Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
 PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, RESULTS, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)

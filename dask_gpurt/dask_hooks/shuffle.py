@@ -1,4 +1,4 @@
-"""Name the parts of Dask's p2p shuffles, call them, and replace them on single instances."""
+"""Re-export, call and replace private parts of Dask's p2p shuffles."""
 
 from __future__ import annotations
 
@@ -68,27 +68,27 @@ def replace_on_extension(
     remove_worker: Wrap,
     valid_workers_downscaling: Wrap,
 ) -> None:
-    """Replace how the scheduler's shuffle extension makes runs; each wraps the method of its name.
+    """Replace methods of the scheduler's shuffle extension. Each argument wraps the method of its name.
 
     Parameters
     ----------
     retrieve_spec
-        ``(shuffle_id)``: the spec of a shuffle.
+        ``(shuffle_id)``: returns the spec of a shuffle.
     create
-        ``(shuffle_id, key, worker)``: a new run, when a task with ``key`` has asked for it.
+        ``(shuffle_id, key, worker)``: creates a run, requested by the task ``key``.
     calculate_worker_for
-        ``(spec)``: the owner of each output partition.
+        ``(spec)``: returns the owner of each output partition.
     restart_recommendations
-        ``(shuffle_id)``: the transitions that have a shuffle begin again.
+        ``(shuffle_id)``: returns the transitions that restart a shuffle.
     restart_shuffle
-        ``(shuffle_id, scheduler, *, stimulus_id)``: has it begin again.
+        ``(shuffle_id, scheduler, *, stimulus_id)``: restarts a shuffle.
     transition, remove_worker, valid_workers_downscaling
-        The hooks of its plugin: what tasks become, a worker that leaves, and which may be retired.
+        The hooks of the scheduler plugin for transitions, departed workers and retirement.
 
     Raises
     ------
     UnsupportedError
-        When one of the methods is not as it is known.
+        If one of the methods differs from the known one.
     """
     patches.replace_all(
         {
@@ -106,21 +106,22 @@ def replace_on_extension(
 
 
 def runs_of(extension: Any, shuffle_id: Any) -> Iterable[Any]:
-    """Return all runs of a shuffle that the scheduler knows, those that have ended included."""
+    """Return all runs of a shuffle that the scheduler knows, including those that have ended."""
     runs: Iterable[Any] = extension._shuffles.get(shuffle_id, ())
     return runs
 
 
 def set_restriction(extension: Any, task: SchedulerTask, worker: str) -> None:
-    """Restrict an output task to a worker, in the way that the extension takes back by itself."""
+    """Restrict an output task to a worker, such that the extension removes the restriction by itself."""
     extension._set_restriction(task, worker)
 
 
 def name_workers(scheduler: Any, task: Any) -> None:
-    """Restrict a task that may run on some hosts to the workers that are there.
+    """Replace a task's restriction to hosts by one to the workers on these hosts.
 
-    Dask runs a task that is restricted to hosts and to a worker on any of both. So an output would not stay
-    with its owner: it would be scheduled again on the host, sent to the owner, and so on, for ever.
+    Dask runs a task that is restricted to hosts and to a worker on the union of both. So an output would not
+    stay with its owner: it could be scheduled anywhere on the host, be sent back to the owner, and so on
+    forever.
     """
     if not task.host_restrictions:
         return
@@ -139,25 +140,25 @@ def _addresses(scheduler: Any, host: str) -> Iterable[str]:
 
 
 def restrict_again(extension: Any, task: SchedulerTask, worker: str | None) -> None:
-    """Restrict an output task to another worker; for None to none, other than its user has asked for."""
+    """Restrict an output task to another worker, or with None only as its user has."""
     extension._unset_restriction(task)
     if worker is not None:
         extension._set_restriction(task, worker)
 
 
 def restart(extension: Any, scheduler: Any, shuffle_id: Any, stimulus_id: str) -> None:
-    """Have a shuffle begin again."""
+    """Restart a shuffle."""
     extension._restart_shuffle(shuffle_id, scheduler, stimulus_id=stimulus_id)
 
 
 def end_run(extension: Any, run: Any, message: str, stimulus_id: str) -> None:
-    """End a run, on all workers with a message."""
+    """End a run; its tasks fail on all workers with a message."""
     extension._fail_on_workers(run, message)
     extension._clean_on_scheduler(run.id, stimulus_id)
 
 
 def restart_without(extension: Any, scheduler: Any, run: Any, message: str, stimulus_id: str) -> None:
-    """End a run on all workers with a message, and have its shuffle begin again from the start."""
+    """End a run on all workers with a message, and restart its shuffle."""
     end_run(extension, run, message, stimulus_id)
     restart(extension, scheduler, run.id, stimulus_id)
 
@@ -166,18 +167,18 @@ def restart_without(extension: Any, scheduler: Any, run: Any, message: str, stim
 
 
 def active_runs(plugin: Any) -> Mapping[Any, Any]:
-    """Return the runs that a worker's shuffle plugin takes part in, by shuffle; the live mapping."""
+    """Return the active runs of a worker's shuffle plugin, by shuffle. This is the live mapping."""
     runs: Mapping[Any, Any] = plugin.shuffle_runs._active_runs
     return runs
 
 
 def output_of(shuffle_id: Any, run_id: int, partition: int) -> Any:
-    """Return an output partition of a run, on the worker whose task calls."""
+    """Return an output partition of a run. Called by a task, on its worker."""
     return get_worker_plugin().get_output_partition(shuffle_id, run_id, partition)
 
 
 def replace_run_lookup(patches: PatchSet, plugin: Any, find: Wrap) -> None:
-    """Replace how a worker's tasks find their run.
+    """Replace the lookup of runs by a worker's tasks.
 
     Parameters
     ----------
@@ -188,7 +189,7 @@ def replace_run_lookup(patches: PatchSet, plugin: Any, find: Wrap) -> None:
     Raises
     ------
     UnsupportedError
-        When one of the two is not as it is known; then none is replaced.
+        If one of the two differs from the known one; then none is replaced.
     """
     patches.replace_all(dict.fromkeys(RUN_LOOKUP.seams, find), on=plugin)
 

@@ -1,4 +1,4 @@
-"""Decide whether the runtime can work with the installed Dask, and list what differs from what is known."""
+"""Decide whether the runtime supports the installed Dask, and list the differences."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import NamedTuple
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError, differences
 from dask_gpurt.dask_hooks.seams import EXPRESSIONS, PARTS, REQUIRED
 
-#: The versions of Dask that are known, and that the tests run with.
+#: The supported versions of Dask, with which the tests run.
 OLDEST, NEWEST = "2026.7.1", "2026.8.0"
 
 
 class State(StrEnum):
-    """Name how a seam compares with what is known of it."""
+    """The outcome of the comparison of a seam."""
 
     KNOWN = "as known"
     DIFFERS = "differs"
@@ -24,12 +24,12 @@ class State(StrEnum):
 
 
 class Row(NamedTuple):
-    """Hold a line of the table of seams."""
+    """Hold a row of the table of seams."""
 
     part: str
     name: str
     state: State
-    #: In which way it differs, and what happens then; empty if it does not.
+    #: The difference and its consequence; empty if there is none.
     difference: str
 
 
@@ -39,7 +39,7 @@ def table(unused: Collection[SeamGroup] = ()) -> list[Row]:
     Parameters
     ----------
     unused
-        Parts that nothing needs, as settings are; they are not looked at.
+        Parts that are not needed with the present settings; they are not compared.
     """
     return [row for part in PARTS for row in _rows(part, part in unused)]
 
@@ -54,12 +54,12 @@ def _rows(part: SeamGroup, unused: bool) -> Iterator[Row]:
 
 
 def why_unsupported(*, expressions: bool = False) -> str | None:
-    """Say why the runtime can not work in this process; None where it can.
+    """Return why the runtime cannot work in this process; None if it can.
 
     Parameters
     ----------
     expressions
-        Whether to look at Dask's expressions too, as a client needs to.
+        Check Dask's expressions too, which clients need.
     """
     if sys.platform != "linux":
         return f"the runtime works on Linux only, this is {sys.platform}: shuffles stay Dask's own"
@@ -69,18 +69,18 @@ def why_unsupported(*, expressions: bool = False) -> str | None:
         return None
     versions = (f"{package} {version(package)}" for package in ("dask", "distributed"))
     return (
-        f"{' and '.join(versions)} is not as the runtime knows it ({OLDEST} to {NEWEST}), so it stays off "
-        f"and shuffles stay Dask's own. What it would replace differs: {'; '.join(found)}"
+        f"{' and '.join(versions)} differ from the versions that the runtime supports ({OLDEST} to "
+        f"{NEWEST}), so it stays off and shuffles stay Dask's own. Different parts: {'; '.join(found)}"
     )
 
 
 def require(*, expressions: bool = False) -> None:
-    """Make sure that the runtime can work in this process; see :func:`why_unsupported`.
+    """Check that the runtime can work in this process; see :func:`why_unsupported`.
 
     Raises
     ------
     UnsupportedError
-        Where it can not, with the reason.
+        If it cannot, with the reason.
     """
     if (reason := why_unsupported(expressions=expressions)) is not None:
         raise UnsupportedError(reason)

@@ -1,8 +1,8 @@
-"""Declare the parts of Dask's workers and schedulers that are used, as protocols that mypy checks.
+"""Declare the used members of Dask's workers and schedulers as protocols that mypy checks.
 
-Each names the class of Dask that it is a part of; members that are not listed are not used. Attributes that
-are only read are properties, so that stand-ins may compute them. The functions at the end make mypy fail
-where Dask has another type for one of them.
+Each protocol names Dask's class and lists the members that the runtime uses. Read-only attributes are
+properties, so that test doubles may compute them. The functions at the end make mypy fail if a type in Dask
+differs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WorkerTask(Protocol):
     @property
     def run_id(self) -> int: ...
     @property
-    def metadata(self) -> dict[str, Any]: ...  # what the scheduler is told with the end of the task
+    def metadata(self) -> dict[str, Any]: ...  # sent to the scheduler with the end of the task
     @property
     def run_spec(self) -> Any: ...
     @property
@@ -48,7 +48,7 @@ class WorkerTask(Protocol):
     @property
     def startstops(self) -> Sequence[Any]: ...  # with "action", "start" and "stop", the latest last
     @property
-    def start_time(self) -> float | None: ...  # when it was handed over to a thread
+    def start_time(self) -> float | None: ...  # when it was submitted to a thread
     def get_nbytes(self) -> int: ...
 
 
@@ -64,9 +64,9 @@ class WorkerStateMachine(Protocol):
     @property
     def tasks(self) -> Mapping[Key, WorkerTask]: ...
     @property
-    def ready(self) -> Any: ...  # a heap of tasks: it takes Dask's own, and nothing that is like them
+    def ready(self) -> Any: ...  # a HeapSet of Dask's own TaskState, to which WorkerTask cannot be added
     @property
-    def data_needed(self) -> Any: ...  # the same by worker
+    def data_needed(self) -> Any: ...  # such a HeapSet for each worker
     @property
     def in_flight_workers(self) -> Mapping[str, AbstractSet[Key]]: ...
     @property
@@ -85,13 +85,13 @@ class MemoryManager(Protocol):
 
 
 class Monitor(Protocol):
-    """Type the figures of a process: ``distributed.system_monitor.SystemMonitor``."""
+    """Type the measurements of a process: ``distributed.system_monitor.SystemMonitor``."""
 
     def get_process_memory(self) -> int: ...
 
 
 class Stream(Protocol):
-    """Type a stream of messages, which are sent in order: ``distributed.batched.BatchedSend``."""
+    """Type an ordered stream of messages: ``distributed.batched.BatchedSend``."""
 
     interval: float
 
@@ -166,7 +166,7 @@ class TaskPrefix(Protocol):
 class TaskGroup(Protocol):
     """Type the tasks of one prefix in one graph: ``distributed.scheduler.TaskGroup``."""
 
-    last_worker: Any  # a worker of Dask's own, which is set too
+    last_worker: Any  # a WorkerState of Dask's own; it is also assigned
     last_worker_tasks_left: int
 
     @property
@@ -252,7 +252,7 @@ class WorkerState(Protocol):
 class SchedulerState(Protocol):
     """Type the tasks and workers of a cluster, and their transitions.
 
-    This is the part of ``distributed.Scheduler`` that has no server, so that simulations can have one.
+    This is the part of ``distributed.Scheduler`` without a server, so that simulations can provide it.
     """
 
     WORKER_SATURATION: float

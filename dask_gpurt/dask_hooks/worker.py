@@ -1,6 +1,6 @@
-"""Wrap the methods of a worker for tasks and data, and use its private parts.
+"""Wrap a worker's methods for tasks and data, and access its private parts.
 
-Each wrapper is put on one worker, by a set of replacements whose layer says which of several is called first.
+Wrappers are installed on one instance. The layers of their patch sets decide which is called first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
 
-#: The states of a server that takes part in nothing any more.
+#: The statuses of a server that is closing or closed.
 CLOSING = (Status.closing, Status.closed, Status.failed)
 
 
@@ -30,7 +30,7 @@ def wrap_execute(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
     Raises
     ------
     UnsupportedError
-        When it is not as it is known.
+        If it differs from the known one.
     """
     patches.replace(WORKER["execute"], wrap, on=worker)
 
@@ -38,7 +38,7 @@ def wrap_execute(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
 def wrap_data_access(
     patches: PatchSet, worker: WorkerServer, *, execute: Wrap, gather_dep: Wrap, get_data: Wrap
 ) -> None:
-    """Wrap all that reads or stores a worker's data, or nothing.
+    """Wrap everything that reads or stores a worker's data, or nothing if any of it differs.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def wrap_data_access(
     Raises
     ------
     UnsupportedError
-        When one of them is not as it is known.
+        If one of them differs from the known one.
     """
     if (difference := WORKER["get_data"].difference()) is not None:
         raise UnsupportedError(difference)
@@ -61,22 +61,22 @@ def wrap_data_access(
 
 
 def wrap_submit(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
-    """Wrap how tasks are handed over to the threads that they run on."""
+    """Wrap ``submit`` of the thread pool that runs tasks."""
     patches.put(worker.executors["default"], "submit", wrap)
 
 
 def widen_pool(worker: WorkerServer, by: int) -> Callable[[], None]:
-    """Add threads to the pool of a worker, beyond its slots; Dask hands over as many tasks as have slots.
+    """Add threads to a worker's pool beyond its slots. Dask still submits only as many tasks as it has slots.
 
     Returns
     -------
     Callable
-        Takes it back. Threads that are there stay.
+        Restores the size. Threads that have started remain.
 
     Raises
     ------
     UnsupportedError
-        When the worker's tasks run in a pool of another kind, or in one that another package has derived.
+        If the worker's tasks run in a pool of another class.
     """
     pool = worker.executors["default"]
     if type(pool) is not ThreadPoolExecutor:
@@ -95,15 +95,16 @@ def has_left_pool(worker: WorkerServer, thread: threading.Thread) -> bool:
 
 
 def leave_slot(worker: WorkerServer, key: Key) -> bool:
-    """Start the next ready task in the slot of a task that goes on; return whether that had a slot.
+    """Release the slot of a running task for the next ready one; return whether the task had a slot.
 
-    On the event loop. The scheduler may send one more task then. As when a task secedes, but its thread stays
-    in the pool, and the scheduler is not told how long it took so far: it would take that for its duration.
+    On the event loop. The scheduler may then send one more task. This resembles ``secede``, but the thread
+    stays in the pool, and the scheduler does not receive the time so far, which it would take for the task's
+    duration.
     """
     task = worker.state.tasks.get(key)
     if task is None or task.state != "executing":
         return False
-    duration = cast(float, None)  # which the scheduler knows: of a task that it has had cancelled meanwhile
+    duration = cast(float, None)  # the scheduler accepts None, as for a task that was cancelled meanwhile
     worker.handle_stimulus(
         SecedeEvent(key=key, compute_duration=duration, stimulus_id=f"gpurt-read-{time()}")
     )
@@ -111,44 +112,45 @@ def leave_slot(worker: WorkerServer, key: Key) -> bool:
 
 
 def put_results(worker: WorkerServer, results: Mapping[Key, object]) -> None:
-    """Store results that the scheduler has sent, and counts as replicas of this worker. On the event loop."""
+    """Store results that the scheduler has sent, and counts as this worker's replicas. On the event loop."""
     tasks, stimulus_id = worker.state.tasks, f"gpurt-results-{time()}"
     states = {key: "released" if (task := tasks.get(key)) is None else task.state for key in results}
     new = {key: value for key, value in results.items() if states[key] == "released"}
     if new:
         worker.handle_stimulus(UpdateDataEvent(data=new, stimulus_id=stimulus_id))
     for key, state in states.items():
-        # A fetch or computation under way goes on and is reported at its end; until then the key is not here.
+        # The key is being fetched or computed. That continues and reports the replica at its end; until then
+        # withdraw the replica.
         if state not in ("released", "memory"):
             worker.batched_stream.send({"op": "release-worker-data", "key": key, "stimulus_id": stimulus_id})
 
 
 def wrap_replica_choice(patches: PatchSet, state: WorkerStateMachine, wrap: Wrap) -> None:
-    """Wrap ``(state)``, which yields the workers that are fetched from next, each with the tasks it has.
+    """Wrap ``(state)``, which yields the workers to fetch from next, each with its tasks.
 
     Raises
     ------
     UnsupportedError
-        When it, or its body, is not as it is known.
+        If its signature or body differs from the known one.
     """
     patches.put_class(state, REPLICA_CHOICE["_select_workers_for_gather"], wrap)
 
 
 def replace_data(worker: WorkerServer, data: MutableMapping[Key, object]) -> None:
-    """Replace the mapping of a worker's data, everywhere that refers to it."""
+    """Replace the mapping of a worker's data in all places that refer to it."""
     worker.memory_manager.data = worker.state.data = data
 
 
 def call_soon(server: Any, function: Callable[..., Any], *args: Any) -> None:
-    """Run a coroutine function on a server's loop; cancelled when the server closes."""
+    """Run a coroutine function on a server's loop. It is cancelled when the server closes."""
     server._ongoing_background_tasks.call_soon(function, *args)
 
 
 def is_finalizing(server: Any) -> bool:
-    """Return whether the interpreter is shutting down, as a server sees it."""
+    """Return whether the interpreter is shutting down, according to a server."""
     return cast(bool, server._is_finalizing())
 
 
 def is_closing(server: Any) -> bool:
-    """Return whether a server ends, by itself or with its interpreter."""
+    """Return whether a server is closing, or its interpreter is shutting down."""
     return is_finalizing(server) or server.status in CLOSING

@@ -1,4 +1,4 @@
-"""Decide what runs beside what on one GPU, and make it so."""
+"""Decide which work overlaps on one GPU, and enforce the decision through stream priorities and caps."""
 
 from dask_gpurt.overlap.interposer import Interposer, NotLoadedError
 from dask_gpurt.overlap.occupancy import CapError, Caps, DeviceLimits, Residency

@@ -1,4 +1,4 @@
-"""Confine the compute of this process, and set the priority of its communication, as a setting says."""
+"""Apply settings: confine the compute of this process, and set the priority of its communication."""
 
 from __future__ import annotations
 
@@ -12,44 +12,44 @@ from dask_gpurt.device import Device, SmContexts, SmsError
 from dask_gpurt.overlap.occupancy import Caps, Residency
 from dask_gpurt.overlap.samples import OFF, PRIORITY, Setting
 
-#: Residency caps worth trying, in blocks on an SM: those that were measured, and a mild one.
+#: Residency caps worth trying, in blocks per SM: the measured ones, and a mild one.
 CAPS_BLOCKS = (8, 6, 4)
-#: Blocks of a kernel that fit on an SM in most cases: 2048 threads in blocks of 128.
+#: The usual number of blocks of a kernel on an SM: 2048 threads in blocks of 128.
 USUAL_BLOCKS = 16
-#: The share of its speed that a step keeps at worst without priority: compute and communication then run one
-#: after the other, which takes at most twice as long as both together.
+#: The fraction of its speed that a step keeps at worst without priority. At worst compute and communication
+#: run one after the other, which takes at most twice as long as both together.
 SERIAL_SPEED_SHARE = 0.5
 
 T = TypeVar("T")
 
 
 class UnfitSetting(ValueError):
-    """Refuse a setting that this process can not be confined to; the message says why."""
+    """A setting is not possible in this process; the message says why."""
 
 
 class Actuator(Protocol):
     """Set how compute and communication of this process share the device."""
 
     def settings(self) -> Mapping[Setting, float]:
-        """Return the settings worth trying, each with the share of its speed that a step keeps at worst."""
+        """Return the settings worth trying, with the fraction of its speed that a step keeps at worst."""
         ...
 
     def apply(self, setting: Setting) -> None:
-        """Apply a setting to everything that is launched from now on.
+        """Apply a setting to all later launches.
 
         Raises
         ------
         ValueError
-            When that is not possible; the message says why.
+            If the setting is not possible; the message says why.
         """
         ...
 
     def clear(self) -> None:
-        """Confine nothing, and let communication come first."""
+        """Stop confining compute, and give communication the higher priority."""
         ...
 
     def counters(self) -> Mapping[str, int]:
-        """Count what was done to launches."""
+        """Return counts of launches by what was done to them."""
         ...
 
 
@@ -66,12 +66,12 @@ class ResidencyCaps:
         self._residency = residency
 
     def settings(self) -> Mapping[Setting, float]:
-        # The throughput of a kernel is concave in its residency, so a cap costs no more than its share.
+        # The throughput of a kernel is concave in its residency, so the speed drops at most in proportion.
         return {Setting(residency=cap): cap / USUAL_BLOCKS for cap in CAPS_BLOCKS}
 
     def apply(self, setting: Setting) -> None:
         if setting.sms is not None:
-            raise UnfitSetting(f"caps confine nothing to SMs, so {setting} is not possible")
+            raise UnfitSetting(f"residency caps cannot confine compute to SMs, so {setting} is not possible")
         self._residency.apply(Caps(setting.residency))
 
     def clear(self) -> None:
@@ -82,17 +82,17 @@ class ResidencyCaps:
 
 
 class SmShare:
-    """Confine compute to some of the SMs, on the threads that it is launched from.
+    """Confine compute to some of the SMs, by the context of the launching thread.
 
     Parameters
     ----------
     contexts
         The contexts of the device.
     failed
-        Called with the reason when a thread could not be confined and went on as it was.
+        Called with the reason if a task could not be confined and ran unconfined.
     offered
-        Numbers of SMs that may be tried. Empty by default: code that makes the usual context current in a
-        confined task, such as UDFs that numba compiles, fails there or is not ordered.
+        The numbers of SMs that may be tried. Empty by default: code that makes the usual context current in
+        a confined task, such as UDFs compiled by numba, fails or is not ordered with the task.
     """
 
     def __init__(self, contexts: SmContexts, failed: Callable[[str], None], offered: Sequence[int] = ()):
@@ -104,12 +104,12 @@ class SmShare:
         self._entered = 0
 
     def settings(self) -> Mapping[Setting, float]:
-        # At worst a kernel is one wave of blocks, of which a few have to wait for another one.
+        # At worst a kernel is a single wave of blocks, and with fewer SMs a few of them need a second wave.
         return {Setting(sms=sms): sms / self._contexts.total / 2 for sms in self._offered}
 
     def apply(self, setting: Setting) -> None:
         if setting.residency is not None:
-            raise UnfitSetting(f"contexts cap no residency, so {setting} is not possible")
+            raise UnfitSetting(f"contexts cannot cap residency, so {setting} is not possible")
         if setting.sms is not None:
             self._check(setting.sms)
         self._sms = setting.sms
@@ -119,8 +119,8 @@ class SmShare:
         if not 0 < sms < total or (total - sms) % unit:
             nearest = max(total % unit or unit, total - max(1, round((total - sms) / unit)) * unit)
             raise UnfitSetting(
-                f"compute can not be confined to {sms} of {total} SMs: they are taken from it {unit} at a "
-                f"time; the nearest number is {nearest}"
+                f"compute cannot be confined to {sms} of {total} SMs: SMs are taken from it in units of "
+                f"{unit}; the nearest possible number is {nearest}"
             )
 
     def clear(self) -> None:
@@ -130,7 +130,7 @@ class SmShare:
         return {"confined to SMs": self._entered}
 
     def run(self, function: Callable[..., T], *args: Any, **arguments: Any) -> T:
-        """Call a function on this thread, confined to the setting that is applied when it begins."""
+        """Call a function on this thread, confined by the setting that is applied when it starts."""
         with ExitStack() as stack:
             if (sms := self._sms) is not None:
                 try:
@@ -143,12 +143,12 @@ class SmShare:
 
 
 class StreamPriority:
-    """Set whether communication has the higher priority on its streams.
+    """Set whether the streams of communication have the higher priority.
 
     Parameters
     ----------
     device
-        The device of the streams; it has to be able to change the priority of one.
+        The device of the streams. It must support changing the priority of a stream.
     """
 
     def __init__(self, device: Device):
@@ -170,12 +170,12 @@ class StreamPriority:
 
 
 class CompositeActuator:
-    """Combine several actuators, each for its part of a setting.
+    """Combine several actuators, each for one part of a setting.
 
     Parameters
     ----------
     caps, share, priority
-        The actuators of residency, of SMs and of priority; None where one is not possible.
+        The actuators of residency, SMs and priority; None for each that is not possible.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class CompositeActuator:
             elif actuator is not None:
                 actuator.apply(part)
             elif part != PRIORITY:
-                raise UnfitSetting(f"{part} is not possible here: nothing sets it")
+                raise UnfitSetting(f"{part} is not possible here: there is no actuator for it")
 
     def clear(self) -> None:
         for actuator in self._all():

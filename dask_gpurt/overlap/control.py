@@ -15,28 +15,28 @@ from dask_gpurt.overlap.actuators import Actuator
 from dask_gpurt.overlap.governor import Decision, Policy
 from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 
-#: Shorter tasks, in seconds, are not taken as samples of the speed of their kernel.
+#: Shorter tasks are not samples of the speed of their kernel, in seconds.
 SHORT_TASK_S = 0.002
-#: A task counts as alone if at most this share of its time was beside runs.
+#: A task counts as solo if it overlapped with runs for at most this fraction of its time.
 SOLO_OVERLAP_SHARE = 0.02
 
 
 @dataclass
 class _MeasuredTask:
-    """Hold a running task, with the readings when it began."""
+    """Hold a running task, with the readings at its start."""
 
     kernel: str
     work: float
     began: float
     flown: float
     setting: Setting = PRIORITY
-    #: False once something has made its time useless as a measurement.
+    #: False once something has invalidated its time as a measurement.
     steady: bool = True
 
 
 @dataclass
 class _Step:
-    """Hold the current step: the readings when it began, and the tasks that ran since."""
+    """Hold the current step: the readings at its start, and the tasks that have run since."""
 
     idle: float
     moved: float
@@ -44,25 +44,25 @@ class _Step:
     steady: bool = True
 
     def add(self, task: _MeasuredTask, seconds: float) -> None:
-        """Add a task that has ended, and that communication was beside."""
+        """Add a finished task that overlapped with communication."""
         before = self.ran.get(task.kernel, OverlapSample(0.0, 0.0, task.setting))
         self.ran[task.kernel] = OverlapSample(before.work + task.work, before.seconds + seconds, task.setting)
         self.steady &= task.steady and before.setting == task.setting
 
 
 class Control:
-    """Control the tasks of one worker beside its runs. Not thread-safe: it is used on the event loop.
+    """Control the tasks of one worker while runs are in flight. Not thread-safe; used on the event loop.
 
     Parameters
     ----------
     policy
         Chooses the setting of each kernel, and learns from samples.
     actuator
-        Applies settings; without one everything is only measured.
+        Applies settings; None to only measure.
     progress
         Returns the bytes that communication has moved so far.
     clock
-        Returns seconds.
+        Returns the time in seconds.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class Control:
         self._tasks: dict[Hashable, _MeasuredTask] = {}
         self._runs = self._pulls = 0
         self._applied = PRIORITY
-        #: Seconds in which something was in flight, and those of them in which no task ran, until the clock
-        #: was last read.
+        #: Seconds with communication in flight, and the part of them without a running task, as of the last
+        #: reading of the clock.
         self._flown = self._idle = 0.0
         self._looked = clock()
         self._step = _Step(0.0, progress())
-        #: Whether the step is over as soon as no task runs.
+        #: Whether the step ends as soon as no task is running.
         self._over = False
 
     # ---- events -------------------------------------------------------------------------
 
     def in_flight(self, runs: int, pulls: int) -> None:
-        """Take the numbers of runs that publish shards and of shards that are being pulled."""
+        """Update the number of runs that publish shards, and of shards that are being pulled."""
         self._look()
         before = self._flying
-        # A run that begins during another one ends a step too: there may be one at any time.
+        # A run that begins during another one ends the step too, since some run may be active at all times.
         self._over |= runs > self._runs
         self._runs, self._pulls = runs, pulls
         self._end_step()
@@ -107,18 +107,18 @@ class Control:
         self._settle()
 
     def begins(self, key: Hashable, kernel: str, work: float) -> None:
-        """Take the begin of a task.
+        """Note that a task begins.
 
         Parameters
         ----------
         kernel
             The kernel that it runs, or the task prefix that stands for it.
         work
-            Its amount of work, above 0, in any unit that is the same for all tasks of the kernel.
+            Its amount of work, greater than 0, in a unit common to all tasks of the kernel.
         """
         self._look()
         task = _MeasuredTask(kernel, work, self._looked, self._flown)
-        if self._tasks:  # the time of a task beside another one is that of both
+        if self._tasks:  # concurrent tasks slow each other down, so their times are no measurements
             for other in (task, *self._tasks.values()):
                 other.steady = False
         self._tasks[key] = task
@@ -127,7 +127,7 @@ class Control:
         self._settle()
 
     def ends(self, key: Hashable, *, done: bool = True) -> None:
-        """Take the end of a task; ``done`` tells whether it succeeded."""
+        """Note that a task ends; ``done`` is whether it succeeded."""
         self._look()
         if (task := self._tasks.pop(key, None)) is not None:
             self._measure(task, done)
@@ -135,7 +135,7 @@ class Control:
         self._settle()
 
     def close(self) -> None:
-        """End all tasks and runs, and confine nothing from now on."""
+        """End all tasks and runs, and stop confining."""
         self._look()
         self._tasks.clear()
         self._runs = self._pulls = 0
@@ -172,7 +172,7 @@ class Control:
                 recording.mark("overlap", kernel=kernel, decided=str(decision.setting), why=decision.why)
 
     def _settle(self) -> None:
-        """Apply the setting that all running tasks agree on, or priority only."""
+        """Apply the setting of the running tasks if they agree, else priority only."""
         wanted = {task.setting for task in self._tasks.values()} if self._flying else set()
         self._apply(wanted.pop() if len(wanted) == 1 else PRIORITY)
         for task in self._tasks.values():
@@ -203,7 +203,7 @@ class Control:
             self._tell(self._policy.learn(SoloSample(task.kernel, task.work, seconds)))
 
     def _end_step(self) -> None:
-        """Finish the step if it is over, unless tasks of it still run."""
+        """Finish the step if it is over, unless its tasks are still running."""
         if not self._over or (self._tasks and self._step.steady):
             return
         began, self._over = self._step, False
@@ -217,5 +217,5 @@ class Control:
     def _tell(self, forgotten: str | None) -> None:
         """Note the kernels whose statistics were dropped."""
         if forgotten is not None:
-            self._decisions.note(forgotten, "forgotten", "it is not what it was before")
+            self._decisions.note(forgotten, "forgotten", "its measurements have changed")
             self._metrics.add("overlap.forgotten")

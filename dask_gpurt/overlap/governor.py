@@ -1,16 +1,15 @@
-"""Choose the setting that a kernel runs under beside communication, from measurements. Pure.
+"""Choose the setting for each kernel while communication is in flight, from measurements. Pure.
 
-A setting is an arm of a multi-armed bandit. Its cost is the time that the last steps would have taken under
-it (``statistics``), estimated within an interval. The setting with the best worst case is used. Settings
-that may still be better take turns with it, a step each, until they can not be better any more (successive
-elimination: E. Even-Dar, S. Mannor, Y. Mansour, Journal of Machine Learning Research 7, 2006). A trial is
-made only while the time lost by all trials, and the most that this one may lose, stay within a small share
-of the time so far (Y. Wu, R. Shariff, T. Lattimore, C. Szepesvári, Conservative Bandits, ICML 2016,
-arXiv:1602.04282).
+Settings are the arms of a multi-armed bandit. The cost of a setting is the time that the last steps would
+have taken under it (``statistics``), with a confidence interval. The setting with the best worst case is
+used. Settings that may still be better take turns with it, one step each, until they cannot be better any
+more (successive elimination: E. Even-Dar, S. Mannor, Y. Mansour, Journal of Machine Learning Research 7,
+2006). A trial only runs while the time lost by all trials plus the most that this one may lose stays within a
+small fraction of the time so far (Y. Wu, R. Shariff, T. Lattimore, C. Szepesvári, Conservative Bandits, ICML
+2016, arXiv:1602.04282).
 
-The turn follows from the number of the step, and one kernel is tried at a time. So workers that take part
-in the same runs mostly try the same at once. They decide from the average of their statistics, as far as
-these have been exchanged.
+The turn depends on the number of the step, and one kernel is tried at a time. So workers of the same runs
+mostly try the same setting at the same time. They decide from the last exchanged average.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from zlib import crc32
 from dask_gpurt.overlap.samples import PRIORITY, Setting, SoloSample, StepSample
 from dask_gpurt.overlap.statistics import Costs, KernelStatistics, OverlapStatistics, overlaid
 
-#: The share of the time that trials may lose. Half of the promised 1 %, since losses are estimates.
+#: The fraction of the time that trials may lose. Half of the promised 1 %, since losses are estimates.
 TRIAL_BUDGET_SHARE = 0.005
-#: A setting that can not be better by more than this share is not worth trying.
+#: A setting that cannot be better by more than this fraction is not worth trying.
 INDIFFERENCE_SHARE = 0.01
 #: Steps with priority only before another setting is tried.
 MIN_STEPS = 3
-#: A kernel with less than this share of all compute is not tried under other settings.
+#: A kernel with less than this fraction of all compute is not tried under other settings.
 MINOR_KERNEL_SHARE = 0.1
-#: The share of its speed that a step keeps at worst where no actuator states it: measurements alone count.
+#: The fraction of its speed that a step keeps at worst if no actuator states it, so only measurements count.
 UNKNOWN_SPEED_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Hold a setting, and why it was chosen."""
+    """Hold a setting and the reason for it."""
 
     setting: Setting
     why: str
@@ -56,25 +55,25 @@ class Policy(Protocol):
     """Choose settings, and learn from samples."""
 
     def choose(self, kernel: str) -> Decision:
-        """Return the setting for a kernel beside communication; it stays the same for a whole step."""
+        """Return the setting for a kernel while communication is in flight; constant during a step."""
         ...
 
     def learn(self, alone: SoloSample) -> str | None:
-        """Take a task without communication; return its kernel if that has changed, and so was forgotten."""
+        """Learn from a task without communication; return its kernel if its statistics were dropped."""
         ...
 
     def learn_step(self, step: StepSample) -> str | None:
-        """Take the step that ends here; return the kernels that have changed, and so were forgotten."""
+        """Learn from a finished step; return the kernels whose statistics were dropped, as text."""
         ...
 
 
 class Fixed:
-    """Choose the same setting always.
+    """Always choose the same setting.
 
     Parameters
     ----------
     setting
-        The one that is chosen.
+        The setting to choose.
     """
 
     def __init__(self, setting: Setting):
@@ -96,12 +95,12 @@ class Governor:
     Parameters
     ----------
     candidates
-        The settings to choose from besides priority only, and for each the share of its speed that a
-        step keeps under it at worst, above 0 and at most 1.
+        The settings other than priority only, each with the fraction of its speed that a step keeps at worst,
+        greater than 0 and at most 1.
     known
-        Statistics from before.
+        Earlier statistics.
     budget
-        The share of the time that trials may lose.
+        The fraction of the time that trials may lose.
     """
 
     def __init__(
@@ -113,32 +112,32 @@ class Governor:
         self.known = known or OverlapStatistics()
         self.budget = budget
         self.candidates = {PRIORITY: 1.0, **candidates}
-        #: Seconds so far, and those of them that trials have lost.
+        #: The time so far, and the time lost by trials, in seconds.
         self.elapsed = self.lost = 0.0
         self._turn = 0
         self._decisions: dict[str, Decision] = {}
         self._agreed: OverlapStatistics | None = None
         self._basis: OverlapStatistics | None = None
-        #: The kernel with a trial in this step, and the costs that are expected without it.
+        #: The kernel on trial in this step, and its expected costs without the trial.
         self._trial: tuple[str, Costs] | None = None
 
     def choose(self, kernel: str) -> Decision:
-        """Return the setting for a kernel beside communication; it stays the same for a whole step."""
+        """Return the setting for a kernel while communication is in flight; constant during a step."""
         if kernel not in self._decisions:
             self._decisions[kernel] = self._decide(kernel)
         return self._decisions[kernel]
 
     def learn(self, alone: SoloSample) -> str | None:
-        """Take a task without communication; return its kernel if that has changed, and so was forgotten."""
+        """Learn from a task without communication; return its kernel if its statistics were dropped."""
         self.elapsed += alone.seconds
         return self.known.add(alone)
 
     def learn_step(self, step: StepSample) -> str | None:
-        """Take the step that ends here; return the kernels that have changed, and so were forgotten."""
+        """Learn from a finished step; return the kernels whose statistics were dropped, as text."""
         self.elapsed += step.seconds
         tried, without = self._trial or (None, Costs(0.0, None))
         if tried in step.ran and step.moved and (costs := self.known.costs(step)) is not None:
-            # The loss of one trial may be noise: the sum over many is not.
+            # The loss of a single trial may be noise, the sum over many is not.
             lost = (self.known.total(costs) - self.known.total(without)) / self.known.steps
             self.lost = max(0.0, self.lost + lost)
         self._turn += 1
@@ -147,25 +146,25 @@ class Governor:
         return self.known.add_step(step, tried)
 
     def agree(self, common: OverlapStatistics | None) -> None:
-        """Take the statistics of all workers to decide the next step from; None for ``known`` alone."""
+        """Use the average statistics of all workers from the next step on; None for ``known`` alone."""
         self._agreed = common
 
     @property
     def steps(self) -> int:
-        """Count the steps that were learnt from."""
+        """Return the number of learned steps."""
         return self._turn
 
     @property
     def basis(self) -> OverlapStatistics:
-        """Return the statistics from which a whole step is decided: those of all workers, else ``known``."""
+        """Return the statistics for all decisions of a step: the average of all workers, else ``known``."""
         if self._basis is None:
             self._basis = overlaid(self._agreed, self.known) if self._agreed else self.known
         return self._basis
 
     def forecasts(self, kernel: KernelStatistics) -> dict[Setting, Forecast]:
-        """Forecast each setting for a kernel that has enough samples; priority only comes first."""
+        """Forecast all settings for a kernel with enough samples; priority only comes first."""
         known, usual = self.basis, kernel.beside[PRIORITY]
-        # Where tasks or bytes were measured too slow alone, costs beside each other are below zero.
+        # Costs are negative if solo tasks or bytes were measured too slow.
         means = [beside.bounds(0.0) for beside in kernel.beside.values()]
         least = Costs(
             min(0.0, *(mean.adds for mean in means)), min(0.0, *(mean.delays or 0.0 for mean in means))
@@ -182,7 +181,7 @@ class Governor:
         return found
 
     def missing(self, kernel: KernelStatistics) -> str:
-        """Name the measurements that other settings than priority only wait for; empty for none."""
+        """Return the measurements required before trying settings other than priority only; empty if none."""
         usual = kernel.beside.get(PRIORITY)
         return "both together" if usual is None or usual.adds.count < MIN_STEPS else ""
 
@@ -200,7 +199,7 @@ class Governor:
         return Decision(used, f"the best worst case of {len(forecasts)} settings")
 
     def _is_tried(self, name: str) -> bool:
-        """Return whether it is the turn of a kernel, at random: kernels may alternate in step with turns."""
+        """Return whether it is a kernel's turn; pseudo-random, since kernels may alternate with turns."""
         least = MINOR_KERNEL_SHARE * self.basis.compute()
         major = [other for other, of in self.basis.kernels.items() if of.seconds() >= least]
         return name in major and crc32(f"{name} {self._turn}".encode()) % len(major) == 0
@@ -208,13 +207,13 @@ class Governor:
     def _next(
         self, kernel: KernelStatistics, forecasts: Mapping[Setting, Forecast], used: Setting
     ) -> Setting:
-        """Return the setting whose turn it is among the one in use and those that may be better."""
+        """Return the setting whose turn it is, among the current one and those that may be better."""
         enough = forecasts[used].expected * (1 - INDIFFERENCE_SHARE)
         turns = [one for one in forecasts if one == used or forecasts[one].best < enough]
         return turns[self._turn % len(turns)]
 
     def _affords(self, tried: Forecast, used: Forecast) -> bool:
-        """Return whether a trial stays within the budget even if it goes as badly as possible."""
+        """Return whether a trial stays within the budget even in its worst case."""
         loss = max(0.0, tried.worst - used.expected) / self.basis.steps
         return self.lost + loss <= self.budget * self.elapsed
 
@@ -224,20 +223,20 @@ def safest(forecasts: Mapping[Setting, Forecast]) -> Setting:
     return min(forecasts, key=lambda setting: forecasts[setting].worst)
 
 
-# ---- as a table that says why ----------------------------------------------------------
+# ---- as a table ------------------------------------------------------------------------
 
 
 def rows(known: OverlapStatistics) -> list[dict[str, Any]]:
-    """Return a row for each kernel and setting that was measured.
+    """Return a row for each kernel and measured setting.
 
     Returns
     -------
     list of dict
-        ``kernel``, ``setting`` and ``samples``, the steps measured; the speed of ``compute`` beside
-        communication, as a share of that alone; what communication ``adds`` to a step, as a share of the
-        step with priority only, and the time that the step then takes relative to that one: ``total``, at
-        ``best`` and at ``worst``; whether the setting is ``used``, and ``why``. Shares are None as long as
-        they can not be told.
+        ``kernel``, ``setting`` and ``samples``, the number of measured steps; the speed of ``compute`` during
+        communication, relative to its solo speed; the time that communication ``adds`` to a step, relative to
+        the step with priority only, and the time of the whole step relative to that one: ``total``, at
+        ``best`` and at ``worst``; whether the setting is ``used``, and ``why``. Ratios are None until they
+        are known.
     """
     return [row for name in sorted(known.kernels) for row in _of_kernel(known, name)]
 
@@ -275,7 +274,7 @@ def _why(outlook: Forecast, used: Forecast) -> str:
     if outlook is used:
         return "no other is faster at its worst"
     if outlook.best < used.expected * (1 - INDIFFERENCE_SHARE):
-        return "may be faster, is not known well enough"
+        return "may be faster, needs more measurements"
     if outlook.best < used.expected:
         return "hardly faster even at its best"
     return "slower even at its best"

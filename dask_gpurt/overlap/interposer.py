@@ -1,8 +1,7 @@
-"""Find, load and talk to the library that is preloaded into workers.
+"""Find and control the interposer, a library that is preloaded into workers.
 
-``_interposer.c`` changes launches by a policy that this module writes into its memory, and redirects
-threads to other contexts. It has to be in the process before CUDA is, so a nanny names it in
-``LD_PRELOAD``.
+``_interposer.c`` changes launches according to a policy that this module writes into its memory, and
+redirects threads to other contexts. It must be loaded before CUDA, so nannies add it to ``LD_PRELOAD``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dask_gpurt.overlap.occupancy import MAX_KERNELS, DeviceLimits, LaunchedKern
 
 __all__ = ["Interposer", "NotLoadedError", "library", "redirect_context", "with_preload"]
 
-#: The version of the shared memory's layout; the library of another one is refused.
+#: The version of the shared memory's layout. A library with another version is rejected.
 LAYOUT_VERSION = 2
 #: Outcomes of a launch, in the order of their counters in the library.
 OUTCOMES = (
@@ -38,7 +37,7 @@ OUTCOMES = (
 
 
 class NotLoadedError(RuntimeError):
-    """Refuse to go on without the interposer; the message says why this process has none."""
+    """The interposer is not loaded in this process; the message says why."""
 
 
 class _Limits(ctypes.Structure):
@@ -77,7 +76,7 @@ class _Shared(ctypes.Structure):
         ("cap", ctypes.c_uint32),
         ("entries", ctypes.c_uint32),
         ("table", _CapEntry * MAX_KERNELS),
-        ("counts", ctypes.c_uint64 * 16 * 8),  # in shards, by thread
+        ("counts", ctypes.c_uint64 * 16 * 8),  # 8 shards, by thread
         ("repeated", ctypes.c_uint64),
         ("kernel_count", ctypes.c_uint32),
         ("kernels", _Kernel * 8192),
@@ -85,18 +84,18 @@ class _Shared(ctypes.Structure):
 
 
 def library() -> Path:
-    """Return where the interposer is.
+    """Return the path of the interposer.
 
     Raises
     ------
     NotLoadedError
-        When it was not built, or lies where it can not be preloaded from.
+        If it was not built, or its path cannot be in ``LD_PRELOAD``.
     """
     here = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES:
         if (path := here / f"_interposer{suffix}").exists():
             if re.search(r"[\s:]", str(path)):
-                raise NotLoadedError(f"{path} can not be preloaded: its path has a space or a colon in it")
+                raise NotLoadedError(f"{path} cannot be preloaded: its path contains a space or a colon")
             return path
     raise NotLoadedError(
         "the interposer was not built: install dask-gpurt again where there is a C compiler for Linux"
@@ -104,21 +103,21 @@ def library() -> Path:
 
 
 def with_preload(preloads: str, path: Path) -> str:
-    """Return a value for ``LD_PRELOAD`` that keeps what it names, and ends in the interposer.
+    """Return a value for ``LD_PRELOAD`` with the interposer appended.
 
     Parameters
     ----------
     preloads
-        The value so far, of paths with spaces or colons between them.
+        The present value: paths separated by spaces or colons.
     path
-        The interposer's. It is not named twice.
+        The path of the interposer; an earlier occurrence is removed.
     """
     others = [name for name in re.split(r"[\s:]+", preloads) if name and name != str(path)]
     return ":".join([*others, str(path)])
 
 
 def name_id(name: str) -> int:
-    """Return the id of a kernel in the policy: the FNV-1a hash of its name, of 64 bits."""
+    """Return the id of a kernel in the policy: the 64-bit FNV-1a hash of its name."""
     value = 0xCBF29CE484222325
     for byte in name.encode():
         value = (value ^ byte) * 0x100000001B3 % 2**64
@@ -131,7 +130,7 @@ class Interposer:
     Raises
     ------
     NotLoadedError
-        When the process has none, or one of another version.
+        If the process has no interposer, or one of another version.
     """
 
     def __init__(self) -> None:
@@ -150,7 +149,7 @@ class Interposer:
         self._shared.on = on
 
     def write(self, default: int, kernels: Mapping[str, int]) -> None:
-        """Set all caps; 0 is none. Launches of other threads meanwhile are not changed."""
+        """Set all caps; 0 means no cap. Concurrent launches of other threads are left alone."""
         self._process.gpurt_residency_changed()
         try:
             for entry, (name, cap) in zip(self._shared.table, kernels.items(), strict=False):
@@ -160,30 +159,30 @@ class Interposer:
             self._process.gpurt_residency_changed()
 
     def redirect_context(self, usual: int, other: int) -> None:
-        """Give this thread the context ``other`` where code of any library makes ``usual`` current.
+        """Make ``other`` current on this thread whenever any library makes ``usual`` current.
 
         Parameters
         ----------
         usual, other
-            Contexts of the driver, as numbers; 0 and 0 end it.
+            Handles of driver contexts; 0 and 0 end the redirection.
         """
         self._process.gpurt_instead(ctypes.c_void_p(usual), ctypes.c_void_p(other))
 
     def limits(self, device: int) -> DeviceLimits | None:
-        """Return the limits of a device; None while the driver does not tell them."""
+        """Return the limits of a device; None if the driver cannot report them yet."""
         found = _Limits()
         if self._process.gpurt_residency_limits(device, ctypes.byref(found)):
             return None
         return DeviceLimits(*(getattr(found, name) for name in DeviceLimits.__dataclass_fields__))
 
     def counters(self) -> dict[str, int]:
-        """Count launches: ``seen``, ``capped``, ``repeated``, and those left alone by reason."""
+        """Return counts of launches: ``seen``, ``capped``, ``repeated``, and those left alone, by reason."""
         counts = [sum(shards) for shards in zip(*self._shared.counts, strict=True)]
         named = dict(zip(OUTCOMES, counts, strict=False))
         return {"seen": sum(counts), "repeated": self._shared.repeated, **named}
 
     def kernels(self) -> list[LaunchedKernel]:
-        """List the kernels that were seen, one for each context, in the order of their first launch."""
+        """Return the launched kernels, one for each context, in the order of their first launch."""
         return [
             LaunchedKernel(
                 one.name.decode(errors="replace"),
@@ -201,12 +200,12 @@ _loaded = functools.cache(Interposer)
 
 
 def redirect_context(usual: int, other: int) -> None:
-    """Redirect this thread by the interposer of this process, see :meth:`Interposer.redirect_context`.
+    """Redirect this thread's context, see :meth:`Interposer.redirect_context`.
 
     Raises
     ------
     NotLoadedError
-        When the process has none.
+        If the process has no interposer.
     """
     _loaded().redirect_context(usual, other)
 
@@ -214,8 +213,8 @@ def redirect_context(usual: int, other: int) -> None:
 def _why_not() -> str:
     path = library()
     if str(path) in re.split(r"[\s:]+", os.environ.get("LD_PRELOAD", "")):
-        return f"the loader did not take {path} from LD_PRELOAD: what this process wrote first says why"
+        return f"the loader did not take {path} from LD_PRELOAD: see the first lines of this process's stderr"
     return (
-        "this process was started without the interposer in LD_PRELOAD: a nanny names it there, if "
-        "'gpurt.enabled' is true, and residency caps or SMs are asked for, when the nanny starts"
+        "this process was started without the interposer in LD_PRELOAD: a nanny adds it if "
+        "'gpurt.enabled' is true and residency caps or SMs are configured when the nanny starts"
     )

@@ -1,4 +1,4 @@
-"""Compute how many blocks of a kernel an SM holds, and cap that through shared memory.
+"""Compute the residency of kernels, blocks per SM, and cap it through shared memory.
 
 ``_interposer.c`` does the same arithmetic at each launch.
 """
@@ -23,16 +23,16 @@ __all__ = [
 
 #: Threads of a warp.
 WARP_THREADS = 32
-#: Partitions of an SM, each with its share of the registers.
+#: Partitions of an SM, each with an equal part of the registers.
 SM_PARTITIONS = 4
-#: Allocation units: registers of a warp, and bytes of shared memory of a block.
+#: Allocation units: registers per warp, and bytes of shared memory per block.
 REGISTER_UNIT, SHARED_UNIT_BYTES = 256, 128
-#: The most kernels with a cap of their own, and the highest cap that the policy holds.
+#: The most kernels with individual caps, and the highest cap that the policy can hold.
 MAX_KERNELS, HIGHEST_CAP = 1024, 255
 
 
 class CapError(ValueError):
-    """Refuse a residency cap; the message says what would be right."""
+    """A residency cap is not possible; the message says what is expected."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class DeviceLimits:
     Parameters
     ----------
     sms
-        SMs of the device.
+        Number of SMs of the device.
     blocks, threads, registers
         The most that an SM holds.
     shared
-        Bytes of shared memory of an SM.
+        Shared memory of an SM in bytes.
     reserved
-        Bytes of it that CUDA takes for each block.
+        Shared memory that CUDA reserves for each block, in bytes.
     opt_in
-        The most bytes of a block that has opted in to more than 48 KiB.
+        The most shared memory of a block that has opted in to more than 48 KiB, in bytes.
     """
 
     sms: int
@@ -63,19 +63,19 @@ class DeviceLimits:
 
 
 def residency(limits: DeviceLimits, threads: int, registers: int, shared: int) -> int:
-    """Count the blocks of a kernel that an SM holds at a time.
+    """Return how many blocks of a kernel fit on an SM at the same time.
 
     Parameters
     ----------
     limits
-        The device's. The allocation unit of registers is that since compute capability 7.0, the one of shared
-        memory that since 8.0.
+        The limits of the device. The allocation unit of registers assumes compute capability 7.0 or newer,
+        that of shared memory 8.0 or newer.
     threads
-        Threads of a block.
+        Threads per block.
     registers
-        Registers of a thread.
+        Registers per thread.
     shared
-        Bytes of shared memory of a block, static and dynamic.
+        Static and dynamic shared memory per block, in bytes.
     """
     warps = -(-threads // WARP_THREADS)
     by_warps = limits.threads // WARP_THREADS // warps
@@ -87,24 +87,24 @@ def residency(limits: DeviceLimits, threads: int, registers: int, shared: int) -
 
 
 def shared_for(limits: DeviceLimits, cap: int) -> int:
-    """Return the bytes of shared memory of a block, static and dynamic, with which ``cap`` fit on an SM.
+    """Return the static and dynamic shared memory per block in bytes with which ``cap`` blocks fit on an SM.
 
     Raises
     ------
     CapError
-        When the cap is 0, or more than an SM holds.
+        If the cap is 0, or more than an SM holds.
     """
     check(cap, limits)
     return (limits.shared // (cap + 1) // SHARED_UNIT_BYTES + 1) * SHARED_UNIT_BYTES - limits.reserved
 
 
 def check(cap: int, limits: DeviceLimits | None = None) -> None:
-    """Refuse a cap that is not possible on a device; without limits, on any device.
+    """Check that a cap is possible on a device; without limits, on any device.
 
     Raises
     ------
     CapError
-        When the cap is 0, or more than an SM holds.
+        If the cap is 0, or more than an SM holds.
     """
     most = limits.blocks if limits else HIGHEST_CAP
     if not 1 <= cap <= most:
@@ -120,12 +120,12 @@ def _round_up(n: int, unit: int) -> int:
 
 @dataclass(frozen=True)
 class Caps:
-    """Hold the most blocks of a kernel that an SM may have; None leaves a kernel alone.
+    """Hold residency caps, the most blocks of a kernel on an SM; None for no cap.
 
     Parameters
     ----------
     default
-        The cap of kernels that are not named.
+        The cap of kernels without a cap of their own.
     kernels
         Caps by mangled name.
     """
@@ -141,15 +141,15 @@ class LaunchedKernel:
     Parameters
     ----------
     name
-        The mangled name, cut where it is long; empty with a driver before CUDA 12.3.
+        The mangled name, truncated if long; empty with a driver before CUDA 12.3.
     registers
-        Registers of a thread.
+        Registers per thread.
     shared
-        Bytes of static shared memory of a block.
+        Static shared memory per block, in bytes.
     launches, capped
-        The number of its launches, and of those that were changed.
+        The number of its launches, and how many of them were changed.
     refused
-        Whether the driver refused it once with more shared memory; it is left alone from then on.
+        Whether the driver rejected a launch with more shared memory. Such a kernel is then left alone.
     """
 
     name: str
@@ -167,16 +167,16 @@ class Launches(Protocol):
         """Switch all caps on or off."""
 
     def write(self, default: int, kernels: Mapping[str, int]) -> None:
-        """Set all caps; 0 is none."""
+        """Set all caps; 0 means no cap."""
 
     def limits(self, device: int) -> DeviceLimits | None:
-        """Return the limits of a device; None while the driver does not tell them."""
+        """Return the limits of a device; None if the driver cannot report them yet."""
 
     def counters(self) -> dict[str, int]:
-        """Count launches by outcome."""
+        """Return counts of launches by outcome."""
 
     def kernels(self) -> list[LaunchedKernel]:
-        """List the kernels that were seen."""
+        """Return the launched kernels."""
 
 
 class Residency:
@@ -187,7 +187,7 @@ class Residency:
     launches
         The launches of this process.
     device
-        The ordinal of the device whose limits a cap is held against.
+        The ordinal of the device whose limits apply.
     """
 
     def __init__(self, launches: Launches, device: int = 0):
@@ -197,12 +197,12 @@ class Residency:
         self._written = Caps()
 
     def apply(self, caps: Caps) -> None:
-        """Set caps from the next launch on. Setting the same again costs next to nothing.
+        """Set caps for all later launches. Setting the same caps again is cheap.
 
         Raises
         ------
         CapError
-            For a cap of 0 or above what an SM holds, and for more than 1024 names. Nothing is changed.
+            If a cap is 0 or more than an SM holds, or for more than 1024 names. Nothing is changed.
         """
         with self._lock:
             if caps != self._written:
@@ -221,14 +221,14 @@ class Residency:
                 check(cap, limits)
 
     def clear(self) -> None:
-        """Switch all caps off."""
+        """Remove all caps."""
         with self._lock:
             self._launches.switch(False)
 
     def counters(self) -> dict[str, int]:
-        """Count launches while caps were on: ``seen``, ``capped``, ``repeated``, and ``left.*`` by reason."""
+        """Return counts of launches under caps: ``seen``, ``capped``, ``repeated``, ``left.*`` by reason."""
         return self._launches.counters()
 
     def kernels(self) -> list[LaunchedKernel]:
-        """List the kernels that were launched while caps were on, in the order of their first launch."""
+        """Return the kernels that were launched under caps, in the order of their first launch."""
         return self._launches.kernels()

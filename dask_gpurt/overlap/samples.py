@@ -1,7 +1,7 @@
-"""Define the samples that are taken of compute beside communication, and the settings that both run under.
+"""Define settings, and samples of compute with and without communication.
 
-A kernel is identified by a name; where kernels can not be told apart, by the prefix of the tasks that launch
-them.
+A kernel is identified by its name, or by the prefix of the tasks that launch it if kernels cannot be
+distinguished.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Setting:
     Parameters
     ----------
     residency
-        The most blocks of a kernel on an SM; None for as many as fit.
+        The most blocks of a kernel on an SM; None for no cap.
     sms
-        The SMs that compute may use; None for all.
+        The number of SMs that compute may use; None for all.
     first
         Whether communication has the higher priority.
     """
@@ -39,7 +39,7 @@ class Setting:
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """Read the text that ``str`` has written; raise ValueError for any other."""
+        """Parse the result of ``str``; raises ValueError for any other text."""
         found: dict[str, Any] = {}
         for part in text.split(", ") if text != str(PRIORITY) else ():
             words = part.split(" ")
@@ -63,12 +63,12 @@ OFF = Setting(first=False)
 
 @dataclass(frozen=True)
 class SoloSample:
-    """Hold the time of a task without communication beside it.
+    """Hold the time of a task that did not overlap with communication.
 
     Parameters
     ----------
     work
-        The amount of work, in a unit of its kernel's own, such as bytes of inputs.
+        The amount of work, in a unit specific to its kernel, such as bytes of inputs.
     """
 
     kernel: str
@@ -78,7 +78,7 @@ class SoloSample:
 
 @dataclass(frozen=True)
 class OverlapSample:
-    """Hold the tasks of a kernel in a step: their work, the seconds they took, and their setting."""
+    """Hold the total work and time of a kernel's tasks in a step, and their setting."""
 
     work: float
     seconds: float
@@ -87,19 +87,19 @@ class OverlapSample:
 
 @dataclass(frozen=True)
 class StepSample:
-    """Hold the communication from the begin of a run to that of the next, and the tasks beside it.
+    """Hold the communication from the start of one run to the start of the next, and the overlapping tasks.
 
     Parameters
     ----------
     idle
-        Seconds in flight in which no task ran.
+        Time with communication in flight and no running task, in seconds.
     moved
         Bytes of communication.
     ran
-        By kernel, the tasks that communication was beside.
+        The overlapping tasks, by kernel.
     steady
-        Whether each kernel had one setting throughout, and the device to itself. If not, the step counts as
-        work done, and not as a sample.
+        Whether each kernel had a single setting and the device to itself throughout. If not, the step counts
+        as work but not as a sample.
     """
 
     idle: float
@@ -109,5 +109,5 @@ class StepSample:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of tasks plus those in which only communication ran."""
+        """Return the time of tasks plus the time with communication only, in seconds."""
         return self.idle + sum(ran.seconds for ran in self.ran.values())

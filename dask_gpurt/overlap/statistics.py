@@ -1,13 +1,13 @@
-"""Keep statistics of kernels beside communication: estimate, drop on change, average over workers.
+"""Estimate the interference of kernels and communication, and average the estimates over workers.
 
-A setting is judged by what compute and communication cost each other: the seconds that a byte of
-communication adds to the tasks beside it, and the seconds by which a second of compute delays
-communication. Which of the two counts depends on what a program waits for. Both are measured over a whole
-step, from the begin of one run to that of the next: a run first splits, then moves, then waits for others,
-and a single task sees only one of these.
+Settings are compared by two costs: the seconds that a byte of communication adds to overlapping tasks, and
+the seconds by which a second of compute delays communication. Which of them matters depends on what is on the
+critical path of a program. Both are measured over a whole step, from the start of one run to the start of the
+next: a run first splits, then moves, then waits for other workers, and a single task overlaps with only one
+of these phases.
 
-Workers of the same run wait for the slowest, so a setting pays only once all use it. They therefore decide
-from the average of their statistics.
+Workers of the same run wait for the slowest one, so a setting only pays once all of them use it. They
+therefore decide from the average of their statistics.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import Any, NamedTuple
 from dask_gpurt.observe.estimators import MeanEstimate, pooled
 from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 
-#: The weight of the work of a step in the next one: about ten steps are remembered.
+#: The decay of a step's work with each further step: about ten steps are remembered.
 STEP_DECAY = 0.9
-#: Steps without use after which the samples of a setting are dropped: it may be better now.
+#: Samples of a setting are stale after this many steps without use, and dropped, since it may be better now.
 STALE_STEPS = 2000
-#: Kernels that are kept; of more, those with the fewest samples are dropped.
+#: The most kernels with statistics. Beyond that, the one with the fewest samples is dropped.
 MAX_KERNELS = 500
-#: The least share of its bytes that communication is assumed to have moved beside tasks.
+#: The smallest fraction of its bytes that communication is assumed to have moved during tasks.
 MIN_BESIDE_SHARE = 0.2
-#: Samples of tasks alone, and of steps of communication alone, before their speed counts as known.
+#: The fewest samples of solo tasks, and of steps with communication only, for their speeds to be known.
 MIN_SOLO_SAMPLES, MIN_SOLO_STEPS = 5, 3
-#: Kernels with less than this share of all compute are not shared with other workers.
+#: Kernels with less than this fraction of all compute are not shared with other workers.
 MINOR_COMPUTE_SHARE = 0.01
 
 
 class Costs(NamedTuple):
-    """Hold what compute and communication cost each other.
+    """Hold the costs of compute and communication to each other.
 
     Parameters
     ----------
     adds
         Seconds that a byte of communication adds to compute.
     delays
-        Seconds that a second of compute delays communication; None until its speed alone is known.
+        Seconds that a second of compute delays communication; None until the latter's solo speed is known.
     """
 
     adds: float
@@ -51,9 +51,9 @@ class Costs(NamedTuple):
 
 @dataclass
 class InterferenceStats:
-    """Estimate the interference under a setting: the kernel's work per second, and the costs of both.
+    """Estimate the interference under a setting: the kernel's work per second, and both costs.
 
-    ``at`` is the number of steps of the kernel at the last one with this setting.
+    ``at`` is the kernel's step count when the setting was last used.
     """
 
     compute: MeanEstimate = field(default_factory=MeanEstimate)
@@ -72,11 +72,11 @@ class InterferenceStats:
 
 @dataclass
 class KernelStatistics:
-    """Keep the statistics of a kernel.
+    """Hold the statistics of a kernel.
 
-    They are its work per second ``alone``, the interference ``beside`` communication by setting, the number
-    of its ``steps``, and its ``work`` in the last ones. ``usual`` is the work per second that costs are
-    relative to while the kernel never runs alone.
+    ``alone`` is its solo work per second, ``beside`` the interference with communication by setting,
+    ``steps`` the number of its steps, and ``work`` its work in the last steps. ``usual`` is the work per
+    second to which costs are relative as long as the kernel has never run alone.
     """
 
     alone: MeanEstimate = field(default_factory=MeanEstimate)
@@ -87,31 +87,32 @@ class KernelStatistics:
 
     @property
     def samples(self) -> float:
-        """Count the samples, of steps and of tasks alone."""
+        """Return the number of samples, of steps and of solo tasks."""
         return self.steps + self.alone.count
 
     def seconds(self) -> float:
-        """Return the work of the last steps, in seconds alone."""
+        """Return the solo time of the work of the last steps, in seconds."""
         return self.work / speed if (speed := self.speed()) else 0.0
 
     def speed(self) -> float:
-        """Return the work per second alone; until that is measured, that of the first steps.
+        """Return the solo work per second, or that of the first steps until the former is measured.
 
-        While no task ever runs alone the value does not favour a setting, as long as it stays the same.
+        If no task ever runs alone, the choice of this value favours no setting, provided that it stays the
+        same.
         """
         if self.alone.count < MIN_SOLO_SAMPLES and PRIORITY in self.beside:
             return self.usual or self.beside[PRIORITY].compute.mean
         return self.alone.mean
 
     def add(self, ran: OverlapSample, costs: Costs | None, seconds: float, work: float, moved: float) -> bool:
-        """Take the part of this kernel in a step; tell whether its costs have changed.
+        """Learn from this kernel's part of a step; return whether its costs have changed.
 
         Parameters
         ----------
         costs
-            The costs of the step; None if they are not known.
+            The costs of the step; None if unknown.
         seconds, work, moved
-            The seconds of the step, those of its tasks alone, and its bytes.
+            The time of the step and the solo time of its tasks, in seconds, and its bytes.
         """
         self.steps += 1
         beside = self.beside.setdefault(ran.setting, InterferenceStats())
@@ -131,12 +132,12 @@ class KernelStatistics:
         return changed
 
     def _begin_again(self) -> None:
-        """Drop costs that are relative to another speed."""
+        """Drop costs that are relative to a previous speed."""
         for beside in self.beside.values():
             beside.adds, beside.delays = MeanEstimate(), MeanEstimate()
 
     def forget(self) -> None:
-        """Drop what was measured beside communication."""
+        """Drop all measurements with communication."""
         self.beside.clear()
         self.usual = 0.0
 
@@ -146,27 +147,27 @@ class OverlapStatistics:
 
     def __init__(self) -> None:
         self.kernels: dict[str, KernelStatistics] = {}
-        #: Bytes of communication of the last steps, and how many steps these were.
+        #: Bytes of communication in the last steps, and the number of these steps; both decay.
         self.moved = self.steps = 0.0
-        #: Seconds that a byte of communication takes alone.
+        #: Solo time of a byte of communication, in seconds.
         self.seconds_per_byte = MeanEstimate()
 
     def compute(self) -> float:
-        """Return the work of all tasks in the last steps, in seconds alone."""
+        """Return the solo time of all tasks in the last steps, in seconds."""
         return sum(kernel.seconds() for kernel in self.kernels.values())
 
     def communication(self) -> float | None:
-        """Return the seconds that communication of the last steps takes alone; None if not known yet."""
+        """Return the solo time of communication in the last steps, in seconds; None if not known yet."""
         return (
             self.moved * self.seconds_per_byte.mean if self.seconds_per_byte.count >= MIN_SOLO_STEPS else None
         )
 
     def total(self, costs: Costs) -> float:
-        """Return the seconds of the last steps, if compute and communication cost each other so much.
+        """Return the time of the last steps under the given costs, in seconds.
 
-        Both run side by side until one is done, then the other goes on alone. So this is the longer of
-        compute with the seconds that communication adds, and communication with the seconds that compute
-        delays it.
+        Compute and communication overlap until one of them is done, then the other continues alone. So the
+        total is the longer of compute plus the time that communication adds, and communication plus its delay
+        by compute.
         """
         alone = self.communication()
         total = self.compute() + self.moved * costs.adds
@@ -175,23 +176,23 @@ class OverlapStatistics:
         return max(total, alone + self.compute() * costs.delays)
 
     def add(self, alone: SoloSample) -> str | None:
-        """Take a task without communication; return its kernel if that has changed, and so was dropped."""
+        """Learn from a task without communication; return its kernel if it changed and was dropped."""
         kernel = self._kernel(alone.kernel)
         kernel.work += alone.work
         if not kernel.alone.add(alone.work / alone.seconds):
             if kernel.alone.count == MIN_SOLO_SAMPLES:
-                kernel.beside.clear()  # costs so far are relative to another speed
+                kernel.beside.clear()  # earlier costs are relative to another speed
             return None
         self.kernels[alone.kernel] = KernelStatistics(work=kernel.work)
         return alone.kernel
 
     def add_step(self, step: StepSample, of: str | None = None) -> str | None:
-        """Take a step; return the kernels that have changed, and so were dropped.
+        """Learn from a step; return the kernels that changed and were dropped.
 
         Parameters
         ----------
         of
-            The only kernel to learn of from the step; None for all of them.
+            The only kernel to learn about from the step; None for all.
         """
         self.moved = self.moved * STEP_DECAY + step.moved
         self.steps = self.steps * STEP_DECAY + 1
@@ -218,23 +219,23 @@ class OverlapStatistics:
         self.seconds_per_byte.add(step.idle / step.moved)
         if self.seconds_per_byte.count == MIN_SOLO_STEPS:
             for kernel in self.kernels.values():
-                kernel.beside.clear()  # costs so far were told apart in another way
+                kernel.beside.clear()  # earlier costs were attributed without this speed
 
     def costs(self, step: StepSample) -> Costs | None:
-        """Return the costs in a step; None until the speed of its kernels is known."""
+        """Return the costs in a step; None until the speeds of its kernels are known."""
         if not (work := self._work(step)):
             return None
         if self.communication() is None:
             return Costs((step.seconds - work) / step.moved, None)
         seconds_per_byte = self.seconds_per_byte.mean
-        # In seconds without a task communication goes on as fast as it does alone.
+        # While no task runs, communication proceeds at its solo speed.
         beside = max(step.moved - step.idle / seconds_per_byte, MIN_BESIDE_SHARE * step.moved)
         return Costs(
             (step.seconds - step.idle - work) / beside, (step.seconds - step.moved * seconds_per_byte) / work
         )
 
     def _work(self, step: StepSample) -> float:
-        """Return the work of the tasks of a step, in seconds alone; 0 until their speed is known."""
+        """Return the solo time of the tasks of a step, in seconds; 0 until their speeds are known."""
         speeds = {name: self.kernels[name].speed() for name in step.ran}
         if not all(speeds.values()):
             return 0.0
@@ -248,7 +249,7 @@ class OverlapStatistics:
     # ---- as plain values ---------------------------------------------------------------
 
     def plain(self) -> dict[str, Any]:
-        """Return everything as values that JSON holds."""
+        """Return everything as JSON-compatible values."""
         return {
             "moved": self.moved,
             "steps": self.steps,
@@ -258,12 +259,12 @@ class OverlapStatistics:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> OverlapStatistics:
-        """Return the statistics that :meth:`plain` has made the values of.
+        """Restore the statistics from the result of :meth:`plain`.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            When the values are of another form.
+            If the values are malformed.
         """
         known = cls()
         known.moved, known.steps = float(values["moved"]), float(values["steps"])
@@ -296,21 +297,21 @@ def _kernel(values: Mapping[str, Any]) -> KernelStatistics:
     return KernelStatistics(MeanEstimate.of(values["alone"]), beside, *numbers)
 
 
-# ---- of several workers ----------------------------------------------------------------
+# ---- several workers -------------------------------------------------------------------
 
 
 def significant(known: OverlapStatistics) -> OverlapStatistics:
-    """Return the statistics of a worker without the kernels that its last steps hardly had."""
+    """Return the statistics of a worker without kernels that hardly ran in its last steps."""
     least = MINOR_COMPUTE_SHARE * known.compute()
     kernels = {name: kernel for name, kernel in known.kernels.items() if kernel.seconds() > least}
     return _with_kernels(known, kernels)
 
 
 def average(several: Sequence[OverlapStatistics]) -> OverlapStatistics:
-    """Average the statistics of workers, for all kernels that any of them has.
+    """Average the statistics of workers, for all kernels that any worker has.
 
-    Sample counts are averaged, not summed: workers wait for each other within a step, so their samples of
-    it are correlated.
+    Sample counts are averaged, not summed: workers wait for each other within a step, so their samples of a
+    step are correlated.
     """
     found = OverlapStatistics()
     if several:
@@ -324,7 +325,7 @@ def average(several: Sequence[OverlapStatistics]) -> OverlapStatistics:
 
 
 def overlaid(agreed: OverlapStatistics, own: OverlapStatistics) -> OverlapStatistics:
-    """Return the average, and a worker's own statistics of kernels that are not in it."""
+    """Return the average, completed by a worker's own statistics of kernels that it lacks."""
     return _with_kernels(agreed, {**own.kernels, **agreed.kernels})
 
 
@@ -341,7 +342,7 @@ def _with_kernels(known: OverlapStatistics, kernels: dict[str, KernelStatistics]
 
 def _common(kernels: Sequence[KernelStatistics]) -> KernelStatistics:
     settings = dict.fromkeys(setting for kernel in kernels for setting in kernel.beside)
-    usual = [kernel.usual for kernel in kernels if kernel.usual]  # 0 where it is not known yet
+    usual = [kernel.usual for kernel in kernels if kernel.usual]  # 0 means unknown
     return KernelStatistics(
         pooled(kernel.alone for kernel in kernels),
         {

@@ -1,6 +1,6 @@
-"""Keep the statistics of kernels between clusters: a file for each kind of device and libraries.
+"""Persist the statistics of kernels in a file for each device and set of library versions.
 
-Workers share it. Each adds its statistics under a lock, and replaces the file at once.
+Workers share the file. Each merges its statistics under a lock and replaces the file atomically.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Any
 
 from dask_gpurt.overlap.statistics import OverlapStatistics
 
-#: The layout of the file, as this version of the package writes it.
+#: The version of the file's format.
 FILE_FORMAT = 3
 
 
 class StatisticsFileError(ValueError):
-    """Refuse a file of statistics; the message says why, and what would be right."""
+    """A file of statistics cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class CacheKey:
-    """Identify the device and the libraries that statistics hold for.
+    """Identify the device and the library versions to which statistics apply.
 
     Parameters
     ----------
     device
         The name of the device.
     libraries
-        Versions by name of those that launch kernels.
+        The versions of libraries that launch kernels, by name.
     """
 
     device: str
@@ -45,42 +45,42 @@ class CacheKey:
 
 
 def directory() -> Path:
-    """Return the folder of the files whose path is not set."""
+    """Return the default folder of statistics files."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dask-gpurt")
 
 
 def default_path(cache_key: CacheKey) -> Path:
-    """Return the path of the file for a device and its libraries."""
+    """Return the default path of the file for a device and its libraries."""
     name = re.sub(r"[^\w.]+", "-", str(cache_key)).strip("-")
     return directory() / f"overlap-{name}.json"
 
 
 def read(path: Path, cache_key: CacheKey) -> OverlapStatistics:
-    """Read statistics; empty ones while there is no file.
+    """Read statistics; empty if the file does not exist.
 
     Raises
     ------
     StatisticsFileError
-        When the file can not be read, or is of another device or other libraries.
+        If the file cannot be read, or belongs to another device or other library versions.
     """
     if not path.exists():
         return OverlapStatistics()
     found, known = load(path)
     if found != cache_key:
         raise StatisticsFileError(
-            f"{path} was learnt on {found}, and here is {cache_key}: "
+            f"{path} was measured on {found}, but this process runs on {cache_key}: "
             "remove it, or set 'gpurt.overlap.learned' to another path"
         )
     return known
 
 
 def load(path: Path) -> tuple[CacheKey, OverlapStatistics]:
-    """Read a file of any device.
+    """Read a statistics file of any device.
 
     Raises
     ------
     StatisticsFileError
-        When it can not be read.
+        If it cannot be read.
     """
     try:
         values = json.loads(path.read_bytes())
@@ -90,20 +90,20 @@ def load(path: Path) -> tuple[CacheKey, OverlapStatistics]:
         return cache_key, OverlapStatistics.of(values["known"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StatisticsFileError(
-            f"{path} can not be read as what was learnt of kernels ({type(error).__name__}: {error}): "
+            f"{path} cannot be read as statistics of kernels ({type(error).__name__}: {error}): "
             "remove it, or set 'gpurt.overlap.learned' to another path"
         ) from error
 
 
 def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
-    """Write statistics, and keep the kernels that the file has more samples of.
+    """Write statistics, merged with those of the file; for each kernel the one with more samples is kept.
 
     Raises
     ------
     StatisticsFileError
-        When the file that is there is of no use here; it stays as it is.
+        If the existing file cannot be used; it is not changed.
     OSError
-        When it can not be written.
+        If the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path):
@@ -117,7 +117,7 @@ def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
 
 
 def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistics:
-    """Return for each kernel the statistics with more samples; on a tie, those of ``other``."""
+    """Return the statistics with more samples for each kernel; on a tie, those of ``other``."""
     found = OverlapStatistics()
     latest = other if other.steps else one
     found.moved, found.steps = latest.moved, latest.steps
@@ -130,8 +130,8 @@ def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistic
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Lock the file against other workers, from reading to replacing it."""
-    import fcntl  # missing on some systems, which `dask gpurt doctor` refuses
+    """Lock the file against other workers, between reading and replacing it."""
+    import fcntl  # only on systems that the runtime supports
 
     with open(path.with_name(f".{path.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
@@ -139,7 +139,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace the file at once: workers share it, and a reader never finds half of it."""
+    """Replace the file atomically, so that other workers never read a partial file."""
     handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
     try:
         with open(handle, "w") as file:

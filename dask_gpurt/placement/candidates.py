@@ -1,4 +1,4 @@
-"""Select the workers that are compared for a task: those with its inputs, and a bounded few around them."""
+"""Select the candidates for a task: workers that hold its inputs, and a bounded number near them."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from dask_gpurt.placement.queueing import (
 )
 from dask_gpurt.topology import Topology
 
-#: Holders of inputs that are compared, those with the most bytes.
+#: How many holders of inputs are compared, those with the most bytes.
 MAX_HOLDERS = 4
-#: The least loaded workers of each neighbourhood that are compared.
+#: How many of the least loaded workers of each neighbourhood are compared.
 MAX_NEAR_WORKERS = 2
-#: Bytes of a result that is not known: enough to keep siblings together, too few to outweigh a task.
+#: The assumed size of an unknown result: enough to keep siblings together, too small to outweigh a task.
 UNKNOWN_RESULT_BYTES = 1 << 20
-#: The least gain, in seconds, for which inputs move.
+#: The smallest gain for which inputs move, in seconds.
 MIN_GAIN_S = 0.05
-#: Seconds of a move that are neglected: the scheduler spends a part of that on a task.
+#: Shorter moves count as free, in seconds: the scheduler's overhead for a task is of this order.
 NEGLIGIBLE_MOVE_S = 0.001
-#: The relative error of a predicted wait.
+#: The assumed relative error of a predicted wait.
 WAIT_ERROR = 1 / 3
 
 
 class CandidateSelector:
-    """Select the workers that are compared for a task, and estimate its cost on them.
+    """Select the candidates for a task, and estimate its cost on each.
 
     Parameters
     ----------
     state
         Dask's ``SchedulerState``.
     topology
-        Where the workers are, and how fast the links between them are.
+        The places of workers and the speeds of links.
     headroom
         Free memory of the workers.
 
     Attributes
     ----------
     estimates
-        The costs.
+        Estimates the costs.
     available
         The running workers with free memory.
     """
@@ -67,7 +67,7 @@ class CandidateSelector:
     # ---- events ------------------------------------------------------------------------
 
     def on_place_changed(self, ws: WorkerState) -> None:
-        """Look up the place of a worker again, and routes with it."""
+        """Drop the cached routes if the neighbourhoods of a worker have changed."""
         if self.available.has_moved(ws):
             self.estimates.routes.clear()
             self.estimates.shard_routes.clear()
@@ -78,10 +78,10 @@ class CandidateSelector:
         self.estimates.on_worker_removed(worker)
 
     def on_graph(self, tasks: Iterable[SchedulerTask]) -> None:
-        """Count tasks of a new graph whose inputs are all there on the workers with most of these.
+        """Count the ready tasks of a new graph as arriving at the workers that hold most of their inputs.
 
-        Dask places the tasks of a graph one by one. Without this a worker whose own tasks come last would
-        look idle until then.
+        Dask places the tasks of a graph one by one. Without these arrivals a worker would look idle until its
+        own tasks are placed.
         """
         self.on_graph_placed()
         for ts in tasks:
@@ -97,7 +97,7 @@ class CandidateSelector:
         self._check(self.estimates.arrivals.remove(ts.key))
 
     def on_graph_placed(self) -> None:
-        """Stop counting tasks of a graph: all that could be placed have been."""
+        """Stop counting arrivals: every task of the graph that could be placed has been placed."""
         if self.estimates.arrivals:
             for address in self.estimates.arrivals.clear():
                 self._check(address)
@@ -114,12 +114,12 @@ class CandidateSelector:
     # ---- tasks with inputs -------------------------------------------------------------
 
     def for_task(self, ts: SchedulerTask, valid: Collection[WorkerState] | None) -> list[Candidate]:
-        """Return the costs of a task where its inputs are, and on a few workers near to them.
+        """Return the costs of a task on holders of its inputs and, if it may pay, on a few workers near them.
 
         Parameters
         ----------
         valid
-            The running workers that it may run on; None for all that run.
+            The running workers that the task may run on; None for all running workers.
         """
         allowed = self._state.running if valid is None else valid
         demand = self.estimates.demand(ts)
@@ -128,7 +128,7 @@ class CandidateSelector:
             return [estimate(ws) for ws in allowed]
         holders = [ws for ws in self._holders(demand.inputs) if ws in allowed]
         found = {ws.address: estimate(ws) for ws in holders}
-        if found and is_alias(ts):  # its data are there already, whichever worker has free memory
+        if found and is_alias(ts):  # an alias needs no additional memory where its data are
             return list(found.values())
         if found:
             if len(found) > 1:
@@ -144,7 +144,7 @@ class CandidateSelector:
         return list(found.values())
 
     def _holders(self, inputs: Collection[InputRef]) -> list[WorkerState]:
-        """Return the workers with the most bytes of inputs; of equal ones those with the least work first."""
+        """Return the workers with the most bytes of inputs; ties are broken by the least work."""
         held: defaultdict[str, int] = defaultdict(int)
         for _, nbytes, tiers in inputs:
             for address in tiers:
@@ -155,25 +155,24 @@ class CandidateSelector:
         return found[:MAX_HOLDERS]
 
     def _may_move(self, ts: SchedulerTask) -> bool:
-        """Return whether inputs may be moved only to run a task earlier.
+        """Return whether inputs may be moved just to run a task earlier.
 
-        Not while the duration of such tasks is unknown: stealing corrects that. And not while root tasks are
-        queued, since then no worker is idle for long.
+        Not while the duration of such tasks is unknown: work stealing can correct the choice later. Not while
+        root tasks are queued either, since then no worker is idle for long.
         """
         return ts.prefix.duration_average >= 0 and not self._state.queued
 
     def _is_no_worse(self, holder: Candidate, most: Candidate) -> bool:
-        """Return whether a holder moves no more bytes than the one with the most inputs, or the move pays."""
+        """Return whether a holder lacks no more bytes than the one with most inputs, or moving them pays."""
         return holder.missing <= most.missing or self._pays(holder, most)
 
     def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
-        """Return whether moving inputs takes no longer than it gains over running where they are.
+        """Return whether moving inputs to a candidate pays, compared with running on their holder.
 
-        Bytes that are on their way before these arrive while other tasks run, and connecting two workers pays
-        for all later transfers, too: neither counts. Durations are uncertain, so the gain has to be
-        at least ``MIN_GAIN_S``, and a share of the wait that remains: which worker will be idle first is not
-        known, and that one may still steal the task. For a short task half of its duration will do, where the
-        inputs move in no time.
+        Neither bytes already in flight count, which arrive while other tasks run, nor connection setup, which
+        benefits later transfers too. Durations are uncertain, so the gain must be at least ``MIN_GAIN_S`` and
+        a share of the remaining wait: which worker will be idle first is unknown, and that worker may still
+        steal the task. If moving is almost free, half of the duration of a short task suffices.
         """
         before = self.estimates.seconds_inbound(self._state.workers[candidate.worker])
         alone = candidate.terms.moving - (before if candidate.missing else 0.0)
@@ -185,7 +184,7 @@ class CandidateSelector:
         return alone - connecting - holder.terms.moving <= running + holder.terms.room and gain >= enough
 
     def _near(self, holder: WorkerState, first: Candidate) -> Iterator[WorkerState]:
-        """Yield workers around a holder with less to do than the best one so far, and than any nearer one."""
+        """Yield workers around a holder with less load than the best candidate and all nearer workers."""
         least = first.load if first.terms.fits else math.inf
         for name in self.available.neighbourhoods(holder):
             lowest = self.available.lowest_load(name)
@@ -194,7 +193,7 @@ class CandidateSelector:
                 yield from self.available.least_loaded(name, MAX_NEAR_WORKERS)
 
     def _far(self, allowed: Collection[WorkerState]) -> Collection[WorkerState]:
-        """Return a few workers for a task without inputs, or with inputs around which it fits nowhere."""
+        """Return a few workers anywhere, for a task without inputs or without memory near its inputs."""
         if len(allowed) <= MAX_FAR_WORKERS:
             return allowed
         found = [ws for ws in self.available.least_loaded(EVERYWHERE, MAX_FAR_WORKERS) if ws in allowed]
@@ -207,14 +206,14 @@ class CandidateSelector:
     def for_root(
         self, ts: SchedulerTask, open_to: Collection[WorkerState], slot: WorkerState | None = None
     ) -> list[Candidate]:
-        """Return the costs of a root task, which should run near the tasks that it will be needed with.
+        """Return the costs of a root task, which should run near its siblings.
 
         Parameters
         ----------
         open_to
-            The workers that take root tasks now.
+            The workers that accept root tasks now.
         slot
-            The one of these with the least to do, if it is known.
+            The least loaded of these workers, if known.
         """
         slot = slot or self.available.least_loaded_of(open_to)
         demand = self.estimates.demand(ts)
@@ -229,15 +228,15 @@ class CandidateSelector:
         return [self._with_move_to(anchor, each, nbytes) for each in found]
 
     def _fills_all_slots(self, group: TaskGroup) -> bool:
-        """Return whether root tasks of a group take all slots of Dask's queue.
+        """Return whether root tasks of a group fill all slots of Dask's queue.
 
-        Then one of them waits in each slot, and to wait near a sibling costs nothing.
+        If so, every slot has a waiting task, and waiting near a sibling costs nothing extra.
         """
         saturation, states = self._state.WORKER_SATURATION, group.states
         if math.isinf(saturation):  # there is no queue
             return False
         over = states["memory"] + states["erred"] + states["forgotten"]
-        if group.stop:  # until the first task has ended, released tasks have not begun
+        if group.stop:  # before the first task has ended, released tasks are those that have not started
             over += states["released"]
         slots = math.ceil(saturation) * self._state.total_nthreads
         return bool(len(group) - over >= slots)
@@ -245,7 +244,7 @@ class CandidateSelector:
     def _open_near(
         self, anchor: WorkerState | None, open_to: Collection[WorkerState], slot: WorkerState | None
     ) -> Collection[WorkerState]:
-        """Return, of the open workers, the anchor, the least loaded ones around it, and that of all."""
+        """Return the anchor, the least loaded workers around it, and the slot, as far as they are open."""
         found: dict[WorkerState, None] = {}
         if anchor is not None:
             if anchor in open_to and anchor in self.available:
@@ -260,7 +259,7 @@ class CandidateSelector:
         return found
 
     def _with_move_to(self, anchor: WorkerState | None, candidate: Candidate, nbytes: int) -> Candidate:
-        """Add the time that the result will take to the worker of a sibling."""
+        """Add the time to move the result to the worker of a sibling."""
         if anchor is None or anchor.address == candidate.worker:
             return candidate
         seconds = self._topology.seconds(candidate.worker, anchor.address, nbytes, by_comms=True)
@@ -268,16 +267,16 @@ class CandidateSelector:
 
 
 def _with_most_inputs(holders: Iterable[Candidate]) -> Candidate:
-    """Return the holder for which the fewest bytes move, of those that the task fits on if there are any."""
+    """Return the holder that lacks the fewest bytes, preferring holders with enough memory."""
     return min(holders, key=lambda each: (not each.terms.fits, each.missing, cost.rank(each)))
 
 
 def _is_late(candidate: Candidate) -> bool:
-    """Return whether another worker could run a task earlier, wherever its inputs are."""
+    """Return whether a task could start earlier on another worker."""
     waiting, _, moving, room, _ = candidate.terms
     return waiting > 0 or moving > 0 or room > 0
 
 
 def _waits_for_inputs(candidate: Candidate) -> bool:
-    """Return whether inputs have to come, and that takes longer than the work before the task."""
+    """Return whether a task would wait for missing inputs longer than for the tasks before it."""
     return candidate.missing > 0 and candidate.terms.moving > candidate.terms.waiting

@@ -1,4 +1,4 @@
-"""Compute the cost of a task on a worker: seconds until it could have run there. Pure."""
+"""Compute the cost of a task on a worker: the time until it would have run there, in seconds. Pure."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ class Hop(Protocol):
 
     @property
     def bandwidth(self) -> float:
-        """Return the bytes per second."""
+        """Return the bandwidth in bytes per second."""
 
     @property
     def latency(self) -> float:
-        """Return the seconds before the first byte."""
+        """Return the time before the first byte, in seconds."""
 
 
 class Route(NamedTuple):
-    """List the links that bytes of a replica cross: out of its tier, to another worker, to its device.
+    """Sum up the links that a replica crosses: out of its tier, to another worker, to its device.
 
     Parameters
     ----------
     latency
-        Seconds before the first byte.
+        Time before the first byte, in seconds.
     seconds_per_byte
-        Seconds for each byte.
+        Time for each byte, in seconds.
     """
 
     latency: float = 0.0
@@ -45,25 +45,25 @@ class Route(NamedTuple):
         return Route(self.latency + other.latency, self.seconds_per_byte + other.seconds_per_byte)
 
 
-#: The route to where the bytes are already.
+#: The route of bytes that are at their target already.
 LOCAL_ROUTE = Route()
 
 
 class Terms(NamedTuple):
-    """Hold the cost of a task on a worker, term by term, in seconds.
+    """Hold the terms of the cost of a task on a worker, in seconds.
 
     Parameters
     ----------
     waiting
-        Until the work that is there before it leaves a thread.
+        Time until earlier tasks leave a thread free.
     running
-        Its own work, with the slowdown of that worker.
+        Time to run the task, including the worker's slowdown.
     moving
-        Until its inputs are there.
+        Time to move its inputs to the worker.
     room
-        To spill what is in its way.
+        Time to spill other data.
     fits
-        Whether there is room for its inputs and its result, at whatever cost.
+        Whether its inputs and its result fit into memory, at whatever cost.
     """
 
     waiting: float
@@ -88,11 +88,11 @@ class Candidate(NamedTuple):
     terms
         The cost there.
     load
-        Tasks per thread that it has; breaks ties of the cost.
+        Its tasks per thread; breaks ties of the cost.
     held
-        Bytes that it holds; breaks ties of both.
+        The bytes that it holds; breaks ties of cost and load.
     missing
-        Bytes of inputs that it lacks.
+        The bytes of inputs that it lacks.
     """
 
     worker: str
@@ -107,36 +107,36 @@ class Candidate(NamedTuple):
 
 
 def rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:
-    """Return a key by which better candidates are smaller.
+    """Return a sort key; better candidates are smaller.
 
-    Whether a task fits comes before time. The address comes last, so that equal states give equal decisions.
+    Fitting into memory comes before time. The address comes last, so that decisions are deterministic.
     """
     worker, (waiting, running, moving, room, fits), load, held, _ = candidate
     return not fits, waiting + running + moving + room, load, held, worker
 
 
 def best(candidates: Iterable[Candidate]) -> Candidate:
-    """Return the candidate to take.
+    """Return the best candidate.
 
     Raises
     ------
     ValueError
-        Without any.
+        If there is none.
     """
     return min(candidates, key=rank)
 
 
 def waiting(work: float, tasks: int, threads: int, slowdown: float = 1) -> float:
-    """Return seconds until a thread is free.
+    """Return the time until a thread is free, in seconds.
 
     Parameters
     ----------
     work
-        Seconds of work of all tasks that are there, on a worker with a slowdown of 1.
+        The work of all tasks on the worker, in seconds at a slowdown of 1.
     tasks, threads
-        How many there are.
+        The numbers of tasks and threads.
     slowdown
-        How many times as long as others the worker takes.
+        The worker's durations relative to those of other workers.
     """
     if tasks < threads:
         return 0.0
@@ -144,12 +144,12 @@ def waiting(work: float, tasks: int, threads: int, slowdown: float = 1) -> float
 
 
 def moving(nbytes: float, routes: Iterable[Route]) -> float:
-    """Return seconds until an input is there, from the replica with the best route.
+    """Return the time to move an input from the replica with the fastest route, in seconds.
 
     Raises
     ------
     ValueError
-        Without a route.
+        If there is no route.
     """
     least = math.inf
     for latency, seconds_per_byte in routes:
@@ -162,18 +162,18 @@ def moving(nbytes: float, routes: Iterable[Route]) -> float:
 
 
 def room(need: float, memory: FreeMemory, spill: Route) -> tuple[float, bool]:
-    """Return seconds to make room for ``need`` bytes, and whether there is room at all.
+    """Return the time to free ``need`` bytes in seconds, and whether that is possible.
 
-    A task does not pay for what others lack: it spills at most its own bytes.
+    A task does not pay for a shortage of other tasks: it spills at most its own bytes.
 
     Parameters
     ----------
     need
-        Bytes that are to be live.
+        Bytes that must be live.
     memory
-        Free memory of the worker.
+        The worker's free memory.
     spill
-        The route of what it spills.
+        The route of spilled data.
     """
     free, below, _, _ = memory
     if need <= free:

@@ -1,4 +1,4 @@
-"""Learn the durations of tasks, by prefix and bytes of inputs, and the slowdowns of workers. Pure."""
+"""Learn durations of tasks by prefix and input size, and slowdowns of workers. Pure."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 from dask_gpurt.observe.estimators import RunningMoments, RunningRegression
 
-#: The last tasks that the means of a prefix and of a worker extend over.
+#: The windows of the means of a prefix and of a worker, in tasks.
 PREFIX_WINDOW_TASKS, WORKER_WINDOW_TASKS = 20, 10
-#: Tasks of a prefix before its durations may be predicted from its inputs. With so few tasks, and no such
-#: relation, one prefix in a hundred passes the thresholds below.
+#: The fewest tasks of a prefix from which durations are predicted by input size. With this many tasks, one in
+#: a hundred prefixes without such a relation passes the thresholds below.
 MIN_TASKS = 10
-#: Thresholds for that: the deviation of input bytes from their mean, as a share of it, and the share of the
-#: variance of durations that input bytes explain.
+#: Thresholds of the prediction: the relative standard deviation of input sizes, and the share of the variance
+#: of durations that they explain.
 MIN_SPREAD, MIN_EXPLAINED = 0.2, 0.7
-#: Shorter tasks measure the overhead of starting a task, not the speed of a worker.
+#: Shorter tasks measure the overhead of starting a task rather than the speed of a worker.
 MIN_DURATION_S = 0.01
-#: Standard errors of a mean slowdown that count as chance.
+#: The confidence margin of a mean slowdown, in standard errors.
 CHANCE_ERRORS = 2.0
-#: Limits to the slowdown that a single task may show.
+#: A single task's slowdown is clipped to these limits.
 FASTEST, SLOWEST = 0.1, 10.0
 
 
 class _Regression(RunningRegression):
-    """Regress the durations of a prefix on the bytes of their inputs."""
+    """Regress the durations of a prefix on input sizes."""
 
     __slots__ = ()
 
@@ -34,7 +34,7 @@ class _Regression(RunningRegression):
 
     @property
     def is_significant(self) -> bool:
-        """Return whether input bytes vary, and explain the durations."""
+        """Return whether input sizes vary enough and explain the durations."""
         nbytes = self.x
         return (
             nbytes.count >= MIN_TASKS
@@ -45,15 +45,15 @@ class _Regression(RunningRegression):
 
     @property
     def proportional_share(self) -> float:
-        """Return the share of the mean duration that is in proportion to the bytes, from 0 to 1."""
+        """Return the share of the mean duration that is proportional to input size, from 0 to 1."""
         return min(1.0, self.slope * self.x.mean / self.y.mean)
 
 
 class DurationModel:
-    """Predict seconds of work of tasks from their prefix and the bytes of their inputs.
+    """Predict the durations of tasks from their prefix and input size.
 
-    A share of the duration counts as proportional to the bytes, the rest as constant. So a prediction is
-    never farther from the mean duration than the inputs are from their mean.
+    A share of the duration is proportional to input size, the rest constant. So a prediction deviates from
+    the mean duration by at most as much, relatively, as the input size deviates from its mean.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class DurationModel:
         regression.observe(nbytes, seconds)
 
     def mean(self, prefix: str) -> float | None:
-        """Return the mean duration of a prefix; None unless its inputs explain durations."""
+        """Return the mean duration of a prefix; None unless input sizes explain its durations."""
         regression = self._prefixes.get(prefix)
         return regression.y.mean if regression is not None and regression.is_significant else None
 
     def predict(self, prefix: str, nbytes: float) -> float | None:
-        """Return the seconds that a task takes with inputs of ``nbytes``; None as for :meth:`mean`."""
+        """Return the expected duration with inputs of ``nbytes``, in seconds; None as for :meth:`mean`."""
         regression = self._prefixes.get(prefix)
         if regression is None or not regression.is_significant:
             return None
@@ -82,7 +82,7 @@ class DurationModel:
 
 @dataclass(slots=True)
 class _Slowdown:
-    """Estimate the logarithm of the duration of tasks over their usual duration, on one worker."""
+    """Estimate the logarithm of the ratio of durations to usual durations, on one worker."""
 
     logarithm: RunningMoments = field(default_factory=lambda: RunningMoments(WORKER_WINDOW_TASKS))
     value: float = 1.0
@@ -96,7 +96,7 @@ class _Slowdown:
 
 
 class WorkerSlowdown:
-    """Estimate how many times as long as others each worker takes for its tasks.
+    """Estimate each worker's durations relative to those of other workers.
 
     Durations are noisy. Without a confidence margin equal workers would never measure equal, and inputs would
     migrate to whichever was luckier.
@@ -106,12 +106,12 @@ class WorkerSlowdown:
         self._workers: dict[str, _Slowdown] = {}
 
     def observe(self, worker: str, seconds: float, usual: float) -> None:
-        """Learn from a task that took ``seconds`` where tasks like it usually take ``usual``."""
+        """Learn from a task that took ``seconds`` while such tasks usually take ``usual``."""
         if usual >= MIN_DURATION_S and seconds > 0:
             self._workers.setdefault(worker, _Slowdown()).observe(seconds / usual)
 
     def of(self, worker: str) -> float:
-        """Return the slowdown closest to 1 within the confidence margin; above 1 is slow."""
+        """Return the slowdown closest to 1 within the confidence margin; greater than 1 is slow."""
         known = self._workers.get(worker)
         return 1.0 if known is None else known.value
 

@@ -1,4 +1,4 @@
-"""Judge whether placement can matter: where links, speeds, residency or free memory differ. Pure."""
+"""Decide whether workers differ enough in links, speeds, data or memory for placement to matter. Pure."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-#: Two links differ where one takes so many times as long for the result of a mean task ...
+#: Two links differ if the result of a mean task takes this many times as long over one as over the other ...
 LINK_FACTOR = 2.0
-#: ... and matter where it comes so much later, as a share of the duration of that task.
+#: ... and if the difference is at least this fraction of the duration of that task.
 LINK_SHARE = 0.05
-#: The result that is sent while no task has run.
+#: The assumed size of a result before any task has run.
 UNKNOWN_RESULT_BYTES = 1 << 20
-#: Two workers differ in speed where one takes so many times as long; those that share cores seem to, by 1.3.
+#: Two workers differ in speed if one takes this many times as long. Workers that share cores show up to 1.3.
 SPEED_FACTOR = 1.5
-#: Data lie unevenly where so large a share of them would have to move for all threads to have as much ...
+#: Data lie unevenly if this fraction of them would have to move to give each thread the same amount ...
 UNEVEN_SHARE = 0.25
-#: ... and there are so many bytes of them for each worker.
+#: ... and if there are at least this many bytes per worker.
 MIN_RESIDENT_BYTES = 1 << 20
-#: A worker is short of memory with a smaller share of its live tier free.
+#: A worker is short of memory if a smaller fraction of its live tier is free.
 SHORT_SHARE = 0.2
 
 
 class Reason(StrEnum):
-    """Name what differs between workers."""
+    """Name the difference between workers for which placement is on."""
 
     LINKS = "links"
     SPEEDS = "speeds"
@@ -33,14 +33,14 @@ class Reason(StrEnum):
 
 
 class UsualTask(NamedTuple):
-    """Describe the mean task that has run.
+    """Describe the mean of finished tasks.
 
     Parameters
     ----------
     seconds
-        Its duration.
+        The duration.
     nbytes
-        Bytes of its result.
+        The size of the result.
     """
 
     seconds: float
@@ -63,14 +63,14 @@ class Holding(NamedTuple):
 
 
 def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
-    """Return whether some links are slower than others by enough to matter for tasks as they are.
+    """Return whether links differ enough to matter for the usual task.
 
     Parameters
     ----------
     seconds
-        That the result of the mean task takes over links between workers, of all classes that join them.
+        Transfer times of the usual task's result over links between workers, for each class of link in use.
     usual
-        That task. Without one, links that differ are taken to matter.
+        The usual task. If None, any difference of links counts.
     """
     if not seconds:
         return False
@@ -81,19 +81,19 @@ def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
 
 
 def speeds_differ(slowdowns: Iterable[float]) -> bool:
-    """Return whether some workers take longer for their tasks than others.
+    """Return whether workers differ enough in speed to matter.
 
     Parameters
     ----------
     slowdowns
-        See :class:`~dask_gpurt.placement.durations.WorkerSlowdown`. Workers without one count as usual.
+        See :class:`~dask_gpurt.placement.durations.WorkerSlowdown`. Workers without a slowdown count as 1.
     """
     known = [*slowdowns, 1.0]
     return max(known) >= SPEED_FACTOR * min(known)
 
 
 def lie_unevenly(holdings: Sequence[Holding]) -> bool:
-    """Return whether some workers hold far more data for each of their threads than others."""
+    """Return whether some workers hold far more data per thread than others."""
     total, threads = sum(each.nbytes for each in holdings), sum(each.threads for each in holdings)
     if total < MIN_RESIDENT_BYTES * len(holdings) or not threads:
         return False
@@ -108,11 +108,11 @@ def is_short(free: float, live: float) -> bool:
     Parameters
     ----------
     free, live
-        Bytes of its live tier that are free, and its capacity, which may be infinite.
+        Free bytes and capacity of its live tier; the capacity may be infinite.
     """
     return free <= 0 or (math.isfinite(live) and free < SHORT_SHARE * live)
 
 
 def headroom_differs(short: int, workers: int) -> bool:
-    """Return whether some workers are short of memory while others are not: else no choice makes room."""
+    """Return whether some workers are short of memory and others are not, so that a choice can help."""
     return 0 < short < workers

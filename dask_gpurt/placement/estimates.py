@@ -22,9 +22,9 @@ from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.topology import Topology
 
-#: Replicas of an input whose routes are compared.
+#: How many replicas of an input have their routes compared.
 MAX_REPLICAS = 4
-#: Dependents of an alias that are counted as pending work.
+#: How many dependents of an alias count as pending work.
 MAX_DEPENDENTS = 8
 
 
@@ -36,9 +36,9 @@ class InputRef(NamedTuple):
     ts
         Its ``TaskState`` on the scheduler.
     nbytes
-        Its bytes.
+        Its size.
     tiers
-        The tier that it is in, by the address of some workers that have it.
+        The tier of its replica, by the address of some of its holders.
     """
 
     ts: SchedulerTask
@@ -47,16 +47,16 @@ class InputRef(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """List the inputs that a worker has to fetch for a task.
+    """Sum up the inputs that a worker has to fetch for a task.
 
     Parameters
     ----------
     nbytes
-        Bytes of inputs that it lacks.
+        The bytes of inputs that it lacks.
     seconds
-        Until it has all inputs in its live tier.
+        The time until all inputs are in its live tier.
     shares
-        Whether some inputs are already on their way there, for other tasks.
+        Whether some inputs are already in flight to the worker, for other tasks.
     """
 
     nbytes: int
@@ -69,20 +69,20 @@ _NO_FETCH = Fetch(0, 0.0, False)
 
 
 class Demand(NamedTuple):
-    """Describe the needs of a task, the same on any worker: looked up once for all candidates.
+    """Describe what a task needs on any worker. Computed once for all candidates.
 
     Parameters
     ----------
     inputs
         Its inputs.
     sources
-        The prefixes of the tasks that make these.
+        The prefixes of the tasks that produce its inputs.
     seconds
-        Its work on a worker with a slowdown of 1.
+        Its duration on a worker with a slowdown of 1.
     nbytes
-        Bytes of its result.
+        The expected size of its result.
     working_set
-        Bytes of its inputs and its result, which have to be live on its worker at once.
+        The bytes of its inputs and its result, which must be live on its worker at the same time.
     """
 
     inputs: Collection[InputRef]
@@ -101,15 +101,15 @@ class _Pending:
     by_prefix: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
-#: The book entry of a worker without pending work.
+#: The entry of a worker without pending work.
 _NO_WORK = _Pending()
 
 
 class PendingWork:
-    """Keep work on workers that Dask does not count there, by the key of the task that it comes with. Pure.
+    """Track work on workers that is not in Dask's occupancy, by the key of the task that causes it. Pure.
 
-    An amount is seconds of work or a number of tasks, as the user of the book says. Entries may come and go
-    in any order.
+    Amounts are seconds of work or numbers of tasks, as the owner chooses. Entries may be added and removed in
+    any order.
     """
 
     def __init__(self) -> None:
@@ -120,14 +120,14 @@ class PendingWork:
         return bool(self._entries)
 
     def add(self, key: Key, worker: str, by_prefix: Mapping[str, float], tasks: float) -> None:
-        """Put the work that comes with a task on one worker, and take it off any other.
+        """Add the work that a task causes on a worker, replacing its earlier entry.
 
         Parameters
         ----------
         by_prefix
-            Amounts by task prefix. They may be below 0, where Dask counts too much.
+            Amounts by task prefix; negative if Dask counts too much.
         tasks
-            The number of usual tasks that take as long.
+            The equivalent number of usual tasks.
         """
         self.remove(key)
         self._entries[key] = worker, by_prefix, tasks
@@ -138,13 +138,13 @@ class PendingWork:
             known.by_prefix[prefix] += amount
 
     def remove(self, key: Key) -> str | None:
-        """Remove the work that came with a task; return the worker that it was on."""
+        """Remove the work that a task causes; return its worker."""
         worker, by_prefix, tasks = self._entries.pop(key, (None, {}, 0.0))
         if worker is None:
             return None
         known = self._workers[worker]
         known.count -= 1
-        if not known.count:  # drops the rounding errors of the sums, too
+        if not known.count:  # also discards accumulated rounding errors
             del self._workers[worker]
             return worker
         known.tasks -= tasks
@@ -164,11 +164,11 @@ class PendingWork:
         return self._workers.get(worker, _NO_WORK).by_prefix
 
     def count(self, worker: str) -> int:
-        """Return how many entries there are on a worker."""
+        """Return the number of entries on a worker."""
         return self._workers.get(worker, _NO_WORK).count
 
     def tasks(self, worker: str) -> float:
-        """Return how many usual tasks the pending work of a worker equals."""
+        """Return the pending work of a worker as an equivalent number of usual tasks."""
         return self._workers.get(worker, _NO_WORK).tasks
 
 
@@ -180,16 +180,16 @@ class Estimates:
     state
         Dask's ``SchedulerState``.
     topology
-        Where the workers are, and how fast the links between them are.
+        The places of workers and the speeds of links.
     headroom
         Free memory of the workers.
 
     Attributes
     ----------
     routes, shard_routes
-        Routes of dependencies, which go by Dask's comms, and of shards, which go by the exchange.
+        Routes of dependencies over Dask's comms, and of shards over the exchange.
     arrivals
-        Seconds of work of tasks that are about to be placed, on the workers with most of their inputs.
+        The work of tasks that are about to be placed, in seconds, on the workers with most of their inputs.
     """
 
     def __init__(self, state: SchedulerState, topology: Topology, headroom: Headroom):
@@ -198,25 +198,25 @@ class Estimates:
         self.routes, self.shard_routes = Routes(topology), Routes(topology, by_comms=False)
         self.durations, self.slowdown = DurationModel(), WorkerSlowdown()
         self.arrivals = PendingWork()
-        #: Seconds by which tasks that were placed take longer than usual, by their inputs.
+        #: Seconds by which placed tasks are expected to take longer than usual because of their input sizes.
         self._surplus = PendingWork()
-        #: Tasks that will follow an alias on its worker. They are counted, not timed, since their duration
-        #: may not be known before the first of them has run; a task with two inputs counts half for each.
+        #: Tasks that will follow an alias on its worker. They are counted rather than timed, since their
+        #: duration may be unknown until one of them has run. A task with two inputs counts half for each.
         self._followers = PendingWork()
-        #: By prefix, the smallest result of a task as a share of its inputs.
+        #: The smallest ratio of a task's result to its inputs, by prefix.
         self._min_result_share: dict[str, float] = {}
-        #: Seconds per byte of what is on its way to a worker, by the costs that decisions were made with.
+        #: Expected seconds per byte in flight to each worker, from the costs of the latest decisions.
         self._inbound_seconds_per_byte: dict[str, float] = {}
         #: Dask's count of bytes on a worker when it last reported its memory.
         self._bytes_at_report: dict[str, int] = {}
-        #: The capacity of live tiers, and the largest of them: a working set that fits none may go there.
+        #: The capacities of live tiers, and the largest one, which takes working sets that fit nowhere.
         self._live_capacity: dict[str, float] = {}
         self._largest_live = 0.0
 
     # ---- the cost of a task ------------------------------------------------------------
 
     def demand(self, ts: SchedulerTask) -> Demand:
-        """Return what a task needs of a worker."""
+        """Return what a task needs on any worker."""
         prefix, inputs = ts.prefix, self.inputs(ts)
         input_bytes = sum([nbytes for _, nbytes, _ in inputs])
         if inputs and is_alias(ts):
@@ -264,7 +264,7 @@ class Estimates:
     def fetch(self, inputs: Collection[InputRef], ws: WorkerState) -> Fetch:
         """Return what a worker has to fetch for a task.
 
-        Bytes that are on their way already count for the task that they were sent for.
+        Bytes already in flight are charged to the task that they are fetched for.
         """
         missing, seconds, shares = 0, 0.0, False
         address, here, on_their_way = ws.address, ws.has_what, ws.needs_what
@@ -284,7 +284,7 @@ class Estimates:
         return Fetch(missing, seconds, shares)
 
     def seconds_inbound(self, ws: WorkerState) -> float:
-        """Return the seconds until a worker has what is on its way to it."""
+        """Return the time until all bytes in flight to a worker have arrived, in seconds."""
         nbytes = network_occupancy(ws)
         if not nbytes:
             return 0.0
@@ -292,11 +292,11 @@ class Estimates:
         return float(nbytes * self._inbound_seconds_per_byte.get(ws.address, usual))
 
     def _work_before(self, sources: Collection[str], ws: WorkerState) -> tuple[float, float]:
-        """Return seconds of the work on a worker that comes before a task, and bytes that are promised there.
+        """Return the work on a worker that runs before a task, in seconds, and the bytes promised there.
 
-        Dask goes through graphs depth first, so tasks like those that made the inputs, the sources, have a
-        lower priority: only the running ones count. The promised bytes are the inputs on their way and the
-        results of the tasks that run next; later ones find inputs gone.
+        Dask traverses graphs depth first, so further tasks of the sources' prefixes have a lower priority
+        than this task, and only the running ones count. The promised bytes are inputs in flight and the
+        results of the next tasks to run; by the time of later tasks, inputs have been released.
         """
         prefixes, usual, surplus = self._state.task_prefixes, self._usual, self._surplus.by_prefix(ws.address)
         work, results, threads = 0.0, 0.0, ws.nthreads
@@ -315,12 +315,12 @@ class Estimates:
         return work, network_occupancy(ws) + results
 
     def _usual(self, prefix: TaskPrefix) -> float:
-        """Return seconds of work of a task of a prefix, whatever its inputs."""
+        """Return the mean duration of a prefix's tasks regardless of their inputs, in seconds."""
         seconds = self.durations.mean(prefix.name)
         return prefix_duration(self._state, prefix) if seconds is None else seconds
 
     def load(self, ws: WorkerState) -> float:
-        """Return how many usual tasks a worker has to do."""
+        """Return the load of a worker as an equivalent number of usual tasks."""
         tasks: float = len(ws.processing)
         for pending in (self.arrivals, self._surplus, self._followers):
             if pending:
@@ -339,15 +339,16 @@ class Estimates:
         return seconds, fits and holds
 
     def free_memory(self, ws: WorkerState) -> FreeMemory:
-        """Return the free memory that a worker has reported, less the bytes that have arrived there since."""
+        """Return the free memory that a worker has reported, minus bytes that have arrived since."""
         memory = self._headroom.free_memory(ws.address)
         arrived = self._arrived_since_report(ws)
         return memory._replace(free=memory.free - arrived) if arrived else memory
 
     def has_room(self, ws: WorkerState) -> bool:
-        """Return whether a worker has room for what is on its way, and for results of its tasks and one more.
+        """Return whether a worker has memory for inputs in flight, and for results of its tasks and one more.
 
-        The results count only while root tasks are queued: each as large as that of the first one.
+        Results count only while root tasks are queued; each is assumed to be as large as that of the first
+        queued task's prefix.
         """
         need: float = network_occupancy(ws)
         queued = self._state.queued
@@ -357,7 +358,7 @@ class Estimates:
         return memory.free + memory.below - self._arrived_since_report(ws) > need
 
     def _arrived_since_report(self, ws: WorkerState) -> int:
-        """Return bytes by Dask's count; 0 where it has fallen, for what is gone may have been spilled."""
+        """Return the increase of Dask's count of bytes; 0 if it decreased, as spilled bytes may have gone."""
         nbytes: int = ws.nbytes
         return max(0, nbytes - self._bytes_at_report.get(ws.address, nbytes))
 
@@ -370,13 +371,13 @@ class Estimates:
         self._largest_live = max(live, self._largest_live)
 
     def on_arriving(self, ts: SchedulerTask, demand: Demand, worker: str) -> None:
-        """Count a task that is about to be placed on the worker that it will probably get."""
+        """Count a task that is about to be placed on its likely worker."""
         usual = self._usual(ts.prefix)
         tasks = demand.seconds / usual if usual else 1.0
         self.arrivals.add(ts.key, worker, {ts.prefix.name: demand.seconds}, tasks)
 
     def on_decided(self, ts: SchedulerTask, candidate: Candidate, ws: WorkerState) -> None:
-        """Count a task on the worker that it is about to be given to, and the inputs that it fetches."""
+        """Count a placed task, and the inputs that it fetches, on its worker."""
         if candidate.missing:
             nbytes = network_occupancy(ws) + candidate.missing
             self._inbound_seconds_per_byte[candidate.worker] = candidate.terms.moving / nbytes
@@ -391,7 +392,7 @@ class Estimates:
             self._surplus.add(ts.key, candidate.worker, {name: seconds - usual}, seconds / usual - 1)
 
     def on_task_finished(self, ts: SchedulerTask, worker: str, seconds: float) -> None:
-        """Learn from a task that has taken ``seconds`` of work on a worker."""
+        """Learn from a task that took ``seconds`` on a worker."""
         if is_alias(ts):
             return
         prefix, name = ts.prefix, ts.prefix.name
@@ -404,12 +405,12 @@ class Estimates:
             self._min_result_share[name] = min(share, self._min_result_share.get(name, share))
 
     def on_task_ended(self, key: Key) -> str | None:
-        """Forget a task that is no longer on a worker; return that worker if its load changes by it."""
+        """Forget a task that has left its worker; return the worker if this changes its load."""
         follower_worker = self._followers.remove(key)
         return self._surplus.remove(key) or follower_worker
 
     def forget_pending(self) -> None:
-        """Forget the tasks that were counted on workers, not what was learnt."""
+        """Forget all pending work, but keep learned durations and slowdowns."""
         for pending in (self.arrivals, self._surplus, self._followers):
             pending.clear()
 
@@ -423,7 +424,7 @@ class Estimates:
 
 
 def mean_result_bytes(prefix: TaskPrefix) -> float:
-    """Return the mean size of the results of a task prefix, 0 while there are none."""
+    """Return the mean size of a prefix's results; 0 if there are none."""
     nbytes: float = prefix.nbytes_total
     if not nbytes:
         return 0.0
@@ -433,15 +434,15 @@ def mean_result_bytes(prefix: TaskPrefix) -> float:
 
 
 def is_alias(ts: SchedulerTask) -> bool:
-    """Return whether a task only names data that exist already, as for persisted collections.
+    """Return whether a task only names existing data, as for persisted collections.
 
-    An alias has the prefix of the task that made the data, but not its duration.
+    An alias has the prefix of the task that produced the data, but not its duration.
     """
     return isinstance(ts.run_spec, Alias)
 
 
 def _followers(alias: SchedulerTask) -> Mapping[str, float]:
-    """Return how many tasks, by prefix, will run where an alias is as soon as it is there."""
+    """Return the number of tasks, by prefix, that will run on the worker of an alias right after it."""
     counts: defaultdict[str, float] = defaultdict(float)
     for dts in islice(alias.dependents, MAX_DEPENDENTS):
         counts[dts.prefix.name] += 1 / len(dts.dependencies)

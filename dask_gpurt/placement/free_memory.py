@@ -1,4 +1,4 @@
-"""Free memory of workers and the tiers of their data: from their ledgers, or else from Dask's own counts."""
+"""Look up free memory of workers and tiers of data, in the workers' ledgers or in Dask's own counts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dask_gpurt.memory.tiers import Tier
 
 
 class Headroom(Protocol):
-    """Free memory of all workers, as they have reported it.
+    """Look up the reported free memory of all workers.
 
-    Each decision asks several times, so answers come from what is known on the scheduler.
+    Each decision calls this several times, so implementations only use state on the scheduler.
     """
 
     def free_memory(self, worker: str) -> FreeMemory:
@@ -27,7 +27,7 @@ class Headroom(Protocol):
     def has_reported(self, worker: str) -> bool:
         """Return whether a worker has reported its memory.
 
-        Otherwise its free memory is a guess, and what it may spill is unknown.
+        If not, its free memory is an estimate, and its capacity for spilled data is unknown.
         """
 
     def tier(self, worker: str, key: Key) -> Tier:
@@ -35,12 +35,12 @@ class Headroom(Protocol):
 
 
 class LedgerHeadroom:
-    """Read free memory from the ledgers of all workers; for a worker that has sent none, from Dask.
+    """Look up free memory in the workers' ledgers, or in Dask's counts for a worker without a ledger.
 
     Parameters
     ----------
     ledgers
-        As the scheduler's plugin keeps them.
+        The ledgers of all workers.
     workers
         Dask's ``WorkerState`` by address.
     """
@@ -50,7 +50,7 @@ class LedgerHeadroom:
         self._workers = workers
 
     def free_memory(self, worker: str) -> FreeMemory:
-        """Return the free memory of a worker; infinite on one that has left or has no memory limit."""
+        """Return the free memory of a worker; infinite if it has left or has no memory limit."""
         return self._ledgers.room(worker) or self._known_to_dask(worker)
 
     def has_reported(self, worker: str) -> bool:
@@ -64,25 +64,25 @@ class LedgerHeadroom:
         return FreeMemory(state.memory_limit - state.nbytes, live=state.memory_limit)
 
     def tier(self, worker: str, key: Key) -> Tier:
-        """Return the tier with most of the bytes that tasks of the same prefix have left on a worker."""
+        """Return the tier with most of the bytes of the key's prefix on a worker."""
         if not self._ledgers.spilled(worker):
             return Tier.DEVICE
         return self._ledgers.fullest(worker, key_split(key)) or Tier.DEVICE
 
 
 class FreeMemoryIndex:
-    """Keep free memory by worker while replicas are handed out, and count each replica at once. Pure.
+    """Track free memory while replicas are assigned, counting each replica immediately. Pure.
 
     Parameters
     ----------
     look_up
-        Returns the free memory of a worker; called once for each.
+        Returns the free memory of a worker; called once per worker.
     """
 
     def __init__(self, look_up: Callable[[str], FreeMemory]):
         self._look_up = look_up
         self._workers: dict[str, FreeMemory] = {}
-        #: By free bytes and by free bytes of all tiers, the most last; made on the first look-up.
+        #: The workers by free bytes of the live tier, and of all tiers, ascending; built on first use.
         self._orders: list[SortedKeyList] = []
 
     def __getitem__(self, worker: str) -> FreeMemory:
@@ -92,7 +92,7 @@ class FreeMemoryIndex:
         return memory
 
     def take(self, worker: str, nbytes: float) -> None:
-        """Count ``nbytes`` more in the live tier of a worker, or less if below 0."""
+        """Count ``nbytes`` as used in the live tier of a worker; negative to release."""
         memory = self[worker]
         orders = [order for order in self._orders if worker in order]
         for order in orders:
@@ -102,12 +102,12 @@ class FreeMemoryIndex:
             order.add(worker)
 
     def most_free(self, workers: Iterable[str]) -> tuple[Iterator[str], Iterator[str]]:
-        """Return all workers twice, most free bytes first: of the live tier, and of all tiers.
+        """Return all workers in descending order of free bytes, of the live tier and of all tiers.
 
         Parameters
         ----------
         workers
-            All that there are. They are put in order once.
+            All workers; used on the first call only.
         """
         if not self._orders:
             names = list(workers)

@@ -1,4 +1,4 @@
-"""Let placement choose only while it can matter, and leave the choice to Dask otherwise."""
+"""Switch placement on only while workers differ enough for it to matter; otherwise Dask chooses."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from dask_gpurt.topology.links import BETWEEN_HOSTS
 
 logger = logging.getLogger(__name__)
 
-#: Seconds after which speeds and residency are looked at again, at the earliest.
+#: The shortest interval between checks of speeds and residency, in seconds.
 RECHECK_S = 0.5
-#: Seconds for which placement goes on choosing after nothing differs any more, so that it does not flutter.
+#: How long placement stays on after the last difference, in seconds: a hysteresis.
 HOLD_S = 5.0
-#: Of so many tasks that end one is looked at for the mean task and, while Dask chooses, for the speed of its
-#: worker; and the sampled tasks that the mean extends over.
+#: One of this many finished tasks is sampled, for the mean task and, while Dask chooses, for the speed of its
+#: worker; and the window of sampled tasks over which the mean is taken.
 SAMPLED_TASKS, WINDOW_TASKS = 32, 64
-#: The hosts, and the neighbours on each, whose links are compared.
+#: The most hosts, and the most neighbours on each host, whose links are compared.
 MAX_HOSTS, MAX_NEIGHBOURS = 16, 4
 
 
 class GatedPlacement:
-    """Bind a placement while workers differ in a way that matters for the tasks there are.
+    """Bind a placement while workers differ in a way that matters for the present tasks.
 
-    While they do not, Dask's own methods are in place: a decision costs what it costs in Dask. The rule is
-    :mod:`~dask_gpurt.placement.engagement`. Its answer is kept until a worker becomes short of memory; or a
-    graph arrives or a worker reports its memory, after a worker has joined, moved or left, or ``RECHECK_S``
-    after the last look. Residency is looked at only as a graph arrives.
+    Otherwise Dask's own methods are in place, and decisions have no overhead. The rule is
+    :mod:`~dask_gpurt.placement.engagement`. It is evaluated again when a worker becomes short of memory, or
+    has memory again; and when a memory report or a graph arrives after a worker has joined, moved or left, or
+    at least ``RECHECK_S`` after the last check. Residency is only checked when a graph arrives.
 
     Parameters
     ----------
     placement
-        Is bound and unbound, and told of events.
+        The placement to bind and unbind; it receives the events.
     state
         Dask's ``SchedulerState``.
     topology
-        Where workers are, and how fast the links between them are.
+        The places of workers and the speeds of links.
     headroom
         Free memory of the workers.
     metrics
-        Counts how often placement has begun to choose.
+        Counts how often placement is switched on.
     clock
-        Returns seconds.
+        Returns the time in seconds.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class GatedPlacement:
 
     @property
     def reason(self) -> Reason | None:
-        """Return what differs; None while Dask chooses."""
+        """Return the difference for which placement is on; None while Dask chooses."""
         return self._reason
 
     # ---- on and off --------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Look at the workers that are there, and choose from now on if that can matter."""
+        """Check the present workers, and bind the placement if it can matter."""
         for worker in list(self._state.workers):
             self._note_memory(worker)
         self._check()
 
     def unbind(self) -> None:
-        """Have Dask choose, whatever differs."""
+        """Unbind the placement, so that Dask chooses."""
         if self._reason is not None:
             self._placement.unbind()
             self._reason = None
@@ -127,7 +127,7 @@ class GatedPlacement:
         self._placement.on_memory_reported(worker)
 
     def on_place_changed(self, worker: str) -> None:
-        """Note that a worker has joined, or has another place than before."""
+        """Note that a worker has joined or that its place has changed."""
         self._placement.on_place_changed(worker)
         self._checked_at = -inf
 
@@ -138,13 +138,13 @@ class GatedPlacement:
         self._checked_at = -inf
 
     def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owner of each output of a shuffle: those that Dask has chosen, while it does."""
+        """Return the owner of each output of a shuffle; Dask's choice while placement is off."""
         return chosen if self._reason is None else self._placement.owners(barrier, chosen)
 
     # ---- the rule ----------------------------------------------------------------------
 
     def look(self) -> None:
-        """Look at the data that workers hold, before tasks move them, and judge again."""
+        """Check how evenly data lie on workers, before tasks move them, and evaluate the rule."""
         self._looked_at = self._clock()
         self._uneven = engagement.lie_unevenly(
             [Holding(ws.nbytes, ws.nthreads) for ws in self._state.running]
@@ -152,7 +152,7 @@ class GatedPlacement:
         self._check()
 
     def _check(self) -> None:
-        """Judge again, and bind or unbind the placement."""
+        """Evaluate the rule, and bind or unbind the placement."""
         now = self._checked_at = self._clock()
         reason = self._differing()
         if reason is not None:
@@ -164,15 +164,15 @@ class GatedPlacement:
             return
         self._reason = reason
         if reason is None:
-            logger.info("Dask chooses workers: they do not differ enough for placement to matter")
+            logger.info("Placement is off: workers do not differ enough for it to matter")
             self._placement.unbind()
         else:
-            logger.info("Placement chooses workers, which differ: %s", reason)
+            logger.info("Placement is on: workers differ in %s", reason)
             self._metrics.add("placement.engaged.{reason}", 1, str(reason))
             self._placement.bind()
 
     def _differing(self) -> Reason | None:
-        """Return the first thing in which workers differ enough, the cheapest to look at first."""
+        """Return the first difference between workers that matters, cheapest check first; else None."""
         if len(self._state.running) < 2:
             return None
         if engagement.headroom_differs(len(self._short), len(self._state.running)):
@@ -196,11 +196,11 @@ class GatedPlacement:
                 yield self._topology.way(one, other, by_comms=True)[1].seconds(nbytes)
         for here, there in pairwise(hosts):
             link, speed = self._topology.way(next(iter(here)), next(iter(there)), by_comms=True)
-            # When one worker sends to another host, so do the others of its host.
+            # The workers of a host share its link and mostly send at the same time.
             yield speed.seconds(nbytes * len(here) if link in BETWEEN_HOSTS else nbytes)
 
     def _usual_task(self) -> UsualTask | None:
-        """Return the mean of the last tasks that were looked at; None before any."""
+        """Return the mean of the sampled tasks; None without any."""
         return UsualTask(self._seconds.mean, self._nbytes.mean) if self._seconds.count else None
 
     def _note_memory(self, worker: str) -> bool:

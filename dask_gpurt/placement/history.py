@@ -1,4 +1,4 @@
-"""Keep a bounded history of decisions: why a task went to its worker. Pure."""
+"""Keep a bounded history of placement decisions. Pure."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from dask.typing import Key
 
 from dask_gpurt.placement.cost import Candidate, Terms, rank
 
-#: Keys whose last decision is kept: some tens of MB at most.
+#: How many keys have their last decision kept: some tens of MB at most.
 MAX_KEYS = 20_000
-#: The reason that is given, by the term in which the chosen worker differs most from the next best.
+#: The reason for a choice, by the term in which the chosen worker differs most from the next best.
 _REASONS = {
     "waiting": "shorter wait",
     "moving": "less to move",
     "running": "runs faster",
     "room": "less to spill",
 }
-#: Figures of a candidate in a record.
+#: The number of fields of a candidate in a record.
 _FIGURES = len(Candidate._fields) - 1 + len(Terms._fields)
 
 
 class History:
-    """Keep the last decision about each key, and drop the oldest decision beyond a number of keys.
+    """Keep the last decision about each key, and evict the oldest decisions.
 
     Parameters
     ----------
     max_keys
-        The most keys that are kept.
+        The maximum number of keys.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS):
         self._max_keys = max_keys
-        # Each record is one flat tuple of numbers and strings, which the garbage collector does not traverse.
+        # Records are flat tuples of numbers and strings, which the garbage collector untracks.
         self._decisions: OrderedDict[Key, tuple[Any, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._decisions)
 
     def add(self, key: Key, worker: str, candidates: Sequence[Candidate]) -> None:
-        """Keep a decision.
+        """Record a decision.
 
         Parameters
         ----------
         worker
-            The worker that was chosen.
+            The chosen worker.
         candidates
-            All that were compared.
+            All candidates that were compared.
         """
         record: list[Any] = [worker]
         for name, terms, load, held, missing in candidates:
@@ -60,13 +60,13 @@ class History:
             self._decisions.popitem(last=False)
 
     def latest(self, most: int) -> list[dict[str, Any]]:
-        """Return the last decisions, the latest first, each with the reason for the worker that was chosen.
+        """Return the latest decisions with their reasons, newest first.
 
         Returns
         -------
         list of dict
-            The key as a string, the ``worker``, the ``seconds`` until the task was expected to have run there
-            and their terms, how many ``candidates`` were compared, and ``why``.
+            The key as a string, the ``worker``, the expected ``seconds`` until the task has run there and
+            their terms, the number of ``candidates``, and ``why``.
         """
         return [self._summary(key) for key in islice(reversed(self._decisions), most)]
 
@@ -78,9 +78,9 @@ class History:
         return {"key": str(key), **terms, "candidates": len(rows), "why": reason(chosen, others)}
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
-        """Return a row for each candidate of the last decision about a key, the best first.
+        """Return a row for each candidate of the last decision about a key, best first.
 
-        No rows if the key is not known, or no longer.
+        Empty if the key is unknown or its decision was evicted.
         """
         worker, *figures = self._decisions.get(key, ("",))
         return [
@@ -96,23 +96,23 @@ class History:
 
 
 def reason(chosen: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """Say in a few words why a worker was chosen, by the term that tells it from the next best.
+    """Explain why a worker was chosen, by the term in which it differs most from the next best.
 
     Parameters
     ----------
     chosen, others
-        Rows of :meth:`History.explain`, the best first.
+        Rows of :meth:`History.explain`, best first.
     """
     if not others:
-        return "the only one looked at"
+        return "the only candidate"
     other = others[0]
     if chosen["fits"] and not other["fits"]:
-        return "fits there, and on no other"
+        return "the only candidate with enough memory"
     saved = {name: other[name] - chosen[name] for name in _REASONS}
     term = max(saved, key=saved.__getitem__)
     if saved[term] <= 0:
-        return "as good as the next, and less on it"
-    return f"{_REASONS[term]} than on the next, {saved[term]:.3g} s"
+        return "as good as the next best, with less load"
+    return f"{_REASONS[term]} than the next best, by {saved[term]:.3g} s"
 
 
 def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:

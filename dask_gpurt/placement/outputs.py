@@ -1,4 +1,4 @@
-"""Choose the owner of each output of a shuffle, by free memory and by the speed of inputs to it."""
+"""Choose the owner of each output of a shuffle, by free memory and by the speed at which inputs reach it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement.estimates import Estimates
 
-#: Seconds that a thread works on a byte of an output: pandas joins and groups some 1 GB/s.
+#: Compute time of a thread per byte of an output, in seconds: pandas joins and groups about 1 GB/s.
 WORK_SECONDS_PER_BYTE = 1e-9
-#: Holders of inputs whose links are looked up, those with the most bytes; the links of others count as the
-#: mean of these.
+#: How many holders of inputs have their links looked up, those with the most bytes; others use the mean.
 MAX_HOLDERS = 16
 
 
@@ -32,7 +31,7 @@ class Owner(NamedTuple):
     worker
         Its address.
     seconds_per_byte
-        Seconds until a byte of an output has arrived and is worked on, above 0.
+        Time to transfer and process a byte of an output, in seconds; greater than 0.
     memory
         Its free memory.
     """
@@ -46,16 +45,16 @@ class Owner(NamedTuple):
 
 
 def assign(outputs: Collection[int], owners: Sequence[Owner], nbytes: float) -> dict[int, str]:
-    """Return the owner of each output. Neighbouring outputs share one.
+    """Return the owner of each output. Each owner gets consecutive outputs.
 
     Parameters
     ----------
     outputs
-        Output partitions; they count as equally large.
+        Output partitions, assumed to be equally large.
     owners
-        At least one.
+        At least one owner.
     nbytes
-        Of all outputs together; 0 if unknown.
+        The total size of all outputs; 0 if unknown.
     """
     takers = [
         (owner.worker, share)
@@ -72,9 +71,9 @@ def assign(outputs: Collection[int], owners: Sequence[Owner], nbytes: float) -> 
 
 
 def shares(owners: Sequence[Owner], nbytes: float) -> list[float]:
-    """Return the share of the bytes for each owner: all are done at the same time, and none is overfull.
+    """Return each owner's share of the bytes, such that all finish at the same time and none is overfull.
 
-    An owner that would get more than it has room for gets what it has room for; the others share the rest.
+    An owner whose share exceeds its free memory gets as much as fits; the others share the rest.
     """
     nbytes = max(nbytes, 1.0)
     rooms = _rooms(owners, nbytes)
@@ -94,9 +93,9 @@ def shares(owners: Sequence[Owner], nbytes: float) -> list[float]:
 
 
 def _rooms(owners: Sequence[Owner], nbytes: float) -> list[float]:
-    """Return the most bytes for each owner: live if that is enough in all, else with what can be spilled.
+    """Return the most bytes for each owner: its free live memory if that suffices in total, else all tiers'.
 
-    If even that is too little, all are overfull by the same factor.
+    If even all tiers are too small, all owners are overfull by the same factor.
     """
     live = [max(0.0, owner.memory.free) for owner in owners]
     if sum(live) >= nbytes:
@@ -116,16 +115,16 @@ class ShuffleInputs:
     Parameters
     ----------
     barrier
-        The task that waits for all its transfers.
+        The barrier task of the shuffle.
 
     Attributes
     ----------
     held
-        Bytes by the worker that will send them.
+        The bytes of inputs by the worker that will send them.
     released
-        Bytes by worker that are released once they are sent, since no other task needs them.
+        The bytes by worker that are released once they are sent, since no other task needs them.
     nbytes
-        Of all inputs; inputs that are not there yet count as large as the others on average.
+        The total size of all inputs. Inputs that do not exist yet count as the mean of the others.
     """
 
     def __init__(self, barrier: SchedulerTask):
@@ -135,7 +134,7 @@ class ShuffleInputs:
         self.nbytes = sum(self.held.values()) * len(barrier.dependencies) / max(seen, 1)
 
     def _count(self, transfer: SchedulerTask) -> bool:
-        """Count the input of a transfer; return whether it is there."""
+        """Count the inputs of a transfer; return whether any exist already."""
         found = False
         for dts in transfer.dependencies:
             if not dts.who_has:
@@ -152,7 +151,7 @@ class ShuffleInputs:
 def possible_owners(
     inputs: ShuffleInputs, workers: Sequence[WorkerState], estimates: Estimates
 ) -> list[Owner]:
-    """Return workers as owners of outputs, in the order in which they are given."""
+    """Return workers as possible owners of outputs, in the given order."""
     moving = _seconds_per_byte_to([ws.address for ws in workers], inputs, estimates)
     return [_owner(ws, moving[ws.address], inputs, estimates) for ws in workers]
 
@@ -167,7 +166,7 @@ def _owner(ws: WorkerState, moving: float, inputs: ShuffleInputs, estimates: Est
 def _seconds_per_byte_to(
     workers: Sequence[str], inputs: ShuffleInputs, estimates: Estimates
 ) -> Mapping[str, float]:
-    """Return the seconds that a byte of the inputs takes to each worker, on average over its holders."""
+    """Return the mean transfer time of a byte from the holders of inputs to each worker, in seconds."""
     most = nlargest(MAX_HOLDERS, inputs.held.items(), key=lambda item: (item[1], item[0]))
     between, nbytes = estimates.shard_routes.between, max(inputs.nbytes, 1.0)
     known = {

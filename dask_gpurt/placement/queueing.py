@@ -1,4 +1,4 @@
-"""Order the workers that take the next tasks, least loaded first, and the queued root tasks."""
+"""Order workers by load, and queued root tasks by their siblings."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dask_gpurt.topology import Topology
 
 WorkerT = TypeVar("WorkerT", bound=Hashable)
 
-#: A device, an NVLink domain, a host, or all workers, by name.
+#: The name of a device, an NVLink domain, a host, or the set of all workers.
 Neighbourhood = tuple[str, ...]
-#: The workers of a neighbourhood by load, in dictionaries without values: sets in the order of arrival.
+#: The workers of a neighbourhood by load. The inner dicts are sets that keep insertion order.
 Buckets = dict[int, dict[WorkerT, None]]
 #: The neighbourhood of all workers.
 EVERYWHERE: Neighbourhood = ("everywhere",)
-#: The least loaded workers that are compared where any of the cluster will do.
+#: How many of the least loaded workers are compared if any worker of the cluster will do.
 MAX_FAR_WORKERS = 16
-#: The most inputs of a task that count as siblings, and the links of the chains of single inputs to it.
+#: Tasks with more inputs have no siblings; and the longest chain of single inputs that is followed.
 MAX_SIBLINGS, MAX_CHAIN = 16, 4
-#: Workers without free memory that take one root task each while no worker has free memory.
+#: How many workers without free memory are admitted, for one root task each, while no worker has free memory.
 MAX_ADMITTED = 8
-#: Idle workers without free memory that are checked again when the queue moves: memory may become free
-#: without a report.
+#: How many idle workers without free memory are checked again when the queue advances, since memory may
+#: become free without a report.
 MAX_RECHECKED = 4
 
 
@@ -38,7 +38,7 @@ MAX_RECHECKED = 4
 
 @dataclass(slots=True)
 class _Indexed(Generic[WorkerT]):
-    """Index a worker: its load, its neighbourhoods, their buckets, and its load in these."""
+    """Hold a worker's current load, its neighbourhoods and their buckets, and its load in the buckets."""
 
     load: int
     neighbourhoods: Sequence[Neighbourhood]
@@ -47,17 +47,16 @@ class _Indexed(Generic[WorkerT]):
 
 
 class LoadIndex(Generic[WorkerT]):
-    """Keep workers by load, in each neighbourhood that they belong to. Pure.
+    """Index workers by load, in each of their neighbourhoods. Pure.
 
-    A change only notes the load; the buckets are brought up to date by the next look-up. So a change costs
-    the same however many workers there are. Of workers with the same load the one that has had it longest
-    comes first, so that equal workers take turns.
+    A change only records the load, in constant time; the next lookup updates the buckets. Among equally
+    loaded workers the one that has had its load longest comes first, so that equal workers take turns.
     """
 
     def __init__(self) -> None:
         self._buckets: dict[Neighbourhood, Buckets[WorkerT]] = {}
         self._workers: dict[WorkerT, _Indexed[WorkerT]] = {}
-        #: Workers whose load has changed since the last look-up, in the order of their last changes.
+        #: Workers whose load has changed since the last lookup, in the order of their latest changes.
         self._changed: dict[WorkerT, _Indexed[WorkerT]] = {}
 
     def __contains__(self, worker: WorkerT) -> bool:
@@ -67,12 +66,12 @@ class LoadIndex(Generic[WorkerT]):
         return len(self._workers)
 
     def load(self, worker: WorkerT) -> int | None:
-        """Return the load of a worker, None of one that is not indexed."""
+        """Return the load of a worker; None if it is not indexed."""
         known = self._workers.get(worker)
         return known.load if known else None
 
     def neighbourhoods(self, worker: WorkerT) -> Sequence[Neighbourhood]:
-        """Return the neighbourhoods of a worker, none for one that is not indexed."""
+        """Return the neighbourhoods of a worker; empty if it is not indexed."""
         known = self._workers.get(worker)
         return known.neighbourhoods if known else ()
 
@@ -98,7 +97,7 @@ class LoadIndex(Generic[WorkerT]):
         return True
 
     def discard(self, worker: WorkerT) -> None:
-        """Take a worker out of the index, if it is there."""
+        """Remove a worker from the index, if present."""
         self._update()
         known = self._workers.pop(worker, None)
         if known is None:
@@ -109,13 +108,13 @@ class LoadIndex(Generic[WorkerT]):
                 del self._buckets[name]
 
     def lowest(self, neighbourhood: Neighbourhood) -> int | None:
-        """Return the least load in a neighbourhood, None without a worker."""
+        """Return the lowest load in a neighbourhood; None if it has no workers."""
         self._update()
         buckets = self._buckets.get(neighbourhood)
         return min(buckets) if buckets else None
 
     def least(self, neighbourhood: Neighbourhood, number: int) -> Iterator[WorkerT]:
-        """Return up to ``number`` workers of a neighbourhood, the least loaded first."""
+        """Return up to ``number`` workers of a neighbourhood, least loaded first."""
         self._update()
         buckets = self._buckets.get(neighbourhood)
         if not buckets:
@@ -142,14 +141,14 @@ def _take_out(buckets: Buckets[WorkerT], load: int, worker: WorkerT) -> None:
 
 
 class AvailableWorkers:
-    """Keep the running workers that have free memory, by load and neighbourhood.
+    """Index the running workers with free memory, by load and neighbourhood.
 
     Parameters
     ----------
     state
         Dask's ``SchedulerState``.
     topology
-        Where the workers are.
+        The places of workers.
     estimates
         Loads and free memory of the workers.
     """
@@ -158,7 +157,7 @@ class AvailableWorkers:
         self._state = state
         self._topology = topology
         self._estimates = estimates
-        # By address, since the hash of Dask's WorkerState is a method in Python, which is slow.
+        # By address, since hashing Dask's WorkerState calls a Python method, which is slow.
         self._index: LoadIndex[str] = LoadIndex()
 
     def __contains__(self, ws: WorkerState) -> bool:
@@ -171,7 +170,7 @@ class AvailableWorkers:
         return False
 
     def check(self, ws: WorkerState) -> bool:
-        """Note the load of a running worker; return whether it has free memory."""
+        """Update the load of a running worker; return whether it has free memory."""
         address, load = ws.address, math.ceil(self._estimates.load(ws)) // ws.nthreads
         if not self._estimates.has_room(ws):
             self._index.discard(address)
@@ -181,11 +180,11 @@ class AvailableWorkers:
         return True
 
     def discard(self, worker: str) -> None:
-        """Take a worker out, by its address."""
+        """Remove a worker by its address."""
         self._index.discard(worker)
 
     def has_moved(self, ws: WorkerState) -> bool:
-        """Take a worker out if its neighbourhoods have changed; return whether they have."""
+        """Remove a worker if its neighbourhoods have changed; return whether they have."""
         if self._neighbourhoods(ws) == self._index.neighbourhoods(ws.address):
             return False
         self._index.discard(ws.address)
@@ -199,28 +198,28 @@ class AvailableWorkers:
         return *(self._topology.neighbourhoods(ws.address) or (("host", ws.host),)), EVERYWHERE
 
     def home(self, ws: WorkerState) -> Neighbourhood:
-        """Return the NVLink domain of a worker, or else its host."""
+        """Return the NVLink domain of a worker, or its host if it has none."""
         return next(name for name in self.neighbourhoods(ws) if name[0] in ("nvlink", "host"))
 
     def lowest_load(self, neighbourhood: Neighbourhood) -> int | None:
-        """Return the least load in a neighbourhood, None without an available worker."""
+        """Return the lowest load in a neighbourhood; None if it has no available workers."""
         return self._index.lowest(neighbourhood)
 
     def least_loaded(self, neighbourhood: Neighbourhood, number: int) -> Iterator[WorkerState]:
-        """Yield up to ``number`` available workers of a neighbourhood, the least loaded first."""
+        """Yield up to ``number`` available workers of a neighbourhood, least loaded first."""
         workers, running = self._state.workers, self._state.running
         for address in list(self._index.least(neighbourhood, number)):
             ws = workers.get(address)
             if ws is not None and ws in running:
                 yield ws
-            else:  # it has stopped since its last check
+            else:  # it has left or stopped running since its last check
                 self._index.discard(address)
 
     def least_loaded_of(self, workers: Collection[WorkerState]) -> WorkerState | None:
-        """Return one of some workers with a low load.
+        """Return one of the given workers with a low load.
 
-        None if many others have less to do, or these have no free memory. The only one of a set is looked up,
-        too: iterating over a set that has had many elements takes long.
+        None if many other workers have less load, or the given ones have no free memory. The lookup in the
+        index comes first, since even ``next(iter(workers))`` is slow for a set that has had many elements.
         """
         for ws in self.least_loaded(EVERYWHERE, MAX_FAR_WORKERS):
             if ws in workers:
@@ -232,7 +231,7 @@ class AvailableWorkers:
 
 
 def siblings(ts: SchedulerTask) -> Iterator[SchedulerTask]:
-    """Yield the tasks whose results will be needed together with that of a task; none if they are many."""
+    """Yield the tasks whose results will be needed together with a task's result; none if there are many."""
     dependent = next(iter(ts.dependents), None)
     for _ in range(MAX_CHAIN):
         if dependent is None or len(dependent.dependencies) > 1:
@@ -245,7 +244,7 @@ def siblings(ts: SchedulerTask) -> Iterator[SchedulerTask]:
 
 
 def _origin(ts: SchedulerTask) -> SchedulerTask:
-    """Follow a chain of single inputs up to its head, or to the first task that has a worker."""
+    """Follow a chain of single inputs to its head, or to the first task that has a worker."""
     for _ in range(MAX_CHAIN):
         if len(ts.dependencies) != 1 or worker_of(ts):
             break
@@ -261,15 +260,15 @@ def worker_of(ts: SchedulerTask) -> WorkerState | None:
 
 
 def _priority(ts: SchedulerTask) -> tuple[float, ...]:
-    """Return the priority of a queued task: it came with its graph."""
+    """Return the priority of a queued task, which is never None."""
     assert ts.priority is not None
     return ts.priority
 
 
 class SiblingQueue:
-    """Keep queued root tasks in the order in which they should start.
+    """Order queued root tasks such that siblings start near each other.
 
-    Dask's own queue stays the truth: tasks that are no longer queued there are skipped. When a task starts,
+    Dask's own queue is authoritative: tasks that are no longer queued there are skipped. When a task starts,
     its queued siblings are reserved for the next slots of the same neighbourhood; other slots take other
     tasks first.
 
@@ -287,7 +286,7 @@ class SiblingQueue:
         self._reservations: defaultdict[Neighbourhood, deque[SchedulerTask]] = defaultdict(deque)
 
     def on_queued(self, ts: SchedulerTask) -> None:
-        """Add a task that has come into Dask's queue."""
+        """Add a task that has entered Dask's queue."""
         heappush(self._heap, (_priority(ts), next(self._arrivals), ts))
 
     def on_started(self, ts: SchedulerTask, home: Neighbourhood) -> None:
@@ -332,10 +331,10 @@ class SiblingQueue:
 
 
 class IdleWorkerFilter:
-    """Keep workers without free memory out of ``idle_task_count`` of Dask's scheduler.
+    """Keep workers without free memory out of the scheduler's ``idle_task_count``.
 
-    Dask's queue gives root tasks to the workers in that set. While no running worker has free memory a few
-    idle ones are admitted all the same, for one task each, so that the queue always moves.
+    Dask assigns queued root tasks to the workers in that set. While no running worker has free memory, a few
+    idle workers are admitted nevertheless, for one task each, so that the queue always makes progress.
 
     Parameters
     ----------
@@ -348,14 +347,14 @@ class IdleWorkerFilter:
     def __init__(self, state: SchedulerState, available: AvailableWorkers):
         self._state = state
         self._available = available
-        #: Idle workers without free memory, and those of them that are admitted, by address.
+        #: Idle workers without free memory, and those that are admitted nevertheless, by address.
         self._excluded: dict[str, WorkerState] = {}
         self._admitted: dict[str, WorkerState] = {}
-        #: The worker that became idle last: mostly the only idle one while tasks are queued.
+        #: The worker that became idle last. While tasks are queued it is mostly the only idle one.
         self._last_idle: WorkerState | None = None
 
     def check(self, ws: WorkerState) -> None:
-        """Judge a worker by its free memory, after Dask has judged it by its tasks."""
+        """Exclude a worker without free memory, after Dask has classified it by its tasks."""
         address = ws.address
         if self._excluded or self._admitted:
             self.discard(address)
@@ -373,10 +372,10 @@ class IdleWorkerFilter:
         self.admit()
 
     def slot(self) -> WorkerState | None:
-        """Return one of the workers that take root tasks with a low load; None if many others have less.
+        """Return a worker with a low load among those that accept root tasks; None if many others have less.
 
-        Iterating over a set that has had many elements takes long, so the only one in it is remembered. While
-        some workers are paused the index is asked all the same, which drops those.
+        Iterating over a set that has had many elements is slow, so a single idle worker is remembered. While
+        some workers are paused, the index is used nevertheless, which removes them.
         """
         state, idle = self._state, self._state.idle_task_count
         if len(idle) == 1 and len(state.running) == len(state.workers) and self._last_idle in idle:
@@ -384,7 +383,7 @@ class IdleWorkerFilter:
         return self._available.least_loaded_of(idle)
 
     def some_excluded(self) -> list[WorkerState]:
-        """Return some of the excluded workers, to be checked again."""
+        """Return some excluded workers, to be checked again."""
         if not self._excluded:
             return []
         return [ws for ws in islice(self._excluded.values(), MAX_RECHECKED) if ws in self._state.running]
@@ -405,12 +404,12 @@ class IdleWorkerFilter:
         self._admitted.clear()
 
     def clear(self) -> None:
-        """Forget which workers were kept out or admitted: Dask judges all of them again."""
+        """Forget all excluded and admitted workers; Dask classifies all of them again."""
         self._excluded.clear()
         self._admitted.clear()
         self._last_idle = None
 
     def discard(self, worker: str) -> None:
-        """Forget a worker, by its address: Dask has removed it, or it is judged anew."""
+        """Forget a worker by its address, since Dask has removed it or it is checked again."""
         self._excluded.pop(worker, None)
         self._admitted.pop(worker, None)

@@ -1,4 +1,4 @@
-"""Choose the workers that get and drop replicas, for Dask's active memory manager."""
+"""Choose the workers that receive and drop replicas, for Dask's active memory manager."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from dask_gpurt.placement.free_memory import FreeMemoryIndex, Headroom
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.topology import Topology
 
-#: Times within this factor of each other count as alike, and free memory decides. Learned speeds differ by
-#: less within a class of link; reading from a tier, and spilling there before, differ by 2.
+#: Times within this factor of each other count as equal, and free memory decides. Learned speeds within a
+#: class of link differ by less; reading from a tier, and spilling to it and reading back, differ by 2.
 ALIKE_FACTOR = 1.5
-#: Workers of which all are compared. Of more recipients those with most free memory are, so many of each
-#: order, and those on hosts of holders.
+#: Up to this many workers are all compared. Among more recipients, only those on hosts of holders are, and
+#: this many with the most free memory, of the live tier and of all tiers.
 MAX_ALL_COMPARED, MAX_MOST_FREE = 64, 16
 
 
-#: A method of the manager: a task, the workers it may choose, and those that are asked already.
+#: A method of the manager; takes a task, the allowed workers, and the workers with pending requests.
 Choice = Callable[[SchedulerTask, set[WorkerState] | None, set[WorkerState]], WorkerState | None]
 
 
@@ -48,13 +48,13 @@ class Recipient(NamedTuple):
     worker
         Its address.
     moving
-        Seconds until the replica is there, from the holder with the best route.
+        Transfer time from the holder with the fastest route, in seconds.
     memory
-        Its free memory, less what is on its way there.
+        Its free memory, minus bytes in flight to it.
     held
-        Bytes that it holds; breaks ties of free memory.
+        The bytes that it holds; breaks ties of free memory.
     asked
-        Whether it was asked for this replica already, which is not there yet.
+        Whether it was asked to fetch this replica already and does not have it yet.
     """
 
     worker: str
@@ -72,19 +72,19 @@ class Replica(NamedTuple):
     worker
         The address of the worker.
     reach
-        Seconds to get the data from where they are to where they are needed.
+        Time to move the data from there to where they are needed, in seconds.
     memory
-        The free memory beside it.
+        The worker's free memory.
     spill
-        The route of what the worker spills.
+        The route of data that the worker spills.
     live
-        Whether it is in the live tier.
+        Whether the replica is in the live tier.
     leaving
-        Whether the worker is to leave, or takes no work.
+        Whether the worker is retiring or paused.
     kept
-        Whether it must stay: a task there reads it, or its drop was not asked for.
+        Whether the replica must stay, because a task there reads it or Dask does not allow its drop.
     held
-        Bytes that the worker holds; breaks ties of free memory.
+        The bytes that the worker holds; breaks ties of free memory.
     """
 
     worker: str
@@ -98,11 +98,11 @@ class Replica(NamedTuple):
 
 
 def choose_recipient(candidates: Iterable[Recipient], nbytes: float) -> Recipient | None:
-    """Return the worker that takes a replica of ``nbytes``; None if none has room for it.
+    """Return the worker that should receive a replica of ``nbytes``; None if it fits nowhere.
 
-    A worker that was asked already is asked again, so that what is on its way is not sent to another, too.
-    Otherwise free live memory comes before memory that has to be spilled, since no task waits for such a
-    replica. Then the links decide, and where they are alike free memory.
+    A worker that was asked already is chosen again, so that data in flight are not sent to another worker
+    too. Otherwise workers with free live memory come before workers that would have to spill, since no task
+    waits for such a replica. Then links decide, and free memory if links are equal.
     """
     able = [each for each in candidates if cost.room(nbytes, each.memory, LOCAL_ROUTE)[1]]
     chosen = [each for each in able if each.asked]
@@ -113,11 +113,11 @@ def choose_recipient(candidates: Iterable[Recipient], nbytes: float) -> Recipien
 
 
 def choose_dropped(replicas: Collection[Replica], nbytes: float) -> Replica | None:
-    """Return the replica of ``nbytes`` to drop, of all that there are; None if none may go.
+    """Return the replica of ``nbytes`` to drop; None if all must stay.
 
-    Replicas of workers that are to leave go first. Otherwise the replica that remains should be the cheapest
-    to reach: a live one on a worker that is short of memory counts as about to be spilled, so it goes before
-    one that is spilled already. Where they are alike, free memory decides.
+    Replicas on leaving workers go first. Otherwise the remaining replica should be the cheapest to reach. A
+    live replica on a worker that is short of memory counts as about to be spilled, so it goes before one that
+    is already spilled. If costs are equal, free memory decides.
     """
     candidates = [each for each in replicas if not each.kept]
     if len(replicas) < 2 or not candidates:
@@ -129,9 +129,9 @@ def choose_dropped(replicas: Collection[Replica], nbytes: float) -> Replica | No
 
 
 def burden(replica: Replica, nbytes: float) -> float:
-    """Return the seconds to reach a replica; where memory is short also to spill it and to read it again.
+    """Return the time to reach a replica, plus the time to spill it and read it back if memory is short.
 
-    Memory is short where the replica would not fit if it were not there already.
+    In seconds. Memory is short if the replica would not fit a second time.
     """
     memory, spill = replica.memory, replica.spill
     if not replica.live or nbytes <= memory.free:
@@ -145,9 +145,9 @@ def burden(replica: Replica, nbytes: float) -> float:
 
 
 class ReplicaPlacement:
-    """Choose workers for Dask's active memory manager; its policies say which data get or lose a replica.
+    """Choose workers for Dask's active memory manager; its policies decide which keys gain or lose replicas.
 
-    Dask is asked about the worker that was chosen, so its own conditions hold, too.
+    Each choice is passed to Dask's own method as the only candidate, so that Dask's conditions hold too.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ class ReplicaPlacement:
     state
         Dask's ``SchedulerState``.
     topology
-        Where the workers are.
+        The places of workers.
     headroom
         Free memory of the workers, and tiers of data.
     metrics
@@ -178,21 +178,20 @@ class ReplicaPlacement:
         self._metrics = metrics
         self._routes = Routes(topology)
         self._originals: Mapping[str, Choice] = {}
-        #: Bytes that workers hold by Dask's count, and their free memory: looked up once in a run of the
-        #: manager.
+        #: Bytes on workers by Dask's count, and free memory; both looked up once in each run of the manager.
         self._held: Mapping[WorkerState, int] = {}
         self._memory = FreeMemoryIndex(self._free_memory)
-        #: Keys and the workers that were asked for them, in this run and in the one before.
+        #: Keys with the workers that were asked to fetch them, in this run and in the previous one.
         self._asked: set[tuple[Key, str]] = set()
         self._asked_before: set[tuple[Key, str]] = set()
 
     def bind(self, overrides: Overrides) -> None:
-        """Choose from now on."""
+        """Replace the manager's choices."""
         self._originals = overrides.originals
         overrides.replicas(self._manager, lambda name: getattr(self, name))
 
     def _on_choice(self) -> None:
-        """Look up the cluster anew if a run of the manager has begun: each makes a new dictionary."""
+        """Refresh the cluster's state if a new run of the manager has begun, which creates a new dict."""
         if self._held is self._manager.workers_memory:
             return
         self._held = self._manager.workers_memory
@@ -201,14 +200,14 @@ class ReplicaPlacement:
         self._asked, self._asked_before = set(), self._asked
 
     def _free_memory(self, worker: str) -> FreeMemory:
-        """Return the free memory of a worker, less what its tasks will fetch."""
+        """Return the free memory of a worker, minus bytes that its tasks will fetch."""
         memory = self._headroom.free_memory(worker)
-        # A worker that has not reported spills as Dask does, and how much it may is unknown.
+        # A worker that has not reported spills as Dask does, to a capacity that is unknown here.
         below = memory.below if self._headroom.has_reported(worker) else math.inf
         promised = network_occupancy(self._state.workers[worker])
         return memory._replace(free=memory.free - promised, below=below)
 
-    # ---- the worker that gets a replica --------------------------------------------------
+    # ---- recipients ----------------------------------------------------------------------
 
     def _find_recipient(
         self, ts: SchedulerTask, candidates: set[WorkerState] | None, pending_repl: set[WorkerState]
@@ -233,7 +232,7 @@ class ReplicaPlacement:
         return ws
 
     def _compared(self, ts: SchedulerTask, allowed: Collection[WorkerState]) -> Collection[WorkerState]:
-        """Return the workers that are compared, of those that may get a replica."""
+        """Return the allowed workers to compare."""
         if len(allowed) <= MAX_ALL_COMPARED:
             return allowed
         workers = self._state.workers
@@ -257,11 +256,11 @@ class ReplicaPlacement:
         )
 
     def _seconds(self, ts: SchedulerTask, holder: str, target: str) -> float:
-        """Return seconds until data have arrived from a worker that holds them."""
+        """Return the transfer time of a task's result from a holder, in seconds."""
         route = self._routes.between(holder, self._headroom.tier(holder, ts.key), target)
         return cost.moving(ts.get_nbytes(), [route])
 
-    # ---- the worker that drops one -------------------------------------------------------
+    # ---- droppers ------------------------------------------------------------------------
 
     def _find_dropper(
         self, ts: SchedulerTask, candidates: set[WorkerState] | None, pending_drop: set[WorkerState]
@@ -282,14 +281,14 @@ class ReplicaPlacement:
     def _dropper(
         self, ts: SchedulerTask, holders: AbstractSet[WorkerState], candidates: AbstractSet[WorkerState]
     ) -> WorkerState:
-        """Return the candidate that drops its replica; Dask has found that one of them may."""
+        """Return the candidate that should drop its replica. Dask has found that at least one may."""
         readers = {ws for waiter in ts.waiters or () if (ws := waiter.processing_on) is not None}
         wanted = [ws.address for ws in nsmallest(MAX_REPLICAS, readers, key=lambda ws: ws.address)]
         droppable = candidates - readers
         found = [self._replica(ts, ws, wanted, ws not in droppable) for ws in holders]
         chosen = choose_dropped(found, ts.get_nbytes())
         if chosen is None:
-            raise Unsuitable(f"no worker may drop {ts.key!r}, but Dask knows one")
+            raise Unsuitable(f"found no worker that may drop {ts.key!r}, although Dask did")
         dropper: WorkerState = self._state.workers[chosen.worker]
         return dropper
 

@@ -1,4 +1,4 @@
-"""Route bytes between workers."""
+"""Compute and cache routes of bytes between workers."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from dask_gpurt.placement.cost import LOCAL_ROUTE, Hop, Route
 from dask_gpurt.topology import Link, Topology
 from dask_gpurt.topology.links import BETWEEN_HOSTS
 
-#: The link between a tier and the live one of the same worker.
+#: The link between a tier and the live tier of the same worker.
 LINK_OF_TIER = {Tier.PINNED: Link.PINNED, Tier.HOST: Link.PAGEABLE, Tier.DISK: Link.DISK}
-#: Links that end in host memory, whatever the workers compute on.
+#: Links that end in host memory, even between GPU workers.
 THROUGH_HOST = (Link.SHARED_MEMORY, Link.LOOPBACK, Link.TCP)
-#: Pairs of workers whose routes are kept.
+#: How many pairs of workers have their routes cached.
 MAX_PAIRS = 20_000
-#: Look-ups after which speeds are taken from the topology again: so many for each pair that is kept, so that
-#: this costs little, and at most so many in all.
+#: The cache is cleared, to use current speeds, after this many lookups per cached pair, which keeps the
+#: overhead small, and after at most this many lookups in total.
 LOOKUPS_PER_PAIR, MAX_LOOKUPS = 50, 50_000
 
 
 class Routes:
-    """Keep routes between workers, worked out once for many decisions.
+    """Cache routes between workers.
 
     Parameters
     ----------
     topology
-        Learns speeds all the time; they are read again after some look-ups.
+        The source of speeds. It learns continuously, so routes expire after some lookups.
     by_comms
-        Whether the bytes go by Dask's comms, as dependencies do, or by the exchange, as shards do.
+        Whether bytes go over Dask's comms, like dependencies, or over the exchange, like shards.
     """
 
     def __init__(self, topology: Topology, by_comms: bool = True):
@@ -50,7 +50,7 @@ class Routes:
         return route if tier is Tier.DEVICE else self.out_of(tier, source).then(route)
 
     def connection_setup(self, source: str, target: str) -> float:
-        """Return seconds of a route that only the first transfer between two workers takes."""
+        """Return the extra time of the first transfer between two workers, in seconds."""
         link = self._topology.link(source, target, by_comms=True)
         return self._topology.connection_setup(link, source, target) if self._by_comms else 0.0
 
@@ -59,7 +59,7 @@ class Routes:
         return Route.over(self._topology.tier_speed(LINK_OF_TIER[tier], worker))
 
     def clear(self) -> None:
-        """Read all speeds from the topology again."""
+        """Clear the cache, so that routes use the topology's current speeds."""
         self._known.clear()
         self._lookups = 0
 
@@ -71,7 +71,7 @@ class Routes:
         if self._by_comms:
             route = route.then(Route(self._topology.connection_setup(link, source, target)))
         if link in BETWEEN_HOSTS:
-            # The way out of a host is shared: when one worker sends to spread load, so do the others.
+            # Workers of a host share its link, and mostly send to other hosts at the same time.
             route = Route(route.latency, route.seconds_per_byte * self._workers_on_host_of(source))
         if link in THROUGH_HOST:
             route = route.then(Route.over(*self._host_copies(source, target)))

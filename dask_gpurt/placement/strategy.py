@@ -1,4 +1,4 @@
-"""Bind placement on a scheduler of Dask's, in the place of its own choices, and unbind it again."""
+"""Replace the choices of Dask's scheduler by placement, and restore them."""
 
 from __future__ import annotations
 
@@ -23,32 +23,33 @@ from dask_gpurt.placement.queueing import IdleWorkerFilter, SiblingQueue
 from dask_gpurt.placement.replicas import ReplicaPlacement
 from dask_gpurt.topology import Topology
 
-#: Thieves of a neighbourhood whose costs are compared, and the least loaded workers that they are taken from.
+#: How many thieves of a neighbourhood have their costs compared, and from how many of the least loaded
+#: workers these are taken.
 MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
 
 
 class Placement:
-    """Choose workers for a scheduler of Dask's.
+    """Choose workers for tasks, root tasks, steals, replicas and shuffle outputs on a scheduler of Dask.
 
-    The owner of the state calls ``on_…`` for events that Dask has no seam for. If a choice raises, or Dask's
-    method has other parameters than the known ones, Dask decides.
+    The caller reports events for which Dask has no hook through the ``on_…`` methods. If a choice raises, or
+    Dask's method differs from the known one, Dask chooses.
 
-    A bare ``SchedulerState`` will do if its class has a ``__dict__``. It has no
-    ``stimulus_queue_slots_maybe_opened``: give its class that method, with Dask's body, and call it after
-    each event, as Dask does. It needs ``transitions(recommendations, stimulus_id)``.
+    Simulations may pass a bare ``SchedulerState`` whose class has a ``__dict__`` and
+    ``transitions(recommendations, stimulus_id)``. They must add ``stimulus_queue_slots_maybe_opened`` to its
+    class, with Dask's body, and call it after each event, as Dask does.
 
     Parameters
     ----------
     state
-        Dask's ``SchedulerState``; if it has the extensions ``stealing`` and ``amm``, these are bound, too.
+        Dask's ``SchedulerState``. Its extensions ``stealing`` and ``amm`` are bound too, if present.
     topology
-        Where workers are. It may learn that before or after Dask does, see :meth:`on_place_changed`.
+        The places of workers. It may learn them before or after Dask does, see :meth:`on_place_changed`.
     headroom
         Free memory of the workers.
     metrics
         Counts decisions and fallbacks.
     history
-        The most keys whose last decision is kept.
+        How many keys have their last decision kept.
 
     Examples
     --------
@@ -76,7 +77,7 @@ class Placement:
         self._idle = IdleWorkerFilter(state, self._available)
         self._roots = SiblingQueue(state)
         self._history = History(history)
-        #: The root task that Dask is about to ask a worker for, without naming it, and the worker with a
+        #: The root task that Dask places next, by a method that does not receive it, and a worker with a
         #: slot.
         self._root: SchedulerTask | None = None
         self._slot: WorkerState | None = None
@@ -87,7 +88,7 @@ class Placement:
     # ---- on and off --------------------------------------------------------------------
 
     def bind(self) -> None:
-        """Choose from now on; workers and tasks may be there already."""
+        """Replace Dask's choices. Workers and tasks may exist already."""
         self._is_bound = True
         self._overrides.scheduler(self._state, lambda name: getattr(self, f"_{name}"))
         if (extension := self._state.extensions.get("stealing")) is not None:
@@ -101,7 +102,7 @@ class Placement:
             self._roots.on_queued(ts)
 
     def unbind(self) -> None:
-        """Have Dask choose again, as shipped. Estimates are kept for the next :meth:`bind`."""
+        """Restore Dask's choices. Learned estimates are kept for the next :meth:`bind`."""
         self._is_bound = False
         self._overrides.restore()
         self._estimates.forget_pending()
@@ -122,12 +123,12 @@ class Placement:
         self._candidates.on_graph([ts for ts in found if not is_rootish(ts)])
 
     def on_task_ended(self, key: Key, worker: str | None = None, seconds: float = 0.0) -> None:
-        """Note that a task is no longer on a worker, after Dask has counted that.
+        """Note that a task has left its worker, after Dask has updated its own state.
 
         Parameters
         ----------
         worker, seconds
-            The worker that has done it, and the work that it took; left out for a task that is not done.
+            The worker that has computed it, and the duration; omitted for a task without a result.
         """
         self._candidates.on_task_ended(key)
         ts = self._state.tasks.get(key)
@@ -142,14 +143,14 @@ class Placement:
             self._check(ws)
 
     def on_place_changed(self, worker: str) -> None:
-        """Note that the topology has another place for a worker than before."""
+        """Note that the topology's place of a worker has changed."""
         ws = self._state.workers.get(worker)
         if ws is not None:
             self._candidates.on_place_changed(ws)
             self._check(ws)
 
     def _check(self, ws: WorkerState) -> None:
-        """Have Dask and the filter judge a worker again, and the queue move."""
+        """Have Dask and the filter check a worker again, and let the queue advance."""
         if self._is_bound and ws in self._state.running:
             self._state.check_idle_saturated(ws)
             self._open_queue("gpurt-room")
@@ -167,7 +168,7 @@ class Placement:
             self._state.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
 
     def latest(self, most: int) -> list[dict[str, Any]]:
-        """Return the last decisions with their reasons, see :meth:`History.latest`."""
+        """Return the latest decisions with their reasons, see :meth:`History.latest`."""
         return self._history.latest(most)
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
@@ -175,15 +176,15 @@ class Placement:
         return self._history.explain(key)
 
     def slowdowns(self) -> Iterable[float]:
-        """Return how many times as long as usual each worker takes that has run enough to tell."""
+        """Return the slowdown of each worker that has run tasks."""
         return self._estimates.slowdown.known()
 
     @property
     def history(self) -> History:
-        """Return the last decisions."""
+        """Return the latest decisions."""
         return self._history
 
-    # ---- tasks with inputs, and all that Dask does not queue -------------------------------
+    # ---- tasks with inputs, and root tasks that Dask does not queue ------------------------
 
     def _decide_worker_non_rootish(self, ts: SchedulerTask) -> WorkerState | None:
         state = self._state
@@ -204,14 +205,14 @@ class Placement:
         return self._decide(ts, candidates, state.running if valid is None else valid)
 
     def _dasks(self, name: str, *args: Any, **kwargs: Any) -> WorkerState | None:
-        """Return the choice of a method of Dask's."""
+        """Return the choice of Dask's own method."""
         ws: WorkerState | None = self._originals[name](*args, **kwargs)
         return ws
 
     def _decide(
         self, ts: SchedulerTask, candidates: list[Candidate], allowed: Collection[WorkerState]
     ) -> WorkerState:
-        """Return the worker of the best candidate, and keep the decision."""
+        """Return the worker of the best candidate, and record the decision."""
         chosen = cost.best(candidates) if len(candidates) > 1 else candidates[0]
         ws: WorkerState | None = self._state.workers.get(chosen.worker)
         if ws is None or ws not in allowed:
@@ -243,10 +244,9 @@ class Placement:
         Parameters
         ----------
         barrier
-            The task that waits for all its transfers.
+            The barrier task of the shuffle.
         chosen
-            The owners that Dask has chosen. Ours begin with the same worker, so that small shuffles take
-            turns.
+            Dask's choice. Ours starts with the same worker, so that small shuffles rotate over workers.
         """
         guarded = self._overrides.guarded("owners", self._owners, lambda _, chosen: chosen)
         found: dict[int, str] = guarded(barrier, chosen)
@@ -291,7 +291,7 @@ class Placement:
             candidates = self._candidates.for_root(ts, state.running)
             if candidates:
                 ws = self._decide(ts, candidates, state.running)
-                # Dask goes on with the worker of the batch, and does the accounting.
+                # Dask's own method then continues with this worker for the batch, and does the accounting.
                 group.last_worker = ws
                 share = floor(len(group) / state.total_nthreads * ws.nthreads)
                 group.last_worker_tasks_left = max(1, share)
@@ -353,16 +353,16 @@ class Placement:
         thieves: Collection[WorkerState],
         occupancy: Callable[[WorkerState], float],
     ) -> tuple[WorkerState, Candidate] | None:
-        """Return the nearest worker with free memory that is done with a task earlier; None without one.
+        """Return the nearest worker with free memory that would finish a task earlier; None if there is none.
 
         Parameters
         ----------
         victim
             The worker that has the task.
         thieves
-            The workers that may take it.
+            The workers that may steal it.
         occupancy
-            Returns seconds of work of a worker; tasks that are being stolen count where they go.
+            Returns the work of a worker in seconds; tasks being stolen count for the thief.
         """
         demand = self._estimates.demand(ts)
         wait = occupancy(victim) / victim.nthreads
@@ -380,5 +380,5 @@ class Placement:
 
 
 def _is_ready(ts: SchedulerTask) -> bool:
-    """Return whether all inputs of a released task are there, and it has some."""
+    """Return whether a released task has inputs, and all of them are in memory."""
     return ts.state == "released" and bool(ts.dependencies) and all([dts.who_has for dts in ts.dependencies])

@@ -1,4 +1,4 @@
-"""Plan the queries of a client in less time than Dask does, and into fewer tasks."""
+"""Speed up query planning on the client by caching, and fuse queries into fewer tasks."""
 
 from dask_gpurt.planning.cache import PlanningCache
 

@@ -1,16 +1,17 @@
-"""Keep the results of planning from one query to the next.
+"""Cache the results of planning across queries.
 
-Four kinds of results are kept, each for one more reason for which Dask computes the same again:
+There are four caches, each for a different computation that Dask repeats:
 
-- *expressions*, by name. Dask has one instance of equal expressions, as long as it is referenced; each step
-  of an optimisation drops most of them, and the next one makes them again, with all that follows from them;
-- *metadata* of operations, by the operation and the schemas of its inputs. A projection of the same columns
-  from two expressions that differ in a filter is computed once;
+- *expressions*, by name. Dask shares one instance of equal expressions only as long as it is referenced. Each
+  step of an optimisation drops most expressions, and the next step creates them again, with their cached
+  properties;
+- *metadata* of operations, by the operation and the schemas of its inputs. The same projection of two
+  expressions that differ only in a filter is computed once;
 - *plans*: the optimised form of an expression;
-- *files*: facts about the Parquet files of a read, as long as these are the same.
+- *files*: facts about the Parquet files of a read, as long as the files do not change.
 
-The name of an expression follows from operations, parameters and the checksums of files. It does not follow
-from settings: where one changes by which Dask plans, everything is dropped.
+The name of an expression depends on operations, parameters and the checksums of files, but not on settings.
+If a setting that influences planning changes, all caches are cleared.
 """
 
 from __future__ import annotations
@@ -43,22 +44,22 @@ from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
 from dask_gpurt.planning.schemas import schema_of
 
-#: The most of each that are kept. The 22 queries of TPC-H make 7,000 expressions.
+#: The sizes of the caches. The 22 queries of TPC-H create 7,000 expressions.
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT = 8_192, 4_096, 256, 256
 
 
 class PlanningCache:
-    """Keep expressions, metadata and plans while the runtime is on. Thread-safe.
+    """Cache expressions, metadata, plans and facts about files while the runtime is on. Thread-safe.
 
     Parameters
     ----------
     current_client
-        Called for a key of the current client; None where Dask plans as shipped. The results of one client
+        Returns a key of the current client; None if Dask should plan without the cache. Results of one client
         are not used for another.
     metrics
-        Where uses are counted.
+        Counts uses of the caches.
     is_fused
-        Called for whether the computations of the current client are fused.
+        Returns whether computations of the current client are fused.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class PlanningCache:
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
 
     def install(self) -> None:
-        """Replace Dask's planning; again does nothing. Where Dask is not as known, it stays as it is."""
+        """Replace Dask's planning, if this version of Dask is supported. Idempotent."""
         if self._patches:
             return
         try:
@@ -98,20 +99,20 @@ class PlanningCache:
             self._metrics.fallback(Fallback.PLANNING_UNSUPPORTED, str(error))
 
     def remove(self) -> None:
-        """Restore Dask, and drop everything."""
+        """Restore Dask's planning, and clear all caches."""
         self._patches.restore()
         self.clear()
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Clear all caches."""
         for kept in (self._expressions, self._metadata, self._plans, self._files, self._versioned):
             kept.clear()
 
     def _generation(self) -> int | None:
-        """Return a number that changes with the settings, dropping all if they have; None for no client.
+        """Return a number that changes with the settings, clearing the caches then; None without a client.
 
-        It is a part of keys. Thread 1 optimises, thread 2 changes a setting and has all dropped, thread 1
-        puts its plan: that is of a former generation, and is not found.
+        The number is part of cache keys. If thread 1 optimises, thread 2 changes a setting and clears the
+        caches, and then thread 1 stores its plan, the plan has the previous generation and is never found.
         """
         if (client := self._current_client()) is None:
             return None
@@ -125,20 +126,20 @@ class PlanningCache:
             self.clear()
         return generation
 
-    # ---- in the place of Dask's ---------------------------------------------------------------------
+    # ---- replacements of Dask's functions -----------------------------------------------------------
 
     def _made(self, original: Callable[..., Expr], kind: type, *operands: Any, **keywords: Any) -> Expr:
         expr = original(kind, *operands, **keywords)
         if self._generation() is None:
             return expr
         name = name_of(expr)
-        # While it is kept Dask finds it itself; getting it counts as a use.
+        # Dask finds a cached expression by itself; the lookup here counts as a use for the LRU.
         if self._expressions.get(name) is not None:
             outcome = "reused"
         elif self._plain.note(expr):
-            # It is kept itself once another one is made of it, or it is optimised. One whose metadata can not
-            # be computed comes to neither, and must not stay: after a cast that has failed, Dask takes the
-            # metadata of its base class for its own, and what is made of it next does not fail.
+            # Cache only its operands. The expression itself is cached once it becomes an operand or is
+            # optimised, which one with failing metadata never does. Such an expression must not be kept:
+            # after a failed cast Dask uses the metadata of the base class, and the next use would not raise.
             for operand in operands_of(expr):
                 if isinstance(operand, Expr):
                     self._expressions.put(name_of(operand), operand)
@@ -181,7 +182,7 @@ class PlanningCache:
             self._metrics.add("planning.metadata.{outcome}", 1, "computed")
         else:
             self._metrics.add("planning.metadata.{outcome}", 1, "reused")
-        # Each expression has a frame of its own, as with Dask; names of an index may be set in place.
+        # Give each expression its own frame, as Dask does, since index names may be set in place.
         return found.copy(deep=False) if hasattr(found, "iloc") else found
 
     def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
@@ -195,7 +196,7 @@ class PlanningCache:
         if operands is None or source is None:
             return original(expr)
         key = (generation, operands)
-        # Looked at before they are read: files that change meanwhile differ from this the next time.
+        # Taken before reading: if files change meanwhile, the states differ on the next lookup.
         states = source.states()
         if states is None:
             return original(expr)
@@ -211,7 +212,7 @@ class PlanningCache:
         return found
 
     def _may_change(self, expr: Expr) -> bool:
-        """Tell whether an expression of plain operands may be another one the next time, by the same name."""
+        """Return whether an expression with plain operands may change although its name stays the same."""
         if reads_more_than_operands(expr):
             return True
         if (checksum := checksum_of_files(expr)) is None:
@@ -224,18 +225,18 @@ class PlanningCache:
 
 
 def _has_versions(expr: Expr) -> bool:
-    """Tell whether the name of an expression that reads files is another one whenever these are written."""
+    """Return whether the name of a read changes whenever its files are written."""
     if (file := a_file_of(expr)) is None:
         return False
-    files, path = file  # all files of a table are alike
+    files, path = file  # one file represents the whole table
     try:
         return has_version(files.info(path))
-    except FileNotFoundError:  # it has gone since Dask has listed it
+    except FileNotFoundError:  # removed since Dask listed it
         return False
 
 
 def _operation_key(expr: Expr) -> Hashable | None:
-    """Return a key of all that the metadata of an operation depend on; None where that is not known."""
+    """Return a key for everything that an operation's metadata depend on; None if that is unknown."""
     kind: Any = type(expr)
     parts: list[Hashable] = [kind]
     for operand in operands_of(expr):

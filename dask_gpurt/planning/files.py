@@ -1,4 +1,4 @@
-"""Tell whether the files of a table are still those that were looked at."""
+"""Detect whether the files of a table have changed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
-#: All that a file system tells of each file, by its name: size, times, and what else it has as a version.
+#: What a file system reports of each file, by file name: size, times, and version tags.
 FileStates = dict[str, dict[str, Any]]
 
 _PATTERN_CHARACTERS = "*?["
 
-#: What file systems tell of a file that is another one for each content, by its name in lower case.
+#: Fields, in lower case, by which file systems report a tag that differs for each content of a file.
 _TAGS = frozenset(
     [
         *("etag", "content-md5", "digest", "md5", "md5hash", "md5checksum", "crc", "crc32c", "sha", "hex"),
@@ -27,19 +27,19 @@ _TAGS = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """The files and folders of a table."""
+    """List the files and folders of a table, with their file system."""
 
     files: AbstractFileSystem
     paths: tuple[str, ...]
 
     @classmethod
     def of(cls, read: Mapping[str, Any]) -> Source | None:
-        """Return what a read of Parquet files through fsspec reads; None where that is not simple to tell.
+        """Return the files of a Parquet read through fsspec; None for patterns and other file systems.
 
         Parameters
         ----------
         read
-            Its operands by name.
+            The operands of the read by name.
         """
         given = read["path"]
         paths = [given] if isinstance(given, (str, os.PathLike)) else given
@@ -52,26 +52,26 @@ class Source:
         return cls(found[0][0], tuple(path for _, path in found))
 
     def states(self) -> FileStates | None:
-        """Return the state of each file, of those in folders too; None where one has no version."""
+        """Return the state of each file, including those in folders; None if a file has no version."""
         found: FileStates = {}
         for path in self.paths:
-            self.files.invalidate_cache(path)  # listings of an object store may be older than the files
+            self.files.invalidate_cache(path)  # cached listings of an object store may be stale
             found |= self.files.find(path, detail=True)
         for name, listed in found.items():
-            # A listing says nothing of a file that is named itself, in some stores; of a link it has the
-            # times, and not those of the file that the link leads to.
+            # Some stores list a path that is a file without its details, and a listing has the times of a
+            # symbolic link itself rather than of its target.
             if not has_version(listed) or listed.get("islink"):
                 try:
                     found[name] = self.files.info(name)
-                except FileNotFoundError:  # a link that leads nowhere: it is known by what is listed
+                except FileNotFoundError:  # a dangling link: keep its listed state
                     continue
         return found if all(map(has_version, found.values())) else None
 
 
 def has_version(state: Mapping[str, Any]) -> bool:
-    """Tell whether the state of a file becomes another one whenever the file is written.
+    """Return whether the state of a file changes whenever the file is written.
 
-    A time in whole seconds is none: within a second a file may be written twice. Nor is a size.
+    Neither a size suffices nor a time in whole seconds, since a file may be written twice within a second.
     """
     return any(_is_version(name.lower(), value) for name, value in state.items())
 

@@ -1,10 +1,10 @@
-"""Fuse the tasks of a computation: what runs one after the other on one partition becomes one task.
+"""Fuse chains of tasks on one partition into single tasks.
 
-Dask fuses in ``persist`` and in ``optimize()``, and leaves ``compute()`` as it is (see distributed#8833).
-Each projection, comparison and product of a query is a task of its own then, with a result that is kept,
-measured and told to the scheduler. Here ``compute()`` is fused by Dask's own rule for operations on one
-partition each, and after that by chains around shuffles, which Dask's rule does not join: what only a
-transfer needs is made within the transfer, and what is made of an output alone within the output.
+Dask fuses in ``persist`` and ``optimize()``, but not in ``compute()`` (see distributed#8833). There each
+projection, comparison and product of a query is a separate task, whose result is stored, measured and
+reported to the scheduler. Here ``compute()`` fuses blockwise operations by Dask's own rule, and then chains
+around shuffles, which Dask's rule does not cover: tasks that only a transfer needs are fused into the
+transfer, and tasks that need only an output are fused with the output.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ from dask_gpurt.dask_hooks.planning import (
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.shuffle import ShuffleSpec
 
-#: The parameter of an expression by which it is one computation's own.
+#: The parameter that makes an expression specific to one computation.
 OWN_COMPUTATION = "computation"
 
 Graph = Mapping[Key, GraphNode]
 
 
 def fuse(plan: Expr) -> Expr:
-    """Fuse the tasks of a plan whose result goes to the client; return what is not of dataframes as it is.
+    """Fuse the tasks of a plan whose result goes to the client. Plans of other than dataframes are unchanged.
 
     Parameters
     ----------
     plan
-        An expression that is optimised, or a sequence of them.
+        An optimised expression, or a sequence of expressions.
     """
     if not is_of_dataframes(plan):
         return plan
     name = name_of(plan)
-    plan = rebuild(plan, with_seed)  # else rows would be sorted into other partitions than Dask's
+    plan = rebuild(plan, with_seed)  # or a sort would divide rows into other partitions than Dask does
     own = rebuild(plan, partial(with_operand, parameter=OWN_COMPUTATION, value=name))
     fused = fuse_blockwise(own)
-    # Without a shuffle of the runtime there are no chains, and the scheduler need not know of them.
+    # Without a shuffle of the runtime there are no chains to fuse.
     return fused if own is plan else FusedChains(fused, name)  # type: ignore[no-untyped-call]
 
 
 class FusedChains(Expr):
-    """Fuse the chains in the graph of a plan, where it becomes a graph: on the scheduler."""
+    """Fuse the chains of a plan when its graph is created, on the scheduler."""
 
     _parameters = ["plan", OWN_COMPUTATION]
 
     def __dask_keys__(self) -> list[Any]:
-        """Return the keys of the plan, which stay as they are."""
+        """Return the keys of the plan, which fusing does not change."""
         return keys_of(self.plan)
 
     def __dask_graph__(self) -> dict[Key, GraphNode]:
@@ -69,34 +69,35 @@ class FusedChains(Expr):
         return fuse_chains(graph_of(self.plan), set(flatten(keys_of(self.plan))), self.computation)
 
     def __dask_annotations__(self) -> dict[str, dict[Key, object]]:
-        """Return the annotations of the plan: dataframes have none."""
+        """Return the annotations of the plan; dataframes have none."""
         found: dict[str, dict[Key, object]] = self.plan.__dask_annotations__()
         return found
 
 
 def fuse_chains(graph: Graph, keys: Collection[Key], computation: str) -> dict[Key, GraphNode]:
-    """Fuse tasks of which each needs nothing but the one before, and nothing else needs that.
+    """Fuse chains of tasks in which each task is the only dependency and the only dependent of its neighbour.
 
-    A chain has the key of its last task, so that all others find it. Another computation may have a task with
-    this key, and not the same chain: it may need what is hidden here. So chains end in tasks that no other
-    computation has: transfers of shuffles that are this one's own, and what follows from these.
+    A chain gets the key of its last task, so that its dependents find it. Another computation may have a task
+    with the same key but need an intermediate result that is hidden here. So chains may only end in tasks
+    that no other computation has: transfers of this computation's own shuffles, and tasks that depend on
+    them.
 
-    Barriers stay alone, and so does whatever is not a task that computes. An output of a shuffle and a
-    transfer of the next one are not fused: outputs have an owner, and each run knows its own by the barrier
-    that they depend on.
+    Barriers, and nodes that do not compute, are never fused. An output of a shuffle is not fused with a
+    transfer of the next one: outputs have an owner, and each run identifies its outputs by the barrier that
+    they depend on.
 
     Parameters
     ----------
     graph
         Tasks by key.
     keys
-        Those whose results are asked for: they end a chain.
+        The keys of requested results, which always end a chain.
     computation
-        The one whose shuffles are its own.
+        Identifies the computation; shuffles with this value are its own.
 
     Returns
     -------
-    The tasks that are left, by key. Those that nothing asks for are left out.
+    The remaining tasks by key, without those that no result needs.
     """
     needed = needed_tasks(graph, keys)
     dependents: dict[Key, list[Key]] = {key: [] for key in needed}
@@ -119,13 +120,13 @@ def fuse_chains(graph: Graph, keys: Collection[Key], computation: str) -> dict[K
     for end in ends & (transfers | _following(own, dependents)):
         fused[end] = _fused(needed, list(_chain(before, end)))
         ends.remove(end)
-    for end in ends:  # of what others may have too
+    for end in ends:  # other computations may share these tasks: leave them unfused
         fused.update((key, needed[key]) for key in _chain(before, end))
     return fused
 
 
 def needed_tasks(graph: Graph, keys: Iterable[Key]) -> dict[Key, GraphNode]:
-    """Return the tasks that the results depend on. What futures refer to is not in the graph."""
+    """Return the tasks that results depend on. Dependencies on futures are not in the graph."""
     needed: dict[Key, GraphNode] = {}
     left = list(keys)
     while left:
@@ -136,7 +137,7 @@ def needed_tasks(graph: Graph, keys: Iterable[Key]) -> dict[Key, GraphNode]:
 
 
 def _following(barriers: Collection[Key], dependents: Mapping[Key, Collection[Key]]) -> set[Key]:
-    """Return the tasks that depend on barriers, through others or not."""
+    """Return the tasks that depend on barriers, directly or indirectly."""
     found: set[Key] = set()
     left = list(barriers)
     while left:
@@ -151,7 +152,7 @@ def _is_own(barrier: P2PBarrierTask, computation: str) -> bool:
 
 
 def _only_producer(graph: Graph, key: Key) -> Key | None:
-    """Return the only task that a task needs, if both can be parts of a chain."""
+    """Return the only dependency of a task, if both can be part of a chain."""
     if not _computes(graph[key]) or len(graph[key].dependencies) != 1:
         return None
     (producer,) = graph[key].dependencies

@@ -1,4 +1,4 @@
-"""Keep a bounded number of values; the least recently used one goes first."""
+"""Provide a bounded, thread-safe cache that evicts the least recently used value."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Value = TypeVar("Value")
 
 
 class LRU(Generic[Value]):
-    """Keep the values that were used last. Thread-safe.
+    """Keep the most recently used values. Thread-safe.
 
     Parameters
     ----------
     limit
-        The most values.
+        The maximum number of values.
     """
 
     def __init__(self, limit: int):
@@ -28,7 +28,7 @@ class LRU(Generic[Value]):
         return len(self._values)
 
     def get(self, key: Hashable) -> Value | None:
-        """Return the value of a key, which counts as a use; None if there is none."""
+        """Return the value of a key and mark it as used; None if there is none."""
         with self._lock:
             found = self._values.get(key)
             if found is not None:
@@ -36,14 +36,14 @@ class LRU(Generic[Value]):
             return found
 
     def put(self, key: Hashable, value: Value) -> None:
-        """Keep a value, and drop the one that was not used for longest if there are too many."""
+        """Store a value, and evict the least recently used one if there are too many."""
         dropped = None
         with self._lock:
             self._values[key] = value
             self._values.move_to_end(key)
             if len(self._values) > self._limit:
                 dropped = self._values.popitem(last=False)
-        del dropped  # outside of the lock: a finaliser may run any code
+        del dropped  # outside the lock: its finaliser may run any code
 
     def clear(self) -> None:
         """Drop all values."""

@@ -1,7 +1,7 @@
-"""Select the expressions that may be kept: those without data, whose names say all about them.
+"""Select the expressions that may be cached: they hold no data, and are fully identified by their names.
 
-A frame, a future or a file system that an expression holds would live as long as the expression is kept. A
-function of the user's is named by its module and name, and may be another one after the module was reloaded.
+A frame, a future or a file system in an expression would live as long as the expression is cached. A user's
+function is identified by module and name, and may change when the module is reloaded.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from dask_gpurt.dask_hooks.planning import (
     operands_of,
 )
 
-#: The packages whose functions and classes stay what they are while a process runs.
+#: Packages whose functions and classes do not change while a process runs.
 TRUSTED = frozenset(
     [
         *("builtins", "functools", "operator", "_operator", "tlz", "toolz"),
         *("numpy", "pandas", "pyarrow", "cudf", "dask", "dask_cudf", "dask_gpurt"),
     ]
 )
-#: The most values in one operand, and bytes of an array: more counts as data.
+#: The most values in an operand, and the most bytes of an array. Larger operands count as data.
 VALUES_LIMIT, ARRAY_LIMIT_BYTES = 10_000, 64 * 1024
 
 _SCALARS = (
@@ -47,21 +47,21 @@ _SCALARS = (
 
 
 class Plain:
-    """Know the expressions that hold nothing but plain operands.
+    """Track the expressions that hold only plain operands.
 
     Parameters
     ----------
     may_change
-        Called for whether an expression of plain operands may be another one by the same name all the same.
+        Returns whether an expression with plain operands may change although its name stays the same.
     """
 
     def __init__(self, may_change: Callable[[Expr], bool] = lambda expr: False) -> None:
         self._may_change = may_change
-        # By name: expressions compare as the frames that they stand for.
+        # By name, since == on expressions creates another expression.
         self._known: WeakValueDictionary[str, Expr] = WeakValueDictionary()
 
     def note(self, expr: Expr) -> bool:
-        """Tell whether an expression may be kept, and remember it for those that are made of it."""
+        """Return whether an expression may be cached, and remember it if so."""
         if not self._holds_plain(expr):
             return False
         self._known[name_of(expr)] = expr
@@ -97,26 +97,27 @@ class Plain:
 
 
 def is_empty_frame(value: Any) -> bool:
-    """Tell whether this is the metadata of a frame: one of pandas or cudf without rows."""
+    """Return whether a value is the metadata of a frame: an empty frame of pandas or cudf."""
     kind = type(value)
     return kind.__name__ in ("DataFrame", "Series") and is_trusted(kind) and len(value) == 0
 
 
 def is_trusted(value: Any) -> bool:
-    """Tell whether this is a function or a class that stays what it is while the process runs."""
+    """Return whether a value is a function or class that does not change while the process runs."""
     if isinstance(value, types.MethodType):
         return isinstance(value.__self__, type) and is_trusted(value.__self__) and is_trusted(value.__func__)
     if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, np.ufunc)):
         closed_over = getattr(value, "__closure__", None) or ()
-        of = getattr(value, "__module__", None) or "numpy"  # ufuncs have none
+        of = getattr(value, "__module__", None) or "numpy"  # ufuncs have no module
         return of.partition(".")[0] in TRUSTED and not closed_over
     return is_method_name(value)
 
 
 def frozen(value: Any) -> Hashable | None:
-    """Return a key that equal operands share, and no others; None where there is none.
+    """Return a key that is equal only for equal operands; None if there is none.
 
-    Python takes 1, 1.0 and True for the same key, and dtypes of equal categories in another order too.
+    The type is part of the key, since 1, 1.0 and True are equal in Python. Categorical dtypes have no key,
+    since they compare equal whatever the order of their categories.
     """
     if isinstance(value, (tuple, list)):
         items = tuple(map(frozen, value))

@@ -1,6 +1,6 @@
-"""Describe an empty frame by names and dtypes, so that operations on equal frames are known to be equal.
+"""Describe an empty frame by a key of its names and dtypes, to recognise operations on equal frames.
 
-Nothing here touches the values of a frame: for one on a GPU no kernel is launched, and nothing is copied.
+Values of frames are never accessed, so on a GPU no kernel is launched and nothing is copied.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-#: Dtypes that equal each other only if they are the same, besides numpy's.
+#: Dtypes other than numpy's for which equality means that they are identical.
 _SIMPLE = (
     pd.BooleanDtype, pd.Int8Dtype, pd.Int16Dtype, pd.Int32Dtype, pd.Int64Dtype, pd.UInt8Dtype, pd.UInt16Dtype,
     pd.UInt32Dtype, pd.UInt64Dtype, pd.Float32Dtype, pd.Float64Dtype, pd.ArrowDtype,
 )  # fmt: skip
-#: The most categories of a dtype that are compared.
+#: Categorical dtypes with more categories have no key.
 CATEGORIES_LIMIT = 1_000
 
 
 def schema_of(frame: Any) -> Hashable | None:
-    """Return a key that two empty frames or series share if they can not be told apart; None without one.
+    """Return a key that is equal only for indistinguishable empty frames or series; None if there is none.
 
     Parameters
     ----------
     frame
-        Of pandas or cudf. Frames of a subclass, with several index or column levels, attributes, frequencies
-        or dtypes that are not known here have no key; nor have frames with rows.
+        A frame or series of pandas or cudf. Subclasses, and frames with rows, several index or column levels,
+        attributes, frequencies or unknown dtypes have no key.
     """
     kind = type(frame)
     if kind.__name__ not in ("DataFrame", "Series") or kind.__module__.partition(".")[0] not in (
@@ -76,7 +76,7 @@ def _index_key(index: Any) -> Hashable | None:
 
 
 def _label(label: Hashable) -> Hashable | None:
-    """Tell labels apart that Python takes for equal: 1, 1.0 and True."""
+    """Return a key that distinguishes labels that are equal in Python, such as 1, 1.0 and True."""
     if label is None or isinstance(label, (str, int, float, bool)):
         return (type(label), label)
     return None
@@ -93,7 +93,7 @@ def _dtype_key(dtype: Any) -> Hashable | None:
 
 
 def _categories_key(dtype: pd.CategoricalDtype) -> Hashable | None:
-    # Dtypes whose categories are in another order are equal for pandas, and their columns differ.
+    # Unordered dtypes are equal in pandas whatever the order of categories, but their columns differ.
     categories = dtype.categories
     if categories is None or len(categories) > CATEGORIES_LIMIT:
         return None

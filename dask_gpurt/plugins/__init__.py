@@ -1,1 +1,1 @@
-"""Install the runtime in Dask: each hook is a few lines that hand over."""
+"""Install the runtime in Dask's schedulers, workers and nannies; hooks delegate to the other packages."""

@@ -1,8 +1,8 @@
-"""Give outputs of shuffles other owners on the scheduler, once it is known how large they are.
+"""Rebalance the outputs of a shuffle between workers once their sizes are known.
 
-Transfers tell what they learn with their end. At some points of a run, the last of them before its barrier,
+Transfers report sizes and times when they end. At fixed points of a run, the last one before its barrier,
 :mod:`dask_gpurt.shuffle.balance` decides, and :class:`~dask_gpurt.plugins.recovery.Recovery` moves outputs as
-it does for a worker that has joined.
+it does for a worker that joins.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, WorkerSpeed
 from dask_gpurt.shuffle.move_cost import Link, reading_s
 from dask_gpurt.shuffle.transferred import sizes_of_task
 
-#: The shares of the inputs of a run after which its outputs are looked at: the fewer, the less has been
-#: offered to owners that change. As the last is there the barrier has not begun.
+#: The fractions of a run's inputs after which its balance is checked. An early move wastes fewer shards that
+#: were offered to the previous owners. At the last check the barrier has not been sent yet.
 LOOKS = (0.125, 0.5, 1.0)
-#: Inputs below which nothing is known of the others.
+#: The fewest inputs from which the sizes of the others are extrapolated.
 MIN_INPUTS = 4
-#: The most times that the outputs of a run move.
+#: How often the outputs of a run may move.
 MAX_MOVES = 2
 
 
 @dataclass(eq=False)
 class _Watch:
-    """Keep what the transfers of a run have told.
+    """Collect the reports of a run's transfers.
 
     Attributes
     ----------
     run
-        Its id.
+        The run id.
     inputs
-        How many there are.
+        The number of inputs.
     nbytes
-        The estimate of the bytes of its outputs.
+        The estimated sizes of outputs.
     paces, compared
-        The worker, seconds and bytes of each transfer; and how many of these have been compared.
+        The worker, seconds and bytes of each transfer; how many of them have been compared.
     arriving
-        Bytes per second that come to each worker from other hosts, where the run has shown it.
+        The measured rate at which each worker receives from other hosts, in bytes per second.
     whole
-        Whether all that was published is still there to be offered to others.
+        Whether every published shard can still be offered to other workers.
     looks, moves
-        How often its outputs were looked at, and moved.
+        How often the balance was checked, and how often outputs moved.
     together
-        Its shuffle and those that share its outputs, once that was asked for.
+        The shuffle and all that share its outputs, once looked up.
     """
 
     run: int
@@ -69,7 +69,7 @@ class _Watch:
 
     @property
     def due(self) -> int:
-        """Return how often its outputs should have been looked at by now."""
+        """Return how many checks are due by now."""
         seen = len(self.nbytes)
         if seen < min(MIN_INPUTS, self.inputs):
             return 0
@@ -77,12 +77,12 @@ class _Watch:
 
 
 class Balancing:
-    """Watch the runs of a scheduler; have outputs move where a worker would be done much later than others.
+    """Watch the runs of a scheduler, and move outputs away from workers that would finish much later.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     recovery
         Moves outputs.
     headroom
@@ -94,14 +94,14 @@ class Balancing:
         self._recovery = recovery
         self._headroom = headroom
         self._watched: dict[Any, _Watch] = {}
-        #: The shuffle of each transfer that is watched.
+        #: The shuffle of each watched transfer.
         self._shuffle_of: dict[Key, Any] = {}
-        #: The outputs that placement has given to each worker, by shuffle, where it has.
+        #: The number of outputs that placement gave to each worker, by shuffle; empty if Dask chose.
         self._placed: dict[Any, Mapping[str, int]] = {}
         self._speeds = WorkerSpeeds()
 
     def placed(self, shuffle: Any, owners: Mapping[int, str]) -> None:
-        """Take notice of owners that placement has chosen for a run that is about to begin."""
+        """Record the owners that placement has chosen for a run that is about to begin."""
         self._placed[shuffle] = Counter(owners.values())
 
     def begins(self, shuffle: Any, run_spec: Any) -> None:
@@ -116,21 +116,21 @@ class Balancing:
             self._shuffle_of |= {task.key: shuffle for task in transfers}
 
     def forgotten(self, shuffle: Any) -> None:
-        """Forget a shuffle with its barrier."""
+        """Forget a shuffle whose barrier is forgotten."""
         self._stop(shuffle)
         self._placed.pop(shuffle, None)
 
     def _stop(self, shuffle: Any) -> None:
-        """Watch a run no more."""
+        """Stop watching a run."""
         if self._watched.pop(shuffle, None) is not None:
             self._shuffle_of = {key: of for key, of in self._shuffle_of.items() if of != shuffle}
 
     def on_worker_removed(self, worker: str) -> None:
-        """Forget how fast a worker was."""
+        """Forget the speed of a worker that has left."""
         self._speeds.on_worker_removed(worker)
 
     def in_memory(self, key: Key) -> None:
-        """Take notice that a task has ended. Within its transition: no worker has the barrier yet."""
+        """Track a task that has ended. Called within its transition, before any worker gets the barrier."""
         if (shuffle := self._shuffle_of.get(key)) is None:
             return
         watch, task = self._watched[shuffle], self._scheduler.tasks[key]
@@ -146,10 +146,10 @@ class Balancing:
         if watch.due > watch.looks:
             self._look(shuffle)
 
-    # ---- looking -----------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------
 
     def _look(self, shuffle: Any) -> None:
-        """Look at the outputs of a run, once all sides of a join are so far."""
+        """Check the balance of a run, once the check is due on all sides of a join."""
         together = self._together(shuffle)
         watches = [self._watched[each] for each in together if self._is_watched(each)]
         due = min(watch.due for watch in watches)
@@ -164,14 +164,14 @@ class Balancing:
                 for watch in watches:
                     watch.moves += 1
                 times = moves.before / moves.after
-                reason = f"outputs or workers differ: the last worker is done {times:.1f} times as early"
+                reason = f"uneven outputs or workers: the last worker finishes {times:.1f} times as early"
                 self._recovery.balance(together, moves.to, reason)
         if due == len(LOOKS):
             for each in together:
                 self._stop(each)
 
     def _together(self, shuffle: Any) -> Collection[Any]:
-        """Return a shuffle and those that share its outputs, which stay the same while it runs."""
+        """Return a shuffle and all that share its outputs. Cached, since they do not change during a run."""
         watch = self._watched[shuffle]
         if not watch.together:
             watch.together = sharing_outputs(self._scheduler.tasks[barrier_key(shuffle)]) | {shuffle}
@@ -182,11 +182,11 @@ class Balancing:
         return watch is not None and self._recovery.goes_on(shuffle, watch.run)
 
     def _compare(self, watch: _Watch) -> None:
-        """Learn how slow workers are from how long their transfers took, by the bytes of each."""
+        """Learn the relative speeds of workers from the durations and sizes of their transfers."""
         if not watch.paces:
             return
         usual = median(seconds / nbytes for _, seconds, nbytes in watch.paces)
-        # Of small inputs the seconds are mostly those of the calls.
+        # The duration of small inputs is mostly call overhead.
         least = median(nbytes for _, _, nbytes in watch.paces) / 2
         for worker, seconds, nbytes in watch.paces[watch.compared :]:
             if nbytes >= least:
@@ -194,19 +194,19 @@ class Balancing:
         watch.compared = len(watch.paces)
 
     def _decide(self, together: Collection[Any]) -> Moves:
-        """Return the outputs of shuffles that have the same ones that are to move now."""
+        """Return the moves of outputs to make now, for shuffles that share them."""
         nbytes = defaultdict[int, float](float)
         for each in together:
             for output, estimate in self._watched[each].nbytes.estimate().items():
                 nbytes[output] += estimate
-        # Which of them may move takes far longer to find out than that, as mostly, none has to.
+        # movable() is expensive and mostly unnecessary: first check whether any output would move.
         moves = self._moves(together, nbytes, self._recovery.owners_of(next(iter(together))))
         if moves.to:
             moves = self._moves(together, nbytes, self._recovery.movable(together))
         return moves if self._is_worth_reading(moves, together, nbytes) else Moves({})
 
     def _is_worth_reading(self, moves: Moves, together: Collection[Any], nbytes: Mapping[int, float]) -> bool:
-        """Return whether moves save more time than new owners take to read what has been cut by now."""
+        """Return whether moves save more time than the new owners need to read the shards cut so far."""
         watches = [self._watched[each] for each in together]
         paces = [seconds / nbytes for watch in watches for _, seconds, nbytes in watch.paces]
         if not moves.to or not paces:
@@ -238,7 +238,7 @@ class Balancing:
         return balanced(nbytes, known, capacities) if known else Moves({})
 
     def _links(self, watches: Collection[_Watch]) -> dict[str, Link]:
-        """Return what runs have shown of the links of workers to other hosts."""
+        """Return the workers' measured links to other hosts."""
         made = Counter[str]()
         for watch in watches:
             for worker, _, nbytes in watch.paces:
@@ -254,9 +254,9 @@ class Balancing:
         return worker if known is None else str(known.host)
 
     def _threads(self, workers: Collection[str], together: Collection[Any]) -> dict[str, float]:
-        """Return the threads of workers; where placement has dealt outputs out, in proportion to its shares.
+        """Return the threads of workers, or if placement chose the owners, in proportion to its choice.
 
-        It has regarded what is not known here, as the links to each worker.
+        Placement has considered more than this class knows, such as the links to each worker.
         """
         known = self._scheduler.workers
         threads = {worker: float(known[worker].nthreads) for worker in workers if worker in known}
@@ -267,6 +267,6 @@ class Balancing:
         return threads
 
     def _room(self, worker: str, held: float) -> float:
-        """Return the bytes that a worker can take besides those of the outputs that it has already."""
+        """Return the bytes that a worker can take in addition to the outputs that it owns already."""
         memory = self._headroom.free_memory(worker)
         return max(0.0, memory.free + memory.below - held)

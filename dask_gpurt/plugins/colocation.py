@@ -1,7 +1,7 @@
-"""Run several workers in place of one, which share its memory, its threads, and its GPU.
+"""Run several workers in place of one, which share its memory, threads and GPU.
 
-A task of a dataframe library spends most of its time in Python, whose lock two threads can not hold at the
-same time: two processes keep a GPU busy where two threads do not (docs/decisions/overlap.md has figures).
+Tasks of dataframe libraries spend most of their time holding the GIL, so two processes keep a GPU busy where
+two threads do not (see docs/decisions/overlap.md for figures).
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from dask_gpurt.topology.detect import memory_of, nvml_library
 
 logger = logging.getLogger(__name__)
 
-#: The workers that ``auto`` starts on a GPU, and the memory that the GPU needs for that: 32 GiB for each.
+#: The number of workers that ``auto`` starts on a GPU, and the GPU memory that it requires: 32 GiB for each.
 AUTO, ROOMY_BYTES = 2, 64 * 2**30
-#: Tells a worker why it is alone although the settings want more.
+#: The environment variable with the reason why a worker runs alone although the settings want more workers.
 ALONE = "GPURT_ALONE"
-#: Sizes that dask-cuda gives to the pool of a worker, or takes for its limits.
+#: Attributes of dask-cuda's worker plugin with sizes and limits of a worker's memory pool.
 _POOL_SIZES = ("initial_pool_size", "maximum_pool_size", "release_threshold")
 
 _service = MultiProcessService()
-#: Those that were started beside a nanny, each with the task that starts it.
+#: The additional nannies of each original nanny, with the tasks that start them.
 _colocated: WeakKeyDictionary[Any, dict[Nanny, asyncio.Task[None]]] = WeakKeyDictionary()
-#: Those that were started beside others, which start none themselves.
+#: All additional nannies. These start no further ones.
 _beside: WeakSet[Nanny] = WeakSet()
 
 
 async def colocate(nanny: Any) -> None:
-    """Start further nannies beside one that is starting, as ``gpurt.compute.concurrency`` says.
+    """Start additional nannies beside one that is starting, as many as ``gpurt.compute.concurrency`` says.
 
-    Each has an equal part of the memory, of the threads, and of the GPU's memory that the first was given.
-    Where workers have a GPU and MPS is not to be had, the first stays alone: they would take turns.
+    All of them get equal parts of the first nanny's memory, threads and GPU memory. If workers have a GPU and
+    MPS is not available, the first nanny stays alone: without MPS processes only time-slice the GPU.
 
     Parameters
     ----------
     nanny
-        Of dask-cuda or of Dask; its worker has not been started yet.
+        A nanny of dask-cuda or Dask whose worker has not been started yet.
     """
     if nanny in _beside or (count := await _count(nanny)) == 1:
         return
@@ -56,7 +56,7 @@ async def colocate(nanny: Any) -> None:
         require_free_address(nanny)
         environment = await asyncio.to_thread(_service.join) if has_gpu(nanny) else {}
     except (MpsError, UnsupportedError) as error:
-        logger.warning("one worker runs in place of %d: %s", count, error)
+        logger.warning("starting one worker instead of %d: %s", count, error)
         nanny.env[ALONE] = str(error)
         return
     divide(nanny, count)
@@ -70,7 +70,7 @@ async def colocate(nanny: Any) -> None:
 
 
 async def _count(nanny: Any) -> int:
-    """Return how many workers there are to be in place of one."""
+    """Return how many workers to run in place of one."""
     given = config.load().compute.concurrency
     if given is not None:
         return given
@@ -81,12 +81,12 @@ async def _count(nanny: Any) -> int:
 
 
 def default_count(memory: int | None) -> int:
-    """Return what ``auto`` starts on a GPU.
+    """Return how many workers ``auto`` starts on a GPU.
 
     Parameters
     ----------
     memory
-        Bytes of the GPU; None where it has none of its own, or is not known.
+        The GPU's memory in bytes; None if it has no memory of its own or its size is unknown.
 
     Examples
     --------
@@ -99,24 +99,24 @@ def default_count(memory: int | None) -> int:
 async def _start(nanny: Nanny) -> None:
     try:
         await nanny
-    except Exception:  # which has no caller
+    except Exception:  # nothing awaits this task
         if nanny.status not in (Status.closing, Status.closed):
-            logger.exception("a worker that was to run beside another could not be started")
+            logger.exception("could not start an additional worker for gpurt.compute.concurrency")
 
 
 async def separate(nanny: Any) -> None:
-    """Close the nannies that were started beside one that is closing."""
+    """Close the additional nannies of a nanny that is closing."""
     await asyncio.gather(*(other.close() for other in _colocated.pop(nanny, ())))
 
 
 def has_gpu(nanny: Any) -> bool:
-    """Return whether the worker of a nanny is for a GPU: dask-cuda names it in its environment."""
+    """Return whether a nanny's worker uses a GPU, which dask-cuda names in the nanny's environment."""
     named = nanny.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return any(name.strip() not in ("", "-1") for name in named)
 
 
 def divide(nanny: Any, count: int) -> None:
-    """Leave to a worker its part of what it was to have."""
+    """Reduce a worker's memory limit, threads and GPU memory pool to its share."""
     memory = nanny.memory_manager
     if memory.memory_limit is not None:
         memory.memory_limit //= count
@@ -126,7 +126,7 @@ def divide(nanny: Any, count: int) -> None:
 
 
 def _divided(plugin: Any, count: int) -> Any:
-    """Return a worker plugin of dask-cuda whose memory pool is a part of what it was; any other as it is."""
+    """Return a copy of dask-cuda's plugin with its memory pool divided; any other plugin unchanged."""
     if not any(hasattr(plugin, name) for name in _POOL_SIZES):
         return plugin
     part = copy.copy(plugin)
@@ -137,7 +137,7 @@ def _divided(plugin: Any, count: int) -> Any:
 
 
 def divided_size(size: str | float, count: int) -> float:
-    """Return a part of a size as dask-cuda reads it: a number up to 1 is a share of the GPU.
+    """Divide a size in dask-cuda's format, in which a number up to 1 is a fraction of the GPU's memory.
 
     Examples
     --------

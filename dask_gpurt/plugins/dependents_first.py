@@ -1,14 +1,12 @@
-"""Run the tasks that read a result before the task that makes the next result.
+"""Run the dependents of a result before tasks that produce further results, when memory is short.
 
-A worker that has finished a task begins another at once. It learns from the scheduler a moment
-later which task reads the result, and which inputs can be released. By then the next task has
-had the result spilled, and it has to be read back. Where memory is short, waiting for that
-moment is cheaper.
+A worker that has finished a task starts another one at once. Only a moment later the scheduler tells it which
+tasks depend on the result, and which inputs can be released. By then the other task may have caused the
+result to be spilled, and it must be read back. If memory is short, pausing for that moment is cheaper.
 
-The worker is paused by the event that Dask's own pause is made of, for at most ``MAX_PAUSE_S`` seconds, and
-it is unpaused whatever happens meanwhile: each look either has the next one called or unpauses, also when it
-fails, and looks go on when the runtime has been switched off. Only while Dask has the worker paused, or is
-closing it, unpausing is left to Dask, which does so when the status becomes running again.
+The worker is paused with the event of Dask's own pause, for at most ``MAX_PAUSE_S`` seconds. It always
+resumes: each poll either schedules the next one or unpauses, even if it fails, and polls continue after the
+runtime is switched off. If Dask pauses or closes the worker meanwhile, unpausing is left to Dask.
 """
 
 from __future__ import annotations
@@ -27,17 +25,17 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 
-#: Bytes a second at which objects go down and come up again: no task waits for longer than that takes.
+#: Throughput of spilling and reading back, in bytes per second. A pause lasts no longer than that takes.
 SPILL_BYTES_PER_S = 1e9
-#: Seconds between looks, the longest pause, and how often in a row it may be in vain after
+#: The poll interval and the longest pause, in seconds, and how many pauses in a row may be useless after
 #: tasks of one prefix.
 POLL_INTERVAL_S, MAX_PAUSE_S, MAX_VAIN_PAUSES = 0.001, 0.1, 3
-#: Fields of a priority that are the same for all tasks of a graph: the user's, and the graph's number.
+#: Leading fields of a priority that are equal for all tasks of a graph: user priority and graph number.
 _GRAPH_FIELDS = 2
 
 
 class DependentsFirst:
-    """Hold the next task of a worker back for a moment. On the event loop."""
+    """Briefly hold back the next task of a worker. On the event loop."""
 
     def __init__(self, worker: WorkerServer, tiered_buffer: TieredBuffer, metrics: Metrics):
         self._worker = worker
@@ -48,20 +46,20 @@ class DependentsFirst:
 
     @property
     def holds(self) -> bool:
-        """Return whether the worker is paused by this."""
+        """Return whether this object has paused the worker."""
         return self._waiting
 
     def finished(self, key: Key, result: int, inputs: int) -> None:
-        """Hold the next task back if one like this would not find room now, so that what follows comes first.
+        """Pause the worker if a similar task would not fit into memory now, so that dependents run first.
 
-        An error here is only counted, since the task is done and its result is valid.
+        Errors are only counted, since the task is done and its result is valid.
 
         Parameters
         ----------
         key
-            A task that is done.
+            The finished task.
         result, inputs
-            Bytes of its result and its inputs.
+            Sizes of its result and of its inputs, in bytes.
         """
         try:
             self._hold_back(key, result, inputs)
@@ -77,14 +75,14 @@ class DependentsFirst:
         self._waiting = True
         loop = asyncio.get_running_loop()
         loop.call_later(POLL_INTERVAL_S, self._look, key, result, loop.time() + seconds)
-        # Dask's pause: what runs goes on, and nothing begins.
+        # Dask's pause: running tasks continue, and no task starts.
         self._worker.handle_stimulus(PauseEvent(stimulus_id=f"gpurt-following-{time()}"))
 
     def _look(self, key: Key, result: int, end: float) -> None:
         loop = asyncio.get_running_loop()
         try:
             followed = not self._outlived(key) and (self._brought_forward(key) or self._roomy(result))
-        except Exception as error:  # a worker that stays paused does nothing any more
+        except Exception as error:  # the worker must not stay paused
             self._metrics.fallback(Fallback.MEMORY_DEPENDENTS_FIRST, repr(error))
             followed, end = False, loop.time()
         if not followed and loop.time() < end:
@@ -92,17 +90,17 @@ class DependentsFirst:
             return
         self._in_vain[key_split(key)] = 0 if followed else self._in_vain[key_split(key)] + 1
         self._waiting = False
-        if self._worker.status is Status.running:  # and not paused by Dask meanwhile
+        if self._worker.status is Status.running:  # Dask has not paused or closed it meanwhile
             self._worker.handle_stimulus(UnpauseEvent(stimulus_id=f"gpurt-following-{time()}"))
 
     def _roomy(self, nbytes: int) -> bool:
-        # Shards that a task reads are as large as what it makes of them, and no inputs of Dask's.
+        # Twice, for tasks that read shards: these are as large as the result, and are not inputs in Dask.
         return self._tiered_buffer.reservations.has_room(2 * nbytes, Tier.DEVICE)
 
     def _brought_forward(self, key: Key) -> bool:
-        """Return whether tasks that read the result are here; they come first now.
+        """Move the ready dependents of a result to the front; return whether there are any.
 
-        Dask may want some of them later, but until the last of them has run the result takes room.
+        Dask may have ordered some of them later, but the result occupies memory until the last one has run.
         """
         task = self._worker.state.tasks.get(key)
         if task is None:
@@ -112,7 +110,7 @@ class DependentsFirst:
         for reader in readers:
             first = ready.peek().priority
             assert reader.priority is not None  # it is ready
-            # The order between graphs is the user's.
+            # Keep the order between graphs, and between user priorities.
             if reader.priority[:_GRAPH_FIELDS] == first[:_GRAPH_FIELDS]:
                 ready.remove(reader)
                 reader.priority = (*first[:-1], first[-1] - 1)
@@ -120,7 +118,7 @@ class DependentsFirst:
         return bool(readers)
 
     def _outlived(self, key: Key) -> bool:
-        """Return whether an input that no task here needs any more is still here."""
+        """Return whether the worker still holds an input that none of its tasks needs any more."""
         task = self._worker.state.tasks.get(key)
         return task is not None and any(
             dependency.state == "memory" and all(reader.state == "memory" for reader in dependency.dependents)

@@ -1,7 +1,7 @@
-"""Answer programs over HTTP: ``/gpurt/api/…`` on the scheduler, as JSON.
+"""Serve the JSON API ``/gpurt/api/…`` on the scheduler's HTTP server.
 
-No request blocks the event loop for long: lists that grow with the cluster are cut into pages, figures of
-workers come from their heartbeats, and the loop is yielded between two shuffles.
+Requests never block the event loop for long: lists that grow with the cluster are paged, figures of workers
+come from their heartbeats, and the handler yields to the loop between two shuffles.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: Where the resources are, below the prefix of the scheduler's other pages.
+#: The path of the API, below the prefix of the scheduler's other pages.
 ROOT = "/gpurt/api"
-#: The most of what a resource counts that one reply has, and so many unless another number is asked for.
+#: The default and maximum page size.
 MAX_LIMIT = 100
-#: The most workers that one reply has the prefixes of, which may be some hundred rows for each.
+#: The maximum number of workers in a page of memory by prefix, with up to some hundred rows each.
 MAX_LIMIT_BY_PREFIX = 25
-#: The last decisions that are told of.
+#: How many of the latest placement decisions are available.
 MAX_DECISIONS = 500
-#: The most workers whose details one reply has.
+#: The maximum number of workers with details in one reply.
 MAX_DETAILS = 8
-#: Seconds after which workers whose details are asked for are not waited for.
+#: How long to wait for the details of workers, in seconds.
 DETAILS_TIMEOUT_S = 10.0
 #: The fields of a worker that has left.
 DEPARTED = ("address", "name", "left", "silent")
 
 
 class Refused(Exception):
-    """Refuse a request, with the status and what would be right."""
+    """Reject a request with an HTTP status and a message that says what is expected."""
 
     def __init__(self, status: HTTPStatus, message: str):
         super().__init__(message)
@@ -73,13 +73,13 @@ class Query(NamedTuple):
     Parameters
     ----------
     offset, limit
-        The first and the most of what the resource counts.
+        The first item of the page, and the page size.
     worker
         The addresses of workers.
     by
-        What memory is told by.
+        ``tier`` or ``prefix``: how to group memory.
     key
-        Of a task.
+        The key of a task.
     """
 
     offset: int = 0
@@ -90,12 +90,12 @@ class Query(NamedTuple):
 
     @classmethod
     def of(cls, given: dict[str, list[str]], allowed: Sequence[str]) -> Query:
-        """Return what was given for the arguments that a resource has.
+        """Parse and validate the arguments of a request.
 
         Raises
         ------
         Refused
-            When there are others, or values that make no sense.
+            If an argument is unknown or invalid.
         """
         if unknown := given.keys() - set(allowed):
             raise Refused(
@@ -115,11 +115,11 @@ class Query(NamedTuple):
         return found
 
     def page(self, total: int) -> Page:
-        """Return what all pages have, of so many in all."""
+        """Return the fields that all pages share; ``total`` is the number of items."""
         return Page(api=API_VERSION, at=time.time(), total=total, offset=self.offset, limit=self.limit)
 
     def cut(self, whole: Sequence[T]) -> Sequence[T]:
-        """Return this page of a whole."""
+        """Return this page of a sequence."""
         return whole[self.offset : self.offset + self.limit]
 
 
@@ -132,12 +132,12 @@ def _number(given: dict[str, list[str]], name: str, default: int) -> int:
 
 
 class JsonApi:
-    """Answer what is asked of a scheduler's runtime. On the event loop.
+    """Answer requests from the state of a scheduler's runtime. On the event loop.
 
     Parameters
     ----------
     runtime
-        Of the scheduler.
+        The scheduler's plugin.
     """
 
     def __init__(self, runtime: GpurtSchedulerPlugin):
@@ -145,7 +145,7 @@ class JsonApi:
         self._scheduler = runtime.scheduler
 
     async def report(self, query: Query) -> ReportReply:
-        """Return what the cluster did and fell back from, and all that some workers report."""
+        """Return the cluster's counters and fallbacks, and the full reports of the given workers."""
         report = self._runtime.reports.known()
         workers: dict[str, dict[str, Any]] = report["workers"]
         counted = [report["fallbacks"], *(one["fallbacks"] for one in workers.values())]
@@ -177,7 +177,7 @@ class JsonApi:
         return {name: one if isinstance(one, dict) else {"error": str(one)} for name, one in replies.items()}
 
     async def memory(self, query: Query) -> MemoryReply:
-        """Return what the tiers hold."""
+        """Return the memory in use by tier or by prefix."""
         if query.by == "prefix":
             query = query._replace(limit=min(query.limit, MAX_LIMIT_BY_PREFIX))
         memory = self._runtime.reported_memory()
@@ -189,7 +189,7 @@ class JsonApi:
         return {**query.page(len(workers)), "by": by, "totals": totals, "rows": rows}
 
     async def topology(self, query: Query) -> TopologyReply:
-        """Return where workers are, and how fast links are."""
+        """Return the places of workers, their hosts, and the speeds of links."""
         whole = self._runtime.places.describe()
         workers = sorted(whole["workers"].items())
         page: dict[str, PlaceReply] = {
@@ -204,19 +204,19 @@ class JsonApi:
         }
 
     async def shuffles(self, query: Query) -> ShufflesReply:
-        """Return how far the shuffles are that run."""
+        """Return the progress of active shuffles."""
         active = self._runtime.shuffles.active()
         rows = []
         for shuffle_id, run in query.cut(list(active.items())):
             if (barrier := self._scheduler.tasks.get(barrier_key(shuffle_id))) is not None:
                 rows.append(self._shuffle(shuffle_id, run, barrier))
-            await asyncio.sleep(0)  # thousands of tasks are looked through for each
+            await asyncio.sleep(0)  # each shuffle iterates over thousands of tasks
         return {**query.page(len(active)), "rows": rows}
 
     def _shuffle(self, shuffle_id: Any, run: Any, barrier: Any) -> ShuffleReply:
         transferred = barrier.state == "memory"
         inputs = _progress([transferred or task.state == "memory" for task in barrier.dependencies])
-        # Outputs that are released after the barrier were in memory before, or are not needed.
+        # Outputs that are released once the barrier is done were in memory before, or are not needed.
         done = ("memory", "released", "forgotten") if transferred else ("memory",)
         outputs = _progress([task.state in done for task in barrier.dependents])
         is_done = transferred and outputs["done"] == outputs["total"]
@@ -231,7 +231,7 @@ class JsonApi:
         }
 
     async def decisions(self, query: Query) -> DecisionsReply:
-        """Return the last decisions of placement, and the reasons for one of them."""
+        """Return the latest placement decisions, and the candidates of one of them."""
         placement = self._runtime.placement
         if placement is None:
             return {**query.page(0), "placement": False, "rows": [], "candidates": []}
@@ -245,7 +245,7 @@ class JsonApi:
 
 
 def _key(text: str) -> Key:
-    """Return the key that is written so: a tuple as Python writes it, or a string."""
+    """Parse a key: a tuple as a Python literal, else a string."""
     try:
         found = ast.literal_eval(text) if text.startswith("(") else text
     except (SyntaxError, ValueError):
@@ -258,7 +258,7 @@ def _progress(done: Sequence[bool]) -> ProgressReply:
 
 
 def _sum_of(counted: Sequence[dict[str, Any]]) -> dict[str, FallbackReply]:
-    """Return the fallbacks of several processes together, each with the reason that came last in order."""
+    """Sum the fallbacks of several processes, each with the reason of the last process that has it."""
     together: dict[str, FallbackReply] = {}
     for fallbacks in counted:
         for id, known in fallbacks.items():
@@ -268,7 +268,7 @@ def _sum_of(counted: Sequence[dict[str, Any]]) -> dict[str, FallbackReply]:
 
 
 class Resource(NamedTuple):
-    """Name a resource, what it tells, and the arguments that it takes."""
+    """Describe a resource: its name, a summary, its method and its arguments."""
 
     name: str
     tells: str
@@ -279,21 +279,21 @@ class Resource(NamedTuple):
 RESOURCES = (
     Resource(
         "report",
-        "what the runtime did and fell back from; with `worker`, up to 8 times, all of a worker's report",
+        "the counters and fallbacks of the cluster; with `worker`, up to 8 times, a worker's full report",
         JsonApi.report,
         ("worker",),
     ),
     Resource(
         "memory",
-        "what the tiers hold, `by` `tier` or `prefix` of tasks; by prefix 25 workers at most",
+        "the memory in use, `by` `tier` or `prefix` of tasks; by prefix at most 25 workers",
         JsonApi.memory,
         ("offset", "limit", "by"),
     ),
-    Resource("topology", "where workers are, and what joins them", JsonApi.topology, ("offset", "limit")),
-    Resource("shuffles", "how far the shuffles are that run", JsonApi.shuffles, ("offset", "limit")),
+    Resource("topology", "the places of workers and their links", JsonApi.topology, ("offset", "limit")),
+    Resource("shuffles", "the progress of active shuffles", JsonApi.shuffles, ("offset", "limit")),
     Resource(
         "decisions",
-        "where the last 500 tasks were placed, and why; with `key`, what each worker would have cost",
+        "the placement of the last 500 tasks, with reasons; with `key`, the cost on each worker",
         JsonApi.decisions,
         ("offset", "limit", "key"),
     ),
@@ -301,7 +301,7 @@ RESOURCES = (
 
 
 class _JsonHandler(RequestHandler):
-    """Write JSON, and errors as JSON too."""
+    """Reply with JSON, including errors."""
 
     def runtime(self) -> GpurtSchedulerPlugin | None:
         """Return the runtime of the scheduler; None while it is off."""
@@ -309,7 +309,7 @@ class _JsonHandler(RequestHandler):
         return found if hasattr(found, "json_api") else None
 
     def reply(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
-        """Write a value as JSON, not to be kept by caches."""
+        """Write a value as JSON, marked as not cacheable."""
         self.set_status(status)
         self.set_header("Content-Type", "application/json")
         self.set_header("Cache-Control", "no-store")
@@ -317,7 +317,7 @@ class _JsonHandler(RequestHandler):
 
 
 class IndexHandler(_JsonHandler):
-    """List the resources; also where the runtime is off."""
+    """List the resources, even while the runtime is off."""
 
     def get(self) -> None:
         index: IndexReply = {
@@ -332,14 +332,14 @@ class IndexHandler(_JsonHandler):
 
 
 class SchemaHandler(_JsonHandler):
-    """Answer how replies look."""
+    """Serve the JSON Schema of all replies."""
 
     def get(self) -> None:
         self.reply(schemas())
 
 
 class ResourceHandler(_JsonHandler):
-    """Answer what one resource tells."""
+    """Serve one resource."""
 
     async def get(self) -> None:
         resource: Resource = self.extra["resource"]
@@ -353,7 +353,7 @@ class ResourceHandler(_JsonHandler):
             self.reply({"error": str(refused)}, refused.status)
 
 
-#: In the form of Dask's own modules of pages, such as ``distributed.http.health``.
+#: The routes, in the format of Dask's own HTTP modules such as ``distributed.http.health``.
 routes: list[tuple[str, type[RequestHandler], dict[str, Any]]] = [
     (ROOT, IndexHandler, {}),
     (f"{ROOT}/schema", SchemaHandler, {}),

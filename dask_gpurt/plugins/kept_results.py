@@ -1,7 +1,7 @@
-"""Keep the results of the transfers and barriers of runs, for as long as an output may be needed again.
+"""Keep the results of transfers and barriers while an output of their run may be needed again.
 
-Dask lets go of a result once the tasks that read it are done. The scheduler is told of a client that wants
-these results, one for each shuffle, so that a lost output can be received again without another transfer.
+Dask releases a result once all its dependents are done. Here one virtual client for each shuffle wants the
+results, so that a lost output can be received again without rerunning transfers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dask_gpurt.shuffle.spec import outputs_of
 
 
 class KeptResults:
-    """Keep results of runs on a scheduler, and end a run once none of its outputs is needed.
+    """Keep results of runs on the scheduler, and end a run once none of its outputs is needed.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     ended
         Called with each shuffle that ends.
     """
@@ -32,42 +32,41 @@ class KeptResults:
     def __init__(self, scheduler: SchedulerServer, ended: Callable[[Any], None]):
         self._scheduler = scheduler
         self._ended = ended
-        #: The outputs of the runs whose results are kept: the task of each, and which partition it is, if
-        #: that can be told.
+        #: The output tasks of each shuffle whose results are kept, with the partition of each if known.
         self._kept: dict[Any, dict[Key, int | None]] = {}
-        #: Outputs that have been in memory since they were received.
+        #: Outputs that have been in memory since they were last received.
         self._read: dict[Any, set[int]] = {}
         self._shuffles_of: dict[Key, set[Any]] = {}
         self._pending: dict[Any, set[Key]] = {}
-        #: The workers that have transferred inputs, by task; None before.
+        #: The worker that last ran each transfer task; None if it has not run yet.
         self._producers: dict[Key, str | None] = {}
 
     def __contains__(self, shuffle: object) -> bool:
         return shuffle in self._kept
 
     def outputs(self, shuffle: Any) -> Mapping[Key, int | None]:
-        """Return the tasks of the outputs of a shuffle that is kept, and the partition of each, if known."""
+        """Return the output tasks of a kept shuffle, with the partition of each if known."""
         return self._kept.get(shuffle, {})
 
     def read(self, shuffle: Any) -> set[int]:
-        """Return the outputs that have been in memory since they were received."""
+        """Return the outputs that have been in memory since they were last received."""
         return self._read[shuffle]
 
     def unread(self, shuffle: Any, outputs: Iterable[int]) -> None:
-        """Note that outputs are received once more."""
+        """Note that outputs will be received again."""
         self._read[shuffle].difference_update(outputs)
 
     def producer(self, transfer: Key) -> str | None:
-        """Return the worker that has run a transfer task, if one has."""
+        """Return the worker that last ran a transfer task; None if none has."""
         return self._producers.get(transfer)
 
     def begins(self, shuffle: Any) -> None:
-        """Take care of a run that begins."""
+        """Track a run that begins, and keep its results."""
         self._read[shuffle] = set()
         self.keep(shuffle)
 
     def forgotten(self, shuffle: Any) -> None:
-        """Forget a shuffle with its barrier."""
+        """Forget a shuffle whose barrier is forgotten."""
         self._read.pop(shuffle, None)
 
     def keep(self, shuffle: Any) -> None:
@@ -75,24 +74,24 @@ class KeptResults:
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
         outputs = {task.key: output for task, output in outputs_of(barrier)}
-        # Where a part of what is made of outputs was lost, the other outputs are not needed,
-        # and stay so for as long as the collection is kept.
+        # If only some results computed from outputs were lost, the other outputs stay idle as long as the
+        # collection is persisted. They must not keep the run alive.
         pending = {task.key for task in barrier.dependents if task.state not in IDLE}
         self._kept[shuffle], self._pending[shuffle] = outputs, pending
         for key in outputs:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
         transfers = [task.key for task in barrier.dependencies]
         self._producers |= dict.fromkeys(transfers)
-        # As Dask keeps published datasets.
+        # Dask keeps published datasets in the same way.
         self._scheduler.client_desires_keys([barrier.key, *transfers], _client(shuffle))
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
-        """Note what has become of a task; a run ends once none of its outputs is needed.
+        """Track the state of a task, and end its run once none of the run's outputs is needed.
 
         Parameters
         ----------
         worker
-            The one that has run it, if it is in memory now.
+            The worker that ran the task, if it is in memory now.
         """
         if finish == "memory" and key in self._producers:
             self._producers[key] = worker
@@ -104,7 +103,7 @@ class KeptResults:
                     self._read[shuffle].add(partition)
                 continue
             pending.discard(key)
-            if not pending:  # not within a transition: one of them may be about to be needed again
+            if not pending:  # deferred: another transition of this batch may need an output again
                 self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
 
     def _end_unless_needed(self, shuffle: Any) -> None:
@@ -112,11 +111,11 @@ class KeptResults:
             return
         if self.is_done(shuffle):
             self.end(shuffle)
-        else:  # a graph that came later needs others of its outputs
+        else:  # a later graph needs other outputs of this run
             self.keep(shuffle)
 
     def end(self, shuffle: Any) -> None:
-        """Keep nothing of a shuffle any more: Dask ends the run, if no output waits for it."""
+        """Release the kept results of a shuffle; Dask then ends the run if no output waits for it."""
         self._ended(shuffle)
         self._forget(shuffle)
         if (client := self._scheduler.clients.get(_client(shuffle))) is not None:
@@ -134,7 +133,7 @@ class KeptResults:
                 del self._shuffles_of[key]
 
     def restart(self) -> None:
-        """Forget all tasks, as the scheduler does."""
+        """Forget all runs when the scheduler restarts and forgets all tasks."""
         for shuffle in list(self._kept):
             self._forget(shuffle)
             self._scheduler.clients.pop(_client(shuffle), None)
@@ -142,13 +141,13 @@ class KeptResults:
         self._read.clear()
 
     def end_all(self) -> None:
-        """Keep nothing of any shuffle."""
+        """End all runs and release their kept results."""
         for shuffle in list(self._kept):
             self.end(shuffle)
         self._read.clear()
 
     def is_done(self, shuffle: Any) -> bool:
-        """Return whether a shuffle has put all of its outputs together that are needed."""
+        """Return whether all needed outputs of a shuffle are assembled."""
         return not any(map(is_unfinished, self._barrier(shuffle).dependents))
 
     def _barrier(self, shuffle: Any) -> Any:
@@ -156,5 +155,5 @@ class KeptResults:
 
 
 def _client(shuffle: Any) -> str:
-    """Return the name under which the scheduler keeps the results of a shuffle."""
+    """Return the name of the virtual client that keeps the results of a shuffle."""
     return f"gpurt-shuffle-{shuffle}"

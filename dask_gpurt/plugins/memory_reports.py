@@ -1,4 +1,4 @@
-"""Report a worker's tiers to the scheduler: changes soon, and all with each heartbeat."""
+"""Report a worker's tiers to the scheduler: changes after a short delay, everything with each heartbeat."""
 
 from __future__ import annotations
 
@@ -12,21 +12,15 @@ from dask_gpurt.memory.ledger import KINDS, Ledger
 
 #: The name of the stream operation and of the heartbeat metric.
 OP, METRIC = "gpurt-memory", "gpurt_memory"
-#: Seconds within which changes go in one message.
+#: Changes within this interval are sent in one message, in seconds.
 REPORT_INTERVAL_S = 0.05
-#: The most messages between two heartbeats. Dask lets workers' hearts beat more slowly the more workers there
-#: are, at most 200 times a second in all: so the scheduler never gets more than 2,000 messages a second.
+#: The most messages between two heartbeats. Dask limits all workers together to 200 heartbeats per second, so
+#: the scheduler receives at most 2,000 reports per second.
 MAX_REPORTS_PER_HEARTBEAT = 10
 
 
 class Reporter:
-    """Send the changes of a ledger; from any thread.
-
-    Parameters
-    ----------
-    worker
-        The Dask worker whose ledger it is.
-    """
+    """Send the changes of a worker's ledger to the scheduler. Thread-safe."""
 
     def __init__(self, worker: WorkerServer, ledger: Ledger):
         self._worker = worker
@@ -34,13 +28,13 @@ class Reporter:
         self._scheduled = False
         self._closed = False
         self._reported_at = 0.0
-        # In a new dictionary: a heartbeat that is being put together goes over the old one.
+        # A copy: a heartbeat may be iterating over the old dict.
         self._before = {METRIC: worker.metrics[METRIC]} if METRIC in worker.metrics else {}
         worker.metrics = {**worker.metrics, METRIC: self._whole}
 
     @property
     def pause(self) -> float:
-        """Return the least seconds from one message to the next."""
+        """Return the shortest interval between two messages, in seconds."""
         heartbeat: float = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
         return max(REPORT_INTERVAL_S, heartbeat / MAX_REPORTS_PER_HEARTBEAT)
 
@@ -48,8 +42,8 @@ class Reporter:
         return self._ledger.snapshot()
 
     def changed(self) -> None:
-        """Note that there may be something to report."""
-        # Two threads may both find that nothing is scheduled: the second message has nothing to tell.
+        """Schedule a report of pending changes."""
+        # A benign race: two threads may both schedule a report. The second one finds no changes.
         if not self._scheduled and not self._closed:
             self._scheduled = True
             self._worker.loop.add_callback(self._later)
@@ -67,7 +61,7 @@ class Reporter:
         try:
             self._worker.batched_stream.send({"op": OP, **message})
         except CommClosedError:
-            return  # the next heartbeat carries all of it
+            return  # the next heartbeat carries everything
 
     def send_now(self) -> None:
         """Send all pending changes at once. On the event loop."""
@@ -77,12 +71,12 @@ class Reporter:
         """Stop reporting."""
         self._closed = True
         metrics = self._worker.metrics
-        if metrics.get(METRIC) == self._whole:  # else another has put its own there
+        if metrics.get(METRIC) == self._whole:  # and not the metric of a later plugin
             self._worker.metrics = {name: m for name, m in metrics.items() if name != METRIC} | self._before
 
 
 def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:
-    """Return tier, kind and bytes of all that a ledger knows; a tier's ``capacity`` counts as a kind."""
+    """Return tier, kind and bytes for each cell of a ledger; ``capacity`` counts as a kind."""
     return [
         (str(tier), kind, capacity if kind == "capacity" else ledger.cell(tier, kind))
         for tier, capacity in ledger.capacity.items()

@@ -1,4 +1,4 @@
-"""Confine the tasks of a worker beside its runs, as the settings say."""
+"""Confine a worker's tasks while runs are in flight, according to the overlap settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.stats_sync import StatsSync
 from dask_gpurt.plugins.switching import Layer
 
-#: Prefixes of tasks that are communication themselves; "operation" chooses output partitions.
+#: Prefixes of tasks that are communication themselves; "operation" selects output partitions.
 COMMUNICATION_PREFIXES = frozenset(
     {
         "operation",
@@ -62,12 +62,12 @@ SAVE_INTERVAL_S = 60.0
 
 
 class WorkerOverlap:
-    """Confine the tasks of a worker, in the modes that do so task by task.
+    """Confine the tasks of a worker, in the modes ``adaptive`` and ``fixed``.
 
     Parameters
     ----------
     worker
-        The Dask worker; its ``execute`` gets a wrapper on the instance.
+        The Dask worker; its ``execute`` is wrapped on the instance.
     exchange
         The exchange of the runs.
     residency
@@ -96,10 +96,10 @@ class WorkerOverlap:
         self._patches = PatchSet(Layer.OVERLAP)
 
     def prepare(self) -> None:
-        """Determine which settings are possible, and read statistics. Blocks."""
+        """Determine the possible settings, and read statistics from their file. Blocks."""
         if self._settings.mode not in ("adaptive", "fixed") or self._is_nothing_asked():
             return
-        # A fixed cap on all kernels is not changed.
+        # A cap that the settings fix for all kernels must not be changed.
         free = self._residency.actuator if self._residency.setting == "auto" else None
         caps = ResidencyCaps(free) if free else None
         try:
@@ -109,7 +109,7 @@ class WorkerOverlap:
             actuator = CompositeActuator(caps, self._share, priority)
             policy = self._policy(actuator)
         except (SmsError, NotLoadedError, ValueError) as error:
-            self._metrics.fallback(Fallback.OVERLAP_UNCONFINED, f"{error}. The shuffle has its priority")
+            self._metrics.fallback(Fallback.OVERLAP_UNCONFINED, f"{error}. The shuffle keeps its priority")
             return
         self._control = Control(
             policy,
@@ -121,7 +121,7 @@ class WorkerOverlap:
         )
 
     def _is_nothing_asked(self) -> bool:
-        """Return whether there is no GPU, and the settings do not ask to confine anything, as by default."""
+        """Return whether there is no GPU and, as by default, the settings do not confine anything."""
         settings = self._settings
         asked = (
             settings.mode == "fixed" or self._residency.setting != "off" or settings.adaptive.sms is not None
@@ -129,7 +129,7 @@ class WorkerOverlap:
         return self._device.on_host and not asked
 
     def _sm_share(self) -> SmShare | None:
-        """Return the actuator of SMs, tried out; None if the settings do not ask for it."""
+        """Return the tested actuator of SMs; None if the settings do not use it."""
         settings, adaptive = self._settings, self._settings.mode == "adaptive"
         sms = settings.adaptive.sms if adaptive else settings.fixed.sms
         if sms is None:
@@ -143,7 +143,7 @@ class WorkerOverlap:
         return share
 
     def _stream_priority(self) -> StreamPriority | None:
-        """Return the actuator of the priority, tried out; None where it can not be changed."""
+        """Return the tested actuator of the stream priority; None if priorities cannot be changed."""
         if self._settings.mode != "adaptive":
             return None
         try:
@@ -160,7 +160,7 @@ class WorkerOverlap:
     def _policy(self, actuator: Actuator) -> Policy:
         if self._settings.mode == "fixed":
             setting = Setting(self._settings.fixed.residency, self._settings.fixed.sms)
-            actuator.apply(setting)  # an impossible setting fails here, not in a task
+            actuator.apply(setting)  # an impossible setting must fail here, not in a task
             actuator.clear()
             return Fixed(setting)
         self._cache_key = cache_key(self._device.describe())
@@ -169,7 +169,7 @@ class WorkerOverlap:
         return self._governor
 
     def install(self) -> None:
-        """Listen to tasks and runs. On the event loop."""
+        """Start confining tasks while runs are in flight. On the event loop."""
         if self._control is not None:
             self._execute = self._worker.execute
             wrap_execute(self._patches, self._worker, lambda original: self.execute)
@@ -181,7 +181,7 @@ class WorkerOverlap:
             self._stats_sync.start()
 
     def uninstall(self) -> None:
-        """Stop listening."""
+        """Stop confining tasks."""
         if self._stats_sync is not None:
             self._stats_sync.stop()
         if self._control is not None:
@@ -191,13 +191,13 @@ class WorkerOverlap:
             self._control.close()
 
     def _hand_over_threads(self) -> None:
-        """Run tasks in green contexts, on the threads that they have anyway."""
+        """Run tasks in green contexts, on their usual threads."""
         if self._share is not None:
             share = self._share
             wrap_submit(self._patches, self._worker, lambda submit: partial(submit, share.run))
 
     def allow(self, share: float) -> None:
-        """Let trials lose up to this share of the time, for a calibration."""
+        """Let trials lose up to this fraction of the time, for a calibration."""
         if self._governor is not None:
             self._governor.budget = share
 
@@ -205,7 +205,7 @@ class WorkerOverlap:
         """Write the statistics to their file."""
         if self._governor is None:
             return
-        now = OverlapStatistics.of(self._governor.known.plain())  # a copy: learning goes on during the write
+        now = OverlapStatistics.of(self._governor.known.plain())  # a copy: they may change during the write
         try:
             await asyncio.to_thread(write, self._path, self._cache_key, now)
         except (StatisticsFileError, OSError) as error:
@@ -226,11 +226,11 @@ class WorkerOverlap:
         return event
 
     def _mode(self) -> str:
-        """Return the mode in effect: without a GPU nothing is confined, and no stream has a priority."""
+        """Return the mode in effect: ``off`` without a GPU, where nothing is confined."""
         return "off" if self._control is None and self._device.on_host else self._settings.mode
 
     def summary(self) -> dict[str, Any]:
-        """Return what fits into a heartbeat: whether tasks are confined, and what trials have cost."""
+        """Return a summary for heartbeats: the mode, the cost of trials, and the last decision."""
         governor = self._governor
         last = self.decisions.last()
         return {
@@ -255,9 +255,9 @@ class WorkerOverlap:
 
 
 def kernel_of(key: Key, spec: Any) -> str | None:
-    """Return the name for the kernels of a task; None if the task is communication only.
+    """Return the name of a task's kernels; None if the task only communicates.
 
-    Dask fuses tasks: one task may compute a partition and split it for a shuffle.
+    Dask fuses tasks, so a task may compute a partition and also split it for a shuffle.
     """
     match getattr(spec, "args", ()):
         case ({**fused}, *_) if fused and all(isinstance(task, GraphNode) for task in fused.values()):
@@ -268,7 +268,7 @@ def kernel_of(key: Key, spec: Any) -> str | None:
 
 
 def cache_key(device: Mapping[str, Any]) -> CacheKey:
-    """Return the key that the statistics of this process are stored under.
+    """Return the key under which this process stores its statistics.
 
     Parameters
     ----------

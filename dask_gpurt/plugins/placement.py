@@ -1,4 +1,4 @@
-"""Feed placement on a cluster with what the workers report, and ask it for its reasons."""
+"""Run placement on the scheduler, and feed it with events and reports."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dask_gpurt.topology import Topology
 
 
 class SchedulerPlacement:
-    """Keep a :class:`Placement` on a scheduler, after the topology has begun to listen to the workers.
+    """Install a :class:`Placement` on a scheduler. The topology must listen to the workers already.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     topology, ledgers
-        Where the workers are, and what their tiers hold.
+        The places of workers, and the contents of their tiers.
     always
-        Whether placement chooses also where workers do not differ enough for that to matter.
+        Place tasks even if workers do not differ enough for placement to matter.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SchedulerPlacement:
         self._patches = PatchSet()
 
     def install(self) -> None:
-        """Choose from now on, where that can matter."""
+        """Start choosing workers, whenever the gate finds that it can matter."""
         self._patches.put_item(self._scheduler.stream_handlers, PLACE, self._after_place)
         self._chooser.bind()
 
@@ -60,12 +60,12 @@ class SchedulerPlacement:
         return on_place
 
     def uninstall(self) -> None:
-        """Have Dask choose again."""
+        """Restore Dask's choices."""
         self._chooser.unbind()
         self._patches.restore()
 
     def memory_changed(self, worker: str) -> None:
-        """Note that a worker has reported what its tiers hold."""
+        """Note that a worker has reported its tiers."""
         self._chooser.on_memory_reported(worker)
 
     def submitted(self, keys: Iterable[Key]) -> None:
@@ -73,12 +73,12 @@ class SchedulerPlacement:
         self._chooser.on_graph(keys)
 
     def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
-        """Note that a worker has computed a task, at these times."""
+        """Note that a worker has computed a task; ``startstops`` as in Dask's ``task-finished`` message."""
         seconds = sum(each["stop"] - each["start"] for each in startstops if each["action"] == "compute")
         self._chooser.on_task_ended(key, worker, seconds)
 
     def stopped(self, key: Key) -> None:
-        """Note that a task is no longer on its worker, which has not computed it."""
+        """Note that a task has left its worker without a result."""
         self._chooser.on_task_ended(key)
 
     def remove(self, worker: str) -> None:
@@ -86,23 +86,23 @@ class SchedulerPlacement:
         self._chooser.on_worker_removed(worker)
 
     def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owner of each output of a shuffle, for which Dask has chosen these."""
+        """Return the owner of each output of a shuffle, given Dask's choice."""
         return self._chooser.owners(barrier, chosen)
 
     def latest(self, most: int) -> list[dict[str, Any]]:
-        """Return the last decisions with their reasons."""
+        """Return the latest decisions with their reasons."""
         return self._placement.latest(most)
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
-        """Return the last decision about a key."""
+        """Return the latest decision about a key."""
         return self._placement.explain(key)
 
     @property
     def is_choosing(self) -> bool:
-        """Return whether placement chooses now, rather than Dask."""
+        """Return whether placement chooses workers at present, rather than Dask."""
         return self._gate is None or self._gate.reason is not None
 
     @property
     def history(self) -> History:
-        """Return the last decisions."""
+        """Return the latest decisions."""
         return self._placement.history

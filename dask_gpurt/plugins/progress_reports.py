@@ -1,4 +1,4 @@
-"""Report what a worker does in runs, spills and confines, with each heartbeat."""
+"""Report the progress of a worker's runs, its spilling and its overlap settings with each heartbeat."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.observe.progress import RecentRuns
 
 #: The name of the heartbeat metric.
 METRIC = "gpurt_progress"
-#: The counters that are reported, of those without labels.
+#: The reported counters; all of them have no labels.
 REPORTED = (
     "memory.waits",
     "memory.retries",
@@ -23,16 +23,16 @@ REPORTED = (
 
 
 class ProgressReporter:
-    """Report for one worker.
+    """Add progress to the heartbeats of one worker.
 
     Parameters
     ----------
     worker
         The Dask worker.
     runs
-        The progress of its last runs.
+        The progress of its latest runs.
     overlap
-        Returns how it confines tasks, as plain values.
+        Returns a summary of its overlap, as plain values.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class ProgressReporter:
         self._metrics = metrics
 
     def start(self) -> None:
-        """Add reports to the heartbeats from now on."""
-        # In a new dictionary: a heartbeat that is being put together goes over the old one.
+        """Start adding reports to the heartbeats."""
+        # A copy: a heartbeat may be iterating over the old dict.
         self._worker.metrics = {**self._worker.metrics, METRIC: self.report}
 
     def close(self) -> None:
-        """Report nothing any more."""
+        """Stop reporting."""
         metrics = self._worker.metrics
         if metrics.get(METRIC) == self.report:
             self._worker.metrics = {name: m for name, m in metrics.items() if name != METRIC}
 
     def report(self, _worker: Any = None) -> dict[str, Any]:
-        """Return the figures of the last runs, bytes moved between tiers, and some counters."""
+        """Return the progress of the latest runs, bytes moved between tiers, and some counters."""
         moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
         counters = {name: self._metrics.total(name).get((), 0) for name in REPORTED}
         return {

@@ -1,4 +1,4 @@
-"""Let tasks of a worker compute while others read files."""
+"""Let a worker's tasks compute while other tasks read files."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class _Execution:
     Attributes
     ----------
     begins_with_read
-        Whether the first that it calls is a reader: it needs no turn before.
+        Whether it starts by calling a reader, and needs no turn before that.
     is_reading
-        Whether its thread is in a reader; readers call each other.
+        Whether its thread is inside a reader. Readers may call each other.
     times
-        Of its reads.
+        The times of its reads.
     computed_s
-        Processor seconds of its thread.
+        CPU time of its thread, in seconds.
     """
 
     key: Key
@@ -62,12 +62,12 @@ class _Execution:
     computed_s: float = 0.0
 
 
-#: The execution of which a coroutine of Dask's is a part, when it hands the task over to a thread.
+#: The execution of the current coroutine, from which Dask submits the task to a thread.
 _handed_over: ContextVar[_Execution | None] = ContextVar("gpurt-reads", default=None)
 
 
 class _Thread(threading.local):
-    """Note the execution that a thread is for at the moment."""
+    """Hold the execution that the current thread runs."""
 
     execution: _Execution | None = None
 
@@ -76,19 +76,19 @@ _thread = _Thread()
 
 
 class WorkerReads:
-    """Let the next task of a worker begin while one reads, and have tasks take turns in computing.
+    """Let a worker start its next task while one reads, and limit the tasks that compute at once.
 
     Parameters
     ----------
     worker
-        The Dask worker; ``execute`` and the pool of its tasks get wrappers on the instances. The readers get
-        theirs for all of the process, which pass on what other workers call.
+        The Dask worker; its ``execute`` and its thread pool are wrapped on the instances. Readers are wrapped
+        for the whole process; calls from other workers' tasks pass through.
     """
 
     def __init__(self, worker: WorkerServer, settings: ReadSettings, metrics: Metrics) -> None:
         self._worker = worker
         self._metrics = metrics
-        #: Learns how many tasks are to leave their slot, unless that is set.
+        #: Learns how many tasks should leave their slot; None if the settings fix the number.
         self._pace = ReadPace() if settings.beside is None else None
         self._most = MAX_BESIDE if settings.beside is None else settings.beside
         self._aside = ReadsAside(settings.beside or 0)
@@ -98,7 +98,7 @@ class WorkerReads:
         self.turns: Turns | None = None
 
     def install(self) -> None:
-        """Begin with the tasks that begin from now on. On the event loop."""
+        """Apply to all tasks that start from now on. On the event loop."""
         if not self._most:
             return
         try:
@@ -115,7 +115,7 @@ class WorkerReads:
         wrap_submit(self._patches, self._worker, lambda submit: partial(self._submit, submit))
 
     def uninstall(self) -> None:
-        """Hold no task back any more. On the event loop; tasks that have begun end as they would have."""
+        """Stop limiting tasks. On the event loop; running tasks complete normally."""
         self._patches.restore()
         self._undo.close()
         if self.turns is not None:
@@ -127,14 +127,14 @@ class WorkerReads:
         return key in self._aside
 
     def report(self) -> dict[str, Any]:
-        """Return what counts on this worker, as plain values."""
+        """Return the current settings of this worker, as plain values."""
         threads = os.environ.get(NTHREADS)
         return {"beside": self._aside.limit, "threads": threads and int(threads)}
 
     # ---- on the event loop -------------------------------------------------------------------------
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
-        """Run a task."""
+        """Run a task, and track its reads."""
         execution = _Execution(key, self, self._begins_with_read(self._worker.state.tasks[key]))
         token = _handed_over.set(execution)
         try:
@@ -147,13 +147,13 @@ class WorkerReads:
     def _begins_with_read(self, task: WorkerTask) -> bool:
         try:
             return not task.dependencies and self._readers.begins_with_read(task.run_spec)
-        # What a task calls may be anything. Dask waits for ever for the event of one whose `execute` fails.
+        # A task may call anything. If this raised out of `execute`, Dask would wait forever for its event.
         except Exception as error:
             self._refused(repr(error))
             return False
 
     def _learn(self, execution: _Execution) -> None:
-        """Learn from a task that has ended how many are to leave their slot."""
+        """Update the number of tasks that may leave their slot from a task that has ended."""
         if self._pace is None or not self._most:
             return
         self._pace.note(execution.times, execution.computed_s)
@@ -166,7 +166,7 @@ class WorkerReads:
         self._leave_slot(self._aside.begin_read(key))
 
     def _leave_slot(self, key: Key | None) -> None:
-        """Have a task leave its slot, or the next that can: one that was cancelled can not."""
+        """Have a task leave its slot, or the next candidate if that task was cancelled."""
         while key is not None and self._most:
             if leave_slot(self._worker, key):
                 self._metrics.add("reads.aside")
@@ -183,7 +183,7 @@ class WorkerReads:
         return submit(self._run, execution, function, *args, **kwargs)
 
     def _run(self, execution: _Execution, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call what runs a task, on a thread of its own, in its turn."""
+        """Run a task's function on its thread, once the thread has a turn."""
         assert self.turns is not None
         if not execution.begins_with_read:
             self.turns.take()
@@ -197,7 +197,7 @@ class WorkerReads:
             self.turns.give()
 
     def read(self, execution: _Execution, reader: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Let others compute while this task reads."""
+        """Call a reader without a turn, and measure it."""
         with self.reading(execution):
             before = ThreadTime.now()
             result = reader(*args, **kwargs)
@@ -208,7 +208,7 @@ class WorkerReads:
 
     @contextmanager
     def reading(self, execution: _Execution) -> Iterator[None]:
-        """Let others compute meanwhile."""
+        """Give up the turn during a read, and report the read to the event loop."""
         assert self.turns is not None
         self._worker.loop.add_callback(self._begin_read, execution.key)
         execution.is_reading = True
@@ -220,7 +220,7 @@ class WorkerReads:
 
 
 def _aside(reader: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a reader."""
+    """Wrap a reader so that other tasks compute while it reads."""
 
     @wraps(reader)
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,7 @@ def _aside(reader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def set_reader_threads(setting: int | None) -> Callable[[], None]:
-    """Set the threads with which libcudf reads, unless the user has; return what takes that back."""
+    """Set libcudf's number of reader threads, unless the user has; return a function that undoes this."""
     if GIVEN & os.environ.keys():
         return lambda: None
     if setting is None:

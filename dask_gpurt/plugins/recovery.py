@@ -1,14 +1,14 @@
-"""Mend runs that have lost a worker, so that only what was lost is done again.
+"""Repair runs that have lost a worker, and redo only the lost work.
 
-While Dask's p2p restarts a shuffle as a whole, a run of ours goes on:
+Dask's p2p restarts the whole shuffle. Here the run continues:
 
-- The outputs of a worker that has left are given to other workers, and producers offer these the shards that
-  they still have.
-- The results of transfers, and of the barrier, are kept for as long as an output may be needed again. So Dask
-  itself runs only those transfers again whose results were lost.
-- The barrier is run again. It reports the inputs that are missing, which are transferred again too.
+- Outputs of the lost worker are given to other workers, and producers offer the new owners the shards that
+  they still hold.
+- Results of transfers and of the barrier are kept as long as an output may be needed again, so Dask reruns
+  only the transfers whose results were lost.
+- The barrier reruns. It reports missing inputs, which are transferred again.
 
-docs/design/exactly-once.md has the protocol.
+See docs/design/exactly-once.md for the protocol.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from dask_gpurt.shuffle.spec import outputs_of
 
 logger = logging.getLogger(__name__)
 
-#: The topic of Dask's events under which the scheduler tells what becomes of runs.
+#: The topic of Dask's event log for the beginnings, repairs and restarts of runs.
 SHUFFLE_TOPIC = "gpurt-shuffle"
-#: For how long outputs that are being put together are waited for, and the pause between looks, in seconds.
+#: How long a repair waits for unaffected outputs being assembled, and the polling interval, in seconds.
 PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
 
 
 @dataclass
 class _Loss:
-    """Remember what is to be mended once the outputs are there that are being put together.
+    """Collect reported losses until they are repaired together.
 
     Attributes
     ----------
     outputs
-        Those that have to be received once more.
+        Outputs to be received again.
     gone, unreachable
-        Workers that have left, and that can not be reached.
+        Workers that have left, and workers that cannot be reached.
     missing
-        What has been reported: outputs, and the tasks of inputs.
+        Reported outputs and transfer tasks.
     culprits
-        The workers that are to blame: those that are gone or unreachable, or close.
+        The workers to blame: gone, unreachable or closing.
     since
-        When the first of it became known, in seconds.
+        When the first loss was reported, in seconds.
     """
 
     reason: str
@@ -71,18 +71,18 @@ class _Loss:
 
 
 class Recovery:
-    """Keep the runs of a scheduler going.
+    """Repair the runs of a scheduler.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     workers
-        Those that have the runtime.
+        The workers with the runtime.
     retries
-        So many times in a row a run is mended before it begins again.
+        How many times in a row a run is repaired before its shuffle restarts.
     begin_again
-        Begins a run again as a whole: its shuffle, and why.
+        Restarts a whole shuffle; takes its id and the reason.
     """
 
     def __init__(
@@ -102,60 +102,60 @@ class Recovery:
         self._begin_again = begin_again
         self._in_a_row = LossesInARow()
         self._results = KeptResults(scheduler, self._in_a_row.forget)
-        #: Losses that have not been mended yet; shuffles that share outputs share them.
+        #: Losses that have not been repaired yet, by shuffle. Shuffles with common outputs share one.
         self._losses: dict[Any, _Loss] = {}
 
     # ---- the life of runs ------------------------------------------------------------
 
     def begins(self, shuffle: Any) -> None:
-        """Take care of a run that begins."""
-        self._losses.pop(shuffle, None)  # of the run before
+        """Track a run that begins."""
+        self._losses.pop(shuffle, None)  # of the previous run
         self._results.begins(shuffle)
 
     def forgotten(self, shuffle: Any) -> None:
-        """Forget a shuffle with its barrier."""
+        """Forget a shuffle whose barrier is forgotten."""
         self._results.forgotten(shuffle)
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
-        """Note what has become of a task; see :meth:`KeptResults.transition`."""
+        """Track the state of a task; see :meth:`KeptResults.transition`."""
         if finish in ("memory", "forgotten"):
             self._in_a_row.done(key)
         self._results.transition(key, finish, worker)
 
     def is_done(self, shuffle: Any) -> bool:
-        """Return whether a shuffle has put all of its outputs together that are needed."""
+        """Return whether all needed outputs of a shuffle are assembled."""
         return self._results.is_done(shuffle)
 
     def restart(self) -> None:
-        """Forget all tasks, as the scheduler does."""
+        """Forget all runs when the scheduler restarts and forgets all tasks."""
         self._results.restart()
         self._losses.clear()
 
     def end_all(self) -> None:
-        """Keep nothing of any shuffle."""
+        """End all runs and release their kept results."""
         self._results.end_all()
         self._losses.clear()
 
-    # ---- what workers ask ------------------------------------------------------------
+    # ---- calls from workers ----------------------------------------------------------
 
     def owners(self, id: Any, run_id: int) -> dict[str, Any]:
-        """Handle a question for the owners of a run; None when it is over."""
+        """Return the owners of a run; None if it is over (handler)."""
         owners = self._owners(id, run_id)
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
     def sealed(self, id: Any, run_id: int, epoch: int, worker: str) -> None:
-        """Handle a barrier's note that all owners of an epoch have what there is.
+        """Seal an epoch: its barrier reports that all owners have received every shard.
 
         Parameters
         ----------
         worker
-            The one that runs the barrier; the end of the task comes behind this on its stream.
+            The worker that runs the barrier. This message precedes the end of the task on its stream.
         """
         owners = self._owners(id, run_id)
         if owners is None or owners.seal(epoch) or owners.sealed:
             return
-        # Each move of outputs has the barrier run again, and the worker gets the owners before that. If it
-        # has missed them nevertheless, the barrier must not end with the old ones.
+        # The epoch is stale. Every move of outputs sends the new owners and then reruns the barrier. If the
+        # worker missed them nevertheless, the barrier must not end with the old owners: rerun it.
         self._send_owners(id, {worker})
         self._release([barrier_key(id)], "processing")
 
@@ -170,29 +170,29 @@ class Recovery:
         producers: Collection[str] = (),
         unreachable: str | None = None,
     ) -> None:
-        """Handle a loss: mend what is broken, unless owners have changed since.
+        """Repair a loss that a worker reports, unless the report is of a stale epoch (handler).
 
         Parameters
         ----------
         outputs
-            Those that have to be received once more.
+            Outputs to be received again.
         inputs
-            The transfer tasks to be run again.
+            Transfer tasks to rerun.
         producers
-            The workers that had what is lost. Those that have left, or are about to, are to blame.
+            The workers that held the lost shards. Those that have left or are closing are to blame.
         unreachable
-            A worker that does not answer: what it has not begun goes to others.
+            A worker that does not answer; its unfinished outputs are given to other workers.
         """
         owners = self._owners(id, run_id)
         if owners is None or owners.epoch != epoch:
             return
         lost = owners.received(outputs)
-        if lost:  # what else has been read, and is needed again, is asked for before long
+        if lost:  # other outputs that were read and are needed again would be reported lost soon
             lost |= self._runs.unfinished(id, self._results.read(id))
         if unreachable is not None:
             lost |= self._runs.unfinished(id, self._runs.owned(id, unreachable))
         if lost or inputs or (outputs and self._runs.is_task(barrier_key(id), "memory")):
-            if id not in self._results:  # its outputs had not been needed for a while
+            if id not in self._results:  # the run had ended, and an output is needed again
                 self._results.keep(id)
             loss = self._note(self._runs.sharing(id) if lost else {id}, lost, reason)
             loss.missing.update(outputs, inputs)
@@ -213,10 +213,13 @@ class Recovery:
             return None
         return run.run_spec.worker_for
 
-    # ---- workers that leave, and come ------------------------------------------------
+    # ---- workers that leave or join --------------------------------------------------
 
     def remove_worker(self, worker: str) -> None:
-        """Mend the runs that a worker took part in; Dask restarts those that it still finds it in."""
+        """Repair the runs in which a worker took part.
+
+        Runs before Dask's own method, which restarts every run that still lists the worker as participating.
+        """
         affected = set()
         for shuffle, run in self._extension.active_shuffles.items():
             if worker in run.participating_workers and isinstance(run.run_spec.worker_for, Owners):
@@ -228,7 +231,7 @@ class Recovery:
             self._replace(worker, together)
 
     def _replace(self, worker: str, shuffles: set[Any]) -> None:
-        """Give the outputs of a worker that has left to others."""
+        """Give the outputs of a worker that has left to other workers."""
         reason = f"worker {worker} has left"
         owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in shuffles))
         lost = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in shuffles))
@@ -236,12 +239,12 @@ class Recovery:
             loss = self._note(shuffles, lost, reason)
             loss.gone.add(worker)
             loss.culprits.add(worker)
-            # The results of its transfers may be elsewhere too.
+            # Dask reruns a transfer only if its result is lost too; the result may have other replicas.
             self._release([key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)])
             self._look(loss)
             return
         if all(map(self.is_done, shuffles)):
-            for shuffle in shuffles:  # nothing is needed: its lost transfers need not be run again
+            for shuffle in shuffles:  # all outputs are assembled: do not rerun the lost transfers
                 self._results.end(shuffle)
         elif candidates := self._runs.candidates(*shuffles):
             for shuffle in shuffles:
@@ -252,7 +255,7 @@ class Recovery:
         return [task.key for task in tasks if self._results.producer(task.key) == worker]
 
     def joined(self, worker: str) -> None:
-        """Give a worker that has joined its share of the outputs that have not been received yet."""
+        """Give a worker that has joined a fair share of the unfinished outputs."""
         self._in_a_row.takes_part(worker)
         for shuffle, run in list(self._extension.active_shuffles.items()):
             owners = run.run_spec.worker_for
@@ -265,7 +268,7 @@ class Recovery:
                 self._mend(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
-        """Return the outputs for one worker more: the last of each that has more than its share."""
+        """Return the outputs to give to a worker that joins, taken from the owners with the most of them."""
         waiting = sorted(self._runs.unfinished(shuffle, owners))
         share = len(waiting) // len(self._runs.candidates(shuffle))
         if any(owners[output] == worker for output in waiting):
@@ -281,28 +284,28 @@ class Recovery:
     # ---- outputs that move for balance -----------------------------------------------
 
     def goes_on(self, shuffle: Any, run_id: int) -> bool:
-        """Return whether a run is the current one of its shuffle."""
+        """Return whether a run is the current run of its shuffle."""
         return self._owners(shuffle, run_id) is not None
 
     def owners_of(self, shuffle: Any) -> Mapping[int, str]:
-        """Return the owner of each output of a run that goes on."""
+        """Return the owner of each output of an active run."""
         return self._runs.owners(shuffle)
 
     def candidates(self, *shuffles: Any) -> list[str]:
-        """Return the workers that may own outputs of all of some shuffles."""
+        """Return the workers that may own outputs of all given shuffles."""
         return self._runs.candidates(*shuffles)
 
     def movable(self, shuffles: Collection[Any]) -> dict[int, str]:
-        """Return the outputs that may move before they are put together, with their owners.
+        """Return the outputs that can still move to other workers, with their current owners.
 
-        There are none where it is too late, and where one of the shuffles is read by other tasks too.
+        Empty if no barrier waits any more, if a loss is pending, or if other tasks read one of the shuffles.
 
         Parameters
         ----------
         shuffles
-            One whose run goes on, and those that share its outputs, as the other side of a join does.
+            An active shuffle and all that share its outputs, such as the other side of a join.
         """
-        if self._runs.sharing(next(iter(shuffles))) != set(shuffles):  # Dask's own p2p has one of them
+        if self._runs.sharing(next(iter(shuffles))) != set(shuffles):  # another one runs by Dask's own p2p
             return {}
         barriers = [self._runs.barrier(each) for each in shuffles]
         runs = [self._extension.active_shuffles[each].run_spec.worker_for for each in shuffles]
@@ -316,13 +319,13 @@ class Recovery:
         return owners if same else {}
 
     def balance(self, shuffles: Collection[Any], to: Mapping[int, str], reason: str) -> None:
-        """Give outputs that are movable to other owners. May be called within a transition.
+        """Give movable outputs to other owners. May be called within a transition.
 
-        The worker of a barrier that waits for transfers hears of it before the barrier. Where the other side
-        of a join has passed its own, that is run again.
+        Workers receive the new owners before a barrier that still waits for transfers. If the barrier of the
+        other side of a join has been sent or has ended, it reruns.
         """
         for each in shuffles:
-            logger.info("Shuffle %s goes on: %s", each, reason)
+            logger.info("Shuffle %s continues: %s", each, reason)
             self._tell(each, "balances", reason, len(to))
             self._in_a_row.moves(each)
             self._move(each, to, (), {})
@@ -331,13 +334,13 @@ class Recovery:
         self._metrics.add("shuffle.outputs.moved", len(to))
         barriers = map(barrier_key, shuffles)
         passed = [key for key in barriers if self._runs.is_task(key, "memory", "processing")]
-        if passed:  # but not within a transition
+        if passed:  # deferred, since this may be within a transition
             self._scheduler.loop.add_callback(self._release, passed, "memory", "processing")
 
-    # ---- mending ---------------------------------------------------------------------
+    # ---- repair ----------------------------------------------------------------------
 
     def _note(self, shuffles: Collection[Any], outputs: Collection[int], reason: str) -> _Loss:
-        """Note a loss of shuffles that share outputs, with what has not been mended of earlier ones."""
+        """Record a loss of shuffles that share outputs, merged with their pending losses."""
         known = [self._losses[shuffle] for shuffle in shuffles if shuffle in self._losses]
         loss = known[0] if known else _Loss(reason, time())
         loss.outputs.update(outputs)
@@ -345,10 +348,11 @@ class Recovery:
         return loss
 
     def _look(self, loss: _Loss) -> None:
-        """Mend a loss, unless outputs are being put together that are not concerned.
+        """Repair a loss as soon as no unaffected output is being assembled, or after ``PATIENCE_S``.
 
-        Dask takes these back when it has the barrier run again. Some would be there by then, and have let go
-        of their shards: they would be lost too, and to mend that would take others back.
+        When the barrier reruns, Dask cancels the tasks that are assembling outputs. Some may have finished by
+        then and released their shards, so their outputs would be lost too, and repairing these would cancel
+        further tasks.
         """
         shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
         if any(self._has_others(shuffle, loss) for shuffle in shuffles) and time() - loss.since < PATIENCE_S:
@@ -366,7 +370,7 @@ class Recovery:
         self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=loss)
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
-        """Return whether outputs are being put together that a loss does not concern."""
+        """Return whether outputs that a loss does not affect are being assembled."""
         if not self._runs.is_task(barrier_key(shuffle), "memory"):
             return False
         outputs = self._results.outputs(shuffle)
@@ -385,16 +389,16 @@ class Recovery:
         idle: Collection[int] = (),
         loss: _Loss | None = None,
     ) -> None:
-        """Give outputs to workers, and have the barriers of shuffles run again.
+        """Give outputs to workers, and rerun the barriers of their shuffles.
 
         Parameters
         ----------
         shuffles
-            Those that share the outputs: tasks of a join read both sides on one worker.
+            The shuffles that share the outputs: tasks of a join read both sides on one worker.
         lost, idle
-            The outputs that are given away: those that are needed, and those that may be needed again.
+            The outputs to give away: those that are needed now, and those that may be needed again.
         loss
-            The loss that is mended; None where nothing has been lost.
+            The loss to repair; None if outputs move for another reason.
         """
         exhausted = [
             shuffle for shuffle in shuffles if loss is not None and self._is_exhausted(shuffle, loss)
@@ -410,7 +414,7 @@ class Recovery:
         to = deal(lost, workers, self._runs.load(next(iter(shuffles)), lost))
         kept = deal(idle, workers, {})
         for shuffle in shuffles:
-            logger.warning("Shuffle %s goes on: %s", shuffle, reason)
+            logger.warning("Shuffle %s continues: %s", shuffle, reason)
             self._metrics.add("shuffle.runs.recovered", int(loss is not None))
             self._tell(shuffle, "goes-on" if loss is None else "recovers", reason, len(lost))
             self._move(shuffle, to, () if loss is None else loss.gone, kept)
@@ -420,37 +424,37 @@ class Recovery:
         self._release(barriers, "memory", "processing", "queued", "no-worker")
 
     def _tell(self, shuffle: Any, action: str, reason: str, outputs: int) -> None:
-        """Log an event: what becomes of a run, why, and how many outputs have other owners."""
+        """Log an event with an action, its reason, and the number of outputs that change owners."""
         told = {"action": action, "shuffle": str(shuffle), "reason": reason, "outputs": outputs}
         self._scheduler.log_event(SHUFFLE_TOPIC, told)
 
     def _release(self, keys: Iterable[Key], *states: str) -> None:
-        """Release tasks that are in memory, or in one of the given states, so that they run again."""
+        """Release those tasks that are in one of the states, by default in memory, so that they rerun."""
         stimulus = f"gpurt-recovery-{time()}"
         released = [key for key in keys if self._runs.is_task(key, *(states or ("memory",)))]
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
     def _impossible(self, workers: list[str], exhausted: Collection[Any]) -> str | None:
-        """Return why runs can not be mended, None if they can.
+        """Return why runs cannot be repaired; None if they can.
 
         Parameters
         ----------
         exhausted
-            Those that have been mended as often as they may be.
+            The shuffles without repairs left.
         """
         if not workers:
             return "no worker is left for its outputs"
-        return f"it was mended {self._retries} times in a row" if exhausted else None
+        return f"it was repaired {self._retries} times in a row" if exhausted else None
 
     def _is_exhausted(self, shuffle: Any, loss: _Loss) -> bool:
-        """Return whether a run has been mended as often as it may be, and this loss is one more."""
+        """Return whether a shuffle has no repairs left, and this loss has not been counted yet."""
         if self._in_a_row[shuffle] < self._retries:
             return False
         return self._in_a_row.is_new(shuffle, loss.culprits, loss.missing)
 
     def _count(self, shuffles: Iterable[Any], loss: _Loss) -> None:
-        """Count that runs are mended, until all their outputs that are missing now have been there."""
+        """Count a repair; the count resets once all outputs that are unfinished now have been in memory."""
         for shuffle in shuffles:
             outputs = [task.key for task in self._runs.barrier(shuffle).dependents if is_unfinished(task)]
             self._in_a_row.loses(shuffle, outputs, loss.culprits, loss.missing)
@@ -470,10 +474,10 @@ class Recovery:
         self._send_owners(shuffle, run.participating_workers)
 
     def _send_owners(self, shuffle: Any, workers: Collection[str]) -> None:
-        """Tell workers the owners of a run as they are now."""
+        """Send workers the current owners of a run."""
         run = self._extension.active_shuffles[shuffle]
         owners = ToPickle(run.run_spec.worker_for.snapshot())
         message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": owners}
-        # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
+        # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         here = self._scheduler.stream_comms.keys() & set(workers) & self._workers.ready
         self._scheduler.send_all({}, {worker: [message] for worker in here})

@@ -1,4 +1,4 @@
-"""Choose, of several replicas of an ordinary dependency, the one over the cheapest link."""
+"""Fetch dependencies from the replica with the fastest link."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from dask_gpurt.topology import SHIPPED, Link
 
 
 def farness(seconds: Mapping[str, float]) -> dict[str, int]:
-    """Return how far workers are: how often the time of a fetch from the nearest has to be doubled.
+    """Return the distance of each worker: log2 of its fetch time over the nearest worker's, rounded down.
 
-    Differences below that are noise, and would send all fetches to one of many that are equally far.
+    Smaller differences are noise, and would send all fetches to one of many equally distant workers.
 
     Parameters
     ----------
     seconds
-        The time that a fetch takes, by worker, above 0.
+        The fetch time by worker, greater than 0.
     """
     nearest = min(seconds.values(), default=0.0)
     return {worker: int(math.log2(time / nearest)) for worker, time in seconds.items()}
 
 
 class ReplicaSelector:
-    """Order the workers that a worker fetches from. On the event loop.
+    """Order the peers that a worker fetches from. On the event loop.
 
     Parameters
     ----------
     worker
         The Dask worker.
     links
-        From its peers.
+        The worker's links from its peers.
     """
 
     def __init__(self, worker: WorkerServer, links: Links, metrics: Metrics):
@@ -50,7 +50,7 @@ class ReplicaSelector:
         self._patches = PatchSet()
 
     def install(self) -> None:
-        """Replace Dask's order with ours, unless Dask's is not as it is known."""
+        """Replace Dask's order, if this version of Dask is supported."""
         try:
             wrap_replica_choice(self._patches, self._state, self._override)
         except UnsupportedError as error:
@@ -64,7 +64,7 @@ class ReplicaSelector:
         def select(state: WorkerStateMachine) -> Iterator[Any]:
             try:
                 queue = self._queue(state)
-            # After an error here the worker still has to fetch its dependencies.
+            # Fall back to Dask's order: the worker must fetch its dependencies whatever fails here.
             except Exception as error:
                 self._metrics.fallback(Fallback.EXCHANGE_REPLICA_CHOICE, repr(error))
                 found: Iterator[Any] = dasks(state)
@@ -74,7 +74,7 @@ class ReplicaSelector:
         return select
 
     def _queue(self, state: WorkerStateMachine) -> list[tuple[Any, ...]]:
-        """Queue the workers as Dask does: by priority, by distance, by the number of tasks, at random."""
+        """Queue the peers as Dask does: by priority, distance, number of tasks, then at random."""
         for worker in [worker for worker, tasks in state.data_needed.items() if not tasks]:
             del state.data_needed[worker]
         ready = {
@@ -95,14 +95,14 @@ class ReplicaSelector:
         for worker, nbytes in sizes.items():
             if link := known.get(worker):
                 speed = link.speed
-            else:  # by what Dask goes by
+            else:  # whether the peer is on the same host, as Dask does
                 speed = SHIPPED[Link.SHARED_MEMORY if get_address_host(worker) == host else Link.TCP]
             seconds[worker] = speed.seconds(nbytes)
         return seconds
 
 
 def _served(state: WorkerStateMachine, queue: list[tuple[Any, ...]]) -> Iterator[tuple[str, Any]]:
-    """Yield the queue in order. Between two of them Dask takes tasks, which may have been in several."""
+    """Yield the queue in order. Between two items Dask takes tasks, which other items may contain too."""
     heapq.heapify(queue)
     while queue:
         _, far, waiting, chance, worker, tasks = heapq.heappop(queue)

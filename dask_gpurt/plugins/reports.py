@@ -1,7 +1,7 @@
-"""Report what the runtime on a cluster did: on workers that are there, and on those that have left since.
+"""Report the runtime's counters and fallbacks of a cluster, including workers that have left.
 
-A worker that is killed can not be asked. Each heartbeat carries its counters, so that what it did until its
-last one stays in the totals of the cluster.
+A killed worker cannot be queried. Each heartbeat carries the worker's counters, so the cluster's totals
+include everything up to its last heartbeat.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dask_gpurt.observe.metrics import combine
 
 #: The name of the heartbeat metric.
 METRIC = "gpurt_counters"
-#: The handler of a worker that is asked for its report.
+#: The worker's handler that returns its report.
 REPORT = "gpurt_report"
-#: Seconds for a worker to answer, which may be busy, and less where a person waits for a doctor.
+#: How long to wait for a worker, which may be busy, in seconds; less for the doctor, which a user waits for.
 REPLY_TIMEOUT_S, CONNECT_TIMEOUT_S = 20.0, 6.0
-#: The most workers that have left of which a report tells one by one; all of them are in its totals.
+#: The most departed workers that a report lists individually; its totals include all of them.
 MAX_DEPARTED = 100
-#: Counted on each worker that takes part, and once by the scheduler: its own number is that of the cluster.
+#: Counted on each participating worker, and once on the scheduler. The scheduler's count is the cluster's.
 ONCE_A_CLUSTER = "shuffle.runs"
 
 Snapshot = Mapping[str, Any]
@@ -42,50 +42,50 @@ class HeartbeatCounters:
     snapshot
         Returns ``counters`` and ``fallbacks`` as plain values.
     token
-        Of the scheduler's plugin: the scheduler may still have the heartbeat of an earlier one.
+        Identifies the scheduler's plugin, which may still find the heartbeat of an earlier one.
     """
 
     def __init__(self, worker: WorkerServer, snapshot: Callable[[], Snapshot], token: str):
         self._worker = worker
         self._snapshot = snapshot
         self._token = token
-        # In a new dictionary: a heartbeat that is being put together goes over the old one.
+        # A copy: a heartbeat may be iterating over the old dict.
         worker.metrics = {**worker.metrics, METRIC: self._read}
 
     def _read(self, _worker: Any) -> dict[str, Any]:
         return {**self._snapshot(), "token": self._token}
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Stop sending counters."""
         metrics = self._worker.metrics
-        if metrics.get(METRIC) == self._read:  # else another has put its own there
+        if metrics.get(METRIC) == self._read:  # and not the metric of a later plugin
             self._worker.metrics = {name: metric for name, metric in metrics.items() if name != METRIC}
 
 
 class ClusterReports:
-    """Ask workers for their reports, and keep the counters of those that leave.
+    """Collect the workers' reports, and keep the counters of workers that leave.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     metrics
-        The scheduler's own.
+        The scheduler's own metrics.
     token
-        That the workers' plugins have been given.
+        The token that the workers' plugins were given.
     """
 
     def __init__(self, scheduler: SchedulerServer, metrics: Metrics, token: str):
         self._scheduler = scheduler
         self._metrics = metrics
         self._token = token
-        # Dask has forgotten the state of a worker by the time that it says that the worker is gone.
+        # Kept here, since Dask forgets the state of a worker before it calls remove_worker.
         self._states = dict(scheduler.workers)
         self._departed: deque[dict[str, Any]] = deque(maxlen=MAX_DEPARTED)
         self._totals: dict[str, float] = {}
 
     def add(self, worker: str) -> None:
-        """Keep an eye on a worker that has come."""
+        """Track a worker that has joined."""
         self._states[worker] = self._scheduler.workers[worker]
 
     def remove(self, worker: str) -> None:
@@ -109,28 +109,28 @@ class ClusterReports:
         )
 
     def known(self) -> dict[str, Any]:
-        """Return what is known without a question to the workers, as of their last heartbeats.
+        """Return a report from the workers' last heartbeats, without querying the workers.
 
         Returns
         -------
         dict
-            As of :meth:`collect`, the ``workers`` with no more than ``counters`` and ``fallbacks``, without
-            those that have not reported yet.
+            As in :meth:`collect`, but each worker has only ``counters`` and ``fallbacks``, and workers
+            without a heartbeat yet are left out.
         """
         heard = {worker: state.metrics.get(METRIC) or {} for worker, state in self._scheduler.workers.items()}
         return self._report({w: one for w, one in heard.items() if one.get("token") == self._token})
 
     async def collect(self, connect: bool) -> dict[str, Any]:
-        """Return the report of the cluster as plain values.
+        """Query all workers, and return the report of the cluster as plain values.
 
         Parameters
         ----------
         connect
-            Whether the workers shall find out the paths to all their peers first.
+            Have the workers detect the paths to all of their peers first.
         """
         asked = list(self._scheduler.workers)
         answers = await asyncio.gather(*(self._ask(worker, connect) for worker in asked))
-        # One that was lost meanwhile is among those that have left.
+        # A worker that has left meanwhile is listed under "departed".
         workers = {
             w: answer for w, answer in zip(asked, answers, strict=True) if w in self._scheduler.workers
         }
@@ -151,10 +151,10 @@ class ClusterReports:
         }
 
     async def _ask(self, worker: str, connect: bool) -> dict[str, Any]:
-        """Return the report of one worker, or an ``error``; one that stands still keeps no other waiting."""
+        """Return the report of one worker, or an ``error`` if it is stuck."""
         if not connect:
             return await self._reply(worker, False, REPLY_TIMEOUT_S)
-        # A peer may stand still, to which it finds out the path: what is known without that is ready then.
+        # Detecting the path to a stuck peer may time out: request the report without new paths as well.
         found, known = await asyncio.gather(
             self._reply(worker, True, CONNECT_TIMEOUT_S),
             self._reply(worker, False, CONNECT_TIMEOUT_S),
@@ -173,7 +173,7 @@ class ClusterReports:
 
 
 def _combine(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Put the counters of workers together, without those that the scheduler counts."""
+    """Combine the counters of workers, without the one that the scheduler counts for the cluster."""
     counters = combine(reports)
     counters.pop(ONCE_A_CLUSTER, None)
     return counters

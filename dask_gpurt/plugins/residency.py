@@ -14,9 +14,9 @@ PRELOAD = "LD_PRELOAD"
 
 
 def preload_into(nanny: Any) -> None:
-    """Make a nanny start its worker with the interposer, if the settings ask for it.
+    """Have a nanny start its worker with the interposer, if the settings require it.
 
-    Where it was not built nothing is changed, and the worker reports why.
+    A no-op if the interposer was not built; the worker then reports why.
     """
     if not config.load().overlap.intercepts:
         return
@@ -24,22 +24,22 @@ def preload_into(nanny: Any) -> None:
         path = library()
     except NotLoadedError:
         return
-    # A value of Dask's configuration would replace the one that this process was started with.
+    # A value in Dask's configuration takes precedence over this process's environment.
     given = nanny.pre_spawn_env.get(PRELOAD, os.environ.get(PRELOAD, ""))
     nanny.pre_spawn_env[PRELOAD] = with_preload(given, path)
-    if PRELOAD in nanny.env:  # a copy, which a worker puts into its environment once it runs
+    if PRELOAD in nanny.env:  # a worker also applies these variables, after it has started
         nanny.env[PRELOAD] = with_preload(nanny.env[PRELOAD], path)
 
 
 class WorkerResidency:
-    """Hold the residency caps of a worker.
+    """Set the residency caps of a worker.
 
     Parameters
     ----------
     setting
-        ``"off"``, ``"auto"`` for none until some are applied through ``actuator``, or a cap for all kernels.
+        ``"off"``; ``"auto"``: caps are set through ``actuator`` only; or a cap for all kernels.
     metrics
-        Counts the fallback where caps are not possible.
+        Counts the fallback if caps are not possible.
     """
 
     def __init__(self, setting: int | str, metrics: Metrics):
@@ -58,15 +58,15 @@ class WorkerResidency:
             metrics.fallback(Fallback.OVERLAP_RESIDENCY, self.reason)
 
     def close(self) -> None:
-        """Switch all caps off."""
+        """Remove all caps."""
         if self.actuator is not None:
             self.actuator.clear()
 
     def counters(self) -> dict[str, int]:
-        """Count the launches while caps were on, as ``residency.*``."""
+        """Return the counts of kernel launches under caps, as ``residency.*``."""
         counts = self.actuator.counters() if self.actuator is not None else {}
         return {f"residency.{name}": count for name, count in counts.items() if count}
 
     def describe(self) -> dict[str, Any]:
-        """Return the setting, whether caps are possible, and if not, why."""
+        """Return the setting, whether caps are possible, and the reason if they are not."""
         return {"setting": self.setting, "ready": self.actuator is not None, "reason": self.reason}

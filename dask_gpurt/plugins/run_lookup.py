@@ -1,4 +1,4 @@
-"""Look the run of a task up where it is known; Dask asks the event loop, and waits until it has time."""
+"""Look up the run of a task on the task's thread. Dask does so on the event loop, which may be busy."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dask_gpurt.shuffle.run import ShuffleRun
 
 
 class RunLookup:
-    """Look runs up for the tasks of a worker.
+    """Look up runs for the tasks of a worker.
 
     Parameters
     ----------
     worker
-        The Dask worker. Two methods of its shuffle plugin are replaced on that one instance, and end in the
-        originals.
+        The Dask worker. Two methods of its shuffle plugin are replaced on the instance, and fall back to the
+        originals for unknown runs.
     """
 
     def __init__(self, worker: WorkerServer, metrics: Metrics):
@@ -28,9 +28,9 @@ class RunLookup:
         self._patches = PatchSet()
 
     def install(self) -> None:
-        """Look runs up from now on."""
+        """Replace Dask's lookup, if this version of Dask is supported."""
         if (plugin := self._worker.plugins.get("shuffle")) is None:
-            self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "Dask has no plugin 'shuffle'")
+            self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "the worker has no plugin 'shuffle'")
             return
         self._runs = active_runs(plugin)
         try:
@@ -39,7 +39,7 @@ class RunLookup:
             self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, str(error))
 
     def uninstall(self) -> None:
-        """Have Dask find them again."""
+        """Restore Dask's lookup."""
         self._patches.restore()
 
     def _or(self, dasks: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,16 +14,16 @@ from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.spec import RunSpec, outputs_of
 
-#: States of outputs that a run has nothing to do for.
+#: States of outputs that nothing waits for.
 IDLE = ("released", "forgotten", "erred")
 
 
 def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
-    """Return the workers that can put outputs of all of some shuffles together, and may.
+    """Return the workers that can own outputs of all given shuffles.
 
-    They have the runtime and the device of the frames, and meet the restrictions that a user has given the
-    tasks, of which Dask's own shuffles regard only lists of workers. An output with another owner would wait
-    for ever for a worker that is its owner and meets them too.
+    They have the runtime and the device of the frames, and meet the user's restrictions of the tasks by
+    worker, host and resource (Dask's own shuffles only regard workers). An output whose owner does not meet
+    them would never run.
     """
     found = list(scheduler.workers)
     for spec in specs:
@@ -34,13 +34,13 @@ def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterabl
 
 
 def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None:
-    """Return the workers that a barrier is restricted to, which has the restrictions of its outputs."""
+    """Return the workers that a barrier, and so its outputs, are restricted to; None if there are none."""
     task = scheduler.tasks[barrier]
     if not (task.host_restrictions or task.resource_restrictions):
         only: Collection[str] | None = task.worker_restrictions
         return only or None
-    # Of these only the running ones. Those that are paused have no free memory for outputs anyhow; where all
-    # are, those are left that run transfers.
+    # valid_workers has only running workers; paused workers have no free memory for outputs anyway. If all
+    # are paused, fall back to the workers that run the transfers.
     valid = scheduler.valid_workers(task) or {one.processing_on for one in task.dependencies} - {None}
     return {ws.address for ws in valid}
 
@@ -51,13 +51,13 @@ def is_unfinished(task: Any) -> bool:
 
 
 def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
-    """Return those of some outputs that have still to be put together, or may be asked for.
+    """Return the subset of outputs that are unfinished, or have no task yet.
 
     Parameters
     ----------
     barrier
-        The task of the shuffle's barrier. Several graphs may share a shuffle: an output may be read by more
-        than one task, and by none yet.
+        The barrier task of the shuffle. Several graphs may share a shuffle, so an output may have several
+        tasks, or none yet.
     """
     needed, others = set[int | None](), set[int | None]()
     for task, output in outputs_of(barrier):
@@ -66,26 +66,26 @@ def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
 
 
 def asked_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
-    """Return those of some outputs that have a task; all where a task does not show which is its own."""
+    """Return the subset of outputs that have a task; all of them if a task's output is unknown."""
     asked = {output for _, output in outputs_of(barrier)}
     return {output for output in outputs if output in asked or None in asked}
 
 
 def sharing_outputs(barrier: Any) -> set[Any]:
-    """Return the shuffles that share outputs with that of a barrier, as the other side of a join does."""
+    """Return the other shuffles that share outputs with a barrier's, such as the other side of a join."""
     others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
     return {shuffle for key in others if (shuffle := id_from_key(key))}
 
 
 class ActiveRuns:
-    """Look up the runs that a scheduler has, with their tasks and the owners of their outputs.
+    """Look up the active runs of a scheduler, their tasks and the owners of their outputs.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     workers
-        Those that have the runtime.
+        The workers with the runtime.
     """
 
     def __init__(self, scheduler: SchedulerServer, workers: Workers):
@@ -94,15 +94,15 @@ class ActiveRuns:
         self._workers = workers
 
     def has(self, shuffle: Any) -> bool:
-        """Return whether an active run is one of the runtime."""
+        """Return whether an active run is the runtime's."""
         return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
 
     def barrier(self, shuffle: Any) -> Any:
-        """Return the task of the barrier of a shuffle."""
+        """Return the barrier task of a shuffle."""
         return self._scheduler.tasks[barrier_key(shuffle)]
 
     def is_task(self, key: Key, *states: str) -> bool:
-        """Return whether there is a task in one of some states."""
+        """Return whether a task exists and is in one of the states."""
         task = self._scheduler.tasks.get(key)
         return task is not None and task.state in states
 
@@ -112,7 +112,7 @@ class ActiveRuns:
         return owners
 
     def is_sealed(self, shuffle: Any) -> bool:
-        """Return whether all owners have what there is."""
+        """Return whether all shares are sealed: their owners have received every shard."""
         return self.owners(shuffle).sealed
 
     def owned(self, shuffle: Any, worker: str) -> set[int]:
@@ -120,20 +120,20 @@ class ActiveRuns:
         return {output for output, owner in self.owners(shuffle).items() if owner == worker}
 
     def unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
-        """Return those of these outputs that may still have to be put together."""
+        """Return the subset of outputs that are unfinished, or have no task yet."""
         return needed_outputs(self.barrier(shuffle), outputs)
 
     def load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
-        """Return how many outputs each worker still has to put together, but for those that move."""
+        """Return the number of unfinished outputs of each worker, excluding those that move."""
         owners = self.owners(shuffle)
         return Counter(owners[output] for output in self.unfinished(shuffle, owners) - set(moved))
 
     def candidates(self, *shuffles: Any) -> list[str]:
-        """Return the workers that may own outputs of all of some shuffles."""
+        """Return the workers that may own outputs of all given shuffles."""
         specs = [self._extension.active_shuffles[shuffle].run_spec.spec for shuffle in shuffles]
         return possible_owners(self._scheduler, self._workers, specs)
 
     def sharing(self, shuffle: Any) -> set[Any]:
-        """Return a shuffle, and the active ones that share outputs with it, as the two sides of a join do."""
+        """Return a shuffle and the active ones that share outputs with it, such as both sides of a join."""
         others = sharing_outputs(self.barrier(shuffle)) & self._extension.active_shuffles.keys()
         return {shuffle} | {other for other in others if self.has(other)}

@@ -1,4 +1,4 @@
-"""Run a task on a worker with tiers: with room reserved, its inputs held, again if memory was short."""
+"""Run tasks on a worker with tiers: reserve memory, hold the inputs, and retry if memory runs out."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
 
-#: Seconds for which room is promised to a result, at least; it is stored at once, or never.
+#: How long memory is promised to a result, at least, in seconds. A result is stored at once or never.
 PROMISE_S = 1.0
 
 
 class TaskRunner:
-    """Run tasks through ``execute`` of the worker.
+    """Run tasks through the worker's ``execute``.
 
     Parameters
     ----------
     execute
-        The worker's own.
+        The worker's own ``execute``.
     is_aside
-        Tells whether a task has left its slot for a read. It needs its memory as before.
+        Returns whether a task has left its slot for a read. Such a task still needs its memory.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class TaskRunner:
         self.execute = execute
         self._is_aside = is_aside
         self._estimator = MemoryEstimator()
-        #: Results that were promised room, since the last look at them and before it.
+        #: Results with a promise of memory: made since the last expiry check, and before it.
         self._promised: list[Key] = []
         self._promised_before: list[Key] = []
         self.admission = AdmissionQueue(self._has_seceded, tiers.tiered_buffer.reservations, metrics)
 
     async def run(self, key: Key, stimulus_id: str) -> Any:
-        """Run a task; the event that tells Dask how it went."""
+        """Run a task, and return the event for Dask's state machine."""
         task = self._worker.state.tasks[key]
         inputs = {dependency.key: dependency.nbytes or 0 for dependency in task.dependencies}
         nbytes = sum(inputs.values())
@@ -74,7 +74,7 @@ class TaskRunner:
             finally:
                 self._tiered_buffer.release(held)
             if isinstance(event, ExecuteSuccessEvent):
-                # Data that came from elsewhere meanwhile took memory too, even if they are gone again.
+                # The peak includes data that the buffer admitted meanwhile, even if evicted since.
                 admitted = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
                 await self._keep(key, event.value, nbytes, self._tiers.device.peak() - admitted)
             return event
@@ -82,25 +82,25 @@ class TaskRunner:
             self.admission.leave(reservation(key))
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
-        """Make room for a result, in the place of what was reserved, and learn from what it took."""
+        """Convert a task's reservation into a promise for its result, and learn from its actual peak."""
         promises = self._promises({key: result})
         added, _ = promises[key]
         self._estimator.learn(key_split(key), inputs, max(added, peak))
         try:
             await self._promise(promises, reservation(key))
         except Exception:
-            if not self._tiers.closed:  # else it is Dask's to keep: the runtime was switched off meanwhile
+            if not self._tiers.closed:  # switched off meanwhile: Dask stores the result itself
                 raise
 
     async def hold(self, keys: list[Key]) -> Any:
-        """Make inputs live and keep them so, spilling what else there is if need be."""
+        """Make inputs live and hold them, spilling other objects if necessary."""
         held = self._tiered_buffer.hold_live(keys)
         if held is None:
             held = await self.with_retries(lambda: self._tiers.offload(self._tiered_buffer.hold, keys))
         return held
 
     async def with_retries(self, action: Callable[[], Any]) -> Any:
-        """Do something that moves data; when there is no memory for it, spill and do it again."""
+        """Run an action that moves data. If it runs out of memory, spill everything and retry."""
         for attempt in itertools.count():
             try:
                 return await action()
@@ -110,11 +110,11 @@ class TaskRunner:
                 await self._spill_all()
 
     async def make_room(self, values: dict[Key, Any], reserved: MemoryRequest) -> None:
-        """Promise room to objects that are about to be stored, in the place of what was reserved for them."""
+        """Convert a reservation into promises for objects that are about to be stored."""
         await self._promise(self._promises(values), reserved)
 
     def _promises(self, values: dict[Key, Any]) -> dict[Key, tuple[int, Tier]]:
-        """Return the bytes that objects will add to a tier each, and which."""
+        """Return for each object the bytes that it will add, and the tier."""
         promises = {}
         for key, value in values.items():
             home = self._tiers.home(value)
@@ -125,13 +125,13 @@ class TaskRunner:
         if not self._tiered_buffer.reservations.replace(reserved, promises):
             for home in {home for _, home in promises.values()}:
                 await self._tiers.offload(self._tiered_buffer.reservations.spill_for_all, home)
-        # A task that was cancelled meanwhile stores nothing.
+        # Promises expire, since a task that was cancelled meanwhile stores nothing.
         if not self._promised and not self._promised_before:
             asyncio.get_running_loop().call_later(PROMISE_S, self._end_promises)
         self._promised += promises
 
     def _end_promises(self) -> None:
-        """End those that are older than ``PROMISE_S``: with a timer for each, each would wake the loop."""
+        """Cancel promises older than ``PROMISE_S``. One timer serves all, so the loop wakes up less often."""
         self._tiered_buffer.reservations.cancel_all(self._promised_before)
         self._promised, self._promised_before = [], self._promised
         if self._promised_before:
@@ -144,28 +144,28 @@ class TaskRunner:
         return task is None or (task.state == "long-running" and not self._is_aside(key))
 
     def _is_wanted(self, task: WorkerTask) -> bool:
-        """Return whether a task runs, and has neither been cancelled nor seceded by itself."""
+        """Return whether a task is running, and was neither cancelled nor seceded by its own code."""
         return task.state == "executing" or (task.state == "long-running" and self._is_aside(task.key))
 
     async def _admitted(self, key: Key, need: int, inputs: dict[Key, int]) -> None:
-        """Reserve what a task will probably need; waits for others if there is no room."""
+        """Reserve the estimated memory of a task; wait for other requests if it does not fit."""
         task, lower = reservation(key), sum(inputs[each] for each in self._tiered_buffer.not_live(inputs))
         await self.admission.wait(task, partial(self._reserve, nbytes=need + lower, inputs=inputs))
-        if lower:  # these bring their own promises, as they come up
+        if lower:  # inputs in lower tiers reserve their own memory when they are made live
             self._tiered_buffer.reservations.cancel(task)
             self._tiered_buffer.reservations.try_reserve(
                 task, min(need, self._tiered_buffer.limits.device), Tier.DEVICE
             )
 
     def receiving(self, nbytes: int) -> AbstractAsyncContextManager[MemoryRequest]:
-        """Reserve room for bytes that come from a peer; wait for other requests first if there is none."""
+        """Reserve memory for data from a peer; wait for other requests if it does not fit."""
         return self.admission.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
 
     async def _reserve(self, request: MemoryRequest, nbytes: int, inputs: Iterable[Key]) -> bool:
         nbytes = min(nbytes, self._tiered_buffer.limits.device)
         if not nbytes or self._tiered_buffer.reservations.try_reserve(request, nbytes, Tier.DEVICE):
             return True
-        # The inputs would only come up again at once: they make no room.
+        # Do not spill the inputs: they would be read back at once.
         held, _ = self._tiered_buffer.hold_where_live(inputs)
         try:
             fits: bool = await self._tiers.offload(
@@ -175,11 +175,11 @@ class TaskRunner:
             self._tiered_buffer.release(held.values())
         return fits
 
-    # ---- when memory is short all the same -------------------------------------------
+    # ---- retries after running out of memory -----------------------------------------
 
     async def _until_it_fits(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
         for attempt in range(self._settings.retries + 1):
-            self._tiers.device.peak()  # from here on
+            self._tiers.device.peak()  # resets the peak
             event = await self.execute(key, stimulus_id=stimulus_id)
             error = _out_of_memory(event)
             if error is None or not self._is_wanted(task):
@@ -195,19 +195,19 @@ class TaskRunner:
         )
 
     def _reserve_all(self, key: Key) -> None:
-        # Shards and data that peers send in the meantime go to lower tiers.
+        # While everything is reserved, incoming shards and data go to lower tiers.
         self._tiered_buffer.reservations.reserve(
             reservation(key), self._tiered_buffer.limits.device, Tier.DEVICE
         )
 
     async def _spill_all(self) -> None:
         self._metrics.add("memory.retries")
-        # The failed task has left Python frames behind that hold its intermediate results, in cycles.
+        # The failed task's frames hold its intermediate results in reference cycles.
         await self._tiers.offload(gc.collect)
         await self._tiers.offload(self._tiered_buffer.spill, self._tiered_buffer.live_bytes(Tier.DEVICE))
 
     def _prefetch(self) -> None:
-        """Make the inputs of the next task live while this one computes, if there is room."""
+        """Make the inputs of the next task live in the background while this one computes, if they fit."""
         for task in self._worker.state.ready.peekn(1):
             inputs = [dependency.key for dependency in task.dependencies]
             if inputs and (keys := self._tiered_buffer.not_live(inputs)):
@@ -215,10 +215,10 @@ class TaskRunner:
 
 
 def _out_of_memory(event: Any) -> BaseException | None:
-    """Return the memory error that a task failed with, if any, however it was wrapped on the way."""
+    """Return the ``MemoryError`` among the causes of a task's exception; None if there is none."""
     error: BaseException | None = None
     if isinstance(event, ExecuteFailureEvent):
         _, error, _ = clean_exception(event.exception.data)
     while error is not None and not isinstance(error, MemoryError):
-        error = error.__cause__  # Dask says of its shuffles in which phase they failed
+        error = error.__cause__  # Dask wraps errors of shuffles in one that names the phase
     return error

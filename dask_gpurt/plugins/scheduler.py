@@ -52,28 +52,28 @@ from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
 
 logger = logging.getLogger(__name__)
 
-#: Begins to watch a plugin that is on, and returns what ends that.
+#: Starts observing a plugin that is on, and returns a function that stops it.
 Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
-#: The name that the plugin has until it is on: Dask takes what has its name already for registered.
+#: The plugin's name until it is on: Dask considers a plugin registered as soon as its name is known.
 STARTING = "gpurt-starting"
-#: The most seconds that a question for memory waits for workers that have just switched on.
+#: How long a memory query waits for the first report of workers that have just switched on, in seconds.
 FIRST_REPORT_TIMEOUT_S = 2.0
 
 
 class GpurtSchedulerPlugin(SchedulerPlugin):
-    """Switch the runtime on for a cluster: workers that are there, and that come.
+    """Switch the runtime on for a cluster, including workers that join later.
 
-    The parts are switched on in this order: listeners for workers, placement, the workers, and then the
-    shuffles, so that no shuffle meets a worker without the runtime. Each part is noted with a callable that
-    switches it off. They are switched off in the reverse order, each also if another one has failed.
+    Parts are switched on in the order listeners, placement, workers, shuffles, so that no shuffle reaches a
+    worker without the runtime. Each part pushes a callback that switches it off. The callbacks run in reverse
+    order, all of them even if one fails.
 
     Parameters
     ----------
     settings
-        The section ``gpurt`` of the process that switches on. Settings of a scheduler or a worker
-        itself take precedence.
+        The section ``gpurt`` of the process that switches the runtime on. Settings of the scheduler's or a
+        worker's own configuration take precedence.
     observer
-        Called once the runtime is on; what it returns is called as it goes off.
+        Called once the runtime is on; its result is called when the runtime is switched off.
     """
 
     name = NAME
@@ -84,10 +84,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.observer = observer
 
     async def start(self, scheduler: SchedulerServer) -> None:
-        # Several clients or nannies may come at once, or while another switches off.
+        # Several clients or nannies may register the plugin at once, or while another client switches it off.
         while (other := scheduler.extensions.get(NAME)) is not None:
             if await other.switch.settled():
-                return  # and Dask leaves the plugin out that is registered already
+                return  # the other one is on; Dask drops this idempotent plugin
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
         spare_tracebacks()
@@ -95,11 +95,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         await self.switch.on()
 
     async def close(self) -> None:
-        # The registry of metrics belongs to the process, and would keep a scheduler that has closed.
+        # The registry of metrics is global to the process and would keep the closed scheduler alive.
         self._hide()
 
     async def stop(self) -> None:
-        """Handle the switching off: give Dask back, on the scheduler and on all workers."""
+        """Switch the runtime off and restore Dask, on the scheduler and on all workers."""
         await self.switch.off()
 
     # ---- on and off ----------------------------------------------------------------------
@@ -123,7 +123,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             await self.workers.on()
             self.shuffles.install()
             self._undo.callback(self.shuffles.uninstall)
-            # From here on Dask takes it for registered, and back here it does so no more.
+            # Dask considers the plugin registered only under NAME, that is while all parts are on.
             self._rename(STARTING, NAME)
             self._undo.callback(self._rename, NAME, STARTING)
             if self.observer is not None:
@@ -131,8 +131,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         except BaseException:
             try:
                 await self._switch_off()
-            except Exception:  # what kept it from going on says more
-                logger.exception("the runtime could not be switched on, nor wholly off again")
+            except Exception:  # logged only: the error that is raised below is the cause
+                logger.exception("switching the runtime on failed, and so did undoing it")
             raise
 
     async def _switch_off(self) -> None:
@@ -200,7 +200,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             del self.scheduler.extensions[NAME]
 
     def _bear_with_unreachable(self) -> None:
-        # Dask closes workers that send what it does not know, and these have not heard of it yet.
+        # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
+        # closes a worker that sends an unknown operation.
         if self.workers.unreachable:
             for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED):
                 self.scheduler.stream_handlers[name] = _nothing
@@ -217,16 +218,16 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self._register(after)
 
     def is_ready(self, worker: str, token: str) -> None:
-        """Handle a worker that has switched on."""
+        """Note that a worker has switched on (stream handler)."""
         self.workers.is_ready(worker, token)
         if worker in self.workers.ready:
             self.shuffles.recovery.joined(worker)
 
     def refused(self, worker: str, token: str, reason: str) -> None:
-        """Handle a worker that came, and refuses the settings that it has been given.
+        """Note that a worker that joined later rejects its settings (stream handler).
 
-        Where it is on nowhere, it goes off, so that programs go on by Dask's own. Those that are there when
-        it is switched on answer with the error.
+        If no worker has the runtime on, it is switched off, so that programs continue with plain Dask.
+        Workers that were present when the runtime was switched on reply with the error instead.
         """
         if token != self.workers.token or not self.switch.is_on:
             return
@@ -242,7 +243,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- memory ------------------------------------------------------------------------
 
     def memory_changed(self, worker: str, **message: Any) -> None:
-        """Handle changes in the tiers of a worker."""
+        """Apply a worker's report of changes in its tiers (stream handler)."""
         if worker in self.scheduler.workers:
             self.cluster_memory.apply(worker, message)
             self._memory_reported.set()
@@ -250,7 +251,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 self.placement.memory_changed(worker)
 
     def lost(self, worker: str, keys: list[Key]) -> None:
-        """Handle the loss of keys by a worker, as if they had died with it."""
+        """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""
         state = self.scheduler.workers.get(worker)
         recommendations = {}
         for task in map(self.scheduler.tasks.get, keys):
@@ -276,7 +277,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- placement -----------------------------------------------------------------------
 
     def place(self, on: bool) -> None:
-        """Choose the workers of tasks from now on, or have Dask choose."""
+        """Switch placement on or off; while it is off, Dask chooses the workers of tasks."""
         if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
             self.placement = SchedulerPlacement(
@@ -309,13 +310,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.stopped(key)
 
     def explain(self, key: Key) -> list[dict[str, Any]] | None:
-        """Handle a question for the last decision about a key; None where Dask chooses."""
+        """Return the last placement decision about a key; None if placement is off."""
         return None if self.placement is None else self.placement.explain(key)
 
     async def memory(self, by: str = "tier") -> list[dict[str, Any]]:
-        """Handle a question for memory: a row for each worker and tier, or also for each prefix.
+        """Return memory in use, one row per worker and tier, and per prefix with ``by="prefix"``.
 
-        A worker that has just switched on is waited for: its answer overtakes its first report.
+        Waits for the first report of workers that have just switched on: their reply to being switched on
+        may overtake it.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_REPORT_TIMEOUT_S):
@@ -326,16 +328,16 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         return memory.rows_by_prefix() if by == "prefix" else memory.rows()
 
     def reported_memory(self) -> ClusterMemory:
-        """Return the memory of all workers, as they have reported it by now."""
+        """Return the latest reported memory of all workers."""
         for address, state in self.scheduler.workers.items():
             if (whole := state.metrics.get(METRIC)) is not None:
                 self.cluster_memory.apply(address, whole)
         return self.cluster_memory
 
-    # ---- what is shown -------------------------------------------------------------------
+    # ---- metrics and JSON API ------------------------------------------------------------
 
     def _show(self) -> None:
-        """Show metrics and serve the JSON API; a failure of either does not keep the runtime off."""
+        """Register metrics and serve the JSON API. The runtime stays on if the latter is not supported."""
         self._hide = prometheus.register(self.scheduler, Server.SCHEDULER, self.metrics, self._readings)
         self._undo.callback(self._hide)
         try:
@@ -350,24 +352,24 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         ]
 
     def shared_memory(self) -> dict[str, int]:
-        """Handle a question for the workers without a GPU: the bytes that their exchange pools may take."""
+        """Return the size limit of the exchange pools, in bytes, of each worker without a GPU."""
         return self.cluster_memory.shared_memory()
 
-    # ---- what workers and clients ask ------------------------------------------------
+    # ---- calls from workers and clients ----------------------------------------------
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Count the choice of a shuffle method that a client tells of."""
-        # A client of another version may have choices that are not known here.
+        """Count the choice of a shuffle method that a client reports."""
+        # A client of another version may report choices that are unknown here.
         if topic == METHOD_TOPIC and msg in MethodChoice.__members__:
             MethodChoice[msg].count(self.metrics)
 
     def gone(self, peers: list[str], closing: bool = False) -> list[str]:
-        """Handle a question: return which of these workers have left.
+        """Return which of these workers have left.
 
         Parameters
         ----------
         closing
-            Whether those count that are about to.
+            Include workers that are closing.
         """
         workers = self.scheduler.workers
         return [
@@ -375,15 +377,15 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         ]
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handle a question for the state of the whole cluster, for ``doctor`` and for people.
+        """Return a report on the whole cluster, for ``dask gpurt doctor`` and users.
 
         Parameters
         ----------
         connect
-            Whether the workers shall find out the paths to all their peers first.
+            Have the workers detect the paths to all of their peers first.
         """
         return {"takeover": self.settings.takeover, **await self.reports.collect(connect)}
 
 
 def _nothing(**_: Any) -> None:
-    """Take a message of a worker that could not be switched off."""
+    """Ignore a message of a worker that could not be switched off."""

@@ -1,7 +1,6 @@
-"""Extend Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts.
+"""Extend Dask's p2p extension on the scheduler, which creates runs, chooses owners and restarts shuffles.
 
-Some of its methods are replaced on that one instance; for shuffles that are not ours each replacement calls
-the original.
+Methods are replaced on the one instance. For shuffles of plain Dask each replacement calls the original.
 """
 
 from __future__ import annotations
@@ -54,16 +53,16 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerShuffles:
-    """Run shuffles through the runtime, also those of clients without it.
+    """Run shuffles through the runtime, including those of clients without it.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     placement
-        What chooses owners now, if anything.
+        Returns the current placement, which chooses owners; None if it is off.
     workers
-        Those that have the runtime.
+        The workers with the runtime.
     headroom
         The free memory of workers.
     """
@@ -90,14 +89,14 @@ class SchedulerShuffles:
         self._balancing = Balancing(scheduler, self.recovery, headroom)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
-        logger.warning("Shuffle %s begins again: %s", shuffle_id, reason)
+        logger.warning("Shuffle %s restarts: %s", shuffle_id, reason)
         self._scheduler.log_event(
             SHUFFLE_TOPIC, {"action": "begins-again", "shuffle": str(shuffle_id), "reason": reason}
         )
         restart(self._extension, self._scheduler, shuffle_id, f"gpurt-begin-again-{time()}")
 
     def install(self) -> None:
-        """Take part from now on; runs that have begun go on as they are."""
+        """Take over new runs. Active runs of Dask are left alone."""
         replace_on_extension(
             self._patches,
             self._extension,
@@ -113,7 +112,7 @@ class SchedulerShuffles:
         self._results.install()
 
     def uninstall(self) -> None:
-        """Leave everything to Dask; runs that were taken over begin again as its own."""
+        """Restore Dask's extension; runs that were taken over restart as Dask's own."""
         self._results.uninstall()
         self.recovery.end_all()
         self._patches.restore()
@@ -128,7 +127,7 @@ class SchedulerShuffles:
         return type(spec) in (DataFrameShuffleSpec, ArrayRechunkSpec)
 
     def active(self) -> dict[Any, Any]:
-        """Return the runs that go through the runtime now, as Dask's extension has them, by shuffle."""
+        """Return the active runs of the runtime, by shuffle; the values are those of Dask's extension."""
         return {
             shuffle_id: run
             for shuffle_id, run in self._extension.active_shuffles.items()
@@ -136,7 +135,7 @@ class SchedulerShuffles:
         }
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
-        """Note what has become of a task."""
+        """Track the state of a task."""
         self.recovery.transition(key, finish, worker)
         if finish in ("memory", "forgotten"):
             self._runs.done(key)
@@ -148,7 +147,7 @@ class SchedulerShuffles:
             self._balancing.in_memory(key)
         self._results.transition(key, finish)
 
-    # ---- in the place of the extension's own ---------------------------------------------
+    # ---- replacements of the extension's methods -----------------------------------------
 
     def _retrieve_spec(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def retrieve(shuffle_id: Any) -> Any:
@@ -174,8 +173,8 @@ class SchedulerShuffles:
             if isinstance(run.spec, RunSpec):
                 self._metrics.add("shuffle.runs")
                 barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
-                # Dask ends the run of a barrier that failed. Tried again, it would find no run, and say that
-                # in place of what went wrong.
+                # Dask ends the run when its barrier fails. A retry of the barrier would find no run, and that
+                # error would hide the cause.
                 barrier.retries = 0
                 self._runs.begins(
                     shuffle_id, [task.key for task in barrier.dependents if is_unfinished(task)]
@@ -201,21 +200,21 @@ class SchedulerShuffles:
                 chosen = self._placed(placement, barrier, chosen)
             chosen = self._among_possible(spec, chosen)
             wanted = needed_outputs(barrier, chosen)
-            if isinstance(spec, RechunkSpec):  # of which Dask does not say which chunks were culled
+            if isinstance(spec, RechunkSpec):  # Dask's spec of a rechunk does not list the culled chunks
                 wanted = asked_outputs(barrier, wanted)
             return Owners.begin(chosen, wanted)
 
         return calculate
 
     def _placed(self, placement: SchedulerPlacement, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owners that placement chooses, if it does; balance keeps its shares."""
+        """Return the owners that placement chooses, and pass its choice on to the balancing."""
         owners = placement.owners(barrier, chosen)
         self._balancing.placed(id_from_key(barrier.key), {} if owners is chosen else owners)
         return owners
 
     def _transition(self, original: Callable[..., None]) -> Callable[..., None]:
         def transition(key: Key, start: str, finish: str, *args: Any, **options: Any) -> None:
-            # Dask ends a shuffle whose barrier is released. If that was lost, it is only run again.
+            # Dask ends a shuffle when its barrier is released. Skip that if the barrier is about to rerun.
             if finish != "released" or not self._is_needed_again(key):
                 original(key, start, finish, *args, **options)
 
@@ -234,7 +233,7 @@ class SchedulerShuffles:
 
     def _restart_shuffle(self, original: Callable[..., None]) -> Callable[..., None]:
         def begin_again(id: Any, scheduler: Any, *, stimulus_id: str) -> None:
-            if self._is_ours(id):  # else Dask would end it as its barrier is released
+            if self._is_ours(id):  # _transition does not end it when its barrier is released
                 run = self._extension.active_shuffles[id]
                 self._metrics.add("shuffle.runs.restarted")
                 end_run(self._extension, run, f"{run} begins again", stimulus_id)
@@ -247,14 +246,14 @@ class SchedulerShuffles:
             self.recovery.remove_worker(worker)
             self._balancing.on_worker_removed(worker)
             original(scheduler, worker, **options)
-            for heartbeats in self._extension.heartbeats.values():  # of runs that go on without it
+            for heartbeats in self._extension.heartbeats.values():  # of runs that continue without the worker
                 heartbeats.pop(worker, None)
 
         return remove
 
     def _valid_workers_downscaling(self, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         def valid(scheduler: Any, workers: list[Any]) -> list[Any]:
-            # Where all outputs are there, a worker may leave.
+            # Workers may leave once all outputs of a shuffle are in memory: hide these shuffles from Dask.
             active = self._extension.active_shuffles
             done = [s for s in active if self._is_ours(s) and self.recovery.is_done(s)]
             kept = {shuffle_id: active.pop(shuffle_id) for shuffle_id in done}
@@ -269,8 +268,8 @@ class SchedulerShuffles:
         def recommend(shuffle_id: Any) -> dict[Key, str]:
             runs = runs_of(self._extension, shuffle_id)
             if any(isinstance(run.run_spec.spec, RunSpec) for run in runs):
-                # Dask recommends nothing where an output has failed. Other outputs, asked of a run that has
-                # to begin again, would be rescheduled for ever.
+                # Dask recommends nothing once an output has erred. The other outputs would then wait for a
+                # restart that never comes, and be rescheduled forever.
                 return self._releases(shuffle_id)
             recommendations: dict[Key, str] = original(shuffle_id)
             return recommendations
@@ -278,7 +277,7 @@ class SchedulerShuffles:
         return recommend
 
     def _releases(self, shuffle_id: Any) -> dict[Key, str]:
-        """Release the tasks of a shuffle, but for those that have failed, and for outputs in memory."""
+        """Recommend the release of a shuffle's tasks, except erred ones and outputs in memory."""
         barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
         outputs = (task for task in barrier.dependents if task.state != "memory")
         return {
@@ -288,7 +287,7 @@ class SchedulerShuffles:
         }
 
     def _among_possible(self, spec: RunSpec, chosen: dict[int, str]) -> dict[int, str]:
-        """Choose other owners than workers that can not put outputs together, or have not switched on yet."""
+        """Replace owners that cannot assemble outputs or have not switched on yet."""
         possible = possible_owners(self._scheduler, self._workers, [spec])
         if not possible or all(worker in possible for worker in chosen.values()):
             return chosen
@@ -298,12 +297,12 @@ class SchedulerShuffles:
         runs, retries = self._runs[shuffle_id], self._settings.shuffle.retries
         if runs > retries:
             raise P2PConsistencyError(
-                f"shuffle {shuffle_id} is given up after {runs} runs in a row: all lost a worker or "
-                f"disagreed, the workers' logs say which. 'gpurt.shuffle.retries' is {retries}"
+                f"shuffle {shuffle_id} is given up after {runs} runs in a row: each lost a worker or failed "
+                f"a consistency check, see the workers' logs. 'gpurt.shuffle.retries' is {retries}"
             )
 
     def _send_outputs_to_owners(self, shuffle_id: Any, worker_for: dict[int, str]) -> None:
-        """Restrict output tasks before they start; Dask lets them start anywhere and moves them then."""
+        """Restrict output tasks to their owners before they start; Dask reschedules them after they do."""
         for task, partition in outputs_of(self._scheduler.tasks[barrier_key(shuffle_id)]):
             name_workers(self._scheduler, task)
             if partition in worker_for and task.state in ("released", "waiting"):
@@ -311,5 +310,5 @@ class SchedulerShuffles:
 
 
 def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
-    """Return whether a shuffle shares outputs with an active one, whose owners Dask has taken."""
+    """Return whether a shuffle shares outputs with an active one, whose owners Dask has chosen already."""
     return any(other in active for other in sharing_outputs(barrier))

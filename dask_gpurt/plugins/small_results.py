@@ -1,13 +1,12 @@
 """Send the results of transfers and barriers ahead of the tasks that need them.
 
-A barrier needs the results of all transfers, and each output that of the barrier: a few numbers each. Dask
-has a worker fetch them from those that have them, one round trip before the barrier and one after it, in
-which nothing else happens. The scheduler can know them. A worker tells with the end of a transfer which
-attempt has succeeded, and the result of a barrier is the number of its run. So they are sent to the workers
-that need them, right before the tasks that do.
+A barrier needs the results of all transfers, and each output needs the result of the barrier: a few numbers
+each. In Dask workers fetch them from their peers, which puts one round trip before the barrier and one after
+it on the critical path. The scheduler knows these results: the end of a transfer carries the attempt that has
+succeeded, and the result of a barrier is its run id. So the scheduler sends them to workers right before the
+tasks that need them.
 
-A result that was sent counts as a replica from then on, as if it had been fetched: it is released with the
-task.
+A sent result counts as a replica, as if the worker had fetched it, and is released in the same way.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ RESULTS = "gpurt-results"
 
 
 class SmallResults:
-    """Send results of shuffles from the scheduler to the workers that are about to need them.
+    """Send results of transfers and barriers from the scheduler to the workers that need them next.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     ready
-        The workers that have the runtime.
+        The workers with the runtime.
     """
 
     def __init__(self, scheduler: SchedulerServer, ready: Collection[str], metrics: Metrics):
@@ -49,7 +48,7 @@ class SmallResults:
         self._send_for: Mapping[str, Callable[[Any, Any], None]] = {}
 
     def install(self) -> None:
-        """Send from now on, if Dask is as it is known."""
+        """Start sending results, if this version of Dask is supported."""
         try:
             require_replicas()
         except UnsupportedError as error:
@@ -58,11 +57,11 @@ class SmallResults:
         self._send_for = {"processing": self._send_transfers, "memory": self._send_barrier}
 
     def uninstall(self) -> None:
-        """Let workers fetch these results again."""
+        """Stop sending results; workers fetch them again."""
         self._send_for = {}
 
     def transition(self, key: Key, finish: str) -> None:
-        """Note what has become of a task. Its messages, and those of its dependents, are not sent yet."""
+        """Send results that a transition requires, ahead of the messages that the transition itself sends."""
         send = self._send_for.get(finish)
         if send is None or (shuffle := id_from_key(key)) is None:
             return
@@ -71,24 +70,24 @@ class SmallResults:
             send(run, self._scheduler.tasks[key])
 
     def _send_transfers(self, run: Any, barrier: Any) -> None:
-        """Send the results of all transfers to the worker that a barrier has been given to."""
+        """Send the results of all transfers to the worker of a barrier."""
         results = {}
         for task in barrier.dependencies:
             if (result := Transferred.of_task(task, run.run_id)) is None:
-                return  # it fetches one, and so may fetch all
+                return  # if the worker must fetch one result, it may as well fetch all
             results[task] = result
         self._send(barrier.processing_on, results)
 
     def _send_barrier(self, run: Any, barrier: Any) -> None:
-        """Send the result of a barrier to the workers that put outputs together."""
+        """Send the result of a barrier to the owners of outputs."""
         for owner in {share.owner for share in run.run_spec.worker_for.shares.values()}:
             if (worker := self._scheduler.workers.get(owner)) is not None:
                 self._send(worker, {barrier: run.run_id})
 
     def _send(self, worker: Any, results: Mapping[Any, Any]) -> None:
-        """Send the results that a worker has not, as a message before that of the task that needs them."""
+        """Send a worker the results that it lacks, ahead of the task that needs them."""
         missing = {task: result for task, result in results.items() if worker not in task.who_has}
-        # Dask closes a worker that is sent what it does not know, as one does where the runtime is not on.
+        # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         if not missing or worker.address not in self._ready:
             return
         sent = ToPickle({task.key: result for task, result in missing.items()})

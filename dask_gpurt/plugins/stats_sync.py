@@ -1,4 +1,4 @@
-"""Synchronise the statistics of kernels between workers, through the scheduler."""
+"""Synchronise kernel statistics between workers, through the scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.overlap.statistics_file import CacheKey
 HANDLER = "gpurt_learned"
 #: Heartbeats between two reports of a worker. Dask's heartbeat interval grows with the number of workers.
 SYNC_HEARTBEATS = 2
-#: Seconds for which an average is handed out before it is computed again.
+#: How long an average is reused before it is recomputed, in seconds.
 AVERAGE_MAX_AGE_S = 0.5
 
 
@@ -29,7 +29,7 @@ class SharedStatistics:
     Parameters
     ----------
     clock
-        Returns seconds.
+        Returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -38,19 +38,19 @@ class SharedStatistics:
         self._together: dict[str, tuple[float, dict[str, Any]]] = {}
 
     def learned(self, worker: str, cache_key: str, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Take the statistics of a worker, and return the average of all. A handler.
+        """Store a worker's statistics, and return the average over workers with the same cache key (handler).
 
         Parameters
         ----------
         cache_key
-            The device and the libraries; only workers with the same key share an average.
+            Identifies the device and the library versions.
         known
-            Plain values of :class:`OverlapStatistics`.
+            :class:`OverlapStatistics` as plain values.
 
         Raises
         ------
         KeyError, TypeError, ValueError
-            When the values are of another form.
+            If the values are malformed.
         """
         self._of[cache_key][worker] = OverlapStatistics.of(known)
         now = self._clock()
@@ -61,9 +61,9 @@ class SharedStatistics:
         return together
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return what was learnt of each kernel and setting, see :func:`~dask_gpurt.overlap.governor.rows`.
+        """Return the statistics of each kernel and setting as :func:`~dask_gpurt.overlap.governor.rows`.
 
-        Each row has the ``device`` and libraries that it holds for besides.
+        The ``device`` of each row is its cache key: device and library versions.
         """
         return [
             {"device": cache_key, **row}
@@ -79,14 +79,14 @@ class SharedStatistics:
 
 
 class StatsSync:
-    """Send the statistics of a worker's governor to the scheduler, and give it the average of all.
+    """Exchange the statistics of a worker's governor for the average of all workers.
 
     Parameters
     ----------
     worker
         The Dask worker.
     cache_key
-        The device and the libraries that the statistics hold for.
+        The device and library versions to which the statistics apply.
     """
 
     def __init__(self, worker: WorkerServer, cache_key: CacheKey, governor: Governor, metrics: Metrics):
@@ -107,13 +107,13 @@ class StatsSync:
         self._telling.stop()
 
     async def share(self) -> None:
-        """Exchange statistics with the scheduler, if there are new ones."""
+        """Exchange statistics with the scheduler, if the governor has new ones."""
         governor = self.governor
         if governor.steps == self._steps_shared:
             return
         self._steps_shared = governor.steps
         try:
-            # The answer is None from a scheduler on which the runtime is off.
+            # A scheduler on which the runtime is off returns None.
             together = await self._worker.scheduler.gpurt_learned(
                 worker=self._worker.address,
                 cache_key=self._cache_key,
@@ -121,7 +121,7 @@ class StatsSync:
             )
         except OSError as error:
             self._metrics.fallback(Fallback.OVERLAP_NOT_SHARED, str(error))
-            governor.agree(None)  # the last average would soon be out of date
+            governor.agree(None)  # the last average would become stale
             return
         if together is not None:
             governor.agree(OverlapStatistics.of(together))

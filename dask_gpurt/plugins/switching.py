@@ -1,14 +1,14 @@
-"""Switch on and off as transactions: one at a time, on all workers, and ending in one of two states.
+"""Switch the runtime on and off on all workers, as transactions that never overlap and end either on or off.
 
-A caller that comes in the middle waits for the outcome, and gets its failure too. A worker that joins in the
-middle asks before it switches on (:data:`JOIN`), since it may have received the plugin a moment before that
-was removed again::
+A caller that arrives in the middle waits for the outcome, and receives its exception if it fails. A worker
+that joins in the middle asks the scheduler before it switches on (:data:`JOIN`), since the plugin that it
+received may have been removed again::
 
-    a worker registers, the scheduler's answer with the plugin is on its way
-    the scheduler switches off: it tells the worker, which has no such plugin yet
-    the answer arrives, and the worker asks  ->  no: it stays off
+    a worker registers; the scheduler's reply with the plugin is in flight
+    the scheduler switches off, and tells the worker, which does not have the plugin yet
+    the reply arrives, and the worker asks whether to switch on  ->  no: it stays off
 
-If the answer is yes, the worker has registered the plugin already, so it hears of every later switching off.
+When the worker asks, it has registered the plugin already. So after a yes it receives every later removal.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize
 from dask_gpurt.config import ConfigError
 from dask_gpurt.dask_hooks.types import SchedulerServer
 
-#: The name of the runtime among the plugins of schedulers and workers, and the extensions of schedulers.
+#: The runtime's name among the plugins of schedulers and workers, and among a scheduler's extensions.
 NAME = "gpurt"
-#: The handler that a worker calls before it switches on, and the stream operations by which it says that it
-#: has, and that it has switched off again.
+#: The handler that a worker calls before it switches on, and the stream operations by which it reports that
+#: it has switched on, and off.
 JOIN, READY, LEFT = "gpurt_join", "gpurt-ready", "gpurt-left"
-#: The stream operation by which a worker says that it can not switch on with the settings that it has.
+#: The stream operation by which a worker reports that it cannot switch on with its settings.
 REFUSED = "gpurt-refused"
-#: Calls to a worker that is registered and does not answer, and the seconds in between.
+#: The number of calls to a registered worker that does not answer, and the pause between them in seconds.
 ATTEMPTS, PAUSE_S = 5, 0.2
 
 SwitchAction = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Layer(IntEnum):
-    """Order the parts of a worker that wrap one method: the highest layer is called first.
+    """Order the parts of a worker that wrap the same method. The highest layer is called first.
 
-    ``execute`` is called through ``READS``, which counts a task until there is room for its result; then
-    through ``DATA``, which waits until a task has room and its inputs are live; then through ``OVERLAP``,
-    which confines what computes, and must not count that waiting; then it is Dask's. The functions that read
-    files are wrapped in ``READS`` alone.
+    A call of ``execute`` passes through ``READS``, which counts a task until its result is stored; ``DATA``,
+    which waits until memory is reserved and the inputs are live; ``OVERLAP``, which applies the governor's
+    setting to running tasks and must not measure that wait; and then reaches Dask's method. Functions that
+    read files are wrapped by ``READS`` alone.
     """
 
     OVERLAP = 1
@@ -54,14 +54,14 @@ class Layer(IntEnum):
 
 
 class Switch:
-    """Go one way from off to on, and back to off.
+    """Run one transition from off to on, and one back to off.
 
     Parameters
     ----------
     on
-        Switches on, or raises, when it has taken back all it had done.
+        Switches on. If it raises, it has undone everything.
     off
-        Switches off; may raise, and is off all the same.
+        Switches off, even if it raises.
     """
 
     def __init__(self, on: SwitchAction, off: SwitchAction):
@@ -69,12 +69,12 @@ class Switch:
         self._off: asyncio.Task[None] | None = None
 
     async def on(self) -> None:
-        """Switch on; once. Goes on to its end where the caller is gone meanwhile."""
+        """Switch on; to be called once. Completes even if the caller is cancelled."""
         self._on = asyncio.create_task(self._turn_on())
         await asyncio.shield(self._on)
 
     async def off(self) -> None:
-        """Switch off, after what is under way; all callers share one outcome."""
+        """Switch off, after switching on has ended. All callers share one outcome."""
         if self._off is None:
             self._off = asyncio.create_task(self._end())
         await asyncio.shield(self._off)
@@ -86,11 +86,11 @@ class Switch:
 
     @property
     def is_on(self) -> bool:
-        """Return whether it is on, and nothing is under way."""
+        """Return whether the switch is on and no transition is running."""
         return self._off is None and self._on.done() and self._on.exception() is None
 
     async def settled(self) -> bool:
-        """Wait for what is under way: whether it is on then. Raises what kept it from going on."""
+        """Wait for the running transition, and return whether the switch is on. Raises if that failed."""
         if self._off is not None:
             await asyncio.wait([self._off])
             return False
@@ -99,16 +99,16 @@ class Switch:
 
 
 class Workers:
-    """Keep the plugin on all workers of a scheduler, those included that come and go meanwhile.
+    """Keep the plugin on all workers of a scheduler, including workers that join later.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     plugin
-        Pickled.
+        The pickled worker plugin.
     token
-        What its instances name when they ask.
+        Identifies this scheduler plugin in messages of its worker plugins.
 
     Attributes
     ----------
@@ -117,7 +117,7 @@ class Workers:
     ready
         The workers that have switched on.
     unreachable
-        Those that did not answer when it was switched off.
+        The workers that did not answer when the runtime was switched off.
     """
 
     def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str):
@@ -125,7 +125,7 @@ class Workers:
         self._plugin = plugin
         self.token = token
         self._wanted = False
-        #: The plugins of each worker that have been told yes, and have not left.
+        #: For each worker the ids of plugins that may be on: they were allowed to join and have not left.
         self._on: defaultdict[str, set[str]] = defaultdict(set)
         self._all_left = asyncio.Event()
         self.ready: set[str] = set()
@@ -134,27 +134,27 @@ class Workers:
         self.unreachable: set[str] = set()
 
     def join(self, worker: str, token: str, devices: Collection[str], plugin: str) -> bool:
-        """Handle a worker's question whether it shall switch on a plugin that it has been handed.
+        """Return whether a worker may switch on the plugin that it has received (handler). Idempotent.
 
-        A plugin may ask more than once: where its connection broke, it does not know whether it was heard.
+        A plugin asks again if its connection broke before the reply.
 
         Parameters
         ----------
         devices
-            The kinds of device that it has.
+            The worker's kinds of device.
         plugin
-            Identifies the plugin among those of the worker.
+            Identifies the plugin among those that the worker has received.
         """
         wanted = self._wanted and token == self.token
         if wanted:
             self._on[worker].add(plugin)
             self.note_devices(worker, devices)
         else:
-            self.has_left(worker, token, plugin)  # it may have been told yes before, and not have heard it
+            self.has_left(worker, token, plugin)  # an earlier yes may have been lost with its connection
         return wanted
 
     def note_devices(self, worker: str, devices: Collection[str]) -> None:
-        """Note the kinds of device that a worker has."""
+        """Record a worker's kinds of device."""
         self._devices[worker] = frozenset(devices)
 
     def ready_with(self, device: str) -> set[str]:
@@ -162,18 +162,18 @@ class Workers:
         return {worker for worker in self.ready if device in self._devices.get(worker, ())}
 
     def is_ready(self, worker: str, token: str) -> None:
-        """Handle a worker that has switched on."""
+        """Note that a worker has switched on (stream handler)."""
         if token == self.token and worker in self._scheduler.workers:
             self.ready.add(worker)
 
     def has_left(self, worker: str, token: str, plugin: str) -> None:
-        """Handle a worker that has switched off, and has sent nothing after this."""
+        """Note that a worker's plugin has switched off; this is its last message (stream handler)."""
         if token == self.token:
             self._on[worker].discard(plugin)
             self._look()
 
     def remove(self, worker: str) -> None:
-        """Forget a worker that is gone."""
+        """Forget a worker that has left the cluster."""
         self.ready.discard(worker)
         self._on.pop(worker, None)
         self._devices.pop(worker, None)
@@ -186,23 +186,23 @@ class Workers:
             self._all_left.clear()
 
     async def on(self) -> None:
-        """Switch on all workers that are there, and from now on all that come.
+        """Switch on all workers, and from now on every worker that joins.
 
         Raises
         ------
         Exception
-            What one of them has raised.
+            If a worker fails to switch on; the worker's exception.
         RuntimeError
-            When one does not answer.
+            If a worker does not answer, or cannot import the package.
         """
         self._wanted = True
         self._scheduler.worker_plugins[NAME] = self._plugin
         replies = await self._tell({"op": "plugin-add", "plugin": self._plugin, "name": NAME})
         for worker, reply in replies.items():
             if isinstance(reply, ImportError):
-                raise RuntimeError(f"worker {worker} can not load dask_gpurt: {reply}") from reply
+                raise RuntimeError(f"worker {worker} cannot import dask_gpurt: {reply}") from reply
             if isinstance(reply, Exception):
-                raise RuntimeError(f"worker {worker} does not switch the runtime on: {reply!r}") from reply
+                raise RuntimeError(f"worker {worker} did not switch the runtime on: {reply!r}") from reply
             if reply["status"] == "error":
                 raise exception_of(reply)
         self.ready |= replies.keys() & self._scheduler.workers.keys()
@@ -213,7 +213,7 @@ class Workers:
         Raises
         ------
         RuntimeError
-            Says on which workers something is left, after all others have been switched off.
+            If workers do not answer or fail to switch off; all others are off.
         """
         self._wanted = False
         if self._scheduler.worker_plugins.get(NAME) == self._plugin:
@@ -226,20 +226,20 @@ class Workers:
                 self.unreachable.add(worker)
                 left[worker] = f"does not answer ({reply!r})"
             elif reply["status"] == "error" and not isinstance(error := exception_of(reply), KeyError):
-                left[worker] = repr(error)  # a KeyError: it had no such plugin, or had left it by itself
-        # Dask closes a worker that sends what it does not know. Answers overtake what came before on the
-        # stream.
+                left[worker] = repr(error)  # a KeyError means only that the worker has no such plugin
+        # Replies may overtake earlier messages on the workers' streams. Keep the handlers of those messages
+        # until every plugin has sent its last one: Dask closes a worker that sends an unknown operation.
         self._look()
         await self._all_left.wait()
         if left:
             reasons = "; ".join(f"{worker}: {reason}" for worker, reason in left.items())
             raise RuntimeError(
-                f"the runtime is off, but something of it is left on {len(left)} of {len(replies)} workers: "
-                f"restart these. {reasons}"
+                f"the runtime is off, but {len(left)} of {len(replies)} workers did not switch it off "
+                f"cleanly: restart these. {reasons}"
             )
 
     async def _tell(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Broadcast, and return the answers, or errors, of all that are still there."""
+        """Broadcast with retries, and return the replies or errors of all workers that are still here."""
         answers: dict[str, Any] = {}
         asked = [worker for worker in self._scheduler.workers if self._stays(worker)]
         for attempt in range(ATTEMPTS):
@@ -257,10 +257,10 @@ class Workers:
 
 
 class _WithoutTraceback(logging.Filter):
-    """Drop Dask's log records of errors that are reported elsewhere, with a traceback from each worker.
+    """Drop Dask's log records, with a traceback for each worker, of errors that are reported elsewhere.
 
-    A wrong setting is raised by whatever call switches on, and logged in a line where there is none. Dask
-    also has workers remove the plugin that have none, or none any more.
+    A wrong setting is raised by the call that switches the runtime on, or logged in one line if there is no
+    such call. Dask also logs an error when it removes the plugin from a worker that does not have it.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -273,15 +273,15 @@ _without_traceback = _WithoutTraceback()
 
 
 def spare_tracebacks() -> None:
-    """Keep tracebacks of errors that are reported elsewhere out of Dask's logs; may be called again."""
+    """Keep tracebacks of errors that are reported elsewhere out of Dask's logs. Idempotent."""
     for name in ("distributed.worker", "distributed.core"):
         logging.getLogger(name).addFilter(_without_traceback)
 
 
 def exception_of(reply: Mapping[str, Any]) -> BaseException:
-    """Return what a worker has raised; a scheduler does not unpack what passes through it."""
+    """Return the exception that a worker raised. Dask's scheduler does not deserialize what it forwards."""
     packed = reply["exception"]
-    if isinstance(packed, Serialize):  # of a worker in this process
+    if isinstance(packed, Serialize):  # from a worker in this process
         packed = packed.data
     elif isinstance(packed, Serialized):
         packed = deserialize(packed.header, packed.frames)

@@ -1,4 +1,4 @@
-"""Build the tiers of a worker, and run the threads that move its data."""
+"""Build the tiers of a worker, and run the threads that move data between them."""
 
 from __future__ import annotations
 
@@ -32,50 +32,50 @@ from dask_gpurt.topology.detect import memory_of_processors
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between looks at the process as a whole and at the exchange pools.
+#: Seconds between polls of the process's memory and of the exchange pools.
 PRESSURE_POLL_INTERVAL_S = 0.2
-#: Seconds between looks at the free space of the file system where spilled data go.
+#: Seconds between polls of the free space of the file system that takes spilled data.
 DISK_POLL_INTERVAL_S = 2.0
-#: The share of its memory limit from which on, at each look, a process has the pages of peers' pools that it
-#: reads at the moment not count as its own.
+#: The share of its memory limit above which a process drops the mapped pages of peers' pools at each poll, so
+#: that they do not count as its own memory.
 DROP_PAGES_FROM = 0.5
 
 
 class WorkerBuffer(TieredBuffer):
-    """A buffer that Dask's memory monitor can have spill: a ``distributed.spill.ManualEvictProto``.
+    """Let Dask's memory monitor spill the tiered buffer, as a ``distributed.spill.ManualEvictProto``.
 
-    The monitor looks at the process, compares it with the setting ``distributed.worker.memory.spill``, and
-    calls :meth:`evict` on the event loop until the process is below the target.
+    The monitor compares the process's memory with ``distributed.worker.memory.spill``, and calls
+    :meth:`evict` on the event loop until the process is below its target.
 
     Attributes
     ----------
     relieve
-        Begins to move data away, on other threads.
+        Starts to spill, on other threads.
     """
 
-    #: There may always be something: pages of the pools' count as the process's too.
+    #: Always true, so that the monitor calls evict(): dropping mapped pages of pools may help too.
     fast = True
     relieve: Callable[[], None] = staticmethod(passed)
 
     def evict(self) -> int:
-        """Begin to spill what the process has too much of; return -1, so that the monitor does not go on now.
+        """Start to spill in the background, and return -1 to end the monitor's loop.
 
-        A buffer of Dask's spills one value within this call. Here the event loop does not wait for a spill:
-        the monitor calls again at its next look, if the process is still too large then.
+        Dask's own buffer spills one value within this call. Here the event loop never blocks on a spill; the
+        monitor calls again at its next poll if the process is still too large.
         """
         self.relieve()
         return -1
 
 
 class WorkerTiers:
-    """The tiered buffer of a worker, its account, and the threads that move data.
+    """Hold the tiered buffer of a worker, its ledger, and the threads that move data.
 
     Parameters
     ----------
     worker
-        The Dask worker; nothing of it is changed.
+        The Dask worker; it is not changed.
     pools
-        The devices of the worker, and the pools that count next to the tiers.
+        The devices of the worker and their exchange pools, whose memory the ledger counts too.
     """
 
     def __init__(self, worker: WorkerServer, settings: Settings, pools: Pools, metrics: Metrics):
@@ -106,35 +106,35 @@ class WorkerTiers:
         self._seen = threading.local()
         self._unguard: Callable[[], None] = passed
         self._relieving = False
-        #: Whether the runtime is being switched off; what has begun before may come to its end afterwards.
+        #: Whether the runtime is being switched off. Work that has started before may still end later.
         self.closed = False
         self._watch = PeriodicCallback(self._look, PRESSURE_POLL_INTERVAL_S * 1000)
-        # Not on the event loop, as the rest: a file system in the network may not answer.
+        # Polled on another thread: a network file system may block.
         self._watch_disk = PeriodicCallback(
             partial(self.in_background, self._look_at_disk), DISK_POLL_INTERVAL_S * 1000
         )
 
     def start(self) -> None:
-        """Begin to look after the process. On the event loop."""
+        """Start polling the process and the disk. On the event loop."""
         self._watch.start()
         self._watch_disk.start()
 
     def report_now(self) -> None:
-        """Report all tiers at once, with the pools that were made meanwhile. On the event loop."""
+        """Report all tiers and pools immediately. On the event loop."""
         self._look()
         self.reporter.send_now()
 
     def guard(self) -> None:
-        """Have an allocation that fails spill, and try again. Blocks."""
+        """Have failed device allocations spill and retry. Blocks."""
         self._unguard = self.device.guard(self._short)
 
     def _short(self, nbytes: int) -> bool:
         """Free memory for a failed allocation of this thread.
 
-        Returns whether any has become free since its last one.
+        Returns whether memory was freed since this thread's previous failure, so that a retry may succeed.
         """
         if getattr(self._seen, "spilling", False):
-            return False  # what takes an object apart may need memory itself
+            return False  # spilling itself may allocate: do not recurse
         self._metrics.add("memory.short")
         self._seen.spilling = True
         try:
@@ -145,13 +145,13 @@ class WorkerTiers:
         return bool(self._seen.removals != before)
 
     def _shared_memory(self) -> int | None:
-        """Return the bytes that the exchange pool may take where tasks compute on the host; else None."""
+        """Return the exchange pool's capacity in bytes if tasks compute on the host, else None."""
         if not self.device.on_host:
             return None
         return int(self.pools.describe().get(self.device.kind, {}).get("capacity", 0))
 
     async def close(self) -> None:
-        """Let everything go that still lies in a tier."""
+        """Stop polling, and release everything in the tiers."""
         self.closed = True
         self._watch.stop()
         self._watch_disk.stop()
@@ -163,7 +163,7 @@ class WorkerTiers:
     def _memory_limit(self) -> int:
         """Return the bytes of host memory that the worker may use."""
         limit = self.worker.memory_manager.memory_limit or MEMORY_LIMIT
-        # Dask cuts it from all that the system has, which may have the memory of GPUs as nodes of its own.
+        # Dask derives it from the system's total, which may include GPU memory as NUMA nodes.
         return limit if self.device.on_host else min(limit, memory_of_processors() or limit)
 
     def _limits(self, given: Any) -> Limits:
@@ -173,7 +173,7 @@ class WorkerTiers:
             self.settings.memory,
             memory_limit=self.memory_limit,
             device_memory=self.device.own_memory(),
-            # dask-cuda was given it for one worker of a GPU.
+            # dask-cuda's limit is meant for one worker on the GPU.
             given_device=given_device and given_device // workers_of_device(),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
@@ -183,7 +183,7 @@ class WorkerTiers:
     def _lower_tiers(self) -> dict[Tier, Any]:
         return {
             Tier.PINNED: PinnedTier(self.pinned),
-            # From an integrated GPU a copy in host memory would free nothing.
+            # An integrated GPU shares the host's memory: a copy there would free nothing.
             Tier.HOST: HostTier(0 if self.device.integrated else self.limits.host),
             Tier.DISK: self.disk,
         }
@@ -201,16 +201,16 @@ class WorkerTiers:
     # ---- threads -----------------------------------------------------------------------
 
     async def offload(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run something that moves data on a thread of the tiers."""
+        """Run a function that moves data on a thread of the tiers."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
 
     def in_background(self, function: Callable[..., Any], *args: Any) -> None:
-        """Run something without waiting for it."""
+        """Start a function on a thread of the tiers without waiting for it; errors are logged."""
         if self.closed:
             return
         self.executor.submit(function, *args).add_done_callback(_complain)
 
-    # ---- looking after it --------------------------------------------------------------
+    # ---- memory pressure ---------------------------------------------------------------
 
     def _look(self) -> None:
         for kind, pool in self.pools.describe().items():
@@ -225,16 +225,16 @@ class WorkerTiers:
         self.reporter.changed()
         too_much = self.tiered_buffer.reservations.overshoot()
         if not self.settings.memory.tiers:
-            # Dask's monitor has Dask's own data spilled, but the shards lie here all the same.
+            # Dask's monitor only spills Dask's own data; shards are in these tiers nevertheless.
             too_much = max(too_much, self._pressure(process))
         if too_much or process > DROP_PAGES_FROM * self.memory_limit:
             self._relieve_soon()
 
     def _look_at_disk(self) -> None:
-        """Note what the disk takes now: others write there too."""
+        """Update the capacity of the disk tier: other processes write to the file system too."""
         try:
             limit = self.disk.limit()
-        except OSError:  # its directory is gone: it takes nothing more
+        except OSError:  # the directory is gone
             limit = self.disk.used
         self.ledger.set_capacity(Tier.DISK, limit)
 
@@ -265,7 +265,7 @@ class WorkerTiers:
 
     def _relieve(self) -> None:
         try:
-            # Of what the process seems to have, part may be of no use to it: nothing is spilled for that.
+            # First reduce the process by mapped pages and unused pool memory, which need no spilling.
             self.pools.drop_pages()
             if self._pressure(self.worker.monitor.get_process_memory()):
                 self.pools.trim()
@@ -277,18 +277,18 @@ class WorkerTiers:
             self._relieving = False
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:
-        """Return the message for a user once nothing is left to spill."""
+        """Return the user's error for when nothing is left to spill."""
         tiers = ", ".join(f"{row['tier']} {row['used']} of {row['capacity']} bytes" for row in self.rows())
         largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.tiered_buffer.largest(3))
         return MemoryError(
-            f"out of memory {self.settings.memory.retries + 1} times, with all spilled that could be: "
+            f"out of memory {self.settings.memory.retries + 1} times, with everything possible spilled: "
             f"{error}. "
-            f"Tiers: {tiers}. Largest: {largest or 'none'}. Smaller partitions help, or fewer threads, or "
-            "another gpurt.memory.device; gpurt.memory.retries says how often to try"
+            f"Tiers: {tiers}. Largest: {largest or 'none'}. Use smaller partitions or fewer threads, or "
+            "change gpurt.memory.device; gpurt.memory.retries sets the number of retries"
         )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return tier, bytes used and capacity."""
+        """Return tier, used bytes and capacity of each tier."""
         return [
             {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
             for tier, capacity in self._capacities().items()

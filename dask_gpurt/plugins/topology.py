@@ -1,4 +1,4 @@
-"""Keep the scheduler's topology of the workers, from their reports or a file."""
+"""Maintain the scheduler's topology of workers, from their reports or from a file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.hosts import Host
 
-#: Links that the paths of the exchange cross. Bytes over another one are not a sample of a pair's link.
+#: Links that each path of the exchange may cross. Transfers over other links are not samples of these.
 LINKS_OF_PATH = {
     "shared-memory": {Link.SHARED_MEMORY},
     "cuda-ipc": {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
@@ -32,14 +32,14 @@ class SchedulerTopology:
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     file
         The setting ``gpurt.topology.file``.
 
     Raises
     ------
     TopologyError
-        When the file makes no sense.
+        If the file is invalid.
     """
 
     def __init__(self, scheduler: SchedulerServer, file: str | None, metrics: Metrics):
@@ -62,10 +62,10 @@ class SchedulerTopology:
         """Remove the handlers."""
         self._patches.restore()
 
-    # ---- where workers are -------------------------------------------------------------
+    # ---- places of workers -------------------------------------------------------------
 
     def placed(self, worker: str, place: dict[str, Any], name: str, visible: str | None) -> None:
-        """Place a worker that reports where it is and which devices it sees. A stream handler."""
+        """Place a worker that reports its host and devices (stream handler)."""
         if worker not in self._scheduler.workers:
             return
         reported = Place(**place)
@@ -79,7 +79,7 @@ class SchedulerTopology:
                 self._keep(host.name, host)
 
     def _listed(self, worker: str, name: str) -> tuple[Host | None, str | None]:
-        """Return the host of a worker and its GPU, as far as the file has them."""
+        """Return the host and the GPU that the file lists for a worker; None for each that it does not."""
         workers, alias = self._file.workers, str(self._scheduler.workers[worker].name)
         name, gpu = workers.get(worker) or workers.get(alias) or (name, None)
         return self._file.hosts.get(name), gpu
@@ -87,11 +87,11 @@ class SchedulerTopology:
     def _place_in(
         self, host: Host, listed: str | None, worker: str, reported: Place, visible: str | None
     ) -> Place:
-        """Place a worker of a host in the file: on the GPU that it has there, else on the one it reports."""
+        """Place a worker whose host is in the file: on the GPU listed there, else on the one it reports."""
         by_id = {gpu.id: gpu for gpu in host.gpus}
         gpu = by_id.get(listed or reported.device or "") or host.find(visible)
         if gpu is None and reported.device is not None:
-            self._metrics.fallback(Fallback.TOPOLOGY_GPU_NOT_IN_FILE, f"the file has none at {worker}")
+            self._metrics.fallback(Fallback.TOPOLOGY_GPU_NOT_IN_FILE, f"the file lists none for {worker}")
             return replace(reported, host=host.name)
         rdma = worker.startswith("ucx")
         return host.place(host.name, gpu, numa=reported.numa, rdma=rdma, by_tcp=reported.by_tcp)
@@ -102,7 +102,7 @@ class SchedulerTopology:
             call_soon(self._scheduler, self._ask, host, name)
 
     async def _ask(self, host: str, name: str) -> None:
-        """Ask one worker of a host to describe it; the next one if that worker leaves meanwhile."""
+        """Have one worker of a host describe the host; try the next worker if that one does not answer."""
         try:
             for worker in list(self.topology.on_host(host)):
                 try:
@@ -117,7 +117,7 @@ class SchedulerTopology:
 
     def _keep(self, host: str, described: Host) -> None:
         known = described.known()
-        # Measured speeds of the file take precedence over those that follow from the generation of a link.
+        # Measured speeds in the file take precedence over speeds derived from a link's generation.
         speeds = {link: speed for link, speed in known.speeds.items() if link not in self._file.speeds}
         self._hosts[host] = described
         self.topology.describe(host, HostLinks(known.links, speeds))
@@ -129,24 +129,24 @@ class SchedulerTopology:
         if place is not None and not self.topology.on_host(place.host):
             self._hosts.pop(place.host, None)
 
-    # ---- how fast bytes come -----------------------------------------------------------
+    # ---- speeds of links ---------------------------------------------------------------
 
     def traffic(self, worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
-        """Learn from the transfers that a worker reports. A stream handler."""
+        """Learn speeds from the transfers that a worker reports (stream handler)."""
         for peer, path, nbytes, seconds, transfers in totals:
             if not self.topology.place(peer) or not self.topology.place(worker):
-                continue  # one of them has left, or not yet said where it is
+                continue  # one of them has left, or has not reported its place yet
             if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
 
     def links(self, worker: str, peers: Sequence[str]) -> dict[str, Any]:
-        """Return the links from some peers to a worker, and the speeds of all classes on its host. A handler.
+        """Return the links from peers to a worker, and the speeds of all link classes on its host (handler).
 
         Returns
         -------
         dict
-            Under "links" the class, bandwidth and latency by peer, where the places of both are known; under
-            "classes" bandwidth and latency by class.
+            ``links``: class, bandwidth and latency by peer, if the places of both are known. ``classes``:
+            bandwidth and latency by class.
         """
         placed = [peer for peer in peers if self.topology.place(peer) and self.topology.place(worker)]
         return {
@@ -158,7 +158,7 @@ class SchedulerTopology:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the topology in the form of a topology file. A handler."""
+        """Return the topology in the format of a topology file (handler)."""
         names = self._names()
         workers = {}
         for worker in self._scheduler.workers:

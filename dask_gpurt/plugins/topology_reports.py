@@ -1,4 +1,4 @@
-"""Report the place of a worker, its host, and its transfers to the scheduler."""
+"""Report a worker's place, host and transfers to the scheduler."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from dask_gpurt.topology.hosts import Host
 
 #: The names of the stream operations, and of the handler that the scheduler calls.
 PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
-#: The beginnings of addresses of workers whose comms are TCP.
+#: Address prefixes of workers whose comms use TCP.
 TCP_SCHEMES = ("tcp://", "tls://", "ws://", "wss://")
-#: Smaller or shorter transfers of Dask's own are not taken as samples of a link; shorter ones Dask does not
-#: log.
+#: Fetches over Dask's own comms must exceed both to be samples of a link. Dask logs shorter times as 0.001 s.
 DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
 
 
 class TopologyReporter:
-    """Report for one worker.
+    """Report the place, the host and the transfers of one worker.
 
     Parameters
     ----------
     worker
         The Dask worker.
     traffic
-        The sums of its transfers.
+        Totals of the worker's transfers.
     on_gpu
-        Whether it keeps its data on a GPU.
+        Whether the worker keeps its data on a GPU.
     """
 
     def __init__(self, worker: WorkerServer, traffic: Traffic, on_gpu: bool, metrics: Metrics):
@@ -50,7 +49,7 @@ class TopologyReporter:
         self._patches = PatchSet()
 
     async def start(self) -> None:
-        """Report the place of this worker, and go on with periodic reports."""
+        """Report the place of this worker, and start the periodic reports of transfers."""
         self._patches.add_item(self._worker.handlers, HOST, self.host)
         place = await asyncio.to_thread(self._look_around)
         self._send(
@@ -68,7 +67,7 @@ class TopologyReporter:
         rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP_SCHEMES)
         try:
             self._host = discover()
-        # NVML may fail in any way, and the cluster works without a topology.
+        # NVML may raise anything, and the cluster works without a topology.
         except Exception as error:
             self._metrics.fallback(Fallback.TOPOLOGY_LINKS_UNKNOWN, repr(error))
         place = own_place(self._host, visible, on_gpu=self._on_gpu, rdma=rdma, by_tcp=by_tcp)
@@ -81,7 +80,7 @@ class TopologyReporter:
         return place
 
     async def host(self) -> dict[str, Any]:
-        """Return the devices of this host. A handler."""
+        """Return the devices of this host (handler)."""
         return host_values(self._host)
 
     # ---- transfers ---------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Record traces on workers and on the scheduler, hand them out in batches, and compare the workers' clocks.
+"""Record traces on workers and the scheduler, return them in batches, and measure offsets of clocks.
 
-A client begins a trace on the scheduler, then takes batches from all servers through it until it ends the
-trace. A worker that joins meanwhile records from the first batch on that it is asked for. One trace of a
-cluster is recorded at a time; one that no client has asked for ``LEASE_S`` ends by itself.
+A client begins a trace on the scheduler, then takes batches of all servers through the scheduler until it
+ends the trace. A worker that joins later starts recording when its first batch is requested. A cluster
+records one trace at a time. A trace ends by itself if no client has taken a batch for ``LEASE_S``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Ranges, Recording
 
-#: Handlers of workers: their clock, a batch of their events, and the end of a trace.
+#: Handlers of workers: read the clock, take a batch of events, end a trace.
 CLOCK, TAKE, END = "gpurt_clock", "gpurt_trace_take", "gpurt_trace_end"
 WORKER_HANDLERS = (CLOCK, TAKE, END)
 #: Handlers of the scheduler.
 BEGIN_ALL, TAKE_ALL, END_ALL = "gpurt_trace_begin", "gpurt_traces_take", "gpurt_traces_end"
-#: Seconds after which a trace ends that no client has asked for.
+#: A trace ends after this time without a client that takes batches, in seconds.
 LEASE_S = 60.0
-#: Seconds for which a worker is waited for that is asked for its events.
+#: How long to wait for the events of a worker, in seconds.
 ANSWER_TIMEOUT_S = 10.0
-#: Questions for the clock of a worker, of which the one with the shortest round trip counts, and seconds for
-#: which they may take altogether.
+#: How often the clock of a worker is read (the reading with the shortest round trip counts), and the time
+#: limit for all readings, in seconds.
 CLOCK_ROUNDS, CLOCK_TIMEOUT_S = 5, 2.0
-#: Workers that are asked at a time: many answers at once would wait for each other.
+#: How many workers' clocks are read concurrently. More would delay each other's replies.
 CLOCKS_AT_ONCE = 4
 
 
@@ -43,7 +43,7 @@ class Recorder:
     Parameters
     ----------
     metrics
-        Of the server; gets the recording while one goes on.
+        The server's metrics, which hold the active recording.
     """
 
     def __init__(self, metrics: Metrics):
@@ -52,7 +52,7 @@ class Recorder:
         self._expires: asyncio.TimerHandle | None = None
 
     def begin(self, token: str) -> Recording:
-        """Return the recording of a trace, and begin it if need be; that of another trace ends."""
+        """Return the recording of a trace, started if necessary; it replaces that of any other trace."""
         recording = self._metrics.recording
         if recording is None or self.token != token:
             self.token = token
@@ -61,7 +61,7 @@ class Recorder:
         return recording
 
     def end(self, token: str | None = None) -> None:
-        """End the recording of a trace, or any."""
+        """End the recording of a trace, by default of any trace."""
         if token in (None, self.token):
             self.token = self._metrics.recording = None
             if self._expires is not None:
@@ -74,14 +74,14 @@ class Recorder:
 
 
 class WorkerTracing:
-    """Record a worker.
+    """Record traces on a worker.
 
     Parameters
     ----------
     worker
-        The Dask worker. Its tasks are recorded as Dask has timed them.
+        The Dask worker. Its tasks are recorded with Dask's own timings.
     offload
-        Runs what takes a while on a thread.
+        Runs a slow function on a thread.
     """
 
     def __init__(self, worker: WorkerServer, metrics: Metrics, offload: Callable[..., Awaitable[Any]]):
@@ -90,38 +90,38 @@ class WorkerTracing:
         self._offload = offload
         self._recorder = Recorder(metrics)
         self._patches = PatchSet()
-        #: The time on the clock of Dask's times at which the clock of events shows 0.
+        #: The wall-clock time, as Dask uses it, at which the clock of events is 0.
         self._epoch = 0.0
         #: The last transfer that was recorded.
         self._transfer: Any = None
 
     def install(self) -> None:
-        """Answer the scheduler from now on."""
+        """Register the handlers."""
         for name, handler in {CLOCK: self.clock, TAKE: self.take, END: self.end}.items():
             self._patches.add_item(self._worker.handlers, name, handler)
 
     def uninstall(self) -> None:
-        """Record nothing any more."""
+        """Remove the handlers, and end any recording."""
         self._patches.restore()
         self._recorder.end()
 
     async def clock(self) -> float:
-        """Handle a question for the clock that times events."""
+        """Return the time on the clock of events, in seconds (handler)."""
         return perf_counter()
 
     async def take(self, token: str, limit: int) -> dict[str, Any]:
-        """Handle a question for the next events of a trace."""
+        """Return the next events of a trace, and start recording if necessary (handler)."""
         recording = self._recorder.begin(token)
         self._epoch = time() - perf_counter()
         packed: dict[str, Any] = await self._offload(_packed, recording, limit)
         return packed
 
     async def end(self, token: str) -> None:
-        """Handle the end of a trace."""
+        """End the recording of a trace (handler)."""
         self._recorder.end(token)
 
     def task_ended(self, key: Key) -> None:
-        """Record a task that has been executed, as Dask has timed it."""
+        """Record a task that has run, with Dask's timing."""
         recording, task = self._metrics.recording, self._worker.state.tasks.get(key)
         if recording is None or task is None or task.start_time is None or not task.startstops:
             return
@@ -129,14 +129,13 @@ class WorkerTracing:
         if timed["action"] == "compute":
             thread = self._worker.threads.get(key, 0)
             recording.see(thread)
-            # Dask has corrected the begin of the task by the difference of clocks from a heartbeat, which is
-            # off by as much as heartbeats are under way. The time of its hand-over to its thread is not
-            # corrected.
+            # Dask corrects the start of a task by the clock offset of a heartbeat, which is off by the
+            # heartbeat's latency. start_time, at which the task is submitted to its thread, is not corrected.
             began, seconds = task.start_time - self._epoch, timed["stop"] - timed["start"]
             recording.add(Event(Kind.SPAN, TASK, began, seconds, thread, str(key), {}))
 
     def fetched(self) -> None:
-        """Record the transfer that has just brought an input, once, as Dask has timed it."""
+        """Record the latest transfer that fetched an input, once, with Dask's timing."""
         recording, timed = self._metrics.recording, next(reversed(self._worker.transfer_incoming_log), None)
         if recording is None or timed is None or timed is self._transfer:
             return
@@ -147,12 +146,12 @@ class WorkerTracing:
 
 
 class SchedulerTracing:
-    """Record the scheduler, and collect what its workers have recorded.
+    """Record traces on the scheduler, and collect the events of its workers.
 
     Parameters
     ----------
     scheduler
-        Dask's.
+        Dask's scheduler.
     """
 
     def __init__(self, scheduler: SchedulerServer, metrics: Metrics):
@@ -160,30 +159,30 @@ class SchedulerTracing:
         self._recorder = Recorder(metrics)
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
-        """Return what clients call, by name."""
+        """Return the handlers for clients, by name."""
         return {BEGIN_ALL: self.begin, TAKE_ALL: self.take, END_ALL: self.end}
 
     def close(self) -> None:
-        """Record nothing any more."""
+        """End any recording."""
         self._recorder.end()
 
     async def begin(self, token: str) -> dict[str, Any]:
-        """Handle the begin of a trace.
+        """Begin a trace on all servers (handler).
 
         Returns
         -------
         dict
-            ``clocks`` of the workers; ``now``, the clock of the scheduler as it began, and the ``time``
-            of day then.
+            ``clocks``: the workers' clocks; ``now`` and ``time``: the scheduler's clock and the wall-clock
+            time at the beginning.
 
         Raises
         ------
         RuntimeError
-            When another one is being recorded.
+            If another trace is being recorded.
         """
         if self._recorder.token not in (None, token):
             raise RuntimeError(
-                "another trace of this cluster is being recorded: wait for its end, or "
+                "another trace of this cluster is being recorded: wait until it ends, or "
                 f"{LEASE_S:.0f} s if its client is gone"
             )
         now, of_day = perf_counter(), time()
@@ -191,17 +190,17 @@ class SchedulerTracing:
         return {"clocks": await self._clocks(), "now": now, "time": of_day}
 
     async def take(self, token: str, limit: int) -> dict[str, Any]:
-        """Handle a question for the next events of all servers.
+        """Return the next events of all servers (handler).
 
         Parameters
         ----------
         limit
-            Events of each server, at most.
+            The most events of each server.
 
         Returns
         -------
         dict
-            By address, what the server has; under "scheduler" what this one has. A worker that does not
+            The batch of each worker by address, and the scheduler's under "scheduler". A worker that does not
             answer has an ``error``.
         """
         own = await asyncio.to_thread(_packed, self._recorder.begin(token), limit)
@@ -211,16 +210,16 @@ class SchedulerTracing:
         return {"scheduler": {**own, "name": "scheduler"}, **workers}
 
     async def end(self, token: str) -> dict[str, Any]:
-        """Handle the end of a trace: the ``clocks`` of the workers as they are now."""
+        """End a trace, and return the workers' current ``clocks`` (handler)."""
         clocks = await self._clocks()
         self._recorder.end(token)
         await self._ask_all(self._scheduler.workers, END, token=token)
         return {"clocks": clocks}
 
     async def _ask_all(self, workers: Iterable[str], op: str, **message: Any) -> dict[str, dict[str, Any]]:
-        """Call a handler of all workers; return their answers, or the ``error`` of those that do not answer.
+        """Call a handler of all workers, and return their replies, or an ``error`` for each that fails.
 
-        One that stands still keeps the others waiting for a while only: their recordings would end meanwhile.
+        Waits a limited time for a stuck worker, or the leases of the other recordings would run out.
         """
 
         async def ask(worker: str) -> dict[str, Any]:
@@ -229,7 +228,7 @@ class SchedulerTracing:
                 reply = await asyncio.wait_for(call, ANSWER_TIMEOUT_S)
             except TimeoutError:
                 return {"error": f"no answer in {ANSWER_TIMEOUT_S:.0f} s"}
-            except Exception as error:  # whatever it has failed with there
+            except Exception as error:  # whatever the handler raised on the worker
                 return {"error": str(error)}
             return reply if isinstance(reply, dict) else {"error": "the runtime is off there"}
 
@@ -237,10 +236,10 @@ class SchedulerTracing:
         return dict(zip(workers, await asyncio.gather(*map(ask, workers)), strict=True))
 
     async def _clocks(self) -> dict[str, dict[str, float]]:
-        """Return by worker the ``offset`` of its clock to this one, and the ``round_trip`` that showed it.
+        """Return for each worker the ``offset`` of its clock to the scheduler's, and the ``round_trip`` time.
 
-        The answer with the shortest round trip is off by half of that at most. Workers that do not answer in
-        time are left out.
+        The reading with the shortest round trip counts; its error is at most half of the round trip. Workers
+        that do not answer in time are left out.
         """
         turns = asyncio.Semaphore(CLOCKS_AT_ONCE)
 
@@ -262,7 +261,7 @@ class SchedulerTracing:
             asked = perf_counter()
             there = await getattr(remote, CLOCK)()
             answered = perf_counter()
-            if not isinstance(there, float):  # Dask's answer to an operation that it does not know
+            if not isinstance(there, float):  # Dask's reply to an unknown operation
                 return None
             clock = {"offset": there - (asked + answered) / 2, "round_trip": answered - asked}
             best = min(filter(None, (best, clock)), key=lambda one: one["round_trip"])
@@ -270,7 +269,7 @@ class SchedulerTracing:
 
 
 def _packed(recording: Recording, limit: int) -> dict[str, Any]:
-    """Take events out of a recording, and write them as JSON: for the comm they are one buffer."""
+    """Take events out of a recording. They are encoded as JSON, so that the comm sends one buffer."""
     batch: Batch = recording.take(limit)
     return {
         "events": json.dumps(batch.events, default=str).encode(),

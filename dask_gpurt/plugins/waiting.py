@@ -1,4 +1,4 @@
-"""Describe what waits in the runtime of a worker, part by part, for when a cluster stands still."""
+"""Describe the queues of a worker's runtime, to diagnose a hang."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from dask_gpurt.observe.waiting import queued
 
 
 def waiting(plugin: Any) -> dict[str, Any]:
-    """Return the waiting lists of a worker's runtime, as plain values; on its event loop.
+    """Return the queues of each part of a worker's runtime, as plain values. On its event loop.
 
     Parameters
     ----------
     plugin
-        The :class:`~dask_gpurt.plugins.worker.GpurtWorkerPlugin`, set up wholly or in part.
+        The :class:`~dask_gpurt.plugins.worker.GpurtWorkerPlugin`; its setup may be incomplete.
     """
     parts: dict[str, Callable[[], Any]] = {
         "admission": lambda: plugin.data.waiting() if plugin.data is not None else "tiers are off",
@@ -34,18 +34,18 @@ def waiting(plugin: Any) -> dict[str, Any]:
 def _described(part: Callable[[], Any]) -> Any:
     try:
         return part()
-    # A part that is not set up yet, or gone already: the others are told of all the same.
+    # A part that is not set up yet, or closed already, must not hide the other parts.
     except Exception as error:
-        return f"not known: {error!r}"
+        return f"unknown: {error!r}"
 
 
 def _pulls(puller: Any) -> dict[str, int]:
-    """Return how many shards are being pulled, and how many bytes."""
+    """Return the shards and bytes that are being pulled."""
     return {"under way": puller.under_way, "bytes": puller.nbytes}
 
 
 def _shards(exchange: Any) -> dict[str, dict[str, int]]:
-    """Count the shards that were offered, by producer and by where they are."""
+    """Count the offered shards by producer and state."""
     return {
         f"{producer.address} ({producer.incarnation})": dict(
             Counter(incoming.state.name for incoming in incoming_shards)
@@ -56,7 +56,7 @@ def _shards(exchange: Any) -> dict[str, dict[str, int]]:
 
 
 def _published(pools: Any) -> dict[str, dict[str, Any]]:
-    """Count the shards that owners may still read, and the producers that wait for room, by pool."""
+    """Count the shards that owners may still read, and the producers that wait for memory, by pool."""
     return {
         kind: {
             "by owner": dict(Counter(chain.from_iterable(map(_readers, list(outbox._entries.values()))))),

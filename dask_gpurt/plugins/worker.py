@@ -55,31 +55,31 @@ from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 
 logger = logging.getLogger(__name__)
 
-#: The name by which Dask knows the threads of the exchange.
+#: The name of the exchange's thread pool among Dask's executors.
 COMM = "gpurt-comm"
-#: The states of a task that a thread is at, and those of one that it has ended.
+#: The states of a task that may occupy a thread, and those in which it has ended.
 EXECUTED, ENDED = ("executing", "long-running", "cancelled", "resumed"), ("memory", "error")
 
 
 class GpurtWorkerPlugin(WorkerPlugin):
-    """Give a worker its end of the exchange.
+    """Run the runtime's parts on a worker: exchange, tiers, overlap, reads and reports.
 
-    What is switched on is noted with the way to take it back, which happens in the reverse order and for
-    each part whatever has become of the others. Dask may remove the plugin, or hand it over a second time,
-    while the first is still being set up: one waits for the other.
+    Each part pushes a callback that switches it off. The callbacks run in reverse order, all of them even if
+    one fails. Dask may remove the plugin or add it again while setup is still running; a lock serializes
+    setup and teardown.
 
     Parameters
     ----------
     settings
-        The section ``gpurt`` of the process that switched on. What the worker has set itself
-        comes first.
+        The section ``gpurt`` of the process that switched the runtime on. The worker's own settings take
+        precedence.
     token
-        Of the scheduler's plugin that this one belongs to.
+        Identifies the scheduler plugin that this one belongs to.
 
     Attributes
     ----------
     is_on
-        Whether all of the runtime is there.
+        Whether all parts are switched on.
     """
 
     name = NAME
@@ -113,12 +113,16 @@ class GpurtWorkerPlugin(WorkerPlugin):
                     self._say(REFUSED, reason=str(error))
                 try:
                     await self._undo.aclose()
-                except Exception:  # what kept it from going on says more
-                    logger.exception("the runtime could not be wholly taken back on %s", worker.address)
+                except Exception:  # logged only: the error that is raised below is the cause
+                    logger.exception("%s failed to switch the runtime on, and to undo it", worker.address)
                 raise
 
     async def _ask_to_join(self, devices: Collection[str]) -> bool:
-        """Ask the scheduler whether to switch on, until it answers: it waits for those it has told yes."""
+        """Ask the scheduler whether to switch on, and retry until it answers.
+
+        Once the scheduler has said yes, it waits for this plugin when it switches off. So a plugin whose
+        connection broke must ask again.
+        """
         while True:
             try:
                 joins: bool = await getattr(self.worker.scheduler, JOIN)(
@@ -128,7 +132,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             except OSError as error:
                 if is_closing(self.worker):
                     raise
-                logger.warning("%s can not ask the scheduler and tries again: %s", self.worker.address, error)
+                logger.warning("%s cannot reach the scheduler, retrying: %s", self.worker.address, error)
             await asyncio.sleep(PAUSE_S)
 
     def _say(self, what: str, **more: str) -> None:
@@ -136,7 +140,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             self.worker.batched_stream.send({"op": what, "token": self.token, **more})
 
     def _leave(self) -> None:
-        """Be no plugin of the worker any more: shuffles look there for the runtime."""
+        """Unregister from the worker's plugins, where shuffles look for the runtime."""
         if self.worker.plugins.get(NAME) is self:
             del self.worker.plugins[NAME]
 
@@ -154,7 +158,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(patches.restore)
         patches.add_item(worker.handlers, REPORT, self.report)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
-        # Hear from the scheduler which workers leave, as Dask's worker does.
+        # Wrap the operation by which the scheduler announces workers that have left.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
         patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
@@ -176,7 +180,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(self.progress.close)
         self.progress.start()
         undo.push_async_callback(self.overlap.save)
-        # The last one comes first: see Layer. What wraps the same as one of these has to come in this order.
+        # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
         for part in (self.overlap, self.run_lookup, self.replica_selector):
             undo.callback(part.uninstall)
             part.install()
@@ -188,35 +192,37 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(self.reads.uninstall)
         self.reads.install()
         testing.instrument(self, settings)
-        self.tiers.report_now()  # the next question may be for it
+        self.tiers.report_now()  # a client may query memory next
         self.is_on = True
         call_soon(worker, self._warm_up)
 
     async def _warm_up(self) -> None:
-        """Load and compile kernels that first programs would wait for, until the runtime is switched off."""
-        # Side by side: on a machine that has none of them on disk, compiling takes seconds.
+        """Load and compile kernels that the first programs would otherwise wait for.
+
+        Both run concurrently: on a machine without cached kernels on disk, compiling takes seconds.
+        """
         with contextlib.suppress(ExchangeClosed):
             devices = self.exchange.pools.devices
             loads = (self._load_kernels, warm_up_operators)
             await asyncio.gather(*(self.exchange.offload(load, devices) for load in loads))
 
     def _load_kernels(self, devices: Mapping[str, Device]) -> None:
-        """Load what the first shuffle would wait for, and have it looked through for garbage no more.
+        """Load the kernels that a first shuffle needs, then exclude existing objects from garbage collection.
 
-        A full collection goes through all that cudf, cupy and Dask consist of and keeps every thread
-        waiting meanwhile, the event loop too: 0.16 to 0.22 s, as often as a shuffle makes enough objects.
-        What a program has frozen itself, or another worker in this process, is left as it is.
+        A full collection traverses all objects of cudf, cupy and Dask and blocks every thread, including the
+        event loop, for 0.16 to 0.22 s each time that a shuffle creates enough objects to trigger it. If the
+        program or another worker in this process has frozen objects already, nothing more is frozen.
         """
         warm_up(devices)
         if not gc.get_freeze_count():
-            gc.collect()  # what is garbage already would stay
+            gc.collect()  # or present garbage would never be freed
             gc.freeze()
             self._has_frozen = True
 
     def _ignore_calls(self) -> None:
-        """Have a worker that closes answer nothing to a scheduler that does not know that yet.
+        """Ignore the runtime's calls on a closing worker, from a scheduler that does not know of it yet.
 
-        Dask would log that it knows no such handler, or end the connection.
+        Without handlers Dask would log an error or close the connection.
         """
         if is_closing(self.worker):
             for name in (REPORT, HOST, *TRACING):
@@ -232,11 +238,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return on_worker_removed
 
     def take_results(self, results: Mapping[Key, object]) -> None:
-        """Handle results that tasks need which the scheduler sends next."""
+        """Store results sent ahead of the tasks that need them (stream handler)."""
         put_results(self.worker, results)
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
-        """Handle new owners of the outputs of a run."""
+        """Apply new owners of a run's outputs (stream handler)."""
         if (shuffles := self.worker.plugins.get("shuffle")) is None:
             return
         run = active_runs(shuffles).get(id)
@@ -269,17 +275,17 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:
             self.is_on = False
-            await self._undo.aclose()  # it is empty afterwards
+            await self._undo.aclose()  # a second call is a no-op
 
     async def _give_data_back(self) -> None:
-        # The data of a worker that closes go with it: to read them all once more would be in vain.
+        # A closing worker loses its data anyway; do not read spilled data back.
         if self.data is not None and self.worker.status in (Status.running, Status.paused):
             await self.data.uninstall()
 
     async def _close_exchange(self) -> None:
         await asyncio.to_thread(self.exchange.close)
         if self._has_frozen:
-            gc.unfreeze()  # not before: what warms up on a thread of the exchange has ended now
+            gc.unfreeze()  # only now: closing the exchange has ended the warm-up on its threads
 
     def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":
@@ -311,11 +317,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return {**known, "counters": known["counters"] | self.residency.counters()}
 
     def waiting(self) -> dict[str, Any]:
-        """Return what waits here, for a look into a cluster that stands still."""
+        """Return everything that waits on this worker, to diagnose a hang."""
         return waiting(self)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
-        """Handle a question for what this worker has, did and fell back from."""
+        """Return this worker's devices, paths, pools, counters and fallbacks (handler)."""
         if connect:
             await self.exchange.peers.connect_all()
         return {
@@ -333,4 +339,4 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
 
 async def _ignore(**_: Any) -> None:
-    """Handle a call by no answer, as where the runtime is off."""
+    """Ignore a call, as if the runtime were off."""

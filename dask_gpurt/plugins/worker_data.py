@@ -1,8 +1,8 @@
-"""Replace a worker's ``data`` with the tiered buffer, and keep moves off the event loop.
+"""Replace a worker's ``data`` with the tiered buffer, and keep moves between tiers off the event loop.
 
-Three of the worker's coroutines get a wrapper on the instance: inputs are made live, and
-room for results is made, on threads of the tiers, before Dask's own code goes on. Of ``execute`` this is the
-outer wrapper (:class:`~dask_gpurt.plugins.switching.Layer`): a task that waits for room does not run yet.
+Three of the worker's coroutines are wrapped on the instance. The wrappers make inputs live and free memory
+for results on threads of the tiers, then call Dask's own coroutine. The wrapper of ``execute`` is outside
+that of overlap (:class:`~dask_gpurt.plugins.switching.Layer`), which must not measure the wait for memory.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.switching import Layer
 from dask_gpurt.plugins.tiers import WorkerTiers
 
-#: Dask's families of serializers, by default.
+#: Dask's default families of serializers.
 _ALWAYS = ("dask", "pickle")
 
-#: The stream operation that tells the scheduler which keys are gone.
+#: The stream operation by which a worker reports keys that it has lost.
 LOST = "gpurt-lost"
 
 
 class WorkerData:
-    """Put a tiered buffer in the place of a worker's data, and give the data back.
+    """Install the tiered buffer as a worker's data, and restore the original mapping.
 
     Parameters
     ----------
     worker
-        The Dask worker; new, or in the middle of something.
+        The Dask worker. It may be running tasks and hold data already.
     tiers
-        Whose tiered buffer it is.
+        The owner of the tiered buffer.
     is_aside
-        Tells whether a task has left its slot for a read, which it does without seceding by itself.
+        Returns whether a task has left its slot for a read, which is not a ``secede`` by its own code.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class WorkerData:
         self._patches = PatchSet(Layer.DATA)
 
     def install(self) -> None:
-        """Take over the worker's data, on the event loop: no other code sees an intermediate state."""
+        """Take over the worker's data. Runs on the event loop without yielding, so it appears atomic."""
         worker = self.worker
         self._gather_dep, self._get_data = worker.gather_dep, worker.handlers["get_data"]
         wrap_data_access(
@@ -96,27 +96,27 @@ class WorkerData:
         replace_data(worker, self._tiered_buffer)
 
     async def uninstall(self) -> None:
-        """Give the worker its own mapping back, with every key that can be read."""
+        """Restore the worker's original mapping, with every key that can be read."""
         self._patches.restore()
-        # Again for what came while the others were read.
+        # Reading yields to the event loop, where keys may be added or released meanwhile.
         while missing := [key for key in self._tiered_buffer if key not in self._before]:
             for key in missing:
                 await self._give_back(key)
         for key in [key for key in self._before if key not in self._tiered_buffer]:
-            del self._before[key]  # released while the others were read
+            del self._before[key]  # released meanwhile
         replace_data(self.worker, self._before)
 
     async def _give_back(self, key: Key) -> None:
-        """Put a key into the worker's own mapping; a value that can not be read is lost."""
+        """Copy a key into the worker's original mapping; if it cannot be read, report it lost."""
         try:
             self._before.update(await self._copies([key]))
         except Exception as error:
             self._lose([key], error)
 
-    # ---- what can not be read any more -------------------------------------------------
+    # ---- unreadable keys ---------------------------------------------------------------
 
     async def _copies(self, keys: list[Key]) -> dict[Key, Any]:
-        """Return copies of keys; those that can not be read are lost."""
+        """Return copies of the values of keys; report those lost whose spill file is corrupt."""
         return await self._read(keys, self._tiered_buffer.copies)
 
     async def _read(self, keys: list[Key], how: Callable[[list[Key]], dict[Key, Any]]) -> dict[Key, Any]:
@@ -129,28 +129,29 @@ class WorkerData:
         return found
 
     def _lose(self, keys: list[Key], error: Exception) -> None:
-        """Give up keys that can not be read, say of a damaged file: the scheduler has them computed again."""
+        """Drop unreadable keys, and have the scheduler recompute them."""
         self.metrics.fallback(Fallback.MEMORY_SPILL_UNREADABLE, str(error))
         for key in keys:
             self._tiered_buffer.discard(key)
-        # First, since Dask's own message does not know of keys that can not be computed.
+        # Sent before Dask's own message, which does not handle keys that cannot be recomputed.
         self.worker.batched_stream.send({"op": LOST, "keys": keys})
         self.worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id=f"gpurt-lost-{time()}"))
 
-    # ---- in the place of the worker's own ----------------------------------------------
+    # ---- replacements of the worker's coroutines ---------------------------------------
     #
-    # The first two have to end with an event, whatever goes wrong: Dask waits for it for ever. Without one a
-    # task keeps its slot, and the peer of a fetch is never asked again. (Dask's own close the worker.)
+    # execute and gather_dep must return an event whatever fails. Without one the task would keep its slot
+    # forever, or the peer of the fetch would never be used again. (Dask's own coroutines close the worker
+    # on an unexpected exception.)
 
     async def execute(self, key: Key, *, stimulus_id: str) -> Any:
-        """Run a task, with room for it and its inputs at hand."""
+        """Run a task once its memory is reserved and its inputs are live."""
         task = self.worker.state.tasks[key]
         try:
             event = await self._run(key, task, stimulus_id)
         except Exception as error:
-            if self.tiers.closed:  # while the task waited for room or its inputs, which Dask has again
+            if self.tiers.closed:  # switched off while the task waited: Dask has its own mapping back
                 return await self._runner.execute(key, stimulus_id=stimulus_id)
-            # The task fails with it, as when Dask can not read its own files.
+            # Fail the task, as Dask does if it cannot read its own spill files.
             return ExecuteFailureEvent.from_exception(
                 error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-unspill-{stimulus_id}"
             )
@@ -169,7 +170,7 @@ class WorkerData:
             return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-{stimulus_id}")
 
     async def gather_dep(self, worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
-        """Ask a peer once there is room, and keep that for what has come."""
+        """Fetch from a peer once memory is reserved, and keep the reservation for the received values."""
         gather = partial(self._gather_dep, worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
         event = None
         try:
@@ -182,13 +183,13 @@ class WorkerData:
         return await gather() if event is None else event
 
     def waiting(self) -> dict[str, Any]:
-        """Describe the requests that wait for room, and whether the worker is held back, as plain values."""
+        """Return the requests that wait for memory, and whether tasks are held back, as plain values."""
         return {**self._runner.admission.waiting(), "held back": self._dependents_first.holds}
 
     async def get_data(
         self, comm: Any, keys: Iterable[Any], who: str | None = None, serializers: Any = None
     ) -> Any:
-        """Serve a peer; what has been spilled from where it lies, without making it live."""
+        """Serve a peer. Spilled values are sent from their tier without making them live."""
         if who is not None and self._runner.admission.short:
             return {"status": "busy"}
         keys = list(keys)
@@ -205,8 +206,9 @@ class WorkerData:
 
 
 def _takes_frames(comm: Any, serializers: Any) -> bool:
-    """Return whether a peer gets bytes of its own, and reads whatever family of Dask's they are of."""
-    # Within a process it would get the tier's memory.
+    """Return whether spilled frames can be sent as they are to a peer."""
+    # A peer in this process would receive the tier's own memory. Other peers get a copy of the bytes, and
+    # must accept both families of serializers.
     return not comm.peer_address.startswith("inproc") and {"dask", "pickle"} <= set(serializers or _ALWAYS)
 
 
@@ -216,7 +218,7 @@ def _forget(mapping: Any, key: Key) -> None:
 
 
 def _live_part(data: Any) -> Any:
-    """Return the part of a mapping of Dask's or dask-cuda's that reads without a copy."""
+    """Return the part of a mapping of Dask or dask-cuda whose values are in memory."""
     if isinstance(data, SpillBuffer):
         return data.fast
     if hasattr(data, "device_buffer"):

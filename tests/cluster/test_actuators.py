@@ -61,7 +61,7 @@ def test_where_there_are_no_such_contexts_there_is_priority_only(
     for reply in dask_gpurt.report(client)["workers"].values():
         reason = reply["fallbacks"]["overlap.unconfined"]["reason"]
         assert said in reason
-        assert reason.endswith("The shuffle has its priority")
+        assert reason.endswith("The shuffle keeps its priority")
 
 
 def test_without_the_interposer_no_context_is_entered(

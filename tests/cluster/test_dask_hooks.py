@@ -53,7 +53,7 @@ def another_create(self: Any, shuffle_id: Any, key: Any, worker: str, priority: 
 def test_another_dask_keeps_it_off_and_is_told_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = r"2026\.7\.1 to .*it is ShuffleSchedulerPlugin\._create\(.*priority\), known is"
+    said = r"2026\.7\.1 to .*ShuffleSchedulerPlugin\._create takes \(.*priority\), expected"
 
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -83,8 +83,8 @@ def test_the_doctor_says_why_it_stays_off(monkeypatch: pytest.MonkeyPatch) -> No
     text = " ".join(said.stdout.split())
     assert said.exit_code == 1
     assert "as known, 1 differs" in text
-    assert "Differs shuffles on the scheduler, it is" in text
-    assert "ShuffleSchedulerPlugin._create(self, shuffle_id, key, worker, priority)" in text
+    assert "Differs shuffles on the scheduler, ShuffleSchedulerPlugin._create takes" in text
+    assert "_create takes (self, shuffle_id, key, worker, priority)" in text
     assert "it stays off" in text
 
 
@@ -102,7 +102,7 @@ main(["doctor"])
 def test_the_doctor_runs_where_a_name_has_moved() -> None:
     done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stderr
-    assert "_get_worker_for_range_sharding is not there" in " ".join(done.stdout.split())
+    assert "_get_worker_for_range_sharding does not exist" in " ".join(done.stdout.split())
 
 
 def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_with_another_estimate_of_durations_dask_chooses_workers(monkeypatch: py
         runtime = scheduler.extensions["gpurt"]
         assert runtime.placement is None
         fallback = runtime.metrics.snapshot()["fallbacks"][Fallback.PLACEMENT_UNSUPPORTED.id]
-        assert "SchedulerState._get_prefix_duration(self, prefix, worker)" in fallback["reason"]
+        assert "SchedulerState._get_prefix_duration takes (self, prefix, worker)" in fallback["reason"]
 
 
 def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +155,7 @@ def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: py
         with monkeypatch.context() as patch:
             patch.setattr("dask_gpurt.dask_hooks.require", lambda **_: None)  # as on a client and a scheduler
             patch.setattr(Worker, "get_data", another)
-            with pytest.raises(UnsupportedError, match=r"it is Worker\.get_data\(.*trust\), known is"):
+            with pytest.raises(UnsupportedError, match=r"Worker\.get_data takes \(.*trust\), expected"):
                 await dask_gpurt.enable(client)
         assert whole_state(scheduler, a, b) == before
         assert not {"execute", "gather_dep"} & vars(a).keys()
@@ -185,7 +185,7 @@ def test_expressions_are_looked_at_on_clients(monkeypatch: pytest.MonkeyPatch) -
     @gen_client_cluster(nthreads=[])
     async def run(client: Any, scheduler: Scheduler) -> None:
         monkeypatch.setattr(_merge.Merge, "_lower", lambda self, optimizer: None)
-        with pytest.raises(UnsupportedError, match=r"Merge\._lower\(self, optimizer\)"):
+        with pytest.raises(UnsupportedError, match=r"Merge\._lower takes \(self, optimizer\)"):
             await dask_gpurt.enable(client)
         assert "gpurt" not in scheduler.extensions
 

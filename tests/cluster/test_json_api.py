@@ -225,7 +225,7 @@ def test_a_server_of_another_kind_keeps_the_runtime_and_has_no_api(monkeypatch: 
         await dask_gpurt.enable(client)
         assert (await ask(scheduler))[0] == 404
         fallback = (await dask_gpurt.report(client)).fallbacks["observe.json-api"]
-        assert "known is (self, application)" in fallback.reason
+        assert "expected (self, application)" in fallback.reason
 
 
 def test_a_report_keeps_what_workers_did_that_have_left() -> None:

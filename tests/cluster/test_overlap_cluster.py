@@ -33,7 +33,7 @@ def test_where_nothing_confines_there_is_priority_only_and_the_reason(shared_clu
     for reply in report["workers"].values():
         reason = reply["fallbacks"]["overlap.unconfined"]["reason"]
         assert "interposer" in reason
-        assert reason.endswith("The shuffle has its priority")
+        assert reason.endswith("The shuffle keeps its priority")
 
 
 def test_what_runs_beside_a_shuffle_is_measured(start: Starting, tmp_path: Path) -> None:
@@ -112,10 +112,10 @@ def test_a_file_that_is_of_no_use_leaves_priority_only(
     path = tmp_path / "learned.json"
     if content is None:
         write(path, CacheKey("NVIDIA A100", {}), OverlapStatistics())
-        said = f"{path} was learnt on NVIDIA A100, and here is host"
+        said = f"{path} was measured on NVIDIA A100, but this process runs on host"
     else:
         path.write_bytes(content)
-        said = f"{path} can not be read as what was learnt of kernels"
+        said = f"{path} cannot be read as statistics of kernels"
     before = path.read_bytes()
     client = start(mode="adaptive", learned=str(path))
     assert_right(shuffled())

@@ -136,7 +136,7 @@ def test_another_signature_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         again.install()
         assert type(a.state) is WorkerState
         assert (
-            "_select_workers_for_gather(host), known is ()"
+            "_select_workers_for_gather takes (host), expected ()"
             in runtime.metrics.snapshot()["fallbacks"][CHOICE]["reason"]
         )
         again.uninstall()

@@ -170,7 +170,7 @@ def test_a_worker_and_the_scheduler_tell_what_waits() -> None:
         assert "hold-1" in told["runtime"]["admission"]["running"][0]
         assert any("_hold" in stack for stack in told["threads"].values())
         assert any("describe" not in stack for stack in told["coroutines"])
-        assert not [part for part in told["runtime"].values() if str(part).startswith("not known")]
+        assert not [part for part in told["runtime"].values() if str(part).startswith("unknown: ")]
         told = await client.run_on_scheduler(describe_scheduler)
         assert told["processing"][a.address] == ["hold-1"]
         assert "('behind', ['hold-1'])" in told["waiting"]

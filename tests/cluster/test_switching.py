@@ -400,7 +400,9 @@ def test_what_a_worker_can_not_take_back_is_told_and_the_rest_is_off(monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(TopologyReporter, "close", fails)
             await dask_gpurt.enable(client)
-            with pytest.raises(RuntimeError, match=rf"left on 1 of 2 workers.*{b.address}.*it will not"):
+            with pytest.raises(
+                RuntimeError, match=rf"1 of 2 workers did not switch it off.*{b.address}.*it will not"
+            ):
                 await dask_gpurt.disable(client)
         assert whole_state(scheduler, a, b) == before
         await dask_gpurt.disable(client)

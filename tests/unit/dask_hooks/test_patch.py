@@ -175,7 +175,7 @@ def test_an_instance_with_slots_gets_a_class_of_its_own() -> None:
 
 def test_what_differs_is_not_replaced() -> None:
     dasks, patches = Dasks(), PatchSet()
-    with pytest.raises(UnsupportedError, match=r"method\(at\), known is \(at, more\)"):
+    with pytest.raises(UnsupportedError, match=r"method takes \(at\), expected \(at, more\)"):
         patches.replace(Seam(f"{__name__}:Dasks.method", "self at more"), ours, on=dasks)
     assert not vars(dasks)
     assert not patches
@@ -218,7 +218,7 @@ def test_wrappers_of_others_that_can_not_be_called_so_are_left_alone() -> None:
 
 def test_all_are_replaced_or_none() -> None:
     calls, patches = Calls(), PatchSet()
-    with pytest.raises(UnsupportedError, match="nothing is not there"):
+    with pytest.raises(UnsupportedError, match="nothing does not exist"):
         patches.replace_all({OTHER: ours, Seam(f"{__name__}:Calls.nothing"): ours}, on=calls)
     assert not vars(calls)
     patches.replace_all({OTHER: ours, CALL: lambda original: lambda key, stimulus_id: "ours"}, on=calls)

@@ -219,7 +219,7 @@ def test_a_reader_that_is_not_as_it_is_known_is_left_alone_and_told_of_once(
     readers.look()
     readers.look()
     (difference,) = told
-    assert "cached), known is (" in difference
+    assert "cached), expected (" in difference
     assert ReadParquetPyarrowFS._fragment_to_table is another
     reads = [
         Task("another", ReadParquetPyarrowFS._fragment_to_table, None, None, None, None),

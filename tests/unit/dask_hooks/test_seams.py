@@ -22,18 +22,18 @@ def test_this_dask_is_known() -> None:
 @pytest.mark.parametrize(
     ("seam", "said"),
     [
-        (Seam("distributed.scheduler:Scheduler.nothing_of_the_kind"), "nothing_of_the_kind is not there"),
-        (Seam("distributed.no_such_module:f"), "f is not there"),
+        (Seam("distributed.scheduler:Scheduler.nothing_of_the_kind"), "nothing_of_the_kind does not exist"),
+        (Seam("distributed.no_such_module:f"), "f does not exist"),
         (
             Seam("distributed.worker:Worker.execute", "self key"),
-            r"execute\(self, key, stimulus_id\), known is",
+            r"execute takes \(self, key, stimulus_id\), expected",
         ),
         (
             Seam("distributed.worker:Worker.execute", "self key stimulus_id", bodies=("0123456789ab",)),
-            "the body of Worker.execute is [0-9a-f]{12}, known is 0123456789ab",
+            "the body of Worker.execute is [0-9a-f]{12}, expected 0123456789ab",
         ),
         # As of a Dask that is installed without its source, or compiled.
-        (Seam("math:sqrt", "x", bodies=("0123456789ab",)), r"the source of sqrt can not be read \("),
+        (Seam("math:sqrt", "x", bodies=("0123456789ab",)), r"the source of sqrt cannot be read \("),
     ],
 )
 def test_what_differs_is_told(seam: Seam, said: str) -> None:
@@ -74,7 +74,7 @@ def test_the_table_has_a_state_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,) = (row for row in table() if row.state is not State.KNOWN)
     assert row.name == "WorkStealing._get_thief"
     assert row.difference.endswith(
-        "known is (self, scheduler, ts, potential_thieves, occupancies): "
+        "expected (self, scheduler, ts, potential_thieves, occupancies): "
         "Dask chooses which worker takes tasks from others"
     )
     states = {row.name: row.state for row in table(unused=CHOICES)}

@@ -74,7 +74,7 @@ def test_a_share_is_tried_where_it_was_offered() -> None:
 
 
 def test_a_share_caps_no_residency() -> None:
-    with pytest.raises(UnfitSetting, match="contexts cap no residency"):
+    with pytest.raises(UnfitSetting, match="contexts cannot cap residency"):
         SmShare(Contexts(), quiet).apply(Setting(residency=4))
 
 

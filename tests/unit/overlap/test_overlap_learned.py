@@ -112,7 +112,7 @@ def test_what_was_learnt_elsewhere_is_refused(
     write(path, other, known)
     with pytest.raises(StatisticsFileError) as error:
         read(path, H200)
-    assert f"was learnt on {other}, and here is {H200}" in str(error.value)
+    assert f"was measured on {other}, but this process runs on {H200}" in str(error.value)
     with pytest.raises(StatisticsFileError):
         write(path, H200, known)
 
@@ -211,4 +211,4 @@ def test_the_command_finds_the_files_of_this_machine(
 def test_the_command_names_a_file_that_it_can_not_read(tmp_path: Path) -> None:
     shown = overlap(tmp_path / "none.json")
     assert shown.exit_code == 1
-    assert "can not be read as what was learnt of kernels" in shown.output
+    assert "cannot be read as statistics of kernels" in shown.output

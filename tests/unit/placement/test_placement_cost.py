@@ -207,11 +207,11 @@ def terms(waiting: float = 1.0, moving: float = 1.0, fits: bool = True) -> Terms
 @pytest.mark.parametrize(
     ("chosen", "next_best", "why"),
     [
-        (terms(moving=0.5), terms(), "less to move than on the next, 0.5 s"),
-        (terms(waiting=0.0, moving=1.5), terms(), "shorter wait than on the next, 1 s"),
-        (terms(), terms(fits=False), "fits there, and on no other"),
-        (terms(), terms(), "as good as the next, and less on it"),
-        (terms(), None, "the only one looked at"),
+        (terms(moving=0.5), terms(), "less to move than the next best, by 0.5 s"),
+        (terms(waiting=0.0, moving=1.5), terms(), "shorter wait than the next best, by 1 s"),
+        (terms(), terms(fits=False), "the only candidate with enough memory"),
+        (terms(), terms(), "as good as the next best, with less load"),
+        (terms(), None, "the only candidate"),
     ],
 )
 def test_the_last_decisions_say_what_told_the_worker_from_the_next(
