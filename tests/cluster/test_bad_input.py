@@ -106,7 +106,7 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
     done = run(sys.executable, script, DASK_GPURT__ENABLED="true", DASK_GPURT__TAKEOVR="true")
     assert done.stdout.split() == ["right", "False"]
     assert done.stderr.count("'gpurt.takeovr'") == 1
-    assert "the program goes on without it" in done.stderr
+    assert "the program continues without it" in done.stderr
 
 
 @pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
