@@ -1,4 +1,4 @@
-"""Collect metrics, fallbacks and decisions of every room; no decision of the runtime depends on them."""
+"""Collect the metrics, fallbacks and decisions of every room, and report them."""
 
 from dask_gpurt.observe.counting import Metrics
 from dask_gpurt.observe.decisions import Decisions

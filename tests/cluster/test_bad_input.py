@@ -95,7 +95,7 @@ def test_a_wrong_word_in_the_environment_is_logged_and_dask_works(tmp_path: Path
     script.write_text(OWN)
     done = run(sys.executable, script, DASK_GPURT__ENABLED="maybe")
     assert done.stdout.split() == ["right", "False"]
-    said = "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false (the program goes on"
+    said = "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false (the program continues"
     assert done.stderr.count(said) == 1
 
 
