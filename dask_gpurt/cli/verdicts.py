@@ -1,4 +1,4 @@
-"""Judge the collected facts: find settings that are wrong or have no effect, and other noteworthy things."""
+"""Check the collected facts for settings that are wrong or have no effect, and other noteworthy things."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ class _Flows:
         self.counts = Counter({"written": 0, "missing": 0, "backwards": 0, "left out": 0})
 
     def add(self, what: str, shard: str, process: int, around: _Slice | None, at: int) -> None:
-        """Note a moment of a shard; without a slice around it no flow can end there."""
+        """Add an event of a shard; without an enclosing slice it cannot be the end of a flow."""
         if around is None:
             self.counts["missing"] += 1
             return

@@ -366,7 +366,7 @@ class TieredWorker(VirtualWorker):
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._estimator = MemoryEstimator()
-        # Simulated tasks never wait for each other and always finish, so no request can become overdue.
+        # Simulated tasks never wait for each other and always finish, so requests need no deadline.
         self._admission = Admission(patience=math.inf)
         self._numbers = itertools.count()
         self._requests: dict[MemoryRequest, Request] = {}

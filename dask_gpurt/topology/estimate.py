@@ -56,8 +56,7 @@ class SpeedEstimate:
     def observe(self, nbytes: float, seconds: float, transfers: int) -> None:
         """Add transfers, with their total bytes and seconds."""
         waiting, moving = transfers * self.speed.latency, nbytes / self.speed.bandwidth
-        # Attribute at least half of the time to the dominant term, even if both were faster than
-        # expected.
+        # Attribute at least half of the time to the dominant term, even if both are faster than expected.
         if moving >= waiting:
             self._bytes_per_second.observe(nbytes, max(seconds - waiting, seconds / 2))
             self.speed = Speed(self._bytes_per_second.ratio, self.speed.latency)
