@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +26,11 @@ from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment, installed_versions
 
 from ..common.commandline import split_list, write
-from .contenders import CONTENDERS, CUDF_POLARS, GPURT, P2P, SHARED, TASKS, ClusterOptions, clusters_of, start
+from ..common.processes import Child
+from .contenders import CONTENDERS, CUDF_POLARS, GPURT, P2P, SHARED, TASKS, ClusterOptions, clusters_of
 from .cudf_polars import is_installed, run_polars
 from .figures import print_summary, ratios, rounded, summarise
-from .gpu import can_trace
-from .measure import Plan, Run, measure
+from .measure import Plan, Run, measure_clusters
 from .plot import write_plot
 from .reference import expected, numbers_of
 from .tables import default_parts, prepare
@@ -45,20 +46,28 @@ def _numbers(_: Any, __: Any, text: str) -> list[int]:
 
 
 def run_rounds(parameters: dict[str, Any], plan: Plan) -> Iterator[Run]:
-    """Start clusters, as many times as there are rounds, and run all queries on them."""
+    """Start clusters, as many times as there are rounds, and run all queries on them.
+
+    On GPUs each cluster has a process of its own, as a client that has received data over UCX keeps the GPU
+    memory of workers taken after they have ended.
+    """
     names = parameters["contenders"]
     names_of_options = ("backend", "workers", "threads", "protocol", "rmm_pool_size", "concurrency")
     options = ClusterOptions(**{name: parameters[name] for name in names_of_options})
     groups = clusters_of(names)
-    on_host = options.backend == "pandas"
     for number in range(parameters["rounds"]):
-        turn = number % max(1, len(groups))
-        for together in [groups] if on_host else [[group] for group in [*groups[turn:], *groups[:turn]]]:
-            with start(options, together) as contenders:
-                traced = (
-                    parameters["trace"] and not on_host and all(can_trace(each.client) for each in contenders)
-                )
-                yield from measure(contenders, plan, round_number=number, traced=traced)
+        if options.backend == "pandas":
+            yield from measure_clusters(options, groups, plan, number, trace=False)
+        else:
+            turn = number % max(1, len(groups))
+            for group in [*groups[turn:], *groups[:turn]]:
+                child = Child(measure_clusters, options, [group], plan, number, parameters["trace"])
+                try:
+                    with suppress(EOFError):
+                        while True:
+                            yield child.receive()
+                finally:
+                    child.end()
         if CUDF_POLARS in names:
             yield from run_polars(plan, workers=options.workers, round_number=number)
 

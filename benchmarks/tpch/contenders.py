@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -86,6 +87,7 @@ def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
 def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[list[Contender]]:
     """Start a cluster for each group of contenders; all of them are there at the same time."""
     if options.backend == "cudf":
+        importlib.import_module("dask_cudf")  # as the head of a user's program would
         wait_until_idle()
     with ExitStack() as stack:
         found: list[Contender] = []

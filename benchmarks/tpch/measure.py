@@ -14,8 +14,8 @@ from dask_gpurt.bench.budget import budget, take_log
 from dask_gpurt.bench.counters import difference, read_counters
 from dask_gpurt.bench.measure import forget
 
-from .contenders import Contender
-from .gpu import begin_trace, end_trace, take_utilisation
+from .contenders import ClusterOptions, Contender, start
+from .gpu import begin_trace, can_trace, end_trace, take_utilisation
 from .queries import QUERIES, Query
 from .reference import check, collected
 from .tables import ParquetTables
@@ -45,6 +45,15 @@ class Plan:
     wanted: Mapping[int, pd.DataFrame]
     #: Runs after each first one.
     warm: int
+
+
+def measure_clusters(
+    options: ClusterOptions, groups: Sequence[Sequence[str]], plan: Plan, round_number: int, trace: bool
+) -> Iterator[Run]:
+    """Start a cluster for each group of contenders, and run every query with every contender."""
+    with start(options, groups) as contenders:
+        traced = trace and all(can_trace(each.client) for each in contenders)
+        yield from measure(contenders, plan, round_number=round_number, traced=traced)
 
 
 def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, traced: bool) -> Iterator[Run]:
