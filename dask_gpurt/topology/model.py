@@ -57,7 +57,7 @@ class HostLinks:
     speeds: Mapping[Link, Speed] = field(default_factory=dict)
 
 
-#: A link and its two ends: hosts if it joins two hosts, else devices, or the host for a worker without device.
+#: A link and its two ends: hosts if it joins two hosts, else devices, or the host of workers without device.
 Pair = tuple[Link, str, str]
 
 
