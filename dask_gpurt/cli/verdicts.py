@@ -49,7 +49,7 @@ def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> I
                 "'distributed.client.preload'"
             )
         if not dask.config.get("distributed.scheduler.pickle", True):
-            yield "'distributed.scheduler.pickle' is false: without it the runtime can not be switched on"
+            yield "'distributed.scheduler.pickle' is false: without it the runtime cannot be switched on"
     elif settings["method"] == "gpurt" and not settings["enabled"]:
         yield (
             "'dataframe.shuffle.method' is 'gpurt' while 'gpurt.enabled' is false: leave it out, the runtime "
