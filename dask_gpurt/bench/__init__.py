@@ -1,6 +1,6 @@
 """Measure what the runtime gains on a cluster, where the time goes, and what would help.
 
-``dask gpurt bench`` does it on the command line; :func:`measure` for a client.
+Use ``dask gpurt bench`` on the command line, or :func:`measure` with a client.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Say what would help, by rules on the figures of a bench. Pure."""
+"""Give advice by rules on the figures of a bench. Pure."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from dataclasses import dataclass
 
 from dask_gpurt.bench.parts import Parts
 
-#: Shares of the seconds of all queries from which on a part of them is worth a sentence.
+#: Fractions of the seconds of all queries above which a part is worth mentioning.
 PLANNING_SHARE, STARTING_SHARE, READING_SHARE, IDLE_SHARE = 0.3, 0.2, 0.4, 0.3
-#: Tasks that are shorter than this, on average, are too short for what each costs the scheduler.
+#: Tasks with a shorter mean duration, in seconds, are too short for the scheduler's overhead per task.
 SHORT_TASK_S = 0.1
-#: The share of its limit from which on a worker's memory is short.
+#: The fraction of its limit above which a worker's memory is short.
 MEMORY_SHARE = 0.8
-#: The share of threads' time for which producers may wait for room in the pool.
+#: The fraction of thread time that producers may wait for room in the pool.
 WAITING_SHARE = 0.05
 
 
 @dataclass(frozen=True)
 class Findings(Parts):
-    """Hold the figures that advice is made of: of the runtime, summed up over the queries.
+    """Hold the figures that advice is based on: those of the runtime, summed over the queries.
 
     Parameters
     ----------
     threads, hosts
-        Of the cluster.
+        Numbers of threads and hosts of the cluster.
     peak_share
-        The most memory that a worker had, of its limit; 0 where that is not known.
+        The largest peak memory of a worker, relative to its limit; 0 if unknown.
     counters, fallbacks
-        Of the runtime, by name and by id.
+        Metrics of the runtime by name, and counts of fallbacks by id.
     departed
-        Workers that have left while the runtime was measured.
+        Number of workers that left while the runtime was measured.
     from_files
-        Whether tables were read from files, and not made.
+        Whether tables were read from files rather than generated.
     against
         The shuffle method that the runtime was compared with.
     ratio
-        How many times as long that takes: the median, the least and the largest of the rounds; None where
+        The ratio of that method's time to the runtime's: median, smallest and largest of the rounds; None if
         nothing was compared.
     """
 
@@ -52,22 +52,22 @@ class Findings(Parts):
 
     @property
     def task_seconds(self) -> float:
-        """Return the seconds of a mean task."""
+        """Return the mean duration of a task, in seconds."""
         return (self.reading + self.computing) * self.threads / max(1, self.tasks)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Advise something.
+    """Hold a piece of advice.
 
     Parameters
     ----------
     figure
-        What was found, with its number.
+        The finding, with its figure.
     do
         What to do about it.
     see
-        The page of the documentation, with its section, that says more.
+        The page and section of the documentation with details.
     """
 
     figure: str
@@ -88,7 +88,7 @@ def _rule(rule: Rule) -> Rule:
 
 
 def advise(found: Findings) -> list[Advice]:
-    """Return what would help, the weightiest first; empty where nothing stands out."""
+    """Return advice, the most important first; empty if nothing stands out."""
     return [advice for rule in _RULES for advice in rule(found)]
 
 
@@ -127,7 +127,7 @@ def _losses(found: Findings) -> Iterator[Advice]:
         )
     if again := found.counters.get("shuffle.runs.restarted", 0):
         yield Advice(
-            f"{again:.0f} shuffles began again as a whole",
+            f"{again:.0f} shuffles restarted as a whole",
             "the scheduler's log says why",
             "docs/guides/troubleshooting.md#errors-of-a-shuffle",
         )
@@ -149,7 +149,7 @@ def _comms(found: Findings) -> Iterator[Advice]:
     if nbytes and found.hosts == 1:
         yield Advice(
             f"{nbytes / 2**20:.1f} MiB of shards took Dask's comms between workers of one host",
-            "have them share memory: `dask gpurt doctor --scheduler ADDRESS` says why they do not",
+            "let them share memory: `dask gpurt doctor --scheduler ADDRESS` says why they do not",
             "docs/guides/troubleshooting.md#why-bytes-take-dasks-comms",
         )
 
@@ -185,14 +185,15 @@ def _idle(found: Findings) -> Iterator[Advice]:
     if found.task_seconds < SHORT_TASK_S:
         yield Advice(
             f"{figure}, and a mean task takes {1000 * found.task_seconds:.0f} ms",
-            "tasks are short for what each costs: use fewer, larger partitions; here a larger --scale, or "
-            "fewer --partitions",
+            "tasks are short compared with their overhead: use fewer, larger partitions; here a larger "
+            "--scale, or fewer --partitions",
             "docs/guides/planning.md#fewer-tasks",
         )
     else:
         yield Advice(
             f"{figure}, once for {found.longest_gap:.1f} s, and a mean task takes {found.task_seconds:.2f} s",
-            "a few long tasks keep the others waiting: use more, smaller partitions; here more --partitions",
+            "a few long tasks keep other threads waiting: use more, smaller partitions; here more "
+            "--partitions",
             "docs/guides/traces.md",
         )
 
@@ -202,14 +203,14 @@ def _before_tasks(found: Findings) -> Iterator[Advice]:
     if found.planning >= PLANNING_SHARE * found.seconds:
         yield Advice(
             f"planning took {found.planning:.1f} of {found.seconds:.1f} s",
-            "this scale says little of the cluster: measure a larger --scale; in programs that repeat their "
-            "queries leave gpurt.planning.cache on",
+            "this scale says little about the cluster: measure a larger --scale; in programs that repeat "
+            "their queries leave gpurt.planning.cache on",
             "docs/guides/planning.md",
         )
     if found.starting >= STARTING_SHARE * found.seconds:
         yield Advice(
-            f"{found.starting:.1f} of {found.seconds:.1f} s passed until workers began with the first task",
-            "the way from the scheduler to the workers is long, or it is busy with something else",
+            f"{found.starting:.1f} of {found.seconds:.1f} s passed until workers started the first task",
+            "the latency from the scheduler to the workers is high, or the scheduler is busy with other work",
             "docs/guides/two-hosts.md",
         )
 
@@ -219,6 +220,6 @@ def _reading(found: Findings) -> Iterator[Advice]:
     if found.from_files and found.reading >= READING_SHARE * found.seconds:
         yield Advice(
             f"reading took {found.reading:.1f} of {found.seconds:.1f} s",
-            "read fewer columns and larger files; where the store is slow, try gpurt.reads.beside: 1",
+            "read fewer columns and larger files; if the store is slow, try gpurt.reads.beside: 1",
             "docs/guides/overlap.md#reads-beside-compute",
         )

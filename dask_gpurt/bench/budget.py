@@ -1,14 +1,14 @@
-"""Divide the time of a query by what it was spent on, from the scheduler's own log.
+"""Divide the time of a query into phases, using the scheduler's own log.
 
-A query's time is cut at five moments, which all come from the clock of one host:
+A query's time is cut at five instants, all on the clock of one host:
 
 ====================  ===================================================================================
-``build``             the user's code: expressions are made, with the metadata of each of them
-``optimise``          ``compute`` until the scheduler has the expression: simplified, lowered, fused, sent
-``graph``             the scheduler makes tasks of it, and orders them
+``build``             the user's code: creates expressions with their metadata
+``optimise``          from ``compute`` until the scheduler has the expression: simplify, lower, fuse, send
+``graph``             the scheduler creates and orders the tasks
 ``first_task``        until the first task computes
-``computing``         from the begin of the first task to the end of the last
-``collect``           until the result is with the client, sorted
+``computing``         from the start of the first task to the end of the last
+``collect``           until the client has the sorted result
 ====================  ===================================================================================
 """
 
@@ -25,12 +25,12 @@ from distributed import Client, SchedulerPlugin
 
 PHASES = ("build", "optimise", "graph", "first_task", "computing", "collect")
 PLANNING = ("build", "optimise", "graph")
-#: Kinds of tasks that are named; the others are summed up.
+#: Number of kinds of tasks that are listed; all others are summed.
 KINDS_NAMED = 8
 
 
 class Step(NamedTuple):
-    """Record something that a worker did for a task, in seconds since the epoch."""
+    """Record an action of a worker for a task; times are in seconds since the epoch."""
 
     kind: str
     action: str
@@ -41,7 +41,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Logged:
-    """Keep all that the scheduler knows of a query: when its graphs were made, and the steps of its tasks."""
+    """Hold the scheduler's log of a query: the times of its graphs, and the steps of its tasks."""
 
     #: Begin and end of each graph.
     graphs: Sequence[tuple[float, float]]
@@ -49,7 +49,7 @@ class Logged:
 
 
 class TaskLog(SchedulerPlugin):
-    """Keep the steps of all tasks, and when graphs came."""
+    """Log the steps of all tasks, and the times of graphs."""
 
     name = "gpurt-bench-tasks"
 
@@ -58,7 +58,7 @@ class TaskLog(SchedulerPlugin):
         self._steps: list[Step] = []
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **known: Any) -> None:
-        """Note what a worker tells with a finished task."""
+        """Record the steps that a worker reports with a finished task."""
         if start != "processing" or finish not in ("memory", "erred"):
             return
         kind, thread = key_split(key), (str(known.get("worker")), known.get("thread") or 0)
@@ -66,7 +66,7 @@ class TaskLog(SchedulerPlugin):
             self._steps.append(Step(kind, step["action"], thread, step["start"], step["stop"]))
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Note when a graph came, and when its tasks were there."""
+        """Record when a graph arrived, and when its tasks were created."""
         if topic == "scheduler" and isinstance(msg, dict) and msg.get("action") == "update-graph":
             metrics = msg.get("metrics")
             if metrics is not None:
@@ -74,14 +74,14 @@ class TaskLog(SchedulerPlugin):
                 self._graphs.append((start, start + metrics["duration_seconds"]))
 
     def take(self) -> Logged:
-        """Return what came since the last call."""
+        """Return and clear the log since the last call."""
         logged = Logged(self._graphs, self._steps)
         self._graphs, self._steps = [], []
         return logged
 
 
 def take_log(client: Client) -> Logged:
-    """Return what the scheduler has logged since the last call."""
+    """Return and clear the scheduler's log since the last call."""
 
     def take(dask_scheduler: Any) -> Logged:
         log: TaskLog = dask_scheduler.plugins[TaskLog.name]
@@ -92,34 +92,34 @@ def take_log(client: Client) -> Logged:
 
 
 def budget(began: float, built: float, ended: float, logged: Logged, threads: int) -> dict[str, Any]:
-    """Cut the time of a query into its phases, and sum up what its tasks did.
+    """Divide the time of a query into its phases, and summarise its tasks.
 
     Parameters
     ----------
     began, built, ended
-        When the query began, was built, and had its result; seconds since the epoch.
+        When the query began, was built, and had its result, in seconds since the epoch.
     logged
-        Of this query alone.
+        The log of this query only.
     threads
-        Task threads of all workers.
+        Number of task threads of all workers.
 
     Returns
     -------
     dict
-        ``seconds``: of each phase; they add up to ``ended - began``.
-        ``graphs``: how many graphs it took; more than one where a part was computed to plan the rest.
-        ``tasks``: for each kind how often and for how many seconds it computed, the longest first.
+        ``seconds``: the duration of each phase; they add up to ``ended - began``.
+        ``graphs``: the number of graphs; more than one if a part was computed to plan the rest.
+        ``tasks``: for each kind of task its count and computing seconds, the longest first.
         ``steps``: seconds of all threads by action, such as ``compute``, ``transfer``, ``disk-read``.
-        ``thread_busy``: the share of the task threads' time in which one had a task, while computing.
-        ``gaps``: times between tasks in which a thread had none: how many, their seconds by thread on
-        average, the median and the longest one.
+        ``thread_busy``: the fraction of the task threads' time spent in tasks, while computing.
+        ``gaps``: times between tasks in which a thread had none: their number, mean seconds per thread,
+        median and maximum.
     """
     computed = [step for step in logged.steps if step.action == "compute"]
     if not computed or not logged.graphs:
-        raise ValueError("nothing of the query was logged by the scheduler")
+        raise ValueError("the scheduler has logged nothing of the query")
     received, made = logged.graphs[-1]
     first, last = min(step.start for step in computed), max(step.stop for step in computed)
-    # Workers' clocks are corrected by what Dask takes for their delay, which is off by milliseconds at times.
+    # Dask corrects workers' clocks by an estimated delay, which is sometimes off by milliseconds.
     cuts = list(accumulate([began, built, received, made, first, min(last, ended), ended], max))
     span = last - first
     busy = sum(step.stop - step.start for step in computed)
@@ -137,7 +137,7 @@ def budget(began: float, built: float, ended: float, logged: Logged, threads: in
 
 
 def by_kind(computed: Iterable[Step]) -> dict[str, dict[str, float]]:
-    """Sum up the computing steps of each kind of task, the longest first."""
+    """Summarise the computing steps of each kind of task, the longest first."""
     found: dict[str, dict[str, float]] = {}
     for step in computed:
         one = found.setdefault(step.kind, {"count": 0, "seconds": 0.0})
@@ -151,7 +151,7 @@ def by_kind(computed: Iterable[Step]) -> dict[str, dict[str, float]]:
 
 
 def gaps(computed: Iterable[Step], first: float, last: float, threads: int) -> dict[str, float]:
-    """Sum up the times between ``first`` and ``last`` in which a thread had no task."""
+    """Summarise the times between ``first`` and ``last`` in which a thread had no task."""
     by_thread: dict[tuple[str, int], list[Step]] = {}
     for step in computed:
         by_thread.setdefault(step.thread, []).append(step)
@@ -164,7 +164,7 @@ def gaps(computed: Iterable[Step], first: float, last: float, threads: int) -> d
             free_since = max(free_since, step.stop)
         if last > free_since:
             found.append(last - free_since)
-    # A thread that had no task at all was free all the time.
+    # Threads without any task were free all the time.
     found += [last - first] * (threads - len(by_thread))
     return {
         "count": len(found),
@@ -175,5 +175,5 @@ def gaps(computed: Iterable[Step], first: float, last: float, threads: int) -> d
 
 
 def planning(seconds: Mapping[str, float]) -> float:
-    """Return the seconds of a budget that pass before there are tasks."""
+    """Return the seconds of a budget before the scheduler has tasks."""
     return sum(seconds[phase] for phase in PLANNING)

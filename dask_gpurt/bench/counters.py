@@ -1,4 +1,4 @@
-"""Read the counters of workers while a query runs: bytes read, moved and spilled, and seconds of CPU."""
+"""Read counters of workers around a query: bytes read, moved and spilled, CPU seconds, and peak memory."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from distributed import Client
 import dask_gpurt
 from dask_gpurt.memory.tiers import Tier
 
-#: The memory tiers of the runtime, from the top down.
+#: The memory tiers of the runtime, from top to bottom.
 TIERS = tuple(Tier)
 SPILL_PREFIX, EXCHANGE_PREFIX = "memory.spill.bytes.", "exchange.bytes."
 
 
 def read_counters(client: Client, has_runtime: bool) -> dict[str, float]:
-    """Return counters that only grow, summed over the workers.
+    """Return monotonic counters, summed over the workers.
 
     Returns
     -------
     dict
-        ``read_bytes``: what the processes have read from files (Linux's ``rchar``: read calls, wherever the
-        bytes came from; what a GPU reads by itself does not count).
-        ``moved_bytes``: results of tasks that workers sent, to each other and to the client, and shards: of
-        the runtime those that changed their worker, of p2p all, since its log does not tell them apart.
-        ``spilled_bytes``: what went down a memory tier, or, with Dask, to disk, p2p's files included.
+        ``read_bytes``: bytes read by the processes (Linux's ``rchar``, which counts all read calls, whatever
+        their source, but not direct reads by a GPU).
+        ``moved_bytes``: results of tasks that workers sent to each other and to the client, plus shards: for
+        the runtime those that moved to another worker, for p2p all, since its log does not distinguish them.
+        ``spilled_bytes``: bytes moved to a lower memory tier or, with Dask, to disk, including p2p's files.
         ``thread_cpu_seconds``: CPU time of the task threads.
         ``shuffles``: runs of the runtime's shuffles.
     """
@@ -44,12 +44,12 @@ def read_counters(client: Client, has_runtime: bool) -> dict[str, float]:
 
 
 def count_worker(dask_worker: Any) -> dict[str, float]:
-    """Return the counters of one worker that Dask and Linux keep."""
+    """Return the counters that Dask and Linux keep for one worker."""
     digests: Mapping[Any, float] = dask_worker.digests_total
     io = Path(f"/proc/{os.getpid()}/io").read_text().split()
     return {
         "read_bytes": int(io[io.index("rchar:") + 1]),
-        # The log of incoming transfers has room for so many of them only; this counts all, results included.
+        # Unlike the log of incoming transfers, which is bounded, this counts all, including results.
         "moved_bytes": dask_worker.transfer_outgoing_bytes_total
         + _total(digests, "process", "bytes", of="p2p"),
         "spilled_bytes": _total(digests, "disk-write", "bytes"),
@@ -59,12 +59,12 @@ def count_worker(dask_worker: Any) -> dict[str, float]:
 
 
 def begin_peaks(client: Client) -> bool:
-    """Begin to measure the peak memory of each worker process; return whether that is possible."""
+    """Start measuring the peak memory of each worker process; return whether that is possible."""
     return all(client.run(_begin_peak).values())
 
 
 def _begin_peak() -> bool:
-    """Set the kernel's high-water mark back, see proc(5); some containers do not let a process do that."""
+    """Reset the kernel's high-water mark, see proc(5); return False where a container forbids it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -73,7 +73,7 @@ def _begin_peak() -> bool:
 
 
 def peak_memory(client: Client) -> int | None:
-    """Return the bytes of the worker that had most since :func:`begin_peaks`; None if Linux does not tell."""
+    """Return the largest peak memory of a worker since :func:`begin_peaks`, in bytes; None if unknown."""
     peaks = [peak for peak in client.run(_peak).values() if peak is not None]
     return max(peaks, default=None)
 
@@ -86,10 +86,10 @@ def _peak() -> int | None:
 
 
 def _total(digests: Mapping[Any, float], label: str, unit: str, of: str | None = None) -> float:
-    """Sum up Dask's fine performance metrics of a label.
+    """Sum Dask's fine performance metrics with a label.
 
-    They count the work of p2p for a task twice, for the task and for p2p. So p2p's own metrics count only
-    where it works in the background, and those of its comms only where it does not write.
+    Dask counts the work of p2p in a task twice, for the task and for p2p. So of p2p's own metrics, only the
+    background work is included: of its comms for the label ``process``, of its disk for other labels.
     """
 
     def counts(key: Any) -> bool:
@@ -103,14 +103,14 @@ def _total(digests: Mapping[Any, float], label: str, unit: str, of: str | None =
 
 
 def exchanged(counters: Mapping[str, float]) -> Iterable[float]:
-    """Return the bytes of shards that changed their worker, by path."""
+    """Yield the bytes of shards that moved to another worker, by path."""
     for name, nbytes in counters.items():
         if name.startswith(EXCHANGE_PREFIX) and name != f"{EXCHANGE_PREFIX}local":
             yield nbytes
 
 
 def spilled(counters: Mapping[str, float]) -> Iterable[float]:
-    """Return the bytes that went down the memory tiers; what came up again has counters of its own."""
+    """Yield the bytes moved to lower tiers, without those moved back up."""
     for name, nbytes in counters.items():
         if name.startswith(SPILL_PREFIX):
             source, _, target = name.removeprefix(SPILL_PREFIX).partition(".")
@@ -119,5 +119,5 @@ def spilled(counters: Mapping[str, float]) -> Iterable[float]:
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return what was counted between two readings."""
+    """Return the differences of counters between two readings."""
     return {name: value - before.get(name, 0) for name, value in after.items()}

@@ -1,4 +1,4 @@
-"""Run the queries of the bench with the runtime and with Dask's own shuffle, in turns on one cluster."""
+"""Run the queries of the bench with the runtime and with Dask's own shuffle, interleaved on one cluster."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from dask_gpurt.bench.tables import Tables, TableSize
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.properties import drop_class_lock
 
-#: The method of Dask that is the default on a cluster.
+#: Dask's default method on a cluster.
 DEFAULT_METHOD = "p2p"
-#: The methods that the runtime can be compared with.
+#: Methods to compare the runtime with.
 METHODS = ("p2p", "tasks")
 METHOD_KEY = "dataframe.shuffle.method"
 FORGET_TIMEOUT_S, FORGET_POLL_INTERVAL_S = 30.0, 0.005
 
 
 class BusyError(RuntimeError):
-    """The cluster holds tasks of other programs, which the bench would disturb, and they it."""
+    """The cluster has tasks of other programs, which would disturb the bench and vice versa."""
 
 
 class WrongResultError(ValueError):
-    """A result differs from the first one of its query."""
+    """A result differs from the first result of its query."""
 
 
 def measure(
@@ -54,43 +54,42 @@ def measure(
 ) -> BenchResult:
     """Measure what the runtime gains on a cluster, and where the time goes.
 
-    In each round the runtime is switched on and all queries are run, and switched off and all are run; the
-    next round begins with the other one. Each query is run twice, and the second run counts. The cluster is
-    left as it was found. Where the runtime had been on before, it stays on, also for this client, and nothing
-    is compared with it.
+    Each round runs all queries with the runtime on and with the runtime off; the order alternates between
+    rounds. Each query runs twice, and the second run counts. The cluster is restored to its original state.
+    If the runtime was already on, it stays on, also for this client, and is not compared with anything.
 
     Parameters
     ----------
     client
-        Of an idle cluster; not an asynchronous one.
+        A synchronous client of an idle cluster.
     scale
-        Of the tables; 1 has 6 million items, as TPC-H.
+        Scale of the tables; 1 has 6 million items, as in TPC-H.
     partitions
-        Of the large tables; two for each task thread if not given.
+        Number of partitions of the large tables; by default two per task thread.
     rounds
-        At least 1.
+        Number of rounds, at least 1.
     against
-        ``p2p`` or ``tasks``; the method that is configured, or else Dask's default, if not given.
+        ``p2p`` or ``tasks``; by default the configured method, or Dask's default.
     backend
         ``pandas`` or ``cudf``.
     folder
-        In a folder ``gpurt-bench`` there the tables are written once, and read by each query: it is a place
-        that the client and all workers reach by this name. Without one each query makes them.
+        A folder that the client and all workers can access under this name. The tables are written once, to
+        its subfolder ``gpurt-bench``, and read by each query. Without it each query generates the tables.
     queries
-        All of them if not given.
+        The queries; by default all.
     on_run
-        Is told of each run as it has ended, and how many there are in all.
+        Called after each run, with the run and the total number of runs.
 
     Raises
     ------
     ValueError
-        When the cluster has no workers.
+        If the cluster has no workers.
     BusyError
-        When the cluster holds tasks of others.
+        If the cluster has tasks of other programs.
     WrongResultError
-        When a result differs from the first one of its query.
+        If a result differs from the first result of its query.
     RuntimeError
-        When the runtime can not be switched on, or off.
+        If the runtime cannot be switched on or off.
     """
     contenders = (GPURT, against or configured_method())
     threads = sum(client.nthreads().values())
@@ -140,11 +139,11 @@ def machine(client: Client, backend: str) -> Machine:
 
 @contextmanager
 def _observing(client: Client) -> Iterator[None]:
-    """Log tasks on the scheduler, and time reads on the workers, while the body runs."""
+    """Log tasks on the scheduler, and time reads on the workers, during the body."""
     with ExitStack() as stack:
         patches = PatchSet()
         stack.callback(patches.restore)
-        drop_class_lock(patches)  # the scheduler may be in this process, and the runtime is off at times
+        drop_class_lock(patches)  # the scheduler may be in this process, and the runtime is off in between
         client.register_plugin(TaskLog(), name=TaskLog.name)
         stack.callback(client.unregister_scheduler_plugin, TaskLog.name)
         client.register_plugin(ReadClock(), name=ReadClock.name)
@@ -161,14 +160,14 @@ class _Bench:
     threads: int
     runs: list[Run] = field(default_factory=list)
     observed: Observed = field(default_factory=lambda: Observed({}, {}, 0))
-    #: The first result of each query, which all others have to equal.
+    #: The first result of each query, which all later results have to equal.
     _wanted: dict[str, pd.DataFrame] = field(default_factory=dict)
 
     @contextmanager
     def chosen(self, contender: str, *, switch: bool) -> Iterator[None]:
-        """Shuffle with a contender while the body runs; with ``switch`` the runtime is off afterwards."""
+        """Shuffle with a contender during the body; with ``switch`` the runtime is off afterwards."""
         if contender == GPURT:
-            dask_gpurt.enable(self.client)  # where it is on already, for this client
+            dask_gpurt.enable(self.client)  # only for this client, if the cluster already has it on
         try:
             with dask.config.set({METHOD_KEY: contender}):
                 yield
@@ -179,7 +178,7 @@ class _Bench:
                 dask_gpurt.disable(self.client)
 
     def run_all(self, queries: Sequence[Query], contender: str, number: int) -> Iterator[Run]:
-        """Run each query twice; yield each run as it has ended."""
+        """Run each query twice; yield each run when it has finished."""
         for query in queries:
             for warm in (False, True):
                 self.runs.append(self._run(query, contender, number, warm))
@@ -225,7 +224,7 @@ class _Bench:
 
 
 def observe(client: Client) -> Observed:
-    """Return what the runtime reports."""
+    """Return the report of the runtime."""
     report = dask_gpurt.report(client)
     fallbacks: dict[str, int] = {}
     there = [one.fallbacks for one in report.workers.values()]
@@ -240,8 +239,8 @@ def _require_idle(client: Client) -> None:
     there = client.run_on_scheduler(_count_tasks)
     if there:
         raise BusyError(
-            f"the cluster holds {there} tasks of other programs: it has to be idle, since the runtime is "
-            "switched on and off there, and timed"
+            f"the cluster has {there} tasks of other programs: it has to be idle, since the bench switches "
+            "the runtime on and off and times it"
         )
 
 
@@ -250,7 +249,7 @@ def _count_tasks(dask_scheduler: Any) -> int:
 
 
 def forget(client: Client) -> None:
-    """Wait until the scheduler has no task left, so that no result of a run before is used again."""
+    """Wait until the scheduler has no tasks left, so that no result of an earlier run is reused."""
     client.run_on_scheduler(_forgotten)
 
 
@@ -258,5 +257,5 @@ async def _forgotten(dask_scheduler: Any) -> None:
     deadline = time() + FORGET_TIMEOUT_S
     while dask_scheduler.tasks:
         if time() > deadline:
-            raise TimeoutError(f"the scheduler still has {len(dask_scheduler.tasks)} tasks of a run before")
+            raise TimeoutError(f"the scheduler still has {len(dask_scheduler.tasks)} tasks of an earlier run")
         await asyncio.sleep(FORGET_POLL_INTERVAL_S)

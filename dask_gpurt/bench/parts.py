@@ -1,29 +1,29 @@
-"""Name the parts that the seconds of a run add up from."""
+"""Define the parts that make up the seconds of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The parts of a run's seconds, in the order of time.
+#: The parts of a run's seconds, in chronological order.
 PARTS = ("planning", "starting", "reading", "computing", "idle", "collecting")
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Tell what the seconds of a run, or of several, were spent on.
+    """Hold how the seconds of one or several runs were spent.
 
     Parameters
     ----------
     planning, starting, reading, computing, idle, collecting
-        Seconds that add up to those of the run: until the scheduler has its tasks; until the first of them
-        begins; then, of a mean task thread, in readers of files, in the rest of tasks, and without a task;
-        and from the end of the last task until the result is with the client.
+        Seconds that add up to the run: until the scheduler has its tasks; until the first task begins; then,
+        for an average task thread, in file readers, in the rest of tasks, and without a task; and from the
+        end of the last task until the client has the result.
     tasks
-        How many there were.
+        Number of tasks.
     longest_gap
-        Seconds of the longest time in which a thread had no task.
+        The longest time in which a thread had no task, in seconds.
     spilled_bytes
-        Of all workers: down the memory tiers or to disk.
+        Bytes moved to lower memory tiers or to disk, on all workers.
     """
 
     planning: float
@@ -38,6 +38,6 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds in all."""
+        """Return the total seconds."""
         seconds: float = sum(getattr(self, name) for name in PARTS)
         return seconds

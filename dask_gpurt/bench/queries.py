@@ -1,7 +1,7 @@
-"""Define the queries of the bench: four shapes of TPC-H, over the tables that the bench makes.
+"""Define the queries of the bench: four modelled on TPC-H, over generated tables.
 
-They are written as a user of Dask would write them, without a hint for any shuffle. All queries of TPC-H, on
-its own tables, are in ``benchmarks/tpch``; the figures of these can not be compared with them.
+They are written as a user of Dask would write them, without hints for shuffles. ``benchmarks/tpch`` has all
+queries of TPC-H on its own tables; its figures cannot be compared with those of these queries.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Query:
     Parameters
     ----------
     name
-        With the number of the query of TPC-H that it is like.
+        Its name, with the number of the TPC-H query that it is modelled on.
     build
-        Makes it of the tables.
+        Builds it from the tables.
     order
-        The columns that tell the rows of the result apart.
+        The columns that identify a row of the result.
     """
 
     name: str
@@ -36,18 +36,18 @@ class Query:
     order: tuple[str, ...]
 
     def collected(self, result: Any) -> pd.DataFrame:
-        """Return a result as a frame of pandas, its rows in order."""
+        """Return a result as a sorted pandas frame."""
         frame: pd.DataFrame = result if isinstance(result, pd.DataFrame) else result.to_pandas()
         return frame.sort_values(list(self.order), ignore_index=True)
 
 
 def revenue(items: Any) -> Any:
-    """Return what was paid for each item, without tax, in hundredths of a cent."""
+    """Return the price paid for each item, without tax, in hundredths of a cent."""
     return items.l_extendedprice * (100 - items.l_discount)
 
 
 def summary(tables: Tables) -> Any:
-    """Sum up all items in four groups: reading and computing, next to nothing to move."""
+    """Sum all items in four groups: reading and computing, with almost nothing to move."""
     items = tables["lineitem"]
     items = items[items.l_shipdate <= day("1998-09-02")]
     paid = revenue(items)
@@ -57,7 +57,7 @@ def summary(tables: Tables) -> Any:
 
 
 def priority(tables: Tables) -> Any:
-    """Find the ten open orders of most revenue: two joins, and a groupby of many groups."""
+    """Find the ten open orders with the highest revenue: two joins, and a groupby with many groups."""
     customer, orders, items = (tables[name] for name in ("customer", "orders", "lineitem"))
     found = (
         customer[customer.c_mktsegment == "BUILDING"]
@@ -70,7 +70,7 @@ def priority(tables: Tables) -> Any:
 
 
 def distribution(tables: Tables) -> Any:
-    """Count customers by how many orders they have: a join that keeps all, and two groupbys."""
+    """Count customers by their number of orders: a left join, and two groupbys."""
     found = tables["customer"].merge(tables["orders"], how="left", left_on="c_custkey", right_on="o_custkey")
     counts = found.groupby("c_custkey").agg({"o_orderkey": "count"}).reset_index()
     counts = counts.rename(columns={"o_orderkey": "orders", "c_custkey": "customers"})
@@ -78,7 +78,7 @@ def distribution(tables: Tables) -> Any:
 
 
 def large_orders(tables: Tables) -> Any:
-    """Find the orders of most items: a groupby by order, and joins of what is left with larger tables."""
+    """Find the orders with the most items: a groupby by order, and joins of its result with larger tables."""
     quantities = tables["lineitem"].groupby("l_orderkey").agg({"l_quantity": "sum"}).reset_index()
     large = quantities[quantities.l_quantity > 270].rename(columns={"l_quantity": "quantity"})
     found = (

@@ -1,4 +1,4 @@
-"""Count the seconds that the threads of a worker are in functions that read files, or make tables."""
+"""Measure the time that the threads of a worker spend in functions that read files or make tables."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dask_gpurt.plugins.switching import Layer
 
 
 class _Clock(threading.local):
-    """Count the readers that this thread is in: they call each other, and the outermost counts."""
+    """Count the nested readers on this thread: readers call each other, and only the outermost is timed."""
 
     depth = 0
 
 
 class _Total:
-    """Sum the seconds of all threads of this process. Thread-safe."""
+    """Sum the seconds of all threads in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +40,7 @@ _clock, _total = _Clock(), _Total()
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Count the body as reading."""
+    """Count the time of the body as reading."""
     _clock.depth += 1
     began = time.perf_counter()
     try:
@@ -52,7 +52,7 @@ def reading() -> Iterator[None]:
 
 
 def timed(reader: Callable[..., Any]) -> Callable[..., Any]:
-    """Count the calls of a function as reading."""
+    """Wrap a function to count its time as reading."""
 
     @wraps(reader)
     def read(*args: Any, **kwargs: Any) -> Any:
@@ -63,32 +63,32 @@ def timed(reader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ReadClock(WorkerPlugin):
-    """Count the functions by which tasks of dataframes read files, also where they are fused with others.
+    """Time the file readers of dataframe tasks, including tasks fused with other operations.
 
-    A function that differs from the one that is known is left alone, and does not count.
+    Readers that differ from the known versions are not wrapped, and do not count.
     """
 
     name = "gpurt-bench-reads"
 
     def setup(self, worker: Any) -> None:
-        """Begin with the readers that are imported."""
-        # That of the runtime, which may be switched on before, and after.
+        """Wrap the readers that are already imported."""
+        # Use the runtime's layer: the runtime may be switched on before or after.
         self._patches = PatchSet(Layer.READS)
         self._readers = Readers(self._patches, timed, lambda difference: None)
         self.look()
 
     def teardown(self, worker: Any) -> None:
-        """Leave the readers as they were."""
+        """Restore the readers."""
         self._patches.restore()
 
     def look(self) -> None:
-        """Count the readers too that have been imported meanwhile."""
+        """Wrap readers that have been imported since."""
         self._readers.look()
 
 
 def read_seconds(client: Client) -> float:
-    """Return the seconds of all threads of all workers in readers so far."""
-    # Workers may be threads of one process, which has one clock.
+    """Return the total thread seconds in readers on all workers so far."""
+    # Workers that share a process share its total, so count each process once.
     return sum(dict(client.run(_read_seconds).values()).values())
 
 

@@ -1,4 +1,4 @@
-"""Type the result of a bench: its runs, their figures, what the runtime gains, and what would help."""
+"""Define the result of a bench: its runs, their figures, the gain of the runtime, and advice."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ GPURT = "gpurt"
 
 @dataclass(frozen=True)
 class Spent(Parts):
-    """Tell what a run was spent on.
+    """Hold what a run spent: seconds, bytes and memory.
 
     Parameters
     ----------
     read_bytes, moved_bytes
-        Of all workers: from files, and to other processes.
+        Bytes read from files, and moved to other processes, on all workers.
     peak_bytes
-        The most memory that the process of a worker had; None where the system does not tell.
+        The largest peak memory of a worker process; None if unknown.
     """
 
     read_bytes: float
@@ -38,9 +38,9 @@ class Spent(Parts):
     def of(
         cls, spent: Mapping[str, Any], counted: Mapping[str, float], peak: int | None, threads: int
     ) -> Spent:
-        """Return it from a :func:`~dask_gpurt.bench.budget.budget`, and from what was counted meanwhile."""
+        """Build it from a :func:`~dask_gpurt.bench.budget.budget` and the differences of counters."""
         seconds = spent["seconds"]
-        # Tasks that have left their slot for a read may be more than the workers have threads.
+        # With tasks that have left their slot for a read, more tasks run than the workers have threads.
         busy = seconds["computing"] * min(1.0, spent["thread_busy"])
         reading = min(busy, counted["read_seconds"] / threads)
         return cls(
@@ -66,13 +66,13 @@ class Run:
     Parameters
     ----------
     query, contender
-        Which, by which method.
+        The names of the query and of the method.
     round
         The number of its round.
     warm
-        Whether it is the second one of its round, which is timed. The first one makes what is made once.
+        Whether it is the second run of its round, which counts. The first run includes one-time costs.
     seconds
-        From the first expression until the result is on the client.
+        Seconds from the first expression until the result is on the client.
     """
 
     query: str
@@ -85,14 +85,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Tell how many times as long the other method takes as the runtime.
+    """Hold the ratio of the other method's time to the runtime's.
 
     Parameters
     ----------
     value
-        The median of the rounds; of a round it is the geometric mean of the queries.
+        The median over the rounds of the geometric mean over the queries.
     low, high
-        The least and the largest of the rounds.
+        The smallest and the largest value of a round.
     """
 
     value: float
@@ -107,9 +107,9 @@ class Machine:
     Parameters
     ----------
     workers, threads, hosts
-        How many there are of each.
+        The number of each.
     memory_limit
-        Bytes of the worker that has least; 0 where there is no limit.
+        The smallest memory limit of a worker, in bytes; 0 if there is no limit.
     backend
         ``pandas`` or ``cudf``.
     """
@@ -123,14 +123,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Observed:
-    """Hold what the runtime reported after its last round.
+    """Hold the report of the runtime after its last round.
 
     Parameters
     ----------
     counters, fallbacks
-        Of the cluster: metrics by name, and how often something fell back, by id.
+        Metrics of the cluster by name, and counts of fallbacks by id.
     departed
-        Workers that have left.
+        Number of workers that have left.
     """
 
     counters: Mapping[str, float]
@@ -140,23 +140,23 @@ class Observed:
 
 @dataclass(frozen=True, repr=False)
 class BenchResult:
-    """Tell what the runtime gains on a cluster, where the time goes, and what would help.
+    """Report what the runtime gains on a cluster, where the time goes, and what would help.
 
     Parameters
     ----------
     machine
         The cluster.
     tables
-        The tables, in words.
+        A description of the tables.
     from_files
-        Whether they were read from files, and not made by each query; making counts as reading then.
+        Whether tables were read from files; otherwise each query generated them, which counts as reading.
     contenders
-        ``gpurt``, and the shuffle method that it was compared with; ``gpurt`` alone where the runtime had
-        been on before.
+        ``gpurt`` and the shuffle method that it was compared with; only ``gpurt`` if the runtime was already
+        on before.
     runs
-        All of them, in order. Each result was equal to the first one of its query.
+        All runs, in order. Each result was equal to the first result of its query.
     observed
-        Of the runtime.
+        The report of the runtime.
     """
 
     machine: Machine
@@ -168,7 +168,7 @@ class BenchResult:
 
     @property
     def ratio(self) -> Ratio | None:
-        """Return what the runtime gains; None where there is nothing to compare it with."""
+        """Return the gain of the runtime; None if there is nothing to compare it with."""
         if len(self.contenders) == 1:
             return None
         ours, theirs = (self._seconds(name) for name in self.contenders)
@@ -192,7 +192,7 @@ class BenchResult:
         return list(dict.fromkeys(run.query for run in self.runs))
 
     def typical(self, query: str, contender: str) -> Run:
-        """Return the warm run of median length, whole, so that its parts add up."""
+        """Return the warm run with the median duration; as a whole run, so that its parts add up."""
         mine = [run for run in self.runs if run.query == query and self._is(run, contender)]
         return sorted(mine, key=lambda run: run.seconds)[(len(mine) - 1) // 2]
 
@@ -204,7 +204,7 @@ class BenchResult:
 
     @property
     def findings(self) -> Findings:
-        """Return the figures of the runtime that advice is made of, summed up over the queries."""
+        """Return the figures of the runtime that advice is based on, summed over the queries."""
         spent = [self.typical(query, GPURT).spent for query in self.queries]
         limit = self.machine.memory_limit
         peaks = [one.peak_bytes for one in spent if one.peak_bytes is not None]
@@ -226,7 +226,7 @@ class BenchResult:
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """Return what would help, the weightiest first."""
+        """Return advice, the most important first."""
         return tuple(advise(self.findings))
 
     def to_pandas(self) -> pd.DataFrame:
@@ -235,8 +235,8 @@ class BenchResult:
         Returns
         -------
         pandas.DataFrame
-            ``first`` and ``warm`` seconds, the median of rounds; and the fields of :class:`Spent` of the warm
-            run of median length.
+            Medians over rounds of the ``first`` and ``warm`` seconds, and the fields of :class:`Spent` of the
+            warm run with the median duration.
         """
         return pd.DataFrame(
             [
@@ -255,14 +255,14 @@ class BenchResult:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as values that JSON can represent."""
+        """Return all fields as JSON-serialisable values."""
         plain = {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
         return plain | {"ratio": _plain(self.ratio), "advice": _plain(self.advice)}
 
     def verdict(self) -> str:
-        """Say what the runtime gains, in a sentence."""
+        """Return a sentence on the gain of the runtime."""
         if self.ratio is None:
-            return "The runtime had been on before and was left on: there is nothing to compare it with."
+            return "The runtime was already on, and was left on: there is nothing to compare it with."
         ratio, other = self.ratio, self.contenders[-1]
         rounds = len({run.round for run in self.runs})
         return (
@@ -272,12 +272,12 @@ class BenchResult:
         )
 
     def heading(self) -> str:
-        """Say what was measured, in a line."""
+        """Return a line that describes what was measured."""
         of = self.machine
         return f"{of.workers} workers, {of.threads} threads, {of.backend}; {self.tables}"
 
     def cells(self, parts: Sequence[str]) -> list[list[str]]:
-        """Return rows of text: query, contender, and columns of :meth:`to_pandas`."""
+        """Return rows of text with query, contender, and columns of :meth:`to_pandas`."""
         frame = self.to_pandas()[["query", "contender", *parts]]
         return [
             [readable(str(name), value) for name, value in row.items()] for row in frame.to_dict("records")
@@ -292,13 +292,13 @@ class BenchResult:
         return "\n".join(lines) + ">"
 
 
-#: The columns that are printed, in two tables, so that each fits into a terminal.
+#: The printed columns, in two tables that each fit into a terminal.
 SECONDS = ("first", "warm", *PARTS)
 SIZES = ("tasks", "read_bytes", "moved_bytes", "spilled_bytes", "peak_bytes")
 
 
 def readable(name: str, value: Any) -> str:
-    """Return a value of a column as text: seconds in hundredths, bytes with their unit."""
+    """Return a value of a column as text: seconds with two decimals, bytes with a unit."""
     if value is None or value != value:
         return "-"
     if name.endswith("_bytes"):

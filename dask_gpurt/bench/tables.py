@@ -1,9 +1,9 @@
-"""Make tables like three of TPC-H's on the workers: the same rows each time, and whole numbers for money.
+"""Generate tables modelled on three of TPC-H's, deterministically, on the workers.
 
-Rows come from a seed for each partition, so that nothing is downloaded, and every worker makes the same.
-Prices are cents, and discounts and taxes percent: their sums do not depend on the order in which they are
-added up, so that results can be compared to the last bit. Keys, and how many rows there are of each, are as
-in TPC-H; texts are left out.
+Each partition is generated from its own seed, so nothing is downloaded and all workers generate the same
+rows. Money is in integers (prices in cents, discounts and taxes in percent): sums do not depend on the order
+of addition, so results can be compared exactly. Keys and their frequencies are as in TPC-H; text columns are
+left out.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ import pandas as pd
 
 from dask_gpurt.bench.reads import reading
 
-#: Rows at scale 1. An order has one to seven items, four on average.
+#: Number of rows at scale 1. An order has one to seven items, four on average.
 CUSTOMERS, ORDERS = 150_000, 1_500_000
 MAX_ITEMS = 7
 SEGMENTS = ("AUTOMOBILE", "BUILDING", "FURNITURE", "HOUSEHOLD", "MACHINERY")
 FIRST_DAY, DAYS = np.datetime64("1992-01-01", "us"), 2406
-#: Items that are shipped later than this have not been returned, and are open.
+#: Items shipped later than this are open, and have not been returned.
 LAST_DAY = np.datetime64("1995-06-17", "us")
 ONE_DAY = np.timedelta64(1, "D")
 TABLES = ("customer", "orders", "lineitem")
-#: In the folder of the user, which may have tables of the same names.
+#: The subfolder of the user's folder, which may have tables with the same names.
 SUBFOLDER = "gpurt-bench"
 
 
 @dataclass(frozen=True)
 class TableSize:
-    """Set how large the tables are.
+    """Set the size of the tables.
 
     Parameters
     ----------
     scale
-        1 has 6 million items, as TPC-H.
+        The scale; 1 has 6 million items, as in TPC-H.
     partitions
-        Of orders, and of their items.
+        Number of partitions of orders, and of items.
     """
 
     scale: float
@@ -49,32 +49,32 @@ class TableSize:
 
     @cached_property
     def rows(self) -> dict[str, int]:
-        """Return the rows of customer and orders."""
+        """Return the numbers of rows of customer and orders."""
         return {
             "customer": max(3, round(CUSTOMERS * self.scale)),
             "orders": max(self.partitions, round(ORDERS * self.scale)),
         }
 
     def partitions_of(self, name: str) -> int:
-        """Return the partitions of a table."""
+        """Return the number of partitions of a table."""
         return max(1, self.partitions // 4) if name == "customer" else self.partitions
 
 
 def make(
     part: int, name: str, scale: float, partitions: int, columns: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Make a partition of a table.
+    """Generate a partition of a table.
 
     Parameters
     ----------
     part
-        Its number.
+        The number of the partition.
     name
-        Of the table.
+        The name of the table.
     scale, partitions
-        As of :class:`TableSize`.
+        See :class:`TableSize`.
     columns
-        Those to keep; all if not given.
+        The columns to keep; all by default.
     """
     columns_of = {"customer": _customers, "orders": _orders, "lineitem": _items}[name]
     with reading():
@@ -104,7 +104,7 @@ def _orders(part: int, size: TableSize) -> dict[str, Any]:
     keys = _keys(part, "orders", size)
     rng = np.random.default_rng([1, part])
     dates = FIRST_DAY + rng.integers(0, DAYS, len(keys)) * ONE_DAY
-    # A third of the customers has no orders.
+    # A third of the customers have no orders.
     customers = rng.integers(0, size.rows["customer"], len(keys))
     customers -= customers % 3 == 0
     return {
@@ -141,11 +141,11 @@ class Tables:
     Parameters
     ----------
     size
-        Of them.
+        The size of the tables.
     backend
         ``pandas`` or ``cudf``.
     folder
-        Where there is a folder of its own for them; without one each query makes them.
+        The folder in which they have a subfolder; without it each query generates them.
     """
 
     def __init__(self, size: TableSize, backend: str = "pandas", folder: str | None = None) -> None:
@@ -154,7 +154,7 @@ class Tables:
         self._backend = backend
 
     def write(self) -> None:
-        """Write the tables to the folder, as Parquet, by the workers."""
+        """Have the workers write the tables to the folder, as Parquet."""
         for name in TABLES:
             self._made(name).to_parquet(f"{self.folder}/{name}", write_index=False, overwrite=True)
 

@@ -1,6 +1,6 @@
 """Run random operations and random faults on a real cluster, and check every result against pandas.
 
-Only the command line imports this package. Workers import it by name when the worker plugin arrives.
+Only the command line imports this package. Workers import it when they unpickle the worker plugin.
 """
 
 from dask_gpurt.chaos.faults import FAULTS

@@ -14,19 +14,19 @@ import pandas as pd
 from dask_gpurt.chaos.plan import FrameSpec, OperationSpec
 
 Sizes = tuple[int, ...]
-#: An array has as many elements as a frame has rows, in so many columns.
+#: Columns of an array, which has as many elements as a frame has rows.
 COLUMNS = 24
 
 
 def array(spec: FrameSpec, backend: str) -> Any:
-    """Make an array whose chunks of rows are made by tasks, so that what is lost can be made again."""
+    """Create an array whose chunks are created by tasks, so that lost chunks can be recomputed."""
     rows = _divided(_rows(spec), spec.partitions)
     meta = _chunk_of(spec, 0, 0, backend)
     return da.map_blocks(_chunk, chunks=(rows, (COLUMNS,)), dtype="f8", meta=meta, spec=spec, backend=backend)
 
 
 class Rechunk:
-    """Rechunk an array by columns, by other rows, or by both; transposed before or not."""
+    """Rechunk an array by columns, by other rows, or by both, optionally after a transposition."""
 
     def build(self, spec: OperationSpec, backend: str) -> Any:
         before = array(spec.frame, backend)
@@ -39,7 +39,7 @@ class Rechunk:
 
 
 def _difference(spec: OperationSpec, parts: Sequence[pd.DataFrame]) -> str | None:
-    """Say what is wrong with chunks, as frames, in the order of the array."""
+    """Describe the first wrong chunk, given all chunks as frames in array order; None if all are right."""
     rows = _divided(_rows(spec.frame), spec.frame.partitions)
     whole = np.concatenate([_chunk_of(spec.frame, at, size, "pandas") for at, size in enumerate(rows)])
     whole = whole.T if _transposed(spec) else whole
@@ -65,7 +65,7 @@ def _transposed(spec: OperationSpec) -> bool:
 
 
 def _new_chunks(spec: OperationSpec) -> tuple[Sizes, Sizes]:
-    """Return the new chunks of the array, after it was transposed."""
+    """Return the new chunks of the (possibly transposed) array."""
     rows, columns = _divided(_rows(spec.frame), spec.outputs), _divided(COLUMNS, spec.outputs)
     by_columns, by_rows = ((_rows(spec.frame),), columns), (rows, (COLUMNS,))
     by_both = (_divided(_rows(spec.frame), 3), columns)
@@ -74,7 +74,7 @@ def _new_chunks(spec: OperationSpec) -> tuple[Sizes, Sizes]:
 
 
 def _divided(total: int, parts: int) -> Sizes:
-    """Divide a length into parts, of which none is empty."""
+    """Divide a length into non-empty parts."""
     parts = min(parts, total)
     ends = [total * at // parts for at in range(parts + 1)]
     return tuple(stop - start for start, stop in pairwise(ends))

@@ -1,4 +1,4 @@
-"""Start the cluster of chaos: every other worker keeps its address when it is replaced."""
+"""Start the cluster for chaos, in which every other worker keeps its address when it is restarted."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from dask_gpurt.dask_hooks.scheduler import start_missing_workers
 
 logger = logging.getLogger(__name__)
 
-#: Seconds for a cluster to come back to its size, and to end.
+#: Timeout for a cluster to recover its size, and to close, in seconds.
 PATIENCE_S = 60
-#: Dask's 30 s would be spent on each connection to a worker that was just killed.
+#: Shorter than Dask's 30 s, which would be spent on each connection to a worker that was just killed.
 CONNECT = "10s"
-#: Dask's cluster closes the nanny of a worker that has been away for 15 s, while it starts another process: a
-#: busy machine may take longer for that. The worker would never come back.
+#: After 15 s without a worker, Dask's cluster closes its nanny, although the nanny may still be starting
+#: another process on a busy machine. The worker would never come back.
 LOST_WORKER = "1h"
-#: For workers and nannies that keep their address.
+#: Ports for workers and nannies that keep their address.
 PORTS = range(15_000, 32_000)
 
 
 def keeps_address(name: Any) -> bool:
-    """Return whether the process that replaces this worker of ours gets the same address."""
+    """Return whether a restart of this worker keeps its address."""
     return int(name) % 2 == 0
 
 
 def _with_fixed_ports(kind: type) -> type:
-    """Derive a cluster whose new workers and nannies have fixed ports, every other one of them."""
+    """Derive a cluster class in which every other worker and its nanny have fixed ports."""
 
     class FixedPorts(kind):  # type: ignore[misc]
         def new_worker_spec(self) -> dict[Any, dict[str, Any]]:
@@ -59,7 +59,7 @@ def _with_fixed_ports(kind: type) -> type:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Find ports below those that the system gives to connections, which would take one that is free."""
+    """Find free ports below the ephemeral range, from which the system would assign them to connections."""
     found: list[int] = []
     while len(found) < count:
         port = random.choice(PORTS)
@@ -71,11 +71,11 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
-    """Start a cluster on this machine; yields a client, the cluster, and the directory of its workers."""
-    # For good: several threads build sorts, which compute, also while the runtime is off.
+    """Start a cluster on this machine; yield a client, the cluster, and the directory of its workers."""
+    # Permanently: several threads build sorts, which compute, even while the runtime is off.
     drop_class_lock(PatchSet())
     find_in_one_step()
-    # A worker that takes the place of a killed one binds its port while connections of that one linger.
+    # A restarted worker binds its port while connections of the killed process still linger.
     os.environ.setdefault("UCX_TCP_CM_REUSEADDR", "y")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with tempfile.TemporaryDirectory(prefix="gpurt-chaos-", ignore_cleanup_errors=True) as directory:
@@ -95,7 +95,7 @@ def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[
                 kind = importlib.import_module("dask_cuda").LocalCUDACluster
                 cluster = _with_fixed_ports(kind)(n_workers=workers, **options)
             else:
-                # Only workers that LocalCluster is scaled to ask for a specification of their own.
+                # LocalCluster calls new_worker_spec only for workers that are added by scaling.
                 kind = _with_fixed_ports(LocalCluster)
                 memory = psutil.virtual_memory().total // workers
                 cluster = kind(n_workers=0, memory_limit=memory, silence_logs=logging.CRITICAL, **options)
@@ -113,9 +113,9 @@ def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[
 
 
 def restart_given_up(cluster: Any) -> int:
-    """Start workers anew whose nannies have closed: they give up when a process can not start.
+    """Replace workers whose nannies have closed, as they do when a process fails to start.
 
-    Returns how many these are.
+    Returns the number of replaced workers.
     """
     ended = (Status.closed, Status.failed)
     given_up = [
@@ -126,17 +126,17 @@ def restart_given_up(cluster: Any) -> int:
     if not given_up:
         return 0
     for name in given_up:
-        logger.warning("the nanny of worker %s has given up and is replaced", name)
+        logger.warning("the nanny of worker %s has failed and is replaced", name)
         cluster.workers.pop(name, None)
     try:
         start_missing_workers(cluster)
-    except Exception as error:  # whatever a worker can not start with; it is tried again
+    except Exception as error:  # starting a worker may raise anything; the caller tries again
         logger.warning("a worker could not be started: %r", error)
     return len(given_up)
 
 
 class NannyLog(logging.Handler):
-    """Keep the last lines that nannies have logged: they are in this process, and say why one gives up."""
+    """Keep the last log lines of nannies, which run in this process and log why they fail."""
 
     NAMES = ("distributed.nanny", __name__)
 
@@ -157,7 +157,7 @@ class NannyLog(logging.Handler):
 
 
 def _end_children(before: set[int]) -> None:
-    """End what the cluster has left: it may hang in its end where it was damaged."""
+    """Kill the remaining processes of the cluster: a damaged cluster may hang when it closes."""
     for child in psutil.Process().children(recursive=True):
         if child.pid not in before and "resource_tracker" not in " ".join(child.cmdline()):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Compare what a cluster computed with what pandas computes, exactly. Pure."""
+"""Compare results of a cluster with results of pandas, exactly. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-#: The most that an explanation says.
+#: Maximum length of an explanation.
 MAX_CHARACTERS = 600
 
 
@@ -22,22 +22,22 @@ def difference(
     ascending: bool = True,
     homes: str | None = None,
 ) -> str | None:
-    """Say what is wrong with a result, None where nothing is.
+    """Describe the first difference between a result and the expected rows; return None if they are equal.
 
     Parameters
     ----------
     parts
         The partitions of the result.
     expected
-        All rows that it should have, in any order.
+        All expected rows, in any order.
     by
         Columns that identify a row.
     index
-        Whether the index has a value that belongs to the row.
+        Whether the index is part of the row.
     ordered_by
-        The column that all rows are in order by, across partitions; missing values last.
+        The column by which rows have to be sorted across partitions, missing values last.
     homes
-        The column of which each value may be in one partition only.
+        The column whose values may each occur in one partition only.
     """
     found = pd.concat(parts) if parts else expected.iloc[:0]
     if index:
@@ -66,7 +66,7 @@ def _in_order(frame: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def _rows(found: pd.DataFrame, expected: pd.DataFrame, by: Sequence[str]) -> str:
-    """Count the rows that are twice, that are missing, and that are nothing like a row of the input."""
+    """Count the rows that are duplicated, missing, or not in the expected result."""
     twice = int(found.duplicated(list(by)).sum())
     ours, theirs = (pd.MultiIndex.from_frame(frame[list(by)]).unique() for frame in (found, expected))
     missing, made_up = len(theirs.difference(ours)), len(ours.difference(theirs))

@@ -1,4 +1,4 @@
-"""Break things: a class for each kind of fault."""
+"""Define the faults: a class for each kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dask_gpurt.chaos.plan import FaultSpec, Setup
 
 logger = logging.getLogger(__name__)
 
-#: Handlers of workers that other workers call, by the word that a fault has for them.
+#: Handlers of workers that their peers call, by their name in fault names.
 MESSAGES = {
     "offers": "shuffle_receive",
     "releases": "gpurt_release",
@@ -32,15 +32,15 @@ MESSAGES = {
     "tickets": "gpurt_ticket",
     "fetches": "gpurt_fetch",
 }
-#: A connection that breaks each time is none: a reset leaves at least every other message alone.
+#: Lower limits of ``one_in``. Resets hit at most every other message, otherwise no call could succeed.
 MIN_ONE_IN = {"delay": 1, "repeat": 1, "reset": 2}
-#: Seconds for a worker to answer; a worker that is stopped answers after that.
+#: Timeout for workers to answer, in seconds; a stopped worker does not answer within it.
 ASK_S = 20.0
 SHM = "/dev/shm"
-#: Bytes that are left free in /dev/shm, and the most of the free memory that filling it may take.
+#: Bytes left free in /dev/shm, and the maximum fraction of free memory for filling it.
 SHM_MARGIN, SHM_OF_FREE = 2**20, 0.1
-#: With little memory producers wait for room, and shards and partitions go down to the disk.
-#: Tasks that run out of memory are retried by Dask only, so also on other workers.
+#: Little memory: producers wait for room, and shards and partitions spill to disk. Only Dask retries tasks
+#: that run out of memory, possibly on other workers.
 TIGHT = {
     "gpurt.exchange.pool": "1 MiB",
     "gpurt.memory.device": "4 MiB",
@@ -53,39 +53,39 @@ _numbers = itertools.count()
 
 
 class Site:
-    """Show faults the cluster.
+    """Give faults access to the cluster.
 
     Parameters
     ----------
     client
-        Connected to it.
+        A client of the cluster.
     cluster
-        What can be scaled; None for a cluster that others started.
+        The cluster object, which can be scaled; None for an existing cluster.
     workers
-        How many there are when nothing is broken.
+        The number of workers when nothing is broken.
     """
 
     def __init__(self, client: Client, cluster: Any, workers: int):
         self.client = client
         self.cluster = cluster
         self.workers = self.wanted = workers
-        #: The number of nannies that had given up, and were replaced.
+        #: The number of nannies that had failed, and were replaced.
         self.given_up = 0
         self.log = NannyLog()
 
     def addresses(self) -> list[str]:
-        """List the workers in the order of their names, which stay when a worker is replaced."""
+        """Return the addresses of workers in the order of their names, which replacements inherit."""
         return [address for address, _ in sorted(self.names().items(), key=lambda item: str(item[1]))]
 
     def names(self) -> dict[str, Any]:
-        """Map the address of each worker to its name."""
+        """Return the name of each worker, by address."""
         identity = self.client.sync(self.client.scheduler.identity, n_workers=-1)  # type: ignore[union-attr]
         return {address: worker["name"] for address, worker in identity["workers"].items()}
 
     def ask(
         self, function: Callable[..., Any], *args: Any, workers: list[str] | None = None
     ) -> dict[str, Any]:
-        """Run a function on workers; those that do not answer in time are left out."""
+        """Run a function on workers; return the replies that arrive in time, by address."""
         try:
             replies: dict[str, Any] = self.client.sync(
                 self._run, function, args, workers, callback_timeout=ASK_S
@@ -98,12 +98,12 @@ class Site:
         return await self.client.run(function, *args, workers=workers, on_error="ignore")
 
     def enable(self, setup: Setup) -> None:
-        """Switch the runtime on."""
+        """Switch the runtime on with a setup."""
         with dask.config.set({**(TIGHT if setup.tight else {}), **(COMMS if setup.comms else {})}):
             dask_gpurt.enable(self.client)
 
     def wait_for_workers(self) -> None:
-        """Wait until the cluster has its size."""
+        """Wait until the cluster has the wanted number of workers."""
         ends = time.monotonic() + PATIENCE_S
         while len(self.names()) != self.wanted:
             if time.monotonic() > ends:
@@ -116,21 +116,21 @@ class Site:
 
 
 class Fault(ABC):
-    """Inject one fault. ``begin`` and ``end`` are called once each, on one thread.
+    """Inject one fault. ``begin`` and ``end`` are each called once, on one thread.
 
     Parameters
     ----------
     spec
-        As it was drawn.
+        The fault, as drawn.
     site
-        Where.
+        The cluster.
     """
 
-    #: Errors that an operation may end in because of this fault: regular expressions for their text.
+    #: Regular expressions for the errors that this fault may cause.
     explains: ClassVar[tuple[str, ...]] = ()
-    #: Whether it takes a cluster of our own.
+    #: Whether it requires a cluster started by chaos.
     own_cluster: ClassVar[bool] = False
-    #: Whether it is mended after others: the runtime does not go on while there is no memory for its pools.
+    #: Whether it ends after other faults: the runtime cannot be switched on without memory for its pools.
     ends_last: ClassVar[bool] = False
 
     def __init__(self, spec: FaultSpec, site: Site):
@@ -139,26 +139,26 @@ class Fault(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Break something."""
+        """Inject the fault."""
 
     def end(self) -> int:
-        """Mend what does not mend itself; returns how often something was hit."""
+        """End the fault, unless it ends by itself; return the number of hits."""
         return 1
 
     def target(self, workers: list[str] | None = None) -> str | None:
-        """Choose the worker that is hit."""
+        """Return the targeted worker."""
         workers = self.site.addresses() if workers is None else workers
         return workers[self.spec.target % len(workers)] if workers else None
 
 
 # ---- processes -----------------------------------------------------------------------
 
-#: Messages of Dask itself where a task has been on too many workers that died.
+#: Dask's own errors for a task that was on too many workers that died.
 KILLED = (r"KilledWorker", r"P2PConsistencyError.*given up after")
 
 
 class Kill(Fault):
-    """Kill a worker by SIGKILL; its nanny starts another one, at another address."""
+    """Kill a worker by SIGKILL; its nanny restarts it at another address."""
 
     explains = KILLED
     same_address = False
@@ -182,7 +182,7 @@ class Kill(Fault):
 
 
 class Replace(Kill):
-    """Kill a worker that has fixed ports by SIGKILL: another process comes up at the same address."""
+    """Kill a worker with fixed ports by SIGKILL; its nanny restarts it at the same address."""
 
     same_address = True
     own_cluster = True
@@ -199,7 +199,7 @@ class Replace(Kill):
 
 
 class KillAtOffer(Fault):
-    """Kill a worker by SIGKILL as it makes its n-th offer, so in the middle of a transfer."""
+    """Kill a worker by SIGKILL at its n-th offer, that is in the middle of a transfer."""
 
     explains = KILLED
 
@@ -218,7 +218,7 @@ class KillAtOffer(Fault):
 
 
 class Stop(Fault):
-    """Stop a worker by SIGSTOP, and continue it by SIGCONT some seconds later."""
+    """Stop a worker with SIGSTOP, and continue it with SIGCONT some seconds later."""
 
     def begin(self) -> None:
         target = self.target()
@@ -233,12 +233,12 @@ class Stop(Fault):
 
 
 class OnWorkers(Fault):
-    """Have all workers do something wrong, until it is ended."""
+    """Inject a fault on all workers until it is ended."""
 
     kind: ClassVar[str]
 
     def options(self) -> dict[str, Any]:
-        """Return what the worker's side needs to know."""
+        """Return the options for the worker's side."""
         return {"one_in": self.spec.one_in, "seed": self.spec.seed}
 
     def begin(self) -> None:
@@ -250,7 +250,7 @@ class OnWorkers(Fault):
 
 
 class Messages(OnWorkers):
-    """Delay or repeat messages of one kind, or lose them with their connection."""
+    """Delay, repeat, or lose (by a reset connection) messages of one kind."""
 
     kind = "messages"
 
@@ -287,21 +287,21 @@ OUT_OF_MEMORY = (r"MemoryError", r"NoRoom", r"no tier has room", r"no space left
 
 
 class Allocations(OnWorkers):
-    """Fail one of so many allocations of a worker's devices."""
+    """Fail one in several allocations of each worker's devices."""
 
     kind = "allocations"
     explains = OUT_OF_MEMORY
 
 
 class RefusedOffers(OnWorkers):
-    """Let a worker run out of memory as it takes an offer, also one of its own."""
+    """Make workers run out of memory when they process an offer, including their own."""
 
     kind = "offers"
     explains = OUT_OF_MEMORY
 
 
 class FailingTransfers(OnWorkers):
-    """Fail transfer tasks after a part was published; Dask may run them again on another worker."""
+    """Fail transfer tasks after they have published a part; Dask may retry them on another worker."""
 
     kind = "transfers"
     explains = (r"injected by chaos: a transfer task fails",)
@@ -311,7 +311,7 @@ class FailingTransfers(OnWorkers):
 
 
 class FullDisk(OnWorkers):
-    """Fail writes to the directory of a worker for want of space."""
+    """Fail writes to the local directory of each worker with ENOSPC."""
 
     kind = "full"
     explains = OUT_OF_MEMORY
@@ -323,8 +323,8 @@ class FullDisk(OnWorkers):
 class FullShm(OnWorkers):
     """Leave no space in /dev/shm.
 
-    It is filled with a nameless file where that costs little memory. On large ones, whose pages are the
-    host's memory, taking more of it fails in the workers.
+    If this takes little memory, /dev/shm is filled with an unnamed file. Otherwise, since its pages are host
+    memory, allocations in it are made to fail inside the workers.
     """
 
     kind = "full"
@@ -347,7 +347,7 @@ class FullShm(OnWorkers):
 
 
 def _fill_shm() -> int | None:
-    """Fill /dev/shm but for a margin; returns the file that does, None where that is too much."""
+    """Fill /dev/shm except for a margin; return the open file, or None if that would take too much memory."""
     shm = os.statvfs(SHM)
     nbytes = shm.f_bavail * shm.f_frsize - SHM_MARGIN
     if not 0 < nbytes <= SHM_OF_FREE * psutil.virtual_memory().available:
@@ -365,7 +365,7 @@ def _fill_shm() -> int | None:
 
 
 class ScaleDown(Fault):
-    """Retire a worker, and start another one when the operations have ended."""
+    """Retire a worker, and start another when the operations have ended."""
 
     own_cluster = True
 
@@ -380,7 +380,7 @@ class ScaleDown(Fault):
     def _scale(self, workers: int) -> None:
         self.site.wanted = workers
         self.site.cluster.scale(workers)
-        with contextlib.suppress(TimeoutError):  # the runner looks at it, and says so
+        with contextlib.suppress(TimeoutError):  # the runner checks the number of workers and reports it
             self.site.wait_for_workers()
 
 
@@ -406,11 +406,11 @@ class SwitchRuntime(Fault):
 
 
 class SwitchRuntimeTwice(Fault):
-    """Switch the runtime off, and on again, by two threads at once."""
+    """Switch the runtime off, and on again from two threads at once."""
 
     explains = SwitchRuntime.explains
     ends_last = True
-    #: Whether it did not go on, beside another fault.
+    #: Whether switching on failed, because of another fault.
     is_off = False
 
     def begin(self) -> None:
@@ -425,7 +425,7 @@ class SwitchRuntimeTwice(Fault):
         try:
             self.site.enable(self.spec.setup)
         except Exception as error:
-            logger.warning("the runtime did not go on: %r", error)
+            logger.warning("the runtime could not be switched on: %r", error)
             self.is_off = True
 
     def end(self) -> int:
@@ -435,7 +435,7 @@ class SwitchRuntimeTwice(Fault):
 
 
 class WrongRow(Fault):
-    """Change a row of a result before it is checked: shows that the checker can fail."""
+    """Change a row of a result before it is checked, to show that the check can fail."""
 
     def begin(self) -> None:
         pass
@@ -446,13 +446,13 @@ def _pid(dask_worker: Any) -> int:
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:
-    """Wait for an event of the cluster, as long as that may take; what needs it looks again."""
+    """Wait for an event of the cluster, up to :data:`ASK_S`; callers check the outcome themselves."""
     ends = time.monotonic() + ASK_S
     while not happened() and time.monotonic() < ends:
         time.sleep(0.05)
 
 
-#: Changes what is checked; only where it is asked for by name.
+#: The fault that changes a result before it is checked; injected only if it is named explicitly.
 CHECKS_THE_CHECKER = "wrong-row"
 
 FAULTS: dict[str, type[Fault]] = {

@@ -1,4 +1,4 @@
-"""Make the partitions of random frames, on workers and where the results are checked."""
+"""Create the partitions of random frames, on workers and where results are checked."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pandas as pd
 
 from dask_gpurt.chaos.plan import FrameSpec
 
-#: Columns that identify a row of the left and of the right frame of an operation.
+#: Columns that identify the rows of the left and the right input of an operation.
 ROW, OTHER_ROW = "row", "other_row"
 KEY = "key"
 EPOCH = np.datetime64("2020-01-01", "ns")
-#: cudf holds no Python objects.
+#: Kinds of columns that cudf does not support: it cannot hold Python objects.
 HOST_ONLY = frozenset({"object"})
 
 
 def make_partition(number: int, spec: FrameSpec, row: str, backend: str) -> Any:
-    """Make one partition of a frame.
+    """Create a partition of a frame.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def make_partition(number: int, spec: FrameSpec, row: str, backend: str) -> Any:
 
 
 def whole_frame(spec: FrameSpec, row: str, backend: str) -> pd.DataFrame:
-    """Make the whole frame in this process, in pandas."""
+    """Create the whole frame in this process, in pandas."""
     parts: list[pd.DataFrame] = [
         to_pandas(make_partition(number, spec, row, backend)) for number in range(spec.partitions)
     ]
@@ -46,7 +46,7 @@ def whole_frame(spec: FrameSpec, row: str, backend: str) -> pd.DataFrame:
 
 
 def to_pandas(part: Any) -> Any:
-    """Return a frame or the chunk of an array as a frame on the host."""
+    """Convert a frame or a chunk of an array to a pandas frame."""
     if isinstance(part, (pd.DataFrame, pd.Series)):
         return part
     if hasattr(part, "to_pandas"):
@@ -55,7 +55,7 @@ def to_pandas(part: Any) -> Any:
 
 
 def _rows_of(spec: FrameSpec, number: int) -> tuple[int, int]:
-    """Return the number of the first row of a partition; and count its rows."""
+    """Return the number of a partition's first row, and the number of its rows."""
     filled = [at for at in range(spec.partitions) if at not in spec.empty]
     before = sum(at < number for at in filled)
     first, last = (spec.rows * at // len(filled) for at in (before, before + 1))

@@ -1,4 +1,4 @@
-"""Find what is left when nothing runs any more: memory, files, mappings, threads and promises."""
+"""Find resources still held while the cluster is idle: memory, files, mappings, threads, reservations."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ import dask_gpurt
 from dask_gpurt.chaos.faults import SHM, Site
 from dask_gpurt.dask_hooks.shuffle import active_runs
 
-#: Seconds for everything to be let go after the last operation: peers that left are looked for now and then.
+#: Seconds for all resources to be released after the last operation; workers poll for peers that have left.
 PATIENCE_S = 45.0
-#: The growth of processes that is allowed from the first minute to the last.
+#: Allowed growth of a process from the first minute to the last, as a factor and in bytes.
 GROWTH, GROWTH_BYTES = 1.25, 64 * 2**20
-#: Seconds of the windows between which memory is compared.
+#: Length of the windows between which memory is compared, in seconds.
 WINDOW_S = 60.0
 TIER_PREFIX, THREAD_PREFIX = "gpurt-tier-", "gpurt"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """List what a worker process holds.
+    """Hold the resources of a worker process.
 
     Attributes
     ----------
     anonymous
-        Bytes of memory that are its own.
+        Anonymous memory in bytes.
     pool_files
-        Inodes of the nameless files that it has open: its pools.
+        Inodes of the unnamed files of its own pools.
     mapped
-        Inodes of the nameless files of pools that it has mapped.
+        Inodes of the unnamed files of pools that it has mapped.
     incoming
-        Shards that were offered to it and that it has not let go.
+        Number of shards that were offered to it and that it has not released.
     runs
         Runs that it takes part in.
     threads
-        Names of threads of the runtime.
+        Names of the runtime's threads.
     """
 
     anonymous: int
@@ -55,7 +55,7 @@ class Probe:
 
 
 def probe(dask_worker: Any) -> Probe:
-    """Look at this worker process."""
+    """Collect the resources of this worker process."""
     shuffles = dask_worker.plugins.get("shuffle")
     active = active_runs(shuffles).values() if shuffles is not None else ()
     return Probe(
@@ -69,20 +69,20 @@ def probe(dask_worker: Any) -> Probe:
 
 
 def trimmed(dask_worker: Any) -> int:
-    """Give free memory back to the system; bytes that stay."""
+    """Return free memory to the system; return the remaining anonymous bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return anonymous()
 
 
 def anonymous() -> int:
-    """Return the bytes of memory that are this process's own."""
+    """Return the anonymous memory of this process in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
     return int(line.split()[1]) * 1024
 
 
 def _is_incoming(thing: Any) -> bool:
-    # By the module, so that the name of the class may change.
+    # Matched by module, independently of the name of the class.
     return type(thing).__module__ == "dask_gpurt.exchange.incoming" and hasattr(thing, "shard")
 
 
@@ -92,7 +92,7 @@ def _open_pools() -> Iterable[int]:
             if _is_pool(os.readlink(link)):
                 yield os.stat(link).st_ino
         except OSError:
-            continue  # closed meanwhile
+            continue  # closed since it was listed
 
 
 def _mapped_pools() -> Iterable[int]:
@@ -106,11 +106,11 @@ def _is_pool(path: str) -> bool:
     return path.endswith("(deleted)") and path.startswith((f"{SHM}/#", "/memfd:dask-gpurt"))
 
 
-# ---- at rest -------------------------------------------------------------------------
+# ---- while the runtime is on ---------------------------------------------------------
 
 
 def wait_until_clean(site: Site) -> list[str]:
-    """Wait until nothing is held; what still is after a while, in words."""
+    """Wait until no resource is held; return descriptions of those still held after :data:`PATIENCE_S`."""
     ends = time.monotonic() + PATIENCE_S
     gc.collect()  # errors keep frames, which keep futures, which keep their tasks
     while (left := held(site)) and time.monotonic() < ends:
@@ -120,7 +120,7 @@ def wait_until_clean(site: Site) -> list[str]:
 
 
 def held(site: Site) -> list[str]:
-    """List what workers hold although nothing runs."""
+    """Describe the resources that workers hold although nothing runs."""
     probes = site.ask(probe)
     missing = [f"{address} does not answer" for address in site.addresses() if address not in probes]
     return [*missing, *_tasks(site), *of_probes(probes), *_accounts(site)]
@@ -136,7 +136,7 @@ def _keys(dask_scheduler: Any) -> list[str]:
 
 
 def of_probes(probes: dict[str, Probe]) -> list[str]:
-    """Judge what processes hold. Pure."""
+    """Describe the resources that should have been released. Pure."""
     alive = frozenset[int]().union(*(probe.pool_files for probe in probes.values()))
     found = []
     for worker, one in probes.items():
@@ -149,7 +149,7 @@ def of_probes(probes: dict[str, Probe]) -> list[str]:
 
 
 def _accounts(site: Site) -> list[str]:
-    """Ask the runtime itself what it has published, pulled and promised."""
+    """Describe the published, pulled and reserved bytes that the runtime itself reports."""
     found = []
     for worker, reply in dask_gpurt.report(site.client).get("workers", {}).items():
         for kind, pool in reply.get("pools", {}).items():
@@ -163,11 +163,11 @@ def _accounts(site: Site) -> list[str]:
     return found
 
 
-# ---- afterwards ----------------------------------------------------------------------
+# ---- after it was switched off -------------------------------------------------------
 
 
 def of_threads(probes: dict[str, Probe]) -> list[str]:
-    """List threads that are left where the runtime is off. Pure."""
+    """Describe threads that are left after the runtime was switched off. Pure."""
     return [
         f"{worker} keeps {len(one.threads)} threads when the runtime is off: {', '.join(one.threads[:5])}"
         for worker, one in probes.items()
@@ -181,17 +181,17 @@ def spill_directories(directory: str) -> int:
 
 
 def named_shm() -> set[str]:
-    """List names in /dev/shm, but for semaphores, which any process with multiprocessing has."""
+    """Return the names in /dev/shm, except semaphores, which any process with multiprocessing creates."""
     return {name for name in os.listdir(SHM) if not name.startswith("sem.")}
 
 
 def growth(samples: Sequence[tuple[float, int]]) -> str | None:
-    """Say whether memory has grown between the first and the last minute; None where not. Pure.
+    """Describe a growth of memory from the first to the last minute; return None if there is none. Pure.
 
     Parameters
     ----------
     samples
-        Seconds since the start, and bytes of the mean worker, when nothing ran.
+        Seconds since the start, and mean bytes of a worker while idle.
     """
     if not samples or samples[-1][0] - samples[0][0] < 2 * WINDOW_S:
         return None

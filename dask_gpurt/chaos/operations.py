@@ -1,4 +1,4 @@
-"""Compute each operation on a cluster, and the same in pandas or numpy."""
+"""Define the operations, each computed on a cluster and, for the check, in pandas or numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask_gpurt.chaos.frames import KEY, OTHER_ROW, ROW, make_partition, whole_f
 from dask_gpurt.chaos.plan import FrameSpec, OperationSpec
 
 Frame = Any
-#: Rows of the result of a join are at most so many times those of its inputs: both have few rows of a key.
+#: Limits on the rows and distinct keys of a join, which keep its result small: there are few rows per key.
 JOIN_ROWS, JOIN_DISTINCT = 20_000, 2_000
 How = Literal["inner", "left", "right", "outer"]
 HOWS: tuple[How, ...] = ("inner", "left", "right", "outer")
@@ -25,11 +25,11 @@ class Operation(Protocol):
     """Define an operation."""
 
     def build(self, spec: OperationSpec, backend: str) -> Any:
-        """Make the collection; its inputs are made on the workers."""
+        """Build the collection; its inputs are created on the workers."""
         ...
 
     def check(self, spec: OperationSpec, parts: Sequence[pd.DataFrame], backend: str) -> str | None:
-        """Say what is wrong with the partitions of a result, None where nothing is."""
+        """Describe the difference of a result from the expected one; return None if it is right."""
         ...
 
 
@@ -40,11 +40,12 @@ class FrameOperation:
     Attributes
     ----------
     apply
-        Makes the collection, given those of its inputs.
+        Builds the collection from the collections of its inputs.
     compare
-        Says what is wrong with the partitions of the result, given its inputs in pandas.
+        Describes the difference of the result's partitions from the expected ones, given the inputs in
+        pandas.
     narrow
-        Changes what is drawn to what makes sense here.
+        Restricts a drawn specification to values that are valid for this operation.
     """
 
     apply: Callable[[OperationSpec, Frame, Frame], Frame]
@@ -67,7 +68,7 @@ class FrameOperation:
 
 
 def collection(spec: FrameSpec, row: str, backend: str) -> Frame:
-    """Make a collection whose partitions are made by tasks, so that what is lost can be made again."""
+    """Create a collection whose partitions are created by tasks, so that they can be recomputed if lost."""
     empty = replace(spec, rows=0)
     return dd.from_map(
         make_partition,
@@ -123,7 +124,7 @@ def _check_join(
 
 
 def _sortable(spec: OperationSpec) -> OperationSpec:
-    """Sort numbers and times only: Dask draws quantiles of them. There is a column of floats besides."""
+    """Restrict keys to numbers and times, since Dask needs their quantiles, and ensure a column of floats."""
     key = "int" if spec.frame.key == "string" else spec.frame.key
     columns = ("float", *(name for name in spec.frame.columns if name != "float"))
     return replace(spec, frame=replace(spec.frame, key=key, columns=columns))
@@ -163,10 +164,10 @@ def _check_sort_values(
     )
 
 
-# ---- groupby and what is like it -----------------------------------------------------
+# ---- groupby and drop_duplicates -----------------------------------------------------
 
 
-#: Sums of whole numbers are the same in any order; those of floats are not.
+#: Only integers are summed, since sums of floats depend on the order.
 AGGREGATIONS = {ROW: ["sum", "min", "max", "count"], f"float_{ROW}": ["min", "max", "count"]}
 
 

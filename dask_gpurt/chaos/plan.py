@@ -1,7 +1,7 @@
-"""Draw what is computed and what is broken from a seed. Pure: no Dask, no clock, no global state.
+"""Draw random operations and faults from a seed. Pure: no Dask, no clock, no global state.
 
-Each step is drawn from the seed and its own number only, so step 17 of a seed is the same step in a run
-of one minute and in a run of an hour, and in every process.
+Each step depends only on the seed and its own number, so step 17 of a seed is the same in a run of one minute
+and in a run of an hour, and in every process.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-#: Key columns that a frame may be shuffled by, and other columns that it may have.
+#: Kinds of key columns, and of other columns.
 KEYS = ("int", "string", "datetime")
 COLUMNS = ("float", "small", "string", "category", "datetime", "object", "bool")
-#: Rows of most frames, and of the few that are larger, before ``rows`` limits them.
+#: Ranges of rows for usual frames and for large ones (one in this many), before ``rows`` limits them.
 USUAL_ROWS, LARGE_ROWS = (10_000, 100_000), (100_000, 1_000_000)
 LARGE_ONE_IN = 12
-#: Numbers of operations at once, and of faults that meet them, to draw from.
+#: Numbers of concurrent operations and of faults to draw from.
 OPERATIONS_AT_ONCE = (1, 1, 1, 2, 3)
 FAULTS_AT_ONCE = (0, 1, 1, 1, 1, 1, 2, 2)
-#: Shares of steps in which the runtime has little memory, and in which it has only Dask's comms.
+#: Fractions of setups in which the runtime has little memory, and in which it has only Dask's comms.
 TIGHT_SHARE, COMMS_SHARE = 0.5, 0.25
-#: Faults beside which a shuffle may be Dask's own, which fails with Python objects other than strings.
+#: Faults during which Dask may do the shuffles itself, which fails for Python objects other than strings.
 DASKS_SHUFFLES, NOT_DASKS = frozenset({"switch", "switch-twice"}), "object"
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Describe how the runtime is switched on.
+    """Describe the settings with which the runtime is switched on.
 
     Attributes
     ----------
     tight
-        With little memory: a small pool, and small tiers.
+        Little memory: a small pool, and small tiers.
     comms
-        With Dask's comms as the only path.
+        Dask's comms as the only path.
     """
 
     tight: bool
@@ -43,18 +43,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class FrameSpec:
-    """Describe a random frame: the same rows wherever and however often a partition is made.
+    """Describe a random frame, whose partitions have the same rows each time they are created.
 
     Attributes
     ----------
     seed
-        Of the values.
+        Seed of the values.
     rows, partitions
-        The size; rows are dealt to the partitions that are not empty.
+        Total numbers; rows are distributed over the non-empty partitions.
     key
         Kind of the key column, one of :data:`KEYS`.
     distinct
-        How many different keys there are.
+        Number of distinct keys.
     skewed
         Whether half of the rows have the same key.
     empty
@@ -75,22 +75,22 @@ class FrameSpec:
 
 @dataclass(frozen=True)
 class OperationSpec:
-    """Describe an operation on one frame, or on two.
+    """Describe an operation on one or two frames.
 
     Attributes
     ----------
     kind
         Its name in :data:`~dask_gpurt.chaos.operations.OPERATIONS`.
     frame, other
-        What it is applied to; joins read the second one too.
+        Its inputs; only joins use the second.
     outputs
-        Output partitions that are asked for.
+        Requested number of output partitions.
     variant
-        A number for whatever else there is to choose.
+        A random number from which other choices are derived.
     persisted
-        Whether its input is persisted before.
+        Whether its input is persisted first.
     retries
-        How often Dask runs a task again that has failed.
+        How often Dask retries a failed task.
     """
 
     kind: str
@@ -104,28 +104,28 @@ class OperationSpec:
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """Describe a fault; each kind uses those of these numbers that it needs.
+    """Describe a fault; each kind uses the fields that it needs.
 
     Attributes
     ----------
     kind
         Its name in :data:`~dask_gpurt.chaos.faults.FAULTS`.
     seed
-        Of what is left to chance while it lasts.
+        Seed of random decisions during the fault.
     before
-        Whether it comes after an operation was built and before it is submitted.
+        Whether it begins before the operations are submitted (and after they are built).
     after_s
-        Seconds from there, otherwise.
+        Otherwise, the delay after submission in seconds.
     lasting_s
-        Seconds for which it lasts, where it ends by itself.
+        Duration in seconds, if it ends by itself.
     target
-        Which worker it hits: modulo the number of workers, in the order of their names.
+        Number of the targeted worker, modulo the number of workers, in the order of their names.
     one_in
-        It hits one message, or one allocation, of so many.
+        It hits one in this many messages or allocations.
     nth
         It hits the message with this number.
     setup
-        How the runtime is switched on again, where this fault switches it off.
+        The settings for switching the runtime on again, if the fault switches it off.
     """
 
     kind: str
@@ -141,7 +141,7 @@ class FaultSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """Describe operations that run at the same time, and the faults that meet them."""
+    """Describe concurrent operations, and the faults during them."""
 
     number: int
     operations: tuple[OperationSpec, ...]
@@ -155,13 +155,13 @@ class Plan:
     Parameters
     ----------
     seed
-        Everything is drawn from it.
+        The seed of all random choices.
     operations, faults
         Kinds to draw from. Without faults, nothing is broken.
     rows
-        The most rows of a frame.
+        Maximum number of rows of a frame.
     tight, comms
-        How the runtime is switched on each time; None to draw that too.
+        The setup of the runtime; None to draw it at random each time.
     """
 
     seed: int
@@ -177,7 +177,7 @@ class Plan:
 
     @property
     def setup(self) -> Setup:
-        """Return how the runtime is switched on at first."""
+        """Return the initial setup of the runtime."""
         return self._setup(Random(f"{self.seed}"))
 
     def _setup(self, random: Random) -> Setup:
@@ -188,7 +188,7 @@ class Plan:
         )
 
     def step(self, number: int) -> Step:
-        """Draw a step; the same for the same number."""
+        """Draw the step with this number, deterministically."""
         random = Random(f"{self.seed}/{number}")
         operations = tuple(self._operation(random) for _ in range(random.choice(OPERATIONS_AT_ONCE)))
         count = random.choice(FAULTS_AT_ONCE) if self.faults else 0

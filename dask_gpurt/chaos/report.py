@@ -1,4 +1,4 @@
-"""Report what a run has shown."""
+"""Define the report of a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class Ending(StrEnum):
-    """Name how an operation ended."""
+    """Define the ways in which an operation may end."""
 
     RIGHT = "right"
-    #: In an error that a fault explains: Dask itself would not have survived it, or memory was refused.
+    #: An error that a fault of the step explains: Dask itself would have failed too, or memory was refused.
     FAILED = "failed with an error"
     WRONG = "wrong"
     HUNG = "hung"
-    #: In an error that no fault of the step explains.
+    #: An error that no fault of the step explains.
     UNEXPLAINED = "unexplained error"
 
 
@@ -26,7 +26,7 @@ NEVER = (Ending.WRONG, Ending.HUNG, Ending.UNEXPLAINED)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Record how an operation ended, or that it has not."""
+    """Record how an operation ended, or that it hung."""
 
     step: int
     kind: str
@@ -47,37 +47,37 @@ class Report:
     seconds: float = 0.0
     steps: int = 0
     outcomes: list[Outcome] = field(default_factory=list)
-    #: By kind of fault: how many there were, and how many messages, processes or allocations they hit.
+    #: Number of faults by kind, and number of messages, processes or allocations that they hit.
     faults: Counter[str] = field(default_factory=Counter)
     hits: Counter[str] = field(default_factory=Counter)
-    #: Workers that Dask's nannies did not start again, and that were started anew.
+    #: Number of workers replaced because Dask's nannies failed to restart them.
     given_up: int = 0
     #: Resources that were still held at the end.
     left: list[str] = field(default_factory=list)
-    #: Seconds since the start, and bytes that the mean worker had of its own between steps.
+    #: Seconds since the start, and mean anonymous memory of a worker between steps, in bytes.
     memory: list[tuple[float, int]] = field(default_factory=list)
-    #: Files that tell of what waits for what.
+    #: Files with descriptions of hangs.
     dumps: list[str] = field(default_factory=list)
 
     def count(self, ending: Ending, kind: str | None = None) -> int:
-        """Count operations that ended in a way."""
+        """Count operations with an ending, of one kind or of all kinds."""
         return sum(one.ending is ending and kind in (None, one.kind) for one in self.outcomes)
 
     @property
     def is_well(self) -> bool:
-        """Return whether nothing was wrong, hung, unexplained or left."""
+        """Return whether operations ran, none ended in a way of :data:`NEVER`, and no resource was left."""
         return bool(self.outcomes) and not self.left and not any(map(self.count, NEVER))
 
     def kinds(self) -> list[str]:
-        """Return the kinds of operations that have run."""
+        """Return the kinds of operations that ran."""
         return sorted({one.kind for one in self.outcomes})
 
     def bad(self) -> list[Outcome]:
-        """List the operations that ended in a way that is never allowed."""
+        """Return the operations that ended in a way of :data:`NEVER`."""
         return [one for one in self.outcomes if one.ending in NEVER]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, for JSON."""
+        """Return the report as JSON-serialisable values."""
         return {
             "seed": self.seed,
             "workers": self.workers,

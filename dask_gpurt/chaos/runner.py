@@ -1,4 +1,4 @@
-"""Carry a plan out: build, break, compute, mend, check, step after step."""
+"""Execute a plan step by step: build operations, inject faults, compute, end the faults, check results."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from dask_gpurt.chaos.plan import FaultSpec, OperationSpec, Plan, Step
 from dask_gpurt.chaos.report import Ending, Outcome, Report
 from dask_gpurt.chaos.worker_side import NAME, ChaosWorkerPlugin
 
-#: Seconds for the last faults of a step to end, and for the cluster to be switched off.
+#: Timeout for faults to begin and end, and for switching the runtime off, in seconds.
 END_S = 90.0
 
 
 class Hung(Exception):
-    """Report that something did not end in its time."""
+    """Report that something did not end within its time limit."""
 
 
 class Failed(Exception):
-    """An operation ended in an error: its chain of causes, and the traceback as text."""
+    """An operation raised: holds its chain of causes, and the traceback as text."""
 
     def __init__(self, chain: str, said: str):
         super().__init__(chain)
@@ -44,7 +44,7 @@ class Failed(Exception):
 
 
 class _RunningOperation:
-    """Run an operation on a thread of its own: Dask computes some things while a sort is built."""
+    """Run an operation on its own thread, since building a sort already computes."""
 
     def __init__(self, spec: OperationSpec, client: Client, backend: str):
         self.spec = spec
@@ -83,17 +83,17 @@ class Chaos:
     Parameters
     ----------
     plan
-        What is computed and broken.
+        The operations and faults.
     site
         The cluster.
     backend
         ``pandas`` or ``cudf``.
     limit_s
-        Seconds that an operation may take; one that takes longer hangs, and ends the run.
+        Time limit of an operation in seconds; exceeding it counts as a hang and ends the run.
     dumps
-        Directory for files that tell of what hangs.
+        Directory for descriptions of hangs.
     directory
-        Local directory of the workers, if it is known.
+        Local directory of the workers, if known.
     on_step
         Called with the report after each step.
     """
@@ -120,7 +120,7 @@ class Chaos:
         self._shm = leftovers.named_shm()
 
     def run(self, seconds: float, steps: int | None = None) -> Report:
-        """Carry out steps for so long, at least one, then look at what is left."""
+        """Execute steps for the given time, at least one; then check for leftovers."""
         began = time.monotonic()
         self.site.enable(self.plan.setup)
         self.site.client.register_plugin(ChaosWorkerPlugin())
@@ -164,7 +164,7 @@ class Chaos:
         self._in_time(_on_thread(lambda: self._end(faults), "chaos-mending"), "a fault did not end")
         self.report.outcomes += [self._judge(operation, step) for operation in operations]
         del operations
-        gc.collect()  # futures in cycles keep what they name
+        gc.collect()  # futures in reference cycles keep their results alive
         try:
             self.site.wait_for_workers()
         except TimeoutError as error:
@@ -177,7 +177,7 @@ class Chaos:
             self._in_time(
                 _on_thread(fault.begin, f"chaos-{fault.spec.kind}"), f"{fault.spec.kind} did not begin"
             )
-            with suppress(TimeoutError):  # of the operation, which says more
+            with suppress(TimeoutError):  # the operation's own timeout is more informative
                 self.site.wait_for_workers()
 
     @staticmethod
@@ -246,7 +246,7 @@ class Chaos:
             self.report.memory.append((at, sum(sizes) // len(sizes)))
 
     def _finish(self) -> None:
-        """Look at what is left while the runtime is on, and when it is off."""
+        """Check for leftovers while the runtime is on, and after switching it off."""
         left = self.report.left
         left += leftovers.wait_until_clean(self.site)
         if grown := leftovers.growth(self.report.memory):
@@ -267,7 +267,7 @@ class Chaos:
 
 
 def _flat(parts: Any) -> list[Any]:
-    """Return the partitions of a collection one after the other, also those of an array."""
+    """Return the partitions of a collection as a flat list, also for arrays."""
     return parts.ravel().tolist() if isinstance(parts, np.ndarray) else list(parts)
 
 
@@ -277,7 +277,7 @@ def _without_a_row(parts: list[pd.DataFrame]) -> list[pd.DataFrame]:
 
 
 def _chain(error: BaseException | None) -> str:
-    """Name an error and what it was caused by."""
+    """Describe an error and its chain of causes."""
     named = []
     while error is not None:
         named.append(f"{type(error).__name__}: {error}")
@@ -286,14 +286,14 @@ def _chain(error: BaseException | None) -> str:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let the frames of an error go: Dask's client keeps the error, and they keep the futures of its task."""
+    """Drop the stack frames of an error: Dask's client keeps the error, and the frames keep futures alive."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 def _on_thread(function: Callable[[], Any], name: str) -> Future[Any]:
-    """Run on a daemon thread: one that never ends shall not keep this process."""
+    """Run a function on a daemon thread, so that a hang does not keep this process alive."""
     done: Future[Any] = Future()
 
     def run() -> None:
@@ -308,6 +308,6 @@ def _on_thread(function: Callable[[], Any], name: str) -> Future[Any]:
 
 @contextmanager
 def existing_cluster(address: str) -> Iterator[tuple[Client, None, None]]:
-    """Connect to a cluster that others have started."""
+    """Connect to an existing cluster."""
     with Client(address) as client:
         yield client, None, None

@@ -1,4 +1,4 @@
-"""Write down what waits for what: when an operation does not end, and nothing says why."""
+"""Describe what all processes are waiting for, when an operation hangs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from distributed import Client
 from dask_gpurt.chaos.faults import Site
 from dask_gpurt.dask_hooks.shuffle import active_runs
 
-#: Tasks and coroutines that are described of each process.
+#: Maximum number of tasks and coroutines described per process.
 MAX_DESCRIBED = 60
 
 
 def describe(site: Site) -> str:
-    """Describe scheduler, workers and this process: stacks, and the tasks that are not in memory."""
+    """Describe scheduler, workers and this process: stacks, and tasks that are not in memory."""
     sections = [("scheduler", _scheduler(site))]
     replies = site.ask(describe_worker)
     for address in site.addresses():
@@ -33,7 +33,7 @@ def describe(site: Site) -> str:
 
 
 def threads() -> str:
-    """Print the stacks of all threads of this process."""
+    """Return the stacks of all threads of this process."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"-- {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
@@ -42,7 +42,7 @@ def threads() -> str:
 
 
 def coroutines() -> str:
-    """Print where each coroutine of this event loop waits."""
+    """Return the stacks of the tasks of this event loop."""
     out = io.StringIO()
     for task in list(asyncio.all_tasks())[:MAX_DESCRIBED]:
         task.print_stack(file=out)
@@ -63,7 +63,7 @@ async def _ask_scheduler(client: Client) -> str:
 
 
 async def describe_scheduler(dask_scheduler: Any) -> str:
-    """Name each task that is not in memory, with what it waits for."""
+    """Describe the workers, and each task that is not in memory with the tasks that it waits for."""
     waiting = [task for task in dask_scheduler.tasks.values() if task.state not in ("memory", "forgotten")]
     lines = [_describe_task(task) for task in waiting[:MAX_DESCRIBED]]
     more = [f"and {len(waiting) - MAX_DESCRIBED} more"] if len(waiting) > MAX_DESCRIBED else []
@@ -83,7 +83,7 @@ def _describe_task(task: Any) -> str:
 
 
 async def describe_worker(dask_worker: Any) -> str:
-    """Name what a worker runs, fetches and has published, with the stacks of its threads and coroutines."""
+    """Describe a worker's tasks, runs and pools, with the stacks of its threads and coroutines."""
     state = dask_worker.state
     lines = [f"state: {dask_worker.status.name}, {len(state.tasks)} tasks"]
     for name in ("executing", "long_running", "ready", "waiting", "in_flight_tasks", "missing_dep_flight"):
@@ -91,7 +91,9 @@ async def describe_worker(dask_worker: Any) -> str:
             lines.append(f"{name}: {', '.join(found)}")
     if (shuffles := dask_worker.plugins.get("shuffle")) is not None:
         lines += [f"run: {run!r}" for run in active_runs(shuffles).values()]
-    if hasattr(runtime := dask_worker.plugins.get("gpurt"), "exchange"):  # else it is being switched on
+    if hasattr(
+        runtime := dask_worker.plugins.get("gpurt"), "exchange"
+    ):  # missing while it is being switched on
         lines.append(f"pools: {runtime.exchange.pools.describe()}")
         lines += [f"{part}: {known}" for part, known in runtime.waiting().items()]
     return "\n".join([*lines, "coroutines:", coroutines(), "threads:", threads()])

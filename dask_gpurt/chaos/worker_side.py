@@ -1,8 +1,8 @@
 """Inject faults into a worker process: its messages, its file systems, its allocations.
 
-Each is a wrapper around what any version of the runtime calls (``worker.rpc``, ``os.write``, the devices,
-their pools, ``Exchange.take``), and is taken back by taking the wrapper off. A process that is replaced
-loses its faults; the plugin itself comes back with the new process.
+Each fault wraps a function that the runtime calls (``worker.rpc``, ``os.write``, the devices, their pools,
+``Exchange.take``), and ends when the wrapper is removed. A restarted process has no faults; Dask sets up the
+plugin again in the new process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.testing import FailingAllocations, put_back
 
 NAME = "gpurt-chaos"
-#: Seconds until this process ends itself: long enough for the reply to the request.
+#: Delay in seconds before this process kills itself, so that the reply to the request is sent first.
 KILL_DELAY_S = 0.01
 
 
@@ -38,13 +38,13 @@ class Rule:
     action
         ``delay``, ``repeat``, ``reset`` or ``kill``.
     op
-        The handler that they are for, such as ``shuffle_receive``.
+        The handler of the messages, such as ``shuffle_receive``.
     one_in
-        It happens to one of so many.
+        Hit one in this many messages at random.
     nth
-        It happens to the message with this number only, in place of ``one_in``.
+        Hit only the message with this number, instead of ``one_in``.
     seconds
-        The longest delay.
+        Maximum delay.
     """
 
     action: str
@@ -61,23 +61,23 @@ class Rule:
         self._random = Random(self.seed)
 
     def hit(self) -> bool:
-        """Count a message; whether this one is hit."""
+        """Count a message; return whether the rule hits it."""
         self._seen += 1
         hit = self._seen == self.nth if self.nth is not None else self._random.randrange(self.one_in) == 0
         self.hits += hit
         return hit
 
     def drawn_s(self) -> float:
-        """Draw how long a message is late."""
+        """Draw the delay of a message, in seconds."""
         return self._random.uniform(0, self.seconds)
 
     def flip(self) -> bool:
-        """Draw one of two ways."""
+        """Draw one of two alternatives."""
         return self._random.random() < 0.5
 
 
 class FaultyRpc:
-    """Apply rules to some messages of ``worker.rpc``; everything else is passed through."""
+    """Apply rules to messages of ``worker.rpc``; all else is passed through."""
 
     def __init__(self, pool: Any):
         self.pool = pool
@@ -112,13 +112,13 @@ def _with(rule: Rule, send: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
 
 
 async def _delay(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[str, Any]) -> Any:
-    """Send late, so that what is sent afterwards overtakes it."""
+    """Send a message late, so that later messages overtake it."""
     await asyncio.sleep(rule.drawn_s())
     return await send(**message)
 
 
 async def _repeat(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[str, Any]) -> Any:
-    """Send twice: at once, or the second time when others have been sent in between."""
+    """Send a message twice: in a row, or the second time after other messages."""
     reply = await send(**message)
     if rule.flip():
         return await send(**message)
@@ -133,11 +133,11 @@ async def _late(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[s
     try:
         await send(**message)
     except OSError:
-        rule.hits -= 1  # its receiver has gone meanwhile
+        rule.hits -= 1  # its receiver has left in the meantime
 
 
 async def _reset(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[str, Any]) -> Any:
-    """Break the connection before the message has arrived, or after: its sender sees the same."""
+    """Break the connection before or after the message arrives; the sender cannot tell which."""
     if rule.flip():
         await send(**message)
     raise CommClosedError(f"injected: the connection was reset by the peer during {rule.op!r}")
@@ -148,12 +148,12 @@ async def _kill(rule: Rule, send: Callable[..., Awaitable[Any]], message: dict[s
 
 
 _ACTIONS = {"delay": _delay, "repeat": _repeat, "reset": _reset, "kill": _kill}
-#: The event loop itself holds tasks weakly.
+#: Strong references to running tasks, since the event loop only has weak ones.
 _LATE: set[asyncio.Task[None]] = set()
 
 
 class FullFileSystem:
-    """Make writes to files below a directory fail with ENOSPC, in this process."""
+    """Make this process's writes to files below some directories fail with ENOSPC."""
 
     FUNCTIONS = ("write", "pwrite", "posix_fallocate")
 
@@ -186,7 +186,7 @@ class FullFileSystem:
 
 
 class OfferFaultInjector:
-    """Make the exchange of a worker run out of memory as it takes one of so many offers."""
+    """Make the exchange of a worker run out of memory on one in several offers."""
 
     def __init__(self, exchange: Any, one_in: int, seed: int):
         self._exchange = exchange
@@ -203,12 +203,12 @@ class OfferFaultInjector:
         exchange.take = failing
 
     def stop(self) -> None:
-        """Take offers again."""
+        """Accept offers again."""
         put_back(self._exchange, "take", self._before)
 
 
 class TransferFaultInjector:
-    """Make transfer tasks fail as they pack, after they have published a part because the pool was full."""
+    """Make transfer tasks fail while they pack, after a simulated full pool has made them publish a part."""
 
     def __init__(self, pools: list[Any], one_in: int, seed: int):
         self._random = Random(seed)
@@ -221,7 +221,8 @@ class TransferFaultInjector:
 
     def _failing(self, allocate: Callable[[int], Any]) -> Callable[[int], Any]:
         def failing(nbytes: int) -> Any:
-            # A full pool first: what the task has packed so far is published. Then its next block fails it.
+            # First simulate a full pool, so that the task publishes what it has packed. Its next allocation
+            # then fails the task.
             if getattr(self._thread, "fails", False):
                 self._thread.fails = False
                 raise RuntimeError("injected by chaos: a transfer task fails")
@@ -240,7 +241,7 @@ class TransferFaultInjector:
 
 
 class ChaosWorkerPlugin(WorkerPlugin):
-    """Keep the faults of a worker."""
+    """Hold the faults of a worker."""
 
     name = NAME
     idempotent = True
@@ -257,7 +258,7 @@ class ChaosWorkerPlugin(WorkerPlugin):
             worker.rpc = self.rpc.pool
 
     def begin(self, number: int, kind: str, options: dict[str, Any]) -> None:
-        """Begin a fault under a number; what needs the runtime does nothing where that is off."""
+        """Begin a fault under a number; a no-op for faults that need the runtime while it is off."""
         runtime = self.worker.plugins.get("gpurt")
         if kind == "messages":
             self.faults[number] = self.rpc.rules[number] = Rule(**options)
@@ -274,7 +275,7 @@ class ChaosWorkerPlugin(WorkerPlugin):
             self.faults[number] = OfferFaultInjector(runtime.exchange, **options)
 
     def stop(self, number: int) -> int:
-        """End a fault; how often it hit."""
+        """End a fault; return its number of hits."""
         self.rpc.rules.pop(number, None)
         fault = self.faults.pop(number, None)
         if hasattr(fault, "stop"):
@@ -282,7 +283,7 @@ class ChaosWorkerPlugin(WorkerPlugin):
         return 0 if fault is None else int(fault.hits)
 
 
-# ---- what the other side calls -------------------------------------------------------
+# ---- called by the client ------------------------------------------------------------
 
 
 def begin(number: int, kind: str, options: dict[str, Any], dask_worker: Any) -> None:
@@ -291,19 +292,19 @@ def begin(number: int, kind: str, options: dict[str, Any], dask_worker: Any) -> 
 
 
 def stop(number: int, dask_worker: Any) -> int:
-    """End it; how often it hit."""
+    """End a fault on a worker; return its number of hits."""
     plugin = dask_worker.plugins.get(NAME)
     return 0 if plugin is None else int(plugin.stop(number))
 
 
 def kill(dask_worker: Any) -> int:
-    """End this process as the system's memory killer does, after the reply."""
+    """Kill this process with SIGKILL, as the OOM killer would, after the reply."""
     threading.Timer(KILL_DELAY_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
     return 1
 
 
 def pause(seconds: float, dask_worker: Any) -> int:
-    """Stop this process, and have another one continue it."""
+    """Stop this process, and start another process that continues it."""
     me = os.getpid()
     script = f"sleep {KILL_DELAY_S}; kill -STOP {me}; sleep {seconds}; kill -CONT {me}"
     subprocess.Popen(["sh", "-c", script], start_new_session=True)
@@ -311,7 +312,7 @@ def pause(seconds: float, dask_worker: Any) -> int:
 
 
 def reset_connections(dask_worker: Any) -> int:
-    """Abort all connections to other workers, also those that carry something right now."""
+    """Abort all connections to other workers, including those in use."""
     pool, scheduler = dask_worker.rpc, dask_worker.scheduler.addr
     comms = [
         comm

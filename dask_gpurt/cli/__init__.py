@@ -10,7 +10,7 @@ import click
 
 from dask_gpurt import __version__
 
-#: The commands, and the names that they have in the modules of the same name.
+#: The commands, and the name of each command object in the module named after the command.
 COMMANDS: Mapping[str, str] = {
     "bench": "bench",
     "calibrate": "calibrate",
@@ -25,7 +25,7 @@ COMMANDS: Mapping[str, str] = {
 
 
 class _Commands(click.Group):
-    """Import each command when it is used, so that ``doctor`` runs where another Dask is installed."""
+    """Import each command only when it is used, so that ``doctor`` runs with an unsupported Dask."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -33,7 +33,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command, or suggest one that is spelt alike."""
+        """Find the command, or suggest one with a similar name."""
         if args and args[0] not in COMMANDS and (close := get_close_matches(args[0], COMMANDS, n=1)):
             ctx.fail(f"No such command {args[0]!r}: did you mean {close[0]!r}?")
         return super().resolve_command(ctx, args)
@@ -45,7 +45,7 @@ class _Commands(click.Group):
         return found
 
 
-# Dask adds the group under its own name, not under that of the entry point.
+# Dask registers the group by its own name, not by that of the entry point.
 @click.group("gpurt", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__)
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Run ``dask gpurt bench``: a few queries with the runtime and without, the budget of each, and advice."""
+"""Run ``dask gpurt bench``: a few queries with and without the runtime, their time budgets, and advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dask_gpurt.bench.results import SECONDS, SIZES, Run
 from dask_gpurt.cli.cluster import choose_backend, connected, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
 
-#: Headings of columns that would not fit beside each other into 80 columns.
+#: Short headings, so that a table fits into 80 characters.
 SHORT = {
     "planning": "plan",
     "starting": "start",
@@ -38,7 +38,9 @@ SHORT = {
 
 
 @click.command(short_help="Compare the runtime with your shuffle on your cluster.")
-@click.option("--scheduler", metavar="ADDRESS", help="Your own idle cluster. [default: one on this machine]")
+@click.option(
+    "--scheduler", metavar="ADDRESS", help="Your own idle cluster. [default: a local one on this machine]"
+)
 @click.option(
     "--workers", type=click.IntRange(min=1), help="Workers of a local cluster. [default: 2, or one per GPU]"
 )
@@ -78,9 +80,9 @@ def bench(
 ) -> None:
     """Measure what the runtime gains on a cluster, where the time goes, and what would help.
 
-    The command runs four queries over generated tables, in turns with the runtime and with your present
-    shuffle, and compares all results. On your own cluster it switches the runtime on and off, and leaves the
-    cluster as it was.
+    The command runs four queries over generated tables, alternating between the runtime and your current
+    shuffle, and compares all results. On your own cluster it switches the runtime on and off, and restores
+    the original state at the end.
     """
     if scheduler is not None and (workers or protocol):
         raise click.UsageError("--workers and --protocol apply to a local cluster, not to one of --scheduler")
@@ -110,7 +112,7 @@ def bench(
 
 @contextmanager
 def _here(backend: str, workers: int | None, protocol: str | None) -> Iterator[Client]:
-    """Start a cluster on this machine, with a client that is not the default one."""
+    """Start a cluster on this machine; yield a client that is not the default client."""
     count = workers or default_workers(backend)
     with (
         local_cluster(backend, count, protocol) as cluster,
@@ -121,7 +123,7 @@ def _here(backend: str, workers: int | None, protocol: str | None) -> Iterator[C
 
 
 def _backend_of(client: Client) -> str:
-    """Return the library of a cluster: cudf where each worker has a GPU, and this process can use it too."""
+    """Return the backend for a cluster: cudf if each worker has a GPU and this process can use cudf too."""
     workers = client.scheduler_info(n_workers=-1)["workers"].values()
     has_gpus = bool(workers) and all(worker.get("gpu") for worker in workers)
     return "cudf" if has_gpus and importlib.util.find_spec("dask_cudf") is not None else "pandas"
@@ -129,7 +131,7 @@ def _backend_of(client: Client) -> str:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[Run, int], None]]:
-    """Show how many runs have ended; yield the callback that is called after each."""
+    """Show a progress bar; yield the callback to call after each run."""
     columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
         bar = progress.add_task("starting", total=None)
@@ -139,18 +141,18 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[Run, int], None]]:
 
 
 def print_result(result: BenchResult) -> None:
-    """Print the tables of a result, what the runtime gains, and what would help."""
+    """Print the tables of a result, the gain of the runtime, and the advice."""
     console = Console(highlight=False)
     console.print(result.heading(), markup=False)
     console.print(
         _table(
             result,
             SECONDS,
-            "Seconds of the first and of the warm run, and the parts of the warm one: planning, starting; "
-            "of a mean task thread reading, computing, idle; and collecting the result",
+            "Seconds of the first and the warm run, and the parts of the warm run: planning, starting; "
+            "reading, computing and idle of an average task thread; and collecting the result",
         )
     )
-    sizes = "Of the warm run: tasks, bytes of all workers, and the most memory of one"
+    sizes = "The warm run: tasks, bytes of all workers, and peak memory of one worker"
     console.print(_table(result, SIZES, sizes))
     console.print(result.verdict(), markup=False)
     for advice in result.advice:

@@ -1,4 +1,4 @@
-"""Run ``dask gpurt calibrate``: learn for two minutes which setting suits which compute, on a host's GPUs."""
+"""Run ``dask gpurt calibrate``: learn the best settings for compute beside shuffles on a host's GPUs."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dask_gpurt.overlap.statistics_file import directory
 
 Frame = Any
 
-#: The share of the time that trials may lose here: all of it.
+#: The fraction of the time that trials may cost: all of it, since this cluster only learns.
 TRIAL_BUDGET_SHARE = 1.0
-#: Bytes of a row, a key and a value, and rows with the same key, on average.
+#: Bytes of a row (a key and a value), and the mean number of rows per key.
 ROW_BYTES, ROWS_PER_KEY = 16, 16
-#: Partitions on a worker.
+#: Partitions per worker.
 PARTITIONS_PER_WORKER = 16
-#: Computations beside shuffles; their tasks have the same prefixes as in any program.
+#: Computations beside shuffles; their tasks have the same prefixes as in user programs.
 QUERIES: dict[str, Callable[[Frame, Frame], Frame]] = {
     "groupby": lambda frame, small: frame.groupby("key").agg({"value": "sum"}),
     "join": lambda frame, small: frame.merge(small, on="key"),
@@ -42,14 +42,14 @@ QUERIES: dict[str, Callable[[Frame, Frame], Frame]] = {
 }
 
 
-@click.command(short_help="Learn what pays beside a shuffle on these GPUs.")
+@click.command(short_help="Learn which settings pay beside a shuffle here.")
 @click.option("--seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Duration.")
 @click.option("--size", default="4GiB", show_default=True, help="Size of the data on each GPU.")
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option(
     "--learned",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File for the statistics. [default: the one that workers use]",
+    help="File for the statistics. [default: the file that workers use]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def calibrate(seconds: float, size: str, protocol: str | None, learned: Path | None, as_json: bool) -> None:
@@ -60,7 +60,7 @@ def calibrate(seconds: float, size: str, protocol: str | None, learned: Path | N
     """
     workers = visible_gpus()
     if not workers:
-        raise click.ClickException("there is no GPU on this host, and so nothing to calibrate")
+        raise click.ClickException("there is no GPU on this host, so there is nothing to calibrate")
     backend = choose_backend("cudf")
     began = time.time()
     with cluster_of(backend, workers, protocol, learned) as client:
@@ -77,14 +77,14 @@ def calibrate(seconds: float, size: str, protocol: str | None, learned: Path | N
 
 @contextmanager
 def cluster_of(backend: str, workers: int, protocol: str | None, learned: Path | None) -> Iterator[Client]:
-    """Start a cluster on this host that learns; leaving it writes the statistics."""
+    """Start a cluster on this host in the mode ``adaptive``; it writes the statistics on exit."""
     settings = {
         "gpurt.enabled": True,
         "gpurt.overlap.residency": "auto",
         "gpurt.overlap.mode": "adaptive",
         "gpurt.overlap.learned": str(learned) if learned else "auto",
         "dataframe.shuffle.method": "gpurt",
-        # In case pip has not installed the hooks, through which nannies load the interposer.
+        # Nannies load the interposer through this hook, which pip may not have installed.
         "distributed.nanny.preload": ["dask_gpurt.preload"],
     }
     with (
@@ -100,12 +100,12 @@ def cluster_of(backend: str, workers: int, protocol: str | None, learned: Path |
 
 
 def ensure_confined(client: Client) -> None:
-    """Refuse to calibrate where workers can not confine anything.
+    """Check that all workers can confine compute.
 
     Raises
     ------
     click.ClickException
-        With the reason of one of them.
+        If a worker cannot, with its reason.
     """
     for worker, reply in dask_gpurt.report(client).workers.items():
         if known := reply.fallbacks.get(Fallback.OVERLAP_UNCONFINED.id):
@@ -113,14 +113,14 @@ def ensure_confined(client: Client) -> None:
 
 
 def learn(client: Client, backend: str, size: int, seconds: float) -> int:
-    """Run each query alone and beside a shuffle, time and again; return how many times.
+    """Run the queries repeatedly, each alone and beside a shuffle; return the number of runs.
 
     Parameters
     ----------
     size
-        Bytes of the data, on all workers together.
+        Total bytes of the data on all workers.
     seconds
-        For which it goes on; each query runs at least once.
+        Duration; each query runs at least once.
     """
     client.run(_allow, TRIAL_BUDGET_SHARE)
     workers = len(client.nthreads())
@@ -138,20 +138,20 @@ def learn(client: Client, backend: str, size: int, seconds: float) -> int:
 
 
 def step(frame: Frame, small: Frame, query: Callable[[Frame, Frame], Frame]) -> None:
-    """Run a shuffle alone, a query alone, and both."""
+    """Run a shuffle alone, a query alone, and both together."""
     for collections in (
         (frame.shuffle("key"),),
         (query(frame, small),),
-        # Each is a graph of its own, so that Dask runs their tasks in turns.
+        # Submitted as separate graphs, so that Dask interleaves their tasks.
         (frame.shuffle("key"), query(frame, small)),
     ):
         wait([collection.persist() for collection in collections])
 
 
 def tables(backend: str, size: int, partitions: int) -> tuple[Frame, Frame]:
-    """Make a frame of random keys and values on the workers, and one partition that has each key once."""
+    """Create a frame of random keys and values on the workers, and a partition with each key once."""
     rows = max(1, size // ROW_BYTES // partitions)
-    # As many keys as one partition can be joined with.
+    # Keep the number of keys small enough to join with a single partition.
     keys = max(1, rows // ROWS_PER_KEY)
     meta = random_rows(0, 1, 2, backend).iloc[:0]
     frame = dd.from_map(random_rows, range(partitions), args=[rows, keys, backend], meta=meta)
@@ -162,7 +162,7 @@ def tables(backend: str, size: int, partitions: int) -> tuple[Frame, Frame]:
 
 
 def random_rows(number: int, rows: int, keys: int, backend: str) -> Frame:
-    """Make a partition."""
+    """Create a partition of random keys and values."""
     library, arrays = _modules(backend)
     random = arrays.random.RandomState(number)
     columns = {
@@ -172,23 +172,23 @@ def random_rows(number: int, rows: int, keys: int, backend: str) -> Frame:
 
 
 def each_key(keys: int, backend: str) -> Frame:
-    """Make the partition that is joined."""
+    """Create the partition with each key once, for the join."""
     library, arrays = _modules(backend)
     return library.DataFrame({"key": arrays.arange(keys, dtype="int64"), "weight": arrays.ones(keys)})
 
 
 def sort_values(part: Frame) -> Frame:
-    """Sort a partition; its name is that of the tasks."""
+    """Sort a partition. The name of this function becomes the prefix of its tasks."""
     return part.sort_values("key")
 
 
 def split_text(part: Frame) -> Frame:
-    """Write numbers as text, cut it at a digit, and count what is left."""
+    """Convert numbers to text, split at a digit, and return the length of the first part."""
     return part["value"].astype("str").str.split("7", expand=True)[0].str.len().astype("int64")
 
 
 def written_since(when: float) -> list[Path]:
-    """List the files that workers have written since then, where no path is set."""
+    """Return the files in the default directory that workers have written since then."""
     return [path for path in sorted(directory().glob("overlap-*.json")) if path.stat().st_mtime >= when]
 
 

@@ -20,7 +20,7 @@ from dask_gpurt.chaos.report import NEVER, Ending
 from dask_gpurt.chaos.runner import existing_cluster
 from dask_gpurt.cli.cluster import choose_backend, visible_gpus
 
-#: Processes on the host by default: one more than a pair.
+#: Default number of processes on the host: one more than a pair.
 WORKERS = 3
 #: Characters of an error in the table.
 MAX_ERROR_CHARACTERS = 600
@@ -29,7 +29,7 @@ MAX_ERROR_CHARACTERS = 600
 @click.command(short_help="Break a cluster while it computes; check results.")
 @click.option("--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Duration.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
-@click.option("--steps", type=click.IntRange(min=1), help="Most steps to run, if that ends earlier.")
+@click.option("--steps", type=click.IntRange(min=1), help="Maximum number of steps.")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [default: 3, or one per GPU]")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="pandas", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
@@ -66,10 +66,10 @@ MAX_ERROR_CHARACTERS = 600
     help="Folder for the description of a hang.",
 )
 @click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the report there too."
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Also write the report here."
 )
 @click.option(
-    "--plan", "plan_only", is_flag=True, help="Print the steps and run nothing; --steps says how many."
+    "--plan", "plan_only", is_flag=True, help="Print the steps without running them; --steps is their number."
 )
 def chaos(
     seconds: float,
@@ -106,7 +106,7 @@ def chaos(
     count = workers or (visible_gpus() if backend == "cudf" else WORKERS)
     dumps.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
-    # Columns of strings are told apart from those of objects.
+    # Keep columns of strings distinct from columns of objects.
     with (
         dask.config.set({"dataframe.convert-string": False}),
         existing_cluster(scheduler) if scheduler else start_cluster(backend, count, protocol) as place,
@@ -131,12 +131,12 @@ def chaos(
 
 
 def chosen(option: str, patterns: str, known: Collection[str]) -> list[str]:
-    """List the known names that match a pattern, in their order.
+    """Return the known names that match a pattern, in their order.
 
     Raises
     ------
     click.UsageError
-        When a pattern matches none.
+        If a pattern matches no name.
     """
     wanted = [pattern for pattern in patterns.split(",") if pattern]
     for pattern in wanted:
@@ -146,9 +146,9 @@ def chosen(option: str, patterns: str, known: Collection[str]) -> list[str]:
 
 
 def chosen_faults(patterns: str, scheduler: str | None, *, on_gpus: bool) -> list[str]:
-    """List the faults that are possible there; the one that tries the checker takes its whole name.
+    """Return the possible faults that match. The fault that tests the checker must be named in full.
 
-    Of workers with a GPU there are no more than GPUs.
+    ``scale-up`` is impossible on GPUs: there cannot be more workers than GPUs.
     """
     found = chosen("--faults", patterns, FAULTS)
     return [
@@ -161,7 +161,7 @@ def chosen_faults(patterns: str, scheduler: str | None, *, on_gpus: bool) -> lis
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Print operations by kind, faults by kind, and whatever is not allowed."""
+    """Print operations by kind, faults by kind, and all violations."""
     operations = Table("operation", *(str(ending) for ending in Ending), box=SIMPLE_HEAD)
     for kind in report.kinds():
         operations.add_row(kind, *(_count(ending, report.count(ending, kind)) for ending in Ending))
@@ -178,7 +178,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print("[red]left[/]:", end=" ")
         console.print(left, markup=False, highlight=False)
     for dump in report.dumps:
-        console.print(f"what waits for what: {dump}", highlight=False)
+        console.print(f"description of the hang: {dump}", highlight=False)
     verdict = "[green]all is well[/]" if report.is_well else "[red]not well[/]"
     size = f"{report.steps} steps in {report.seconds:.0f} s on {report.workers} workers"
     console.print(f"{verdict}: seed {report.seed}, {size}")

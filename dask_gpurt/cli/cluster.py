@@ -1,4 +1,4 @@
-"""Start a cluster on this machine, or connect to one that runs."""
+"""Start a cluster on this machine, or connect to a running one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml
 from distributed.security import Security
 
-#: Seconds for a scheduler to answer, and for the end of a connection to it.
+#: Timeouts for a scheduler to answer, and for closing a connection to it, in seconds.
 CONNECT_TIMEOUT_S, CLOSE_TIMEOUT_S = 6.0, 2.0
 
 
 def choose_backend(backend: str) -> str:
-    """Resolve ``auto``: cudf where there are GPUs and the packages for them, else pandas."""
+    """Resolve ``auto``: cudf if there are GPUs and the packages for them, else pandas."""
     missing = [name for name in ("dask_cudf", "dask_cuda") if importlib.util.find_spec(name) is None]
     if backend == "auto":
         return "pandas" if missing or not visible_gpus() else "cudf"
@@ -36,12 +36,12 @@ def choose_backend(backend: str) -> str:
 
 
 def visible_gpus() -> int:
-    """Count the GPUs for a cluster started by this process: all, or those in ``CUDA_VISIBLE_DEVICES``."""
+    """Return the number of GPUs for a cluster started by this process, as in ``CUDA_VISIBLE_DEVICES``."""
     there: int = nvml.device_get_count()
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or not there:
         return there
-    # One GPU may be named in several parts (MIG), so the names count.
+    # Count names, not GPUs: the MIG instances of one GPU may be named separately.
     return sum(name.strip() not in ("", "-1") for name in named.split(","))
 
 
@@ -59,34 +59,34 @@ def local_cluster(
     *,
     threads: int = 1,
 ) -> Iterator[Cluster]:
-    """Start a cluster on this machine on which ``p2p`` stays as Dask ships it.
+    """Start a cluster on this machine, without a takeover of Dask's own ``p2p``.
 
     Parameters
     ----------
     backend
         ``pandas`` for processes on the host, ``cudf`` for one process per GPU.
     workers
-        How many worker processes.
+        Number of worker processes.
     protocol
-        Protocol of the cluster; Dask's default when not given.
+        Protocol of the cluster; by default Dask's default.
     rmm_pool_size
-        Size of the RMM pool of each GPU worker, in bytes, as text, or as a share of the device.
+        Size of the RMM pool of each GPU worker, in bytes, as text, or as a fraction of the device.
     threads
-        Threads for tasks of each worker.
+        Task threads per worker.
 
     Yields
     ------
     Cluster
         The running cluster.
     """
-    # Otherwise the runtime would take p2p shuffles over, and a comparison would time it against itself.
+    # Otherwise the runtime would take over p2p shuffles, and a comparison would time it against itself.
     with dask.config.set({"gpurt.takeover": False, "dataframe.backend": backend}):
         common = {
             "n_workers": workers,
             "threads_per_worker": threads,
             "protocol": protocol,
             "dashboard_address": None,
-            # Any free port will do for the scheduler's HTTP server; its default may be taken.
+            # Use any free port for the scheduler's HTTP server; the default may be in use.
             "scheduler_kwargs": {"dashboard_address": ":0"},
         }
         if backend == "cudf":
@@ -100,7 +100,7 @@ def local_cluster(
 
 @contextmanager
 def connected(address: str) -> Iterator[Client]:
-    """Connect to a cluster, and leave it as it is.
+    """Connect to a cluster without changing it.
 
     Parameters
     ----------
@@ -110,12 +110,12 @@ def connected(address: str) -> Iterator[Client]:
     Yields
     ------
     Client
-        It is not the default one of this process.
+        A client that is not the default client of this process.
 
     Raises
     ------
     click.ClickException
-        When no scheduler can be there, or none answers within :data:`CONNECT_TIMEOUT_S`.
+        If the address is invalid, or no scheduler answers within :data:`CONNECT_TIMEOUT_S`.
     """
     _refuse_without_port(address)
     try:
@@ -123,11 +123,11 @@ def connected(address: str) -> Iterator[Client]:
     except TimeoutError as error:
         reason = f"no answer within {CONNECT_TIMEOUT_S:g} s"
         raise click.ClickException(f"no scheduler answers at {address}: {reason}") from error
-    except MemoryError as error:  # the first bytes of an answer in HTTP, read as a length
+    except MemoryError as error:  # the first bytes of an HTTP response, read as a length
         raise click.ClickException(f"no scheduler answers at {address}, but another server") from error
     except (OSError, ValueError) as error:
         raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
-    # The preload hook of a client would switch the runtime on, and so change the cluster.
+    # A client's preload hook would switch the runtime on, which changes the cluster.
     with dask.config.set({"distributed.client.preload": []}):
         client = Client(address, set_as_default=False)
     try:
@@ -137,7 +137,7 @@ def connected(address: str) -> Iterator[Client]:
 
 
 def _refuse_without_port(address: str) -> None:
-    """Refuse what Dask would try to connect to for ever."""
+    """Reject addresses to which Dask would try to connect forever."""
     scheme, place = parse_address(address)
     if scheme == "inproc":
         raise click.ClickException(
@@ -148,12 +148,12 @@ def _refuse_without_port(address: str) -> None:
         parse_host_port(place)
     except ValueError as error:
         raise click.ClickException(
-            f"{address} is no address of a scheduler, expected tcp://HOST:PORT"
+            f"{address} is not the address of a scheduler: expected tcp://HOST:PORT"
         ) from error
 
 
 async def _try_out(address: str) -> None:
-    """Make sure that a scheduler answers: another server may take the connection and say nothing."""
+    """Check that a scheduler answers: another kind of server may accept the connection and not respond."""
     arguments = Security().get_connection_args("client")
     async with asyncio.timeout(CONNECT_TIMEOUT_S), rpc(address, connection_args=arguments) as scheduler:
         await scheduler.identity(n_workers=0)

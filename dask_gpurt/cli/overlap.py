@@ -1,4 +1,4 @@
-"""Run ``dask gpurt overlap``: print the statistics of kernels beside a shuffle, and the setting of each."""
+"""Run ``dask gpurt overlap``: print statistics of kernels beside a shuffle, and the setting of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.device.discover import cuda_missing
 from dask_gpurt.overlap.governor import rows
 from dask_gpurt.overlap.statistics_file import StatisticsFileError, directory, load
 
-#: Decisions of a worker that are printed, the latest.
+#: Maximum number of printed decisions of a worker, the latest.
 PRINTED_DECISIONS = 10
 COLUMNS = ("setting", "samples", "compute", "adds", "total", "at best … at worst", "why")
 
@@ -42,7 +42,7 @@ def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> No
     if not found and (missing := cuda_missing()):
         click.echo(
             f"there is no GPU here ({missing}), so no kernels are confined: there is nothing to show. "
-            "--scheduler ADDRESS asks a cluster"
+            "To query a cluster, use --scheduler ADDRESS"
         )
     elif not found:
         click.echo(
@@ -65,12 +65,12 @@ def of_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
     Parameters
     ----------
     files
-        The files, as workers have written them.
+        Files written by workers.
 
     Raises
     ------
     click.ClickException
-        When one of them can not be read.
+        If one of them cannot be read.
     """
     found = {}
     for path in files:
@@ -90,7 +90,7 @@ def of_cluster(address: str) -> dict[str, dict[str, Any]]:
 
 
 def is_off(part: Mapping[str, Any]) -> bool:
-    """Return whether compute on a worker is not confined, and never was."""
+    """Return whether compute on a worker is not, and never was, confined."""
     return part["mode"] == "off" and not part["kernels"] and not part["decisions"]
 
 
@@ -109,7 +109,7 @@ def print_part(name: str, part: Mapping[str, Any]) -> None:
     if "learned on" in part:
         console.print(f"learned on {part['learned on']}", markup=False)
     if "mode" in part:
-        spent = f", trying has lost {part['lost']:.2f} of {part['elapsed']:.2f} s" if part["elapsed"] else ""
+        spent = f", trials have cost {part['lost']:.2f} of {part['elapsed']:.2f} s" if part["elapsed"] else ""
         console.print(f"mode {part['mode']}{spent}", markup=False)
     if part["kernels"]:
         console.print(_table(part["kernels"]))
@@ -121,9 +121,9 @@ def print_part(name: str, part: Mapping[str, Any]) -> None:
 
 
 def _table(kernels: Iterable[Mapping[str, Any]]) -> Table:
-    """Tabulate kernels, with the setting in use in bold.
+    """Build a table of kernels, with the setting in use in bold.
 
-    Speeds are shares of those alone, times are shares of a step with priority only.
+    Speeds are relative to running alone, times to a step with priority only.
     """
     table = Table("kernel", *COLUMNS, box=None)
     last = None

@@ -25,19 +25,19 @@ PATH_COLOURS = {
 
 
 def speedups(seconds: Mapping[str, Mapping[str, Sequence[float]]], of: str = "gpurt") -> dict[str, float]:
-    """Tell how many times faster one method is than each other one.
+    """Return the speedup of one method over each other method.
 
     Parameters
     ----------
     seconds
         Timings by operation, then by method.
     of
-        The method that is compared with the others.
+        The method to compare with all others.
 
     Returns
     -------
     dict
-        By other method, the geometric mean over the operations that both methods finished.
+        Speedups by other method: geometric means over the operations that both methods finished.
     """
     ratios: dict[str, list[float]] = {}
     for by_method in seconds.values():
@@ -56,9 +56,9 @@ def write_report(results: Mapping[str, Any], path: Path) -> None:
     Parameters
     ----------
     results
-        What ``dask gpurt demo --json`` prints.
+        The output of ``dask gpurt demo --json``.
     path
-        Where to write; missing folders are made.
+        The file to write; missing folders are created.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render_report(results), encoding="utf-8")
@@ -70,12 +70,12 @@ def render_report(results: Mapping[str, Any]) -> str:
     Parameters
     ----------
     results
-        What ``dask gpurt demo --json`` prints.
+        The output of ``dask gpurt demo --json``.
 
     Returns
     -------
     str
-        A whole HTML page.
+        A complete HTML page.
     """
     page = jinja2.Environment(
         autoescape=True,
@@ -111,7 +111,7 @@ def _tiles(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _timing_chart(operations: Iterable[Mapping[str, Any]], methods: Sequence[str]) -> dict[str, Any]:
-    """Place one bar per operation and method; all share one scale."""
+    """Lay out one bar per operation and method, all on one scale."""
     medians = {
         (operation["name"], method): statistics.median(timings)
         for operation in operations
@@ -139,7 +139,7 @@ def _timing_chart(operations: Iterable[Mapping[str, Any]], methods: Sequence[str
 
 
 def _traffic_chart(operations: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Place one stacked bar per operation, a segment per path; empty when nothing was moved."""
+    """Lay out one stacked bar per operation, with a segment per path; empty if nothing was moved."""
     largest = max((sum(operation["bytes"].values()) for operation in operations), default=0)
     scale = 440 / largest if largest else 0
     used: list[str] = []

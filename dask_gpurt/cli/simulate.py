@@ -1,4 +1,4 @@
-"""Run ``dask gpurt simulate``: placement on a cluster that you do not have."""
+"""Run ``dask gpurt simulate``: placement on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from dask_gpurt.simulate.report import plot
 from dask_gpurt.simulate.simulation import WorkloadFailed
 
 ALL = "all"
-#: The least bytes in a ratio, where one placement moves none.
+#: Lower bound of bytes in a ratio, for placements that move none.
 MIN_BYTES = 1
 
 
-@click.command("simulate", short_help="Try workloads on a cluster that you do not have.")
+@click.command("simulate", short_help="Try workloads on a simulated cluster.")
 @click.option(
     "--workload",
     type=click.Choice([*WORKLOADS, ALL]),
@@ -81,7 +81,8 @@ def simulation(
 ) -> None:
     """Run Dask's own scheduler and worker state machines in virtual time, on up to 4,096 workers.
 
-    No process is started and nothing is computed: tasks have a duration and a size, links and tiers a speed.
+    No processes are started and nothing is computed: tasks have a duration and a size, links and tiers a
+    speed.
     """
     workloads = list(WORKLOADS) if workload == ALL else [workload]
     shapes = list(SHAPES) if cluster == ALL else [cluster]
@@ -126,21 +127,21 @@ def _draw(done: Sequence[Simulation], picture: Path) -> None:
 
 
 def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, float | str | int]:
-    """Compare one placement with another, over all workloads and clusters.
+    """Compare two placements over all workloads and clusters.
 
     Parameters
     ----------
     results
-        Of both, from the same seeds in the same order.
+        Results of both placements, with the same seeds in the same order.
     ours, other
         The two placements.
 
     Returns
     -------
     dict
-        How many times as long the other took, as geometric mean, and for the workload on a cluster where that
-        is worst over its seeds; what part of its bytes between hosts ours moves, as geometric mean where it
-        moves any; workers over their memory.
+        The speedup of ``ours`` over ``other``, as the geometric mean, and for the workload and cluster with
+        the smallest mean over its seeds; the ratio of bytes moved between hosts, as the geometric mean
+        where ``other`` moves any; the numbers of workers over their memory.
     """
     runs: defaultdict[str, dict[str, list[Result]]] = defaultdict(lambda: {ours: [], other: []})
     for one in results:

@@ -1,4 +1,4 @@
-"""Sample what the tiers hold while the demo runs, and draw it over time."""
+"""Sample the contents of the tiers during the demo, and plot them over time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.observe.shown_tiers import SHOWN
 COLOURS = dict(
     zip(SHOWN, ("var(--gpurt)", "var(--gpurt)", "#64a5ab", "#22a06b", "#e2803a", "#c9475f"), strict=True)
 )
-#: The plot's edges in the picture.
+#: The edges of the plot area.
 LEFT, RIGHT, TOP, BOTTOM = 90, 730, 8, 228
 
 
@@ -30,7 +30,7 @@ class _Sample(NamedTuple):
 
 
 class TierSampler:
-    """Sample the tiers on a thread while something runs; the clock stands still in between.
+    """Sample the tiers on a thread during watched operations. The sampler's clock stops in between.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ class TierSampler:
     period
         Seconds between two samples.
     most
-        How many to keep. When there are more, every other one goes, and the next come half as often.
+        Maximum number of samples. Beyond it, every other sample is dropped and the period is doubled.
     """
 
     def __init__(self, read: Callable[[], pd.DataFrame], *, period: float = 0.1, most: int = 600):
@@ -54,7 +54,7 @@ class TierSampler:
 
     @contextmanager
     def watching(self, name: str) -> Iterator[None]:
-        """Sample from when the body begins until it has ended; ``name`` says what it does."""
+        """Sample during the body, which is labelled with ``name``."""
         self._starts.append((self._seconds, name))
         began, ended = time.perf_counter() - self._seconds, threading.Event()
         thread = threading.Thread(target=self._sample, args=(began, ended), name="gpurt-tier-view")
@@ -77,7 +77,7 @@ class TierSampler:
             rows = self._read()
             used = _by_tier(rows, rows["capacity"] - rows["headroom"])
             capacity = _by_tier(rows, rows["capacity"])
-        # The demo goes on without the sample, and counts it at the end.
+        # The demo continues without the sample, and reports the number of failures at the end.
         except Exception as error:
             self._failed += 1
             self._error = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
@@ -94,9 +94,9 @@ class TierSampler:
         Returns
         -------
         dict
-            ``seconds`` of each sample; by tier, summed over the workers, the bytes ``used`` at each and the
-            ``capacity``; the ``starts`` of what was watched; how many samples ``failed``, and the last
-            ``error``.
+            ``seconds``: the time of each sample; ``used`` and ``capacity``: bytes by tier, summed over the
+            workers; ``starts``: the starts of watched operations; ``failed``: the number of failed samples;
+            ``error``: the last error.
         """
         samples = self._samples
         return {
@@ -116,12 +116,12 @@ def _by_tier(rows: pd.DataFrame, nbytes: pd.Series[Any]) -> dict[str, int]:
 
 
 def tier_chart(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Place a line per tier, its capacity unless that is above the picture, axes, a band per operation.
+    """Lay out a line per tier with its capacity (if inside the plot), axes, and a band per operation.
 
     Parameters
     ----------
     seen
-        What :meth:`TierSampler.seen` returns.
+        The result of :meth:`TierSampler.seen`.
     """
     seconds: Sequence[float] = seen["seconds"]
     most = max((max(used, default=0) for used in seen["used"].values()), default=0)
@@ -158,14 +158,14 @@ def tier_chart(seen: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ticks(end: float) -> list[float]:
-    """Return round numbers of seconds for an axis, at most ten."""
+    """Return at most ten round numbers of seconds for an axis."""
     scale = 10 ** math.floor(math.log10(end))
     step = next(scale * part for part in (0.1, 0.2, 0.5, 1, 2) if end / (scale * part) <= 10)
     return [i * step for i in range(math.floor(end / step) + 1)]
 
 
 def _operations(starts: Sequence[tuple[float, str]], end: float) -> list[tuple[float, float, str]]:
-    """Return begin, end and name of each operation; its rounds follow one another."""
+    """Return begin, end and name of each operation, whose rounds are consecutive."""
     first = {name: start for start, name in reversed(starts)}
     in_order = sorted((start, name) for name, start in first.items())
     return [(start, until, name) for (start, name), (until, _) in pairwise([*in_order, (end, "")])]

@@ -21,7 +21,7 @@ from dask_gpurt.topology.file import Description, TopologyError, as_values, load
 from dask_gpurt.topology.hosts import Gpu, Host, Nic
 
 
-@click.command(short_help="Show devices, the links between them, their speed.")
+@click.command(short_help="Show devices, the links between them, their speeds.")
 @click.option("--measure", is_flag=True, help="Measure the links of this host, for a few seconds.")
 @click.option("--load", "file", type=click.Path(dir_okay=False, path_type=Path), help="Show a topology file.")
 @click.option(
@@ -34,7 +34,7 @@ def topology(measure: bool, file: Path | None, scheduler: str | None, as_json: b
     --load and the setting gpurt.topology.file read the output of --json.
     """
     if measure + (file is not None) + (scheduler is not None) > 1:
-        raise click.UsageError("--measure, --load and --scheduler look at three different places: give one")
+        raise click.UsageError("--measure, --load and --scheduler exclude each other: give one")
     try:
         description = _description(file, scheduler)
     except TopologyError as error:
@@ -74,18 +74,18 @@ def _measured(description: Description) -> Mapping[Link, Speed]:
     return measure(host)
 
 
-# ---- for people ----------------------------------------------------------------------
+# ---- printing ------------------------------------------------------------------------
 
 
 def print_description(description: Description, here: bool) -> None:
-    """Print a table of links for each host, and one of speeds.
+    """Print a table of links for each host, and a table of speeds.
 
     Parameters
     ----------
     description
         The topology.
     here
-        Whether it is this host's, so that the GPU of this process can be told.
+        Whether it is that of this host, so that the GPU of this process can be marked.
     """
     console = Console(highlight=False)
     for name, host in description.hosts.items():
@@ -94,7 +94,7 @@ def print_description(description: Description, here: bool) -> None:
         if host.gpus:
             console.print(_matrix(host, own))
         elif here and (reason := nvml_missing()):
-            console.print(f"GPUs are found by NVML: {reason}", style="dim")
+            console.print(f"GPUs are detected with NVML: {reason}", style="dim")
     console.print(_speeds(description))
     if description.workers:
         console.print(_workers(description))

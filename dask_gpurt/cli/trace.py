@@ -1,4 +1,4 @@
-"""Run ``dask gpurt trace``: record what a cluster does for some seconds."""
+"""Run ``dask gpurt trace``: record a trace of a cluster for some seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask_gpurt import traces
 from dask_gpurt.cli.cluster import connected
 from dask_gpurt.observe.performance import lacks
 
-#: Steps that are printed, those that took longest.
+#: Maximum number of printed steps; the longest come first.
 PRINTED_STEPS = 20
 
 
@@ -30,10 +30,10 @@ PRINTED_STEPS = 20
     help="The file; gzipped if it ends in .gz.",
 )
 def trace(scheduler: str, seconds: float, out: Path) -> None:
-    """Record what a cluster does for some seconds, and write it for https://ui.perfetto.dev.
+    """Record a trace of a cluster for some seconds, for https://ui.perfetto.dev.
 
-    The trace has tasks by thread, the steps of shuffles, spilling, waits, decisions and faults, of all
-    workers and the scheduler by one clock. ctrl-C ends it early, and writes the events so far.
+    The trace shows tasks by thread, the steps of shuffles, spilling, waits, decisions and faults of all
+    workers and the scheduler, on one clock. ctrl-C ends it early, and writes the events so far.
     """
     with connected(scheduler) as client:
         recorded = traces.trace(out, client)

@@ -1,4 +1,4 @@
-"""Judge the facts: name settings that are wrong or without effect, and other noteworthy things."""
+"""Check the collected facts for settings that are wrong or have no effect, and other noteworthy things."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt.device.host import SHM
 from dask_gpurt.topology.file import TopologyError, load
 
-#: The oldest and the newest version of Dask that the tests run with.
+#: The oldest and newest versions of Dask that are tested.
 OLDEST, NEWEST = Version(dask_hooks.OLDEST), Version(dask_hooks.NEWEST)
 HOOK = "dask_gpurt.preload"
-#: The processes that may switch the runtime on when they start.
+#: The kinds of process that may switch the runtime on when they start.
 HOOKED = ("client", "scheduler", "worker", "nanny")
 DEADLOCK = (
     "before Python 3.12 and with the runtime off Dask's own sort_values and set_index can deadlock where "
@@ -29,7 +29,7 @@ DEADLOCK = (
 def problems(
     settings: Mapping[str, Any], machine: Mapping[str, Any], cluster: Mapping[str, Any] | None
 ) -> Iterator[str]:
-    """Yield settings that are wrong, here or on a worker, and workers that do not answer."""
+    """Yield wrong settings, here or on a worker, and workers that do not answer."""
     yield from _problems_here(settings, machine)
     if cluster:
         for kind in ("problems", "errors"):
@@ -49,7 +49,7 @@ def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> I
                 "'distributed.client.preload'"
             )
         if not dask.config.get("distributed.scheduler.pickle", True):
-            yield "'distributed.scheduler.pickle' is false: without it the runtime can not be switched on"
+            yield "'distributed.scheduler.pickle' is false: without it the runtime cannot be switched on"
     elif settings["method"] == "gpurt" and not settings["enabled"]:
         yield (
             "'dataframe.shuffle.method' is 'gpurt' while 'gpurt.enabled' is false: leave it out, the runtime "
@@ -68,7 +68,7 @@ def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> I
 
 
 def _problems_of_file(name: str) -> Iterator[str]:
-    if Path(name).exists():  # elsewhere it may be on the scheduler's machine alone
+    if Path(name).exists():  # otherwise it may exist only on the scheduler's machine
         try:
             load(name)
         except TopologyError as error:
@@ -104,7 +104,7 @@ def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> I
 
 
 def notes(versions: Mapping[str, str], cluster: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield other noteworthy things: about versions, and their known faults."""
+    """Yield notes on versions and their known bugs."""
     dasks = {versions["dask"]}
     if cluster:
         dasks.update(found["dask"] for found in cluster["versions"].values() if found["dask"])
@@ -125,7 +125,7 @@ def notes(versions: Mapping[str, str], cluster: Mapping[str, Any] | None) -> Ite
 
 
 def preloads(where: str) -> list[str]:
-    """List the modules that Dask preloads into a kind of process."""
+    """Return the modules that Dask preloads into a kind of process."""
     names = dask.config.get(f"distributed.{where}.preload", None) or []
     return [names] if isinstance(names, str) else list(names)
 

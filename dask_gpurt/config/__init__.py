@@ -1,8 +1,7 @@
-"""Read the settings of the runtime, and judge them.
+"""Load and validate the settings of the runtime.
 
-A key is listed in :mod:`dask_gpurt.config.settings`, with the parser that judges it; its default is in
-``gpurt.yaml`` and its description in ``gpurt-schema.yaml``. Preload hooks import this package, so it imports
-little.
+Each key is declared in :mod:`dask_gpurt.config.settings` with its parser; its default is in ``gpurt.yaml``
+and its description in ``gpurt-schema.yaml``. Preload hooks import this package, so keep its imports light.
 """
 
 from dask_gpurt.config.loading import KEYS, load, load_over, problems, say_once, set_here, takeover

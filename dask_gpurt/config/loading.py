@@ -1,4 +1,4 @@
-"""Read the settings of this process from Dask's configuration, and list what is wrong with them."""
+"""Load the settings of this process from Dask's configuration, and report errors in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dask_gpurt.config.values import ConfigError, wrong
 from dask_gpurt.config.values import takeover as parse_takeover
 
 with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpurt.yaml")) as _file:
-    # The loader in C takes a tenth of the time.
+    # The C loader takes a tenth of the time.
     _DEFAULTS: dict[str, Any] = yaml.load(_file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 dask.config.update_defaults(_DEFAULTS)
@@ -31,7 +31,7 @@ def _keys(settings: type, prefix: str) -> Iterator[str]:
             yield key
 
 
-#: Every key, in full.
+#: The full name of every key.
 KEYS = tuple(_keys(Settings, "gpurt"))
 #: The messages that :func:`say_once` has logged in this process.
 _said: set[str] = set()
@@ -41,7 +41,7 @@ def _unknown(key: str, siblings: Iterable[str]) -> str:
     import difflib
 
     prefix, _, name = key.rpartition(".")
-    # A sibling that is spelt alike is the likeliest, then the same name in another section.
+    # Suggest a similarly spelt sibling first, then a similar name in another section.
     candidates = {sibling: f"{prefix}.{sibling}" for sibling in siblings}
     elsewhere = {known.rpartition(".")[2]: known for known in KEYS}
     for names in (candidates, elsewhere):
@@ -51,7 +51,7 @@ def _unknown(key: str, siblings: Iterable[str]) -> str:
 
 
 def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str, found: list[str]) -> Any:
-    """Make the dataclass ``settings`` of what is given, or append to ``found`` why that cannot be."""
+    """Build the dataclass ``settings`` from ``given``, or append errors to ``found`` and return None."""
     items = {item.name.replace("_", "-"): item for item in fields(settings)}
     if given is None:  # a yaml section with nothing in it
         given = {}
@@ -89,7 +89,7 @@ def _judge(config: Mapping[str, Any] | None) -> tuple[Settings | None, list[str]
 
 
 def _looks_like_gpurt(name: str) -> bool:
-    # Sections of other packages are not judged, so only a misspelling counts.
+    # Sections of other packages are valid, so report only likely misspellings.
     letters = name.lower().replace("-", "").replace("_", "")
     return letters == "gpurt" or (len(letters) == 5 and sorted(letters) == sorted("gpurt"))
 
@@ -100,8 +100,8 @@ def load(config: Mapping[str, Any] | None = None) -> Settings:
     Parameters
     ----------
     config
-        A Dask configuration, nested as in a yaml file; by default ``dask.config``. Settings that it does not
-        mention have their defaults.
+        A Dask configuration, nested as in a yaml file; by default ``dask.config``. Missing settings have
+        their defaults.
 
     Raises
     ------
@@ -115,19 +115,19 @@ def load(config: Mapping[str, Any] | None = None) -> Settings:
 
 
 def takeover() -> bool | str:
-    """Return the setting ``gpurt.takeover`` alone, which clients read for each shuffle.
+    """Return the setting ``gpurt.takeover`` only, which clients read for each shuffle.
 
     Raises
     ------
     ConfigError
-        When its value makes no sense.
+        If its value is invalid.
     """
     default = _DEFAULTS["gpurt"]["takeover"]
     return parse_takeover("gpurt.takeover", dask.config.get("gpurt.takeover", default))
 
 
 def load_over(base: Mapping[str, Any]) -> Settings:
-    """Return the settings of this process, and ``base`` for what it has left at the defaults.
+    """Return the settings of this process, with ``base`` in place of the defaults.
 
     Parameters
     ----------
@@ -144,7 +144,7 @@ def load_over(base: Mapping[str, Any]) -> Settings:
 
 
 def set_here() -> dict[str, Any]:
-    """Return what of the section ``gpurt`` this process has not left at the defaults."""
+    """Return the values in the section ``gpurt`` that differ from the defaults."""
 
     def changed(own: Mapping[str, Any], default: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
@@ -159,20 +159,20 @@ def set_here() -> dict[str, Any]:
 
 
 def problems(config: Mapping[str, Any] | None = None) -> list[str]:
-    """Return all that is wrong with the settings, one line each; see :func:`load`."""
+    """Return all errors in the settings, one line each; see :func:`load`."""
     return _judge(config)[1]
 
 
 def say_once(logger: logging.Logger, problems: str) -> None:
-    """Log that the runtime stays off for these problems, unless this process has logged that before.
+    """Log once per process that the runtime stays off because of these problems.
 
-    A script that starts a cluster has its client, its scheduler and its nannies in one process, and each of
+    In a script that starts a cluster, the client, the scheduler and the nannies share a process, and each of
     them tries to switch on.
     """
     if problems not in _said:
         _said.add(problems)
         logger.error(
-            "the runtime stays off: %s (the program goes on without it; `dask gpurt doctor` shows the "
+            "the runtime stays off: %s (the program continues without it; `dask gpurt doctor` shows the "
             "settings)",
             problems,
         )

@@ -1,4 +1,4 @@
-"""Declare the settings: a dataclass for each section, with the parser that judges each key."""
+"""Declare the settings: a dataclass for each section, with a parser for each key."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def _deprecated(key: str, instead: str) -> None:
 
 @dataclass(frozen=True)
 class ExchangeSettings:
-    """Set how bytes get from worker to worker.
+    """Configure transfers between workers.
 
     Parameters
     ----------
     pool
-        The most memory for shards that wait for their owners; None leaves the choice to the worker.
+        Maximum memory for shards that wait for their owners; None leaves the choice to the worker.
     inflight
-        The most bytes that one worker pulls at once.
+        Maximum bytes that one worker pulls at a time.
     paths
-        The ways that a shard may take; ``"comms"`` is always one.
+        The paths that a shard may take; always includes ``"comms"``.
     compression
-        Whether shards may be compressed on their way to another host: ``"auto"``, ``"gpu"`` for those of a
-        GPU on that too, or ``"off"``.
+        Whether to compress shards between hosts: ``"auto"``, ``"gpu"`` to also compress shards of a GPU
+        there, or ``"off"``.
     """
 
     pool: Size | None = _setting(values.size_or_auto)
@@ -48,14 +48,14 @@ class ExchangeSettings:
 
 @dataclass(frozen=True)
 class ShuffleSettings:
-    """Set how a shuffle runs.
+    """Configure shuffles.
 
     Parameters
     ----------
     retries
-        Runs after the first, before the shuffle fails.
+        Runs after the first before the shuffle fails.
     balance
-        Whether outputs may get other owners once their sizes are known.
+        Whether outputs may move to other owners once their sizes are known.
     """
 
     retries: int = _setting(values.count)
@@ -64,12 +64,12 @@ class ShuffleSettings:
 
 @dataclass(frozen=True)
 class ComputeSettings:
-    """Set how many tasks run beside each other.
+    """Configure how many tasks run beside each other on one GPU.
 
     Parameters
     ----------
     concurrency
-        Workers in place of each one that is started, which share its GPU; None leaves it to what the GPU is.
+        Workers to start in place of each one, sharing its GPU; None chooses by the memory of the GPU.
     """
 
     concurrency: int | None = _setting(values.positive_or_auto)
@@ -77,14 +77,14 @@ class ComputeSettings:
 
 @dataclass(frozen=True)
 class ReadSettings:
-    """Set how files are read beside computing. None leaves a number to the worker.
+    """Configure reading files beside computing. None leaves a number to the worker.
 
     Parameters
     ----------
     threads
-        The threads with which libcudf reads on a worker with a GPU.
+        The number of threads with which libcudf reads on a worker with a GPU.
     beside
-        The most tasks that are begun beyond the worker's threads.
+        Maximum number of tasks started beyond the worker's threads.
     """
 
     threads: int | None = _setting(values.positive_or_auto)
@@ -93,12 +93,12 @@ class ReadSettings:
 
 @dataclass(frozen=True)
 class TopologySettings:
-    """Set how the links between workers are known.
+    """Configure the links between workers.
 
     Parameters
     ----------
     file
-        The file that describes it, read by the scheduler; None to find it out.
+        A topology file, read by the scheduler; None to detect the topology.
     """
 
     file: str | None = _setting(values.file_name)
@@ -106,24 +106,24 @@ class TopologySettings:
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Set where a worker keeps its data. None leaves a size to the worker.
+    """Configure the memory tiers of a worker. None leaves a size to the worker.
 
     Parameters
     ----------
     tiers
-        Whether the runtime keeps it, in tiers; otherwise Dask does.
+        Whether the runtime keeps the worker's data in tiers; otherwise Dask keeps them.
     device
-        The most bytes of live objects on the device.
+        Maximum bytes of live objects on the device.
     pinned
-        Bytes of pinned host memory for what is spilled first.
+        Bytes of pinned host memory, the first tier to spill to.
     host
-        The most bytes in ordinary host memory, on a worker with a GPU also of its host objects.
+        Maximum bytes in ordinary host memory; on a worker with a GPU this includes host objects.
     disk
-        The most bytes of files.
+        Maximum bytes in files.
     retries
-        How often a task that ran out of memory is run again.
+        How often a task that ran out of memory is retried.
     failures
-        Deprecated: ``dask_gpurt.testing.Instruments`` takes its place. One of so many allocations fails.
+        Deprecated in favour of ``dask_gpurt.testing.Instruments``. Make one in this many allocations fail.
     """
 
     tiers: bool = _setting(values.boolean)
@@ -141,14 +141,14 @@ class MemorySettings:
 
 @dataclass(frozen=True)
 class FixedSettings:
-    """Set how compute is confined in the mode ``fixed``. None leaves it free.
+    """Configure the mode ``fixed``. None sets no limit.
 
     Parameters
     ----------
     residency
-        The most blocks of a kernel on an SM.
+        Maximum blocks of a kernel on an SM.
     sms
-        The SMs that compute may use.
+        Number of SMs that compute may use.
     """
 
     residency: int | None = _setting(values.limit)
@@ -157,12 +157,12 @@ class FixedSettings:
 
 @dataclass(frozen=True)
 class AdaptiveSettings:
-    """Set what else the mode ``adaptive`` may try. None adds nothing.
+    """Configure additional trials of the mode ``adaptive``. None adds no trial.
 
     Parameters
     ----------
     sms
-        The SMs that compute may be confined to.
+        Number of SMs that compute may be confined to.
     """
 
     sms: int | None = _setting(values.limit)
@@ -170,28 +170,27 @@ class AdaptiveSettings:
 
 @dataclass(frozen=True)
 class OverlapSettings:
-    """Set what runs beside what on one GPU.
+    """Configure compute beside communication on one GPU.
 
     Parameters
     ----------
     residency
-        Whether caps are possible: ``"off"``, ``"auto"``, or a cap that counts always, for every kernel.
+        Whether to enable caps: ``"off"``, ``"auto"``, or a cap that always applies to every kernel.
     mode
         One of :data:`MODES`.
     fixed
-        What confines compute in the mode ``fixed``.
+        Limits in the mode ``fixed``.
     adaptive
-        What the mode ``adaptive`` may try besides caps.
+        Trials of the mode ``adaptive`` besides caps.
     learned
-        The file for what is learnt in the mode ``adaptive``; None leaves it to the worker.
+        The file for statistics of the mode ``adaptive``; None leaves it to the worker.
     check
-        Deprecated: ``dask_gpurt.testing.Instruments`` takes its place. Whether memory that changes hands is
-        checked.
+        Deprecated in favour of ``dask_gpurt.testing.Instruments``. Whether to check handovers of memory.
 
     Raises
     ------
     ConfigError
-        When the mode is ``fixed``, and nothing is, or a cap counts always besides.
+        If the mode is ``fixed`` and either no limit is set or ``residency`` is a cap.
     """
 
     residency: int | str = _setting(values.residency)
@@ -203,7 +202,7 @@ class OverlapSettings:
 
     @property
     def intercepts(self) -> bool:
-        """Return whether the settings need the interposer in the processes of workers."""
+        """Return whether the settings require the interposer in worker processes."""
         asked = {"fixed": self.fixed.sms, "adaptive": self.adaptive.sms}
         return self.residency != "off" or asked.get(self.mode) is not None
 
@@ -219,14 +218,14 @@ class OverlapSettings:
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """Set which worker runs which task.
+    """Configure the choice of a worker for each task.
 
     Parameters
     ----------
     enabled
         Whether the runtime chooses; otherwise Dask does.
     always
-        Whether it chooses also where workers do not differ enough for that to matter.
+        Whether the runtime also chooses while workers do not differ enough for that to matter.
     """
 
     enabled: bool = _setting(values.boolean)
@@ -235,14 +234,14 @@ class PlacementSettings:
 
 @dataclass(frozen=True)
 class PlanningSettings:
-    """Set how a client plans.
+    """Configure planning on a client.
 
     Parameters
     ----------
     cache
-        Whether it keeps expressions, their metadata and plans from one query to the next.
+        Whether to cache expressions, their metadata and plans between queries.
     fuse
-        Whether it fuses the tasks of a computation that run one after the other on one partition.
+        Whether to fuse tasks of a computation that run in sequence on one partition.
     """
 
     cache: bool = _setting(values.boolean)
@@ -251,33 +250,33 @@ class PlanningSettings:
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold all settings of the runtime, judged and with their units resolved.
+    """Hold all settings of the runtime, validated and parsed.
 
     Parameters
     ----------
     enabled
-        Whether the runtime is on.
+        Whether to switch the runtime on when a client, scheduler or worker starts.
     takeover
-        Whether it serves ``p2p`` shuffles, and those for which ``tasks`` is configured; ``"all"`` for those
-        with the argument ``tasks`` too.
+        Whether to serve ``p2p`` shuffles and shuffles configured as ``tasks``; ``"all"`` to also serve
+        shuffles with the argument ``tasks``.
     exchange
-        How bytes get from worker to worker.
+        Transfers between workers.
     shuffle
-        How a shuffle runs.
+        Shuffles.
     memory
-        Where a worker keeps its data.
+        The memory tiers of a worker.
     compute
-        How many tasks run beside each other.
+        The number of tasks that run beside each other on one GPU.
     reads
-        How files are read.
+        Reading files.
     topology
-        What joins the workers.
+        The links between workers.
     overlap
-        What runs beside what on one GPU.
+        Compute beside communication on one GPU.
     placement
-        Which worker runs which task.
+        The choice of a worker for each task.
     planning
-        How a client plans.
+        Planning on a client.
     """
 
     enabled: bool = _setting(values.boolean)

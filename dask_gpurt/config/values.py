@@ -1,4 +1,4 @@
-"""Parse the values of settings, or refuse them and say what would be right."""
+"""Parse the values of settings; errors say what would be valid."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from dask.utils import parse_bytes
 
-#: The ways that a shard may take from worker to worker.
+#: The paths that a shard may take between workers.
 PATHS = ("shared-memory", "cuda-ipc", "comms")
 
-#: The ways to confine compute while a shuffle runs beside it.
+#: How to confine compute while a shuffle runs beside it.
 MODES = ("off", "priority", "adaptive", "fixed")
 
 
 class ConfigError(ValueError):
-    """Refuse a setting; the message names the key and what would be right."""
+    """Report an invalid setting; the message names the key and the valid values."""
 
 
 def wrong(key: str, value: object, expected: str) -> ConfigError:
@@ -31,14 +31,14 @@ _QUANTITY = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)
 
 @dataclass(frozen=True)
 class Size:
-    """Hold an amount of memory: a number of bytes, or a share of a total that is known later.
+    """Hold an amount of memory: a number of bytes, or a fraction of a total that is known later.
 
     Parameters
     ----------
     bytes
         The absolute size, at least 1.
     fraction
-        The share of the total, above 0 and at most 1.
+        The fraction of the total, above 0 and at most 1.
     """
 
     bytes: int | None = None
@@ -54,7 +54,7 @@ class Size:
 
     @classmethod
     def parse(cls, value: object, *, key: str = "size", expected: str = _A_SIZE) -> Size:
-        """Read a size as a user writes it.
+        """Parse a size as written by a user.
 
         Parameters
         ----------
@@ -63,12 +63,12 @@ class Size:
         key
             The setting to name in an error.
         expected
-            What that error says would be right.
+            The description of valid values in an error.
 
         Raises
         ------
         ConfigError
-            If the value is not a size, or below one byte, or more than the whole.
+            If the value is not a size, is less than one byte, or is more than 100%.
         """
         try:
             if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -77,7 +77,7 @@ class Size:
                 number, unit = match.groups()
                 if unit == "%":
                     return cls(fraction=float(number) / 100)
-                # An integer stays exact where parse_bytes would go through a float.
+                # Keep integers exact: parse_bytes would go through a float.
                 return cls(
                     bytes=int(number) * parse_bytes(f"1{unit}")
                     if number.isdigit()
@@ -88,7 +88,7 @@ class Size:
         raise wrong(key, value, expected)
 
     def of(self, total: int) -> int:
-        """Return the size in bytes, where a share is one of ``total``."""
+        """Return the size in bytes; a fraction is taken of ``total``."""
         if self.bytes is not None:
             return self.bytes
         assert self.fraction is not None
@@ -111,7 +111,7 @@ def size_or_auto(key: str, value: object) -> Size | None:
 
 
 def size_or_none(key: str, value: object) -> Size | int | None:
-    """Parse as :func:`size_or_auto`, and take 0 too."""
+    """Parse as :func:`size_or_auto`, and accept 0 too."""
     if str(value).strip() in ("0", "0%"):
         return 0
     return size_or_auto(key, value)
@@ -137,7 +137,7 @@ _WORDS = {
 
 
 def boolean(key: str, value: object) -> bool:
-    # A value from the environment is a string or a number more often than a bool.
+    # Values from environment variables are usually strings or numbers, not bools.
     if isinstance(value, (bool, int, str)) and (word := str(value).strip().lower()) in _WORDS:
         return _WORDS[word]
     raise wrong(key, value, "true or false")
@@ -211,7 +211,7 @@ def path_or_auto(key: str, value: object) -> str | None:
 
 def residency(key: str, value: object) -> int | str:
     word = str(value).strip().lower()
-    if word in ("off", "auto") or value is False:  # which is how yaml reads off
+    if word in ("off", "auto") or value is False:  # yaml reads off as false
         return "auto" if word == "auto" else "off"
     if not isinstance(value, (bool, float)) and word.isdecimal() and int(word) >= 1:
         return int(word)
@@ -225,7 +225,7 @@ def paths(key: str, value: object) -> frozenset[str]:
         if value == ["auto"]:
             return frozenset(PATHS)
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise wrong(key, value, f"'auto' or a list out of {', '.join(PATHS)}")
+        raise wrong(key, value, f"'auto' or a list of {', '.join(PATHS)}")
     names = {str(name).replace("_", "-") for name in value}
     for name in sorted(names.difference(PATHS)):
         raise ConfigError(
@@ -234,7 +234,7 @@ def paths(key: str, value: object) -> frozenset[str]:
     return frozenset(names | {"comms"})
 
 
-#: Whether shards may be compressed, and whether also on a GPU.
+#: The modes of compression; ``gpu`` also compresses on a GPU.
 COMPRESSIONS = ("auto", "gpu", "off")
 
 
@@ -246,7 +246,7 @@ def compression(key: str, value: object) -> str:
 
 
 def _hint(word: str, known: Iterable[str]) -> str:
-    """End a complaint about ``word`` with the word that was probably meant, if there is one."""
+    """Return the end of an error about ``word``, which suggests a similar known word if there is one."""
     import difflib
 
     close = difflib.get_close_matches(word, list(known), n=1)

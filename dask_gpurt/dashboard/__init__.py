@@ -1,7 +1,7 @@
 """Show the runtime on the dashboard of Dask's scheduler.
 
-Data are collected whether a page is open or not, so that a page shows the history from before it was opened.
-Bokeh is imported only where the scheduler shows a dashboard, which needs it too.
+Data are collected whether or not a page is open, so that a page also shows the history from before it was
+opened. Bokeh is imported only if the scheduler has a dashboard, which needs it too.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _collectors: WeakKeyDictionary[Any, Collector] = WeakKeyDictionary()
 
 
 def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
-    """Collect what a scheduler's plugin knows, and show it on the dashboard if there is one.
+    """Collect data from the scheduler plugin, and show them on the dashboard if there is one.
 
     Returns
     -------
     Callable
-        Ends it. The pages stay until the scheduler ends, and say that the runtime is off.
+        Stops collecting. The pages stay until the scheduler ends, and then say that the runtime is off.
     """
     scheduler: Any = runtime.scheduler
     collector = _collectors[scheduler] = Collector(runtime)
     collector.install()
     try:
         _show(scheduler)
-    except Exception as error:  # of bokeh's, too: the runtime works without pages
+    except Exception as error:  # includes any error of bokeh: the runtime works without pages
         runtime.metrics.fallback(Fallback.DASHBOARD_PAGES, repr(error))
 
     def end() -> None:
@@ -43,12 +43,12 @@ def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
 
 
 def _show(scheduler: Any) -> None:
-    """Add the pages, unless the scheduler shows none at all."""
+    """Add the pages, if the scheduler has a dashboard."""
     if not getattr(scheduler, "services", {}).get("dashboard"):
         return
     try:
         from dask_gpurt.dashboard.pages import PAGE, pages
         from dask_gpurt.dask_hooks.dashboard import add_pages
-    except ImportError:  # without bokeh Dask shows no pages either, and says so there
+    except ImportError:  # without bokeh, Dask has no dashboard either, and says so itself
         return
     add_pages(scheduler, pages(_collectors.get), PAGE)

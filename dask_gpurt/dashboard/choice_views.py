@@ -1,4 +1,4 @@
-"""Draw what is chosen and why: what computes beside what, and where tasks go."""
+"""Draw decisions and their reasons: overlap of compute and communication, and placement of tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dask_gpurt.dashboard.sampler import WorkerSample
 
 
 class OverlapTable(TableComponent):
-    """Show what computes beside communication on each worker, and whether that is confined."""
+    """Show compute beside communication and reads on each worker, and whether it is confined."""
 
     title = "Compute beside communication and reads"
     columns: ClassVar[Mapping[str, str]] = {
@@ -45,7 +45,7 @@ class OverlapTable(TableComponent):
 
 
 class KernelTable(TableComponent):
-    """Show what the governors have learnt of each kernel under each setting."""
+    """Show the governors' statistics of each kernel under each setting."""
 
     title = "Learnt of kernels beside communication"
     columns: ClassVar[Mapping[str, str]] = {
@@ -70,7 +70,7 @@ class KernelTable(TableComponent):
 
 
 class DecisionTable(TableComponent):
-    """Show the last decisions of placement, with the terms of the worker chosen and the reason."""
+    """Show the last placement decisions, with the cost terms of the chosen worker and the reason."""
 
     title = "Placement decisions, the latest on top"
     columns: ClassVar[Mapping[str, str]] = {
@@ -102,5 +102,5 @@ class DecisionTable(TableComponent):
 
 
 def _short(key: str) -> str:
-    """Return a key with a part of the hash in it, as Dask's own pages do."""
+    """Return a key with its hash shortened, as on Dask's own pages."""
     return re.sub(r"([0-9a-f]{8})[0-9a-f]{24}", r"\1", key)

@@ -1,4 +1,4 @@
-"""Feed a sampler from a scheduler: with what is told as it happens, and with a sample every second."""
+"""Feed a sampler from a scheduler: with events as they happen, and with a sample every second."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 from dask_gpurt.plugins.topology_reports import TRAFFIC
 
-#: Seconds between two samples ...
+#: Interval between two samples, in seconds.
 SAMPLE_INTERVAL_S = 1.0
-#: ... and the largest share of a core that they take: where one takes longer, the next one comes later.
+#: Maximum fraction of a core for sampling: after an expensive sample the next is delayed.
 MAX_SHARE = 0.005
 NAME = "gpurt-dashboard"
 
 
 class Collector(SchedulerPlugin):
-    """Keep a sampler in step with a scheduler.
+    """Keep a sampler up to date with a scheduler.
 
     Parameters
     ----------
     runtime
-        The runtime's plugin, which is on.
+        The runtime's scheduler plugin, switched on.
 
     Attributes
     ----------
     sampler
-        What is known.
+        The collected data.
     seconds
-        Processor time of the last sample.
+        CPU time of the last sample, in seconds.
     """
 
     name = NAME
@@ -56,13 +56,13 @@ class Collector(SchedulerPlugin):
     # ---- on and off ----------------------------------------------------------------------
 
     def install(self) -> None:
-        """Begin."""
+        """Start collecting."""
         self._scheduler.add_plugin(self, name=NAME)
         self._patches.put_item(self._scheduler.stream_handlers, TRAFFIC, self._after_traffic)
         self._tick()
 
     def uninstall(self) -> None:
-        """End; the history stays."""
+        """Stop collecting, and keep the history."""
         if self._timer is not None:
             self._scheduler.loop.remove_timeout(self._timer)
             self._timer = None
@@ -80,37 +80,37 @@ class Collector(SchedulerPlugin):
     # ---- the view of the sampler -----------------------------------------------------------
 
     def names(self) -> Mapping[str, str]:
-        """Return the names of the workers that are there, by address."""
+        """Return the names of the current workers, by address."""
         return {address: str(ws.name) for address, ws in self._scheduler.workers.items()}
 
     def tiers(self) -> Iterable[Mapping[str, Any]]:
-        """Return a row for each worker and tier, by the names that are shown."""
+        """Return a row for each worker and tier, with display names."""
         memory = self.runtime.cluster_memory
         return shown_tiers(memory.rows(), memory.shared_memory())
 
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Return the last report of each worker."""
+        """Yield the last report of each worker."""
         for address, ws in self._scheduler.workers.items():
             if (report := ws.metrics.get(PROGRESS)) is not None:
                 yield address, report
 
-    # ---- what is told as it happens --------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
-        """Note a task."""
+        """Handle a transition of a task."""
         self.sampler.shuffles.transition(key, finish, self._clock())
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
-        """Note that a worker has left."""
+        """Handle the removal of a worker."""
         self.sampler.shuffles.removed(worker)
         self.sampler.traffic.left(worker)
 
     def restart(self, scheduler: Any) -> None:
-        """Note that all tasks are forgotten."""
+        """Handle a restart, which forgets all tasks."""
         self.sampler.shuffles.restart(self._clock())
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Note what becomes of shuffles."""
+        """Handle events of shuffles."""
         if topic != SHUFFLE_TOPIC:
             return
         if msg["action"] != "begins":
@@ -132,21 +132,21 @@ class Collector(SchedulerPlugin):
         return on_traffic
 
     def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
-        """Take the transfers that a worker reports, see :class:`~dask_gpurt.exchange.traffic.Traffic`."""
+        """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.traffic.Traffic`."""
         for peer, path, nbytes, seconds, _ in totals:
             self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
 
     def _end(self, worker: str) -> str:
-        """Return a worker, or its host where there are too many workers to tell apart."""
+        """Return a worker, or its host if there are too many workers to show separately."""
         place = self.runtime.places.topology.place(worker)
         if len(self._scheduler.workers) <= MAX_ENDS or place is None:
             return worker
         return f"host {place.host}"
 
-    # ---- what is looked up while a page is open ----------------------------------------------
+    # ---- look-ups of open pages --------------------------------------------------------------
 
     def limit(self, source: str, target: str) -> tuple[str, float] | None:
-        """Return the class of the link between two workers, and the bytes per second it is known for."""
+        """Return the class of the link between two workers and its bandwidth; None if it is unknown."""
         topology = self.runtime.places.topology
         if topology.place(source) is None or topology.place(target) is None:
             return None
@@ -154,10 +154,10 @@ class Collector(SchedulerPlugin):
         return str(link), speed.bandwidth
 
     def decisions(self, most: int) -> list[dict[str, Any]]:
-        """Return the last decisions of placement with their reasons, the latest first."""
+        """Return the last placement decisions with their reasons, the latest first."""
         placement = self.runtime.placement
         return [] if placement is None else placement.latest(most)
 
     def kernels(self) -> list[dict[str, Any]]:
-        """Return what the workers have learnt of kernels beside communication."""
+        """Return the workers' statistics of kernels beside communication."""
         return self.runtime.learned.kernels()

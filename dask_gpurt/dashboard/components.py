@@ -1,4 +1,4 @@
-"""Draw parts of a page with bokeh, as Dask's own dashboard components do: what all of them share."""
+"""Define the base classes and helpers of dashboard components, drawn with bokeh like Dask's own."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ Find = Callable[[], Collector | None]
 #: Columns of a bokeh source.
 Data = dict[str, Any]
 
-#: The largest share of a core that one component takes: where an update takes longer, the next is left out.
+#: Maximum fraction of a core for one component: after expensive updates, updates are skipped.
 MAX_SHARE = 0.005
-#: Rows of a table.
+#: Maximum number of rows of a table.
 MAX_ROWS = 50
 OFF = "the runtime is off"
-#: Where marks of an axis of bytes stand between 1 and 1024 of a unit, as on Dask's own pages.
+#: Tick positions of an axis of bytes between 1 and 1024 of a unit, as on Dask's own pages.
 POWERS_OF_TWO = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-#: From none to all of something, from white to dark red.
+#: Palette for fractions from 0 (white) to 1 (dark red).
 HEAT = ("#ffffff", *reversed(YlOrRd9))
-#: On shares above this one of :data:`HEAT`, text is white.
+#: Text is white on :data:`HEAT` colours above this fraction.
 DARK_SHARE = 0.6
 
 
 class Component(DashboardComponent):
-    """Update one part of a page, for as long as that does not take too much of the scheduler.
+    """Update one part of a page, within a limit on the scheduler's CPU time.
 
     Parameters
     ----------
     find
-        Finds what is to be shown.
+        Returns the collector with the data to show.
 
     Attributes
     ----------
     root
         The bokeh model.
     seconds
-        Processor time of the last update.
+        CPU time of the last update, in seconds.
     """
 
     title: ClassVar[str]
@@ -63,7 +63,7 @@ class Component(DashboardComponent):
 
     @without_property_validation  # type: ignore[untyped-decorator]
     def update(self) -> None:
-        """Show what is known by now."""
+        """Show the current data, unless the last updates were too expensive."""
         if time.monotonic() < self._not_before:
             return
         began = time.thread_time()
@@ -72,20 +72,20 @@ class Component(DashboardComponent):
         else:
             self.show(collector)
         before, self.seconds = self.seconds, time.thread_time() - began
-        # One that is far dearer than the one before has made something that is kept.
+        # Take the cheaper of two updates: a single expensive one has created objects that are then reused.
         self._not_before = time.monotonic() + min(before, self.seconds) / MAX_SHARE
 
     def update_now(self) -> None:
-        """Show what is known by now, also where the last update has just been."""
+        """Show the current data, without delay."""
         self._not_before = 0.0
         self.update()
 
     def show(self, collector: Collector) -> None:
-        """Show what a collector has."""
+        """Show the data of a collector."""
         raise NotImplementedError
 
     def say(self, text: str) -> None:
-        """Say something behind the title; nothing for an empty text."""
+        """Show a text after the title, or only the title if the text is empty."""
         raise NotImplementedError
 
 
@@ -95,7 +95,7 @@ class FigureComponent(Component):
     Attributes
     ----------
     figure
-        The figure, in ``root`` or the same.
+        The figure: ``root`` itself or a part of it.
     """
 
     figure: Any
@@ -107,14 +107,14 @@ class FigureComponent(Component):
 
 
 class TableComponent(Component):
-    """Show rows of texts in a table under a title.
+    """Show rows of text in a table under a title.
 
     Attributes
     ----------
     columns
-        The headings, by the name of a column.
+        Headings by name of the column.
     widths
-        Pixels, by the name of a column; of others 80.
+        Widths in pixels by name of the column, 80 by default.
     """
 
     columns: ClassVar[Mapping[str, str]]
@@ -144,16 +144,16 @@ class TableComponent(Component):
             self._heading.text = whole
 
     def put_rows(self, rows: Sequence[Mapping[str, str]]) -> None:
-        """Replace the rows, if they are others than before."""
+        """Replace the rows, if they have changed."""
         if put(self.source, {name: [row[name] for row in rows] for name in self.columns}):
-            # The browser draws a table again as its view changes. Bokeh 3.9 takes that for unchanged where
-            # there are as many rows as before.
+            # The browser redraws a table when its view changes. Bokeh 3.9 does not detect a change if the
+            # number of rows is the same, so change the name of the view.
             self._drawn += 1
             self._table.view.name = f"drawn {self._drawn} times"
 
 
 def put(source: ColumnDataSource, data: Data) -> bool:
-    """Replace the data of a source; False, and nothing done, where they are the same."""
+    """Replace the data of a source if they differ; return whether they did."""
     if source.data == data:
         return False
     source.data = data
@@ -161,24 +161,24 @@ def put(source: ColumnDataSource, data: Data) -> bool:
 
 
 def bytes_axis(axis: Any) -> None:
-    """Have an axis, or a colour bar, show bytes in binary units, with marks at powers of two."""
+    """Make an axis or a colour bar show bytes in binary units, with ticks at powers of two."""
     axis.ticker = AdaptiveTicker(base=1024, mantissas=POWERS_OF_TWO)
     axis.formatter = NumeralTickFormatter(format="0.[00] b")
 
 
 def short_bytes(nbytes: float) -> str:
-    """Format bytes with three digits at most before the unit, for places that are narrow."""
+    """Format bytes with about three digits, for narrow places."""
     number, unit = format_bytes(int(nbytes)).split()
     return f"{float(number):.3g} {unit}" if float(number) < 1000 else f"{float(number):.0f} {unit}"
 
 
 def short_time(seconds: float) -> str:
-    """Format a time, and nothing as nothing."""
+    """Format a time in seconds; 0 has no unit."""
     return format_time(seconds) if seconds else "0"
 
 
 def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:
-    """Return what each worker is called, by address; no two are called the same."""
+    """Return a unique label for each worker, by address."""
     plain = {
         address: worker.name if worker.gone_at is None else f"{worker.name} (gone)"
         for address, worker in workers.items()

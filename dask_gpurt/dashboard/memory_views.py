@@ -1,4 +1,4 @@
-"""Draw the tiers of workers: over time with their limits, and as they are now."""
+"""Draw the tiers of workers: over time with their limits, and their current levels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dask_gpurt.dashboard.components import (
 from dask_gpurt.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, WorkerSample
 from dask_gpurt.observe.shown_tiers import SHOWN
 
-#: Workers in a figure with a row for each; the fullest come first.
+#: Maximum number of workers in a figure with a row for each; the fullest come first.
 MAX_WORKERS = 32
 TIER_COLOURS = dict(
     zip(SHOWN, ("#e2803a", "#22a06b", "#64a5ab", "#d4a72c", "#3d7fc1", "#8a5bb5"), strict=True)
@@ -42,7 +42,7 @@ RATE_COLOURS = {SPILLED: "#c9475f", UNSPILLED: "#22a06b"}
 
 
 class OverTime(FigureComponent):
-    """Show something over time, of all workers or of one that is chosen, also of one that has left."""
+    """Show series over time, for all workers or for a selected one, which may have left."""
 
     def __init__(self, find: Find, colours: dict[str, str]):
         super().__init__(find)
@@ -85,7 +85,7 @@ class OverTime(FigureComponent):
         self.update_now()
 
     def offer(self, collector: Collector) -> str:
-        """Offer the workers that there are and were; return the address of the one that is chosen."""
+        """Offer current and past workers for selection; return the address of the selected one."""
         options = [ALL, *labels(collector.sampler.workers).items()]
         if self.select.options != options:
             self.select.options = options
@@ -116,14 +116,14 @@ class MemoryOverTime(OverTime):
             line.visible = last is not None
             if limit and last is not None:
                 told.append(f"{tier} {short_bytes(last)} of {short_bytes(limit)}")
-        for item in self.figure.legend[0].items:  # a line without values has no place there
+        for item in self.figure.legend[0].items:  # hide legend items of lines without values
             item.visible = item.renderers[0].visible
         self.source.data, self.limits.data = data, limits
         self.say(", ".join(told))
 
 
 class SpillRates(OverTime):
-    """Show the bytes per second that go down the tiers, and come up again."""
+    """Show the bytes per second that are spilled and unspilled."""
 
     title = "Spilling, bytes per second"
 
@@ -141,7 +141,7 @@ class SpillRates(OverTime):
 
 
 class TiersOfWorkers(FigureComponent):
-    """Show how full each tier of each worker is, of the fullest workers."""
+    """Show how full each tier is, for the fullest workers."""
 
     title = "Tiers by worker, shares of their limits"
 
@@ -190,7 +190,7 @@ def _share(level: Level) -> float:
 
 
 def _fullness(worker: WorkerSample) -> float:
-    """Return the share of the tier that is fullest; of a worker that has left one below all others."""
+    """Return the fraction used of a worker's fullest tier; -1 for a worker that has left, to sort it last."""
     return -1.0 if worker.gone_at is not None else max(map(_share, worker.levels.values()), default=0.0)
 
 

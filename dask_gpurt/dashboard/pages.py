@@ -1,4 +1,4 @@
-"""Lay the components out on pages of Dask's dashboard."""
+"""Lay out the components on pages of Dask's dashboard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dask_gpurt.dask_hooks.dashboard import Page, fill
 
 #: The path of the page with all components.
 PAGE = "gpurt"
-#: The component of each page of its own, by its path, and the milliseconds between two updates.
+#: The component of each individual page and its update interval in milliseconds, by path.
 PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-memory": (MemoryOverTime, 1000),
     "/individual-gpurt-spilling": (SpillRates, 1000),
@@ -32,7 +32,7 @@ PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-kernels": (KernelTable, 5000),
     "/individual-gpurt-decisions": (DecisionTable, 2000),
 }
-#: The rows of the page with all of them: height in pixels, and the paths of what is side by side.
+#: The rows of the page with all components: height in pixels, and the names of the components side by side.
 LAYOUT = (
     (300, ("memory", "spilling")),
     (300, ("shuffles", "workers")),
@@ -48,7 +48,7 @@ Lookup = Callable[[Any], Collector | None]
 
 
 def pages(lookup: Lookup) -> dict[str, Page]:
-    """Return all pages by path."""
+    """Return all pages, by path."""
     return {
         f"/{PAGE}": partial(_whole, lookup),
         **{path: partial(_part, lookup, path) for path in PARTS},
@@ -74,7 +74,7 @@ def _part(lookup: Lookup, path: str, scheduler: Any, extra: Mapping[str, Any], d
 
 
 def _started(path: str, find: Find, document: Any) -> Any:
-    """Return the root of a component that is updated for as long as a document is shown."""
+    """Create a component that is updated while the document is shown; return its root."""
     kind, interval = PARTS[path]
     component = kind(find)
     component.update()

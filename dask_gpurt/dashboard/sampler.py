@@ -1,4 +1,4 @@
-"""Sample what the runtime's plugin on a scheduler knows, and keep a bounded history of it. Knows no bokeh."""
+"""Sample the state of a cluster, and keep a bounded history of it. Independent of bokeh."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dask_gpurt.dashboard.traffic import TrafficMatrix
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe.shown_tiers import SHOWN
 
-#: Workers that have left whose history is kept; beyond that the ones that left first are forgotten.
+#: Maximum number of workers that have left whose history is kept; the earliest are dropped first.
 MAX_GONE = 32
 #: The name of the sum over all workers in histories.
 ALL = "(all workers)"
-#: Directions of moves between tiers, in histories of bytes per second.
+#: Directions of moves between tiers, in histories of rates.
 SPILLED, UNSPILLED = "spilled", "unspilled"
 
 
 class Level(NamedTuple):
-    """Tell how full a tier of a worker is, in bytes.
+    """Hold the level of a tier of a worker, in bytes.
 
     Attributes
     ----------
     used
-        By data of tasks, pulled shards and reservations; of shared memory by published shards.
+        Bytes of partitions, pulled shards and reservations; for shared memory, of published shards.
     capacity
         The limit.
     """
@@ -37,32 +37,32 @@ class Level(NamedTuple):
 
 
 class View(Protocol):
-    """Show the sampler a cluster as it is now."""
+    """Give the sampler the current state of a cluster."""
 
     def names(self) -> Mapping[str, str]:
-        """Return the names of the workers that are there, by address."""
+        """Return the names of the current workers, by address."""
 
     def tiers(self) -> Iterable[Mapping[str, Any]]:
-        """Return what :func:`~dask_gpurt.observe.shown_tiers.shown_tiers` does, of all workers."""
+        """Return the rows of :func:`~dask_gpurt.observe.shown_tiers.shown_tiers` for all workers."""
 
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Return the last :mod:`report <dask_gpurt.plugins.progress_reports>` of workers, by address."""
+        """Return the last :mod:`report <dask_gpurt.plugins.progress_reports>` of each worker, by address."""
 
 
 @dataclass
 class WorkerSample:
-    """Keep the latest of a worker.
+    """Hold the latest state of a worker.
 
     Attributes
     ----------
     levels
-        By tier, as it is shown, without tiers that it has not.
+        Levels by display name of the tier, without tiers that the worker does not have.
     gone_at
-        When it has left, in seconds since the epoch; None while it is there.
+        When it left, in seconds since the epoch; None for a current worker.
     overlap, counters
         As in its report.
     moved
-        Bytes that have gone down or come up, by direction.
+        Total bytes spilled and unspilled, by direction.
     """
 
     name: str
@@ -79,13 +79,13 @@ class Sampler:
     Attributes
     ----------
     used
-        Bytes by worker and tier; of :data:`ALL` the sums.
+        Bytes by worker and tier; :data:`ALL` has the sums.
     rates
         Bytes per second by worker and direction, :data:`SPILLED` or :data:`UNSPILLED`.
     workers
-        The latest of each, by address; those that have left too.
+        The latest state of each worker by address, including workers that have left.
     shuffles, traffic
-        What is told between samples.
+        Data from events between samples.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Sampler:
         self.shuffles = ShuffleLog()
         self.traffic = TrafficMatrix()
         self.at: float | None = None
-        #: Bytes by direction, of workers that have left too.
+        #: Total bytes by direction, including workers that have left.
         self._moved: dict[str, float] = {}
 
     def sample(self, at: float, view: View) -> None:
@@ -115,7 +115,7 @@ class Sampler:
     def _note_who_is_there(self, at: float, names: Mapping[str, str]) -> None:
         for address, name in names.items():
             known = self.workers.get(address)
-            if known is None or known.gone_at is not None:  # another one may come back at an address
+            if known is None or known.gone_at is not None:  # a new worker may reuse an address
                 self.workers[address] = WorkerSample(name)
         for address, worker in self.workers.items():
             if address not in names and worker.gone_at is None:
@@ -160,20 +160,20 @@ class Sampler:
             self.rates.add(at, values)
 
     def capacity(self, tier: str, worker: str = ALL) -> int:
-        """Return the limit of a tier in bytes: of a worker, or of all that are there."""
+        """Return the capacity of a tier in bytes, of one worker or of all current workers."""
         there = [known for known in self.workers.values() if known.gone_at is None]
         counted = there if worker == ALL else [known for at, known in self.workers.items() if at == worker]
         return sum(known.levels[tier].capacity for known in counted if tier in known.levels)
 
     def moved(self, direction: str, worker: str = ALL) -> float:
-        """Return the bytes that have gone down or come up so far: of a worker, or of all that ever were."""
+        """Return the bytes moved in a direction so far, by one worker or by all past and current workers."""
         if worker == ALL:
             return self._moved.get(direction, 0.0)
         return self.workers[worker].moved.get(direction, 0.0) if worker in self.workers else 0.0
 
 
 def _by_direction(moves: Iterable[tuple[str, str, float]]) -> dict[str, float]:
-    """Sum moves between tiers: down, also of shards that went below the device at once, and up."""
+    """Sum moves between tiers by direction; shards that were pulled into a lower tier count as spilled."""
     order = [str(tier) for tier in Tier]
     found = {SPILLED: 0.0, UNSPILLED: 0.0}
     for source, target, nbytes in moves:

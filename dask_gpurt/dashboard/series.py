@@ -1,4 +1,4 @@
-"""Keep values over time in bounded memory: the longer the history, the coarser it gets. Pure."""
+"""Keep values over time in bounded memory, with a resolution that decreases with the length. Pure."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from array import array
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Generic, TypeVar
 
-#: Points that a history has at most: a screen shows no more.
+#: Maximum number of points of a history, as many as a screen can show.
 MAX_POINTS = 512
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 class History(Generic[Name]):
-    """Keep named values at the same times.
+    """Keep several named series with common times.
 
-    Once there are too many points, neighbours become one, with the later time and the larger value: peaks
-    stay. From then on twice as many samples go into a point.
+    When there are too many points, pairs of neighbours are merged into one point with the later time and the
+    larger value, which preserves peaks. From then on each point holds twice as many samples.
 
     Parameters
     ----------
     max_points
-        At least 2.
+        Maximum number of points, at least 2.
     """
 
     def __init__(self, max_points: int = MAX_POINTS):
         if max_points < 2:
-            raise ValueError(f"max_points={max_points}: a history has 2 points at least")
+            raise ValueError(f"max_points={max_points}: expected at least 2")
         self._max_points = max_points
         self._times = array("d")
         self._values: dict[Name, array[float]] = {}
-        #: Samples that go into a point, and those that the last point has.
+        #: Samples per point, and the number of samples in the last point.
         self._samples_per_point = 1
         self._in_last = 0
 
@@ -54,7 +54,7 @@ class History(Generic[Name]):
         return known.tolist() if known is not None else [math.nan] * len(self)
 
     def add(self, at: float, values: Mapping[Name, float]) -> None:
-        """Add a sample. Times ascend."""
+        """Add a sample; times have to ascend."""
         if self._times and self._in_last < self._samples_per_point:
             self._times[-1] = at
             for name, value in values.items():
@@ -80,7 +80,7 @@ class History(Generic[Name]):
         return self._values[name]
 
     def _thin_out(self) -> None:
-        """Make one point out of each two; of an odd number the last one has room for more samples."""
+        """Merge each pair of points; of an odd number, the last stays and takes more samples."""
         odd = len(self) % 2
         for name, column in self._values.items():
             merged = array("d", map(_larger, column[::2], column[1::2]))
@@ -97,5 +97,5 @@ class History(Generic[Name]):
 
 
 def _larger(one: float, other: float) -> float:
-    """Return the larger of two values; one that is not there is not a number."""
+    """Return the larger of two values; NaN stands for a missing value."""
     return other if math.isnan(one) or other > one else one

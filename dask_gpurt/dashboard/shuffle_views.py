@@ -1,4 +1,4 @@
-"""Draw the last shuffles: how far they are in each phase, and their figures."""
+"""Draw the last shuffles: their progress in each phase, and their figures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dask_gpurt.dashboard.components import (
     short_time,
 )
 
-#: Shuffles in the figure.
+#: Maximum number of shuffles in the figure.
 MAX_BARS = 12
 STATE_COLOURS = {"running": "#3d7fc1", "done": "#22a06b", "failed": "#c9475f", "cancelled": "#999999"}
 
 
 class ShuffleProgress(FigureComponent):
-    """Show how far the last shuffles are in each phase."""
+    """Show the progress of the last shuffles in each phase."""
 
     title = "Shuffles, the latest on top"
     phases: ClassVar[Mapping[str, str]] = {

@@ -1,7 +1,7 @@
-"""Follow the shuffles of a cluster from what the scheduler and the workers tell. Pure.
+"""Track the shuffles of a cluster from events of the scheduler and reports of workers. Pure.
 
-Phases are told from the states of tasks, so that they are the scheduler's truth; bytes, rows and seconds come
-with the workers' heartbeats, a moment later.
+Phases are derived from the scheduler's task states and so are always current; bytes, rows and seconds arrive
+with the workers' heartbeats, slightly later.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from dask.typing import Key
 
-#: Shuffles that are kept, and events of each.
+#: Maximum numbers of shuffles, and of reasons for each.
 MAX_SHUFFLES, MAX_REASONS = 100, 5
-#: States of tasks whose results are to be made once more.
+#: States of tasks whose results have to be computed again.
 _AGAIN = ("waiting", "queued", "no-worker", "processing")
 _NOTHING_ASSEMBLED = {"outputs": 0, "rows": 0, "largest": -1, "largest_rows": -1}
 
 
 class ShuffleState(StrEnum):
-    """Name how far a shuffle has come."""
+    """Define the states of a shuffle."""
 
     RUNNING = "running"
     DONE = "done"
@@ -32,27 +32,27 @@ class ShuffleState(StrEnum):
 
 @dataclass(eq=False)
 class ShuffleRecord:
-    """Keep what is known of a shuffle, for all its runs.
+    """Hold the state of a shuffle over all its runs.
 
     Attributes
     ----------
     shuffle, run
-        Its id, and that of its current run.
+        Its id, and the id of its current run.
     began, ended
-        Seconds since the epoch; it has not ended while that is None.
+        Seconds since the epoch; ``ended`` is None while it is running.
     inputs, outputs
-        How many tasks there are of either kind.
+        Numbers of transfer tasks and of outputs.
     transferred, assembled
-        Those of them that have a result.
+        Keys of those tasks that have a result.
     sealed
-        Whether the barrier has one.
+        Whether the barrier has a result.
     restarts, recoveries, moved
-        How often it began again as a whole, how often a run was mended, and the outputs that got other
-        owners, then or to balance workers.
+        Numbers of restarts as a whole, of recoveries, and of outputs that moved to other owners in a recovery
+        or for balance.
     reasons
-        Of the last of these.
+        The reasons of the last restarts, recoveries and moves.
     workers
-        Of each worker in the current run, the fields of :class:`~dask_gpurt.observe.progress.Figures`.
+        Fields of :class:`~dask_gpurt.observe.progress.Figures` in the current run, by worker.
     """
 
     shuffle: str
@@ -72,14 +72,14 @@ class ShuffleRecord:
     workers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def row(self, now: float) -> dict[str, Any]:
-        """Return the figures of all workers together, and what follows from them.
+        """Return the figures summed over all workers, and derived figures.
 
         Returns
         -------
         dict
-            Besides plain fields: ``seconds`` so far; the shares of inputs that are ``sent``, of bytes that
-            are ``received`` and of outputs that are ``done``; ``bytes`` that were sent, ``rows``; and
-            ``skew``, the rows of the ``largest`` output over the mean, None before the first.
+            Besides plain fields: ``seconds`` so far; the fractions of inputs ``sent``, of bytes ``received``
+            and of outputs ``done``; the ``bytes`` sent; ``rows``; and ``skew``, the ratio of the rows of the
+            ``largest`` output to the mean, None before the first output.
         """
         found = self.workers.values()
         offered, received = (sum(w[name] for w in found) for name in ("offered_bytes", "received_bytes"))
@@ -117,10 +117,10 @@ class ShuffleLog:
     """Keep the last shuffles of a cluster, running and past."""
 
     def __init__(self) -> None:
-        #: By shuffle and the run that it began with.
+        #: Records by shuffle and first run.
         self._records: OrderedDict[tuple[str, int], ShuffleRecord] = OrderedDict()
         self._latest: dict[str, ShuffleRecord] = {}
-        #: By task: the shuffles that its result concerns, and the step that it completes there.
+        #: The shuffles of a task, with the phase that it belongs to there.
         self._watched: dict[Key, list[tuple[ShuffleRecord, str]]] = {}
 
     def __len__(self) -> int:
@@ -135,7 +135,7 @@ class ShuffleLog:
         barrier: Key,
         outputs: Collection[Key],
     ) -> None:
-        """Note a run that begins, with the keys of the tasks of its shuffle."""
+        """Record the begin of a run, with the keys of its tasks."""
         record = self._latest.get(shuffle)
         if record is None or record.state is not ShuffleState.RUNNING:
             record = ShuffleRecord(shuffle, run, at, len(inputs), len(outputs))
@@ -159,7 +159,7 @@ class ShuffleLog:
                 del self._latest[forgotten.shuffle]
 
     def transition(self, key: Key, finish: str, at: float) -> None:
-        """Note what has become of a task."""
+        """Record a transition of a task."""
         if (watching := self._watched.get(key)) is None:
             return
         for record, phase in watching:
@@ -185,11 +185,11 @@ class ShuffleLog:
             is_done = len(record.assembled) == record.outputs
             if is_done and record.state is ShuffleState.RUNNING:
                 record.state, record.ended = ShuffleState.DONE, at
-            elif not is_done:  # an output was lost, and is needed
+            elif not is_done:  # an output was lost and is needed again
                 record.state, record.ended = ShuffleState.RUNNING, None
 
     def event(self, action: str, shuffle: str, reason: str, outputs: int = 0) -> None:
-        """Note what has become of a run, as the scheduler tells it."""
+        """Record an event of a run that the scheduler has logged."""
         if (record := self._latest.get(shuffle)) is None:
             return
         record.restarts += action == "begins-again"
@@ -198,20 +198,20 @@ class ShuffleLog:
         record.reasons.append(reason)
 
     def figures(self, worker: str, runs: Iterable[tuple[str, int, Mapping[str, Any]]]) -> None:
-        """Take the figures of a worker: shuffle, run, and what it has done there."""
+        """Update the figures of a worker, given as shuffle, run and figures."""
         for shuffle, run, figures in runs:
             record = self._latest.get(shuffle)
             if record is not None and record.run == run:
                 record.workers[worker] = figures
 
     def removed(self, worker: str) -> None:
-        """Note that a worker has left: what it has put together of a running shuffle others do again."""
+        """Drop the assembled outputs of a worker that has left, since others assemble them again."""
         for record in self._records.values():
             if record.state is ShuffleState.RUNNING and worker in record.workers:
                 record.workers[worker] = {**record.workers[worker], **_NOTHING_ASSEMBLED}
 
     def restart(self, at: float) -> None:
-        """Note that the scheduler has forgotten all tasks."""
+        """Cancel running shuffles, since the scheduler has forgotten all tasks."""
         self._watched.clear()
         for record in self._records.values():
             if record.state is ShuffleState.RUNNING:

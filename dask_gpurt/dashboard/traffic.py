@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-#: Workers or hosts that are told apart, and the name of all others together.
+#: Maximum number of workers or hosts shown separately, and the name of the rest.
 MAX_ENDS, OTHERS = 32, "(others)"
 
 
 @dataclass
 class Flow:
-    """Hold the transfers from one end to another.
+    """Sum the transfers from one worker or host to another.
 
     Attributes
     ----------
     by_path
         Bytes by path.
     copied, seconds
-        Bytes that were copied, and the seconds of that; what is read in place takes no time.
+        Bytes copied, and the seconds that took; shards read in place are not included.
     """
 
     by_path: dict[str, int] = field(default_factory=dict)
@@ -39,21 +39,21 @@ class Flow:
 
     @property
     def bandwidth(self) -> float | None:
-        """Return the bytes per second while they are copied, None if nothing was."""
+        """Return the mean rate of copies in bytes per second; None if nothing was copied."""
         return self.copied / self.seconds if self.seconds > 0 else None
 
 
 class TrafficMatrix:
-    """Keep the flow between each two ends, up to a number of ends."""
+    """Keep the flow between each pair of ends (workers or hosts), up to a number of ends."""
 
     def __init__(self, max_ends: int = MAX_ENDS) -> None:
         self._max_ends = max_ends
-        #: Whether each has left; in the order of their first transfers.
+        #: Whether each end has left, in the order of their first transfers.
         self._ends: dict[str, bool] = {}
         self._flows: dict[tuple[str, str], Flow] = {}
 
     def add(self, source: str, target: str, path: str, nbytes: int, seconds: float) -> None:
-        """Add transfers that are over."""
+        """Add completed transfers."""
         flow = self._flows.setdefault((self._end(source), self._end(target)), Flow())
         flow.add(Flow({path: nbytes}, nbytes if seconds > 0 else 0, seconds))
 
@@ -64,12 +64,12 @@ class TrafficMatrix:
         return name
 
     def left(self, name: str) -> None:
-        """Note that a worker has left; once its place is needed, it goes as one of the others."""
+        """Mark a worker as left; it is merged into :data:`OTHERS` when its place is needed."""
         if name in self._ends:
             self._ends[name] = True
 
     def _make_room(self) -> bool:
-        """Put an end that has left with the others; False if there is none."""
+        """Merge an end that has left into :data:`OTHERS`; return False if there is none."""
         gone = next((end for end, has_left in self._ends.items() if has_left), None)
         if gone is None:
             return False
@@ -82,7 +82,7 @@ class TrafficMatrix:
 
     @property
     def ends(self) -> list[str]:
-        """Return the workers or hosts, those that moved bytes first in front."""
+        """Return the workers or hosts, in the order of their first transfers."""
         beyond = any(OTHERS in pair for pair in self._flows)
         return [*self._ends, *([OTHERS] if beyond else [])]
 

@@ -1,4 +1,4 @@
-"""Draw the transfers between workers: the matrix of all pairs, and the busiest with their links."""
+"""Draw the transfers between workers: the matrix of all pairs, and a table of the busiest pairs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dask_gpurt.dashboard.traffic import Flow
 
 
 class TrafficHeat(FigureComponent):
-    """Show the bytes from each worker to each other, by path, beside the bandwidth and the link's limit."""
+    """Show the bytes between all pairs of workers, with paths, bandwidth and the speed of the link."""
 
     title = "Bytes from worker (row) to worker (column)"
 
@@ -110,7 +110,7 @@ class TrafficHeat(FigureComponent):
 
 
 class LinkTable(TableComponent):
-    """Show the pairs with most bytes: by path, bandwidth and the speed of their link."""
+    """Show the pairs with the most bytes, with paths, bandwidth and the speed of the link."""
 
     title = "Transfers"
     columns: ClassVar[Mapping[str, str]] = {

@@ -1,4 +1,4 @@
-"""Count and note what every room does; nothing here reads it back."""
+"""Collect the metrics, fallbacks and decisions of every room, and report them."""
 
 from dask_gpurt.observe.counting import Metrics
 from dask_gpurt.observe.decisions import Decisions

@@ -1,12 +1,13 @@
 """Write a trace in the Trace Event Format, which Perfetto and Chrome read.
 
-https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU has the format. Each server is
-a process with a track for each of its threads. The assumptions of Perfetto hold here: slices of a track
-are nested, and each flow has one begin and one end, in this order, inside of slices.
+The format is specified in
+https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each server is a process with
+a track for each of its threads. Perfetto's requirements hold: slices of a track are nested, and each flow has
+one begin and one end, in this order, inside slices.
 
-Steps are timed on their thread. Tasks are timed by Dask, from when they are handed over to their thread, so
-that a step may stick out of its task by what the thread took to begin: then the task is widened. Tasks that
-are coroutines, and copies that were begun together, may overlap on one thread: then it has several tracks.
+Steps are timed on their thread. Tasks are timed by Dask, from their submission to a thread, so a step may
+extend beyond its task by the delay until the thread starts; the task is then widened. Coroutine tasks, and
+copies that were started together, may overlap on one thread, which then gets several tracks.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ from typing import Any
 from dask_gpurt.observe.recording import TASK, Event, Kind
 from dask_gpurt.observe.trace import SCHEDULER, ProcessTrace, Trace, plain, title
 
-#: Flows that are written; of a shuffle with more the rest is counted.
+#: Maximum number of flows in a trace; the rest are only counted.
 MAX_FLOWS = 100_000
-#: Numbers of tracks that each process has.
+#: Track numbers reserved for each process.
 TRACKS_PER_PROCESS = 1000
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """Return a trace as values that JSON holds: times in microseconds since its first event.
+    """Return a trace as JSON-serialisable values, with times in microseconds since its first event.
 
-    ``otherData`` says what the trace lacks: events that were lost, flows of which one end is missing, workers
-    that did not answer; and of each worker the offset of its clock, with the round trip that showed it.
+    ``otherData`` reports what is missing from the trace: lost events, flows without one of their ends,
+    workers that did not answer. It also has the clock offset of each worker, and the round trip that measured
+    it.
     """
     first = min(
         (event.at for process in trace.processes.values() for event in process.aligned()), default=trace.began
@@ -60,7 +62,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class _Slice:
-    """Describe a slice of a track, in whole nanoseconds."""
+    """Hold a slice of a track, in integer nanoseconds."""
 
     event: Event
     begin: int
@@ -69,7 +71,7 @@ class _Slice:
 
 
 class _Process:
-    """Write the events of one server, and collect the ends of flows in them."""
+    """Convert the events of one server, and collect the ends of flows in them."""
 
     def __init__(self, number: int, address: str, process: ProcessTrace, first: float, flows: _Flows):
         self._number = number
@@ -111,7 +113,7 @@ class _Process:
     def _nanoseconds(self, at: float) -> int:
         return max(0, math.floor((at - self._first) * 1e9))
 
-    # ---- what belongs to a thread ------------------------------------------------------
+    # ---- events of a thread ------------------------------------------------------------
 
     def _thread(self, thread: int, events: list[Event]) -> Iterator[dict[str, Any]]:
         slices = [
@@ -154,7 +156,7 @@ class _Process:
         category = TASK if event.step == TASK else event.kind
         return {"ph": phase, "name": title(event), "cat": str(category), "ts": at / 1000, "pid": self._number}
 
-    # ---- what belongs to none ----------------------------------------------------------
+    # ---- events without a thread -------------------------------------------------------
 
     def _wait(self, event: Event, id: str) -> Iterator[dict[str, Any]]:
         begin, end = self._nanoseconds(event.at), self._nanoseconds(event.at + event.seconds)
@@ -164,7 +166,7 @@ class _Process:
 
 
 def widen_tasks(slices: Iterable[_Slice]) -> None:
-    """Have the tasks of one thread hold the steps that they have taken, and not overlap because of that."""
+    """Widen the tasks of one thread to contain their steps, without making adjacent tasks overlap."""
     tasks = sorted((one for one in slices if one.event.step == TASK), key=lambda one: one.begin)
     by_key: defaultdict[str, list[_Slice]] = defaultdict(list)
     for task in tasks:
@@ -181,7 +183,7 @@ def widen_tasks(slices: Iterable[_Slice]) -> None:
         task.begin, task.end = min(task.begin, begin), max(task.end, end)
     for before, after in apart:
         if before.end > after.begin:
-            # Between the last step of the one and the first of the other, if that is possible.
+            # Cut between the last step of the first task and the first step of the second, if possible.
             _, least = inner.get(before, (before.begin, before.begin))
             most, _ = inner.get(after, (after.end, after.end))
             cut = max(least, min((before.end + after.begin) // 2, most))
@@ -190,7 +192,7 @@ def widen_tasks(slices: Iterable[_Slice]) -> None:
 
 
 def in_lanes(slices: Iterable[_Slice]) -> list[list[_Slice]]:
-    """Share slices between as few lanes as it takes for those of each to be nested."""
+    """Distribute slices over the fewest lanes in which they are nested (greedily)."""
     lanes: list[list[_Slice]] = []
     open_ends: list[list[int]] = []
     for one in sorted(slices, key=lambda one: (one.begin, -one.end, one.event.step != TASK)):
@@ -208,7 +210,7 @@ def in_lanes(slices: Iterable[_Slice]) -> list[list[_Slice]]:
 
 
 class _Enclosing:
-    """Find the innermost slice of a thread around a moment."""
+    """Find the innermost slice of a thread that contains an instant."""
 
     def __init__(self, slices: Iterable[_Slice]):
         self._slices = sorted(
@@ -217,7 +219,7 @@ class _Enclosing:
         self._begins = [one.begin for one in self._slices]
 
     def at(self, moment: int) -> _Slice | None:
-        # Steps of a thread are nested a few deep, so it is one of the last that have begun.
+        # Steps are nested only a few levels deep, so only the last slices that have begun need checking.
         last = bisect_right(self._begins, moment)
         for one in reversed(self._slices[max(0, last - 64) : last]):
             if one.end >= moment:
@@ -230,7 +232,7 @@ class _Enclosing:
 
 @dataclass(frozen=True)
 class _End:
-    """Describe one end of a flow: a moment inside of a slice."""
+    """Hold one end of a flow: an instant inside a slice."""
 
     process: int
     slice: _Slice
@@ -239,7 +241,7 @@ class _End:
 
 @dataclass
 class _Shard:
-    """Keep the moments of one shard: offered by its producer, pulled by its owner, and read for outputs."""
+    """Hold the events of one shard: offered by its producer, pulled by its owner, and read for outputs."""
 
     sent: _End | None = None
     pulled: _End | None = None
@@ -247,13 +249,13 @@ class _Shard:
 
 
 class _Flows:
-    """Pair the moments of shards: from its producer to where it is read, by way of its pull if there is one.
+    """Pair the events of shards into flows from the producer to each read, via the pull if there is one.
 
     Attributes
     ----------
     counts
-        Flows that are ``written``; those with an end that is ``missing`` from the trace, or that would lead
-        ``backwards`` since clocks are known no better; and those ``left out`` as there are so many.
+        Numbers of flows: ``written``; with an end ``missing`` from the trace; ``backwards`` in time because
+        of inexact clocks; and ``left out`` beyond :data:`MAX_FLOWS`.
     """
 
     def __init__(self) -> None:
@@ -261,7 +263,7 @@ class _Flows:
         self.counts = Counter({"written": 0, "missing": 0, "backwards": 0, "left out": 0})
 
     def add(self, what: str, shard: str, process: int, around: _Slice | None, at: int) -> None:
-        """Note a moment of a shard; without a slice around it no flow can end there."""
+        """Add an event of a shard; without an enclosing slice it cannot be the end of a flow."""
         if around is None:
             self.counts["missing"] += 1
             return
@@ -305,7 +307,7 @@ def _place(end: _End, at: int) -> dict[str, Any]:
 
 
 def _finite(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that JSON holds: it has no infinity."""
+    """Return arguments with non-finite floats as strings, since JSON has no infinity."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in args.items()

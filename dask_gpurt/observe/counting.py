@@ -21,7 +21,7 @@ class Metrics:
     Attributes
     ----------
     recording
-        Where steps, faults and fallbacks are recorded too, while a trace is taken; None else.
+        Also receives steps, faults and fallbacks while a trace is taken; None otherwise.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Metrics:
         Parameters
         ----------
         name
-            As :data:`METRICS` has it: ``exchange.bytes.{path}``.
+            The name in :data:`METRICS`: ``exchange.bytes.{path}``.
         amount
             In the unit of the metric.
         labels
@@ -45,7 +45,7 @@ class Metrics:
         Raises
         ------
         UnknownMetricError
-            When the table has no such counter, or one with other labels.
+            If the table has no such counter, or the number of labels differs.
         """
         _require(name, Kind.COUNTER, labels)
         with self._lock:
@@ -54,21 +54,21 @@ class Metrics:
             recording.mark(METRICS[name].filled(labels), amount=amount)
 
     def peak(self, name: str, value: float, *labels: str) -> None:
-        """Keep the largest value seen of a gauge; parameters and errors as of :meth:`add`."""
+        """Raise a gauge to ``value`` if that is larger; parameters and errors as for :meth:`add`."""
         _require(name, Kind.GAUGE, labels)
         with self._lock:
             self._values[name, labels] = max(self._values[name, labels], value)
 
     @contextmanager
     def seconds(self, name: str, subject: int | None = None) -> Iterator[None]:
-        """Add the time that the body takes to a counter of seconds, and record it as a step of this thread.
+        """Add the duration of the body to a counter of seconds, and record it as a step of this thread.
 
         Parameters
         ----------
         subject
-            What the step is about, for the trace: see :data:`~dask_gpurt.observe.recording.STEPS`.
+            The number of the input or output, for the trace: see :data:`~dask_gpurt.observe.recording.STEPS`.
         """
-        recording = self.recording  # one that begins meanwhile has not seen the begin
+        recording = self.recording  # a recording that starts during the body has not seen its begin
         step = None if recording is None else STEPS.get(name)
         if recording is not None and step is not None:
             recording.enter(step.name)
@@ -81,14 +81,14 @@ class Metrics:
                 recording.leave(step.name, start, {} if subject is None else {step.subject: subject})
 
     def fallback(self, what: Fallback, reason: str, *labels: str) -> None:
-        """Count that something was left to Dask, or done in a lesser way; log it the first time.
+        """Count an operation that was left to Dask or done in a lesser way; log the first occurrence.
 
         Parameters
         ----------
         what
-            The id of what was not done.
+            The kind of fallback.
         reason
-            Why, for people.
+            A human-readable reason.
         labels
             The value of each label of the id.
         """
@@ -105,12 +105,12 @@ class Metrics:
             logger.warning("%s: %s (%s; logged once, `dask gpurt doctor` counts)", text, reason, filled)
 
     def total(self, name: str) -> dict[tuple[str, ...], float]:
-        """Return the values of a metric by the values of its labels."""
+        """Return the values of a metric, keyed by the values of its labels."""
         with self._lock:
             return {labels: value for (known, labels), value in self._values.items() if known == name}
 
     def samples(self) -> list[tuple[Metric, tuple[str, ...], float]]:
-        """Return every metric that has a value, with the values of all its labels and its own."""
+        """Return each counted metric, with the values of all its labels, and its value."""
         with self._lock:
             values = list(self._values.items())
         return [(METRICS[name], labels, value) for (name, labels), value in values]
@@ -124,7 +124,7 @@ class Metrics:
         return {"counters": counters, "fallbacks": self.fallbacks()}
 
     def fallbacks(self) -> dict[str, dict[str, Any]]:
-        """Return ``text``, ``reason`` and ``count`` of what fell back, by id."""
+        """Return ``text``, ``reason`` and ``count`` of each fallback, by id."""
         with self._lock:
             return {id: dict(known) for id, known in self._fallbacks.items()}
 

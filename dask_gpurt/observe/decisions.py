@@ -1,4 +1,4 @@
-"""Record decisions: about which subject, when and why."""
+"""Record decisions with their subject, time and reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-#: Decisions that are kept; the oldest go first.
+#: Maximum number of decisions; the oldest are dropped first.
 MAX_DECISIONS = 1000
 
 
@@ -28,7 +28,7 @@ class Decisions:
         self._last: dict[str, tuple[str, str]] = {}
 
     def note(self, subject: str, decided: str, why: str) -> bool:
-        """Record a decision; tell whether it differs from the last one about this subject."""
+        """Record a decision unless it repeats the last one on this subject; return whether it differs."""
         with self._lock:
             if self._last.get(subject) == (decided, why):
                 return False
@@ -39,11 +39,11 @@ class Decisions:
             return True
 
     def last(self) -> dict[str, Any] | None:
-        """Return the latest record, None before the first."""
+        """Return the latest record, or None if there is none."""
         with self._lock:
             return dict(self._entries[-1]) if self._entries else None
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """Return the records, oldest first, as plain values."""
+        """Return all records, oldest first, as plain values."""
         with self._lock:
             return [dict(entry) for entry in self._entries]

@@ -1,10 +1,10 @@
-"""Estimate quantities from noisy samples, as they come: moments, lines, means that may change, ratios. Pure.
+"""Estimate moments, regression lines, changing means and ratios online, from noisy samples. Pure.
 
 All moments follow one recursion (T. Finch, Incremental calculation of weighted mean and variance, 2009): the
-last sample weighs one over the number of samples, and that number stops at the window. So an estimate begins
-as the plain average and goes on as an exponential one, which follows a slow drift.
+last sample has the weight 1/n, where n is the number of samples up to the window. So an estimate starts as
+the plain average and becomes an exponentially weighted one, which follows a slow drift.
 
-A sudden change is found by the two-sided CUSUM test (E. S. Page, Continuous inspection schemes, Biometrika
+Sudden changes are detected by the two-sided CUSUM test (E. S. Page, Continuous inspection schemes, Biometrika
 41, 1954), on residuals in units of their standard deviation.
 """
 
@@ -15,17 +15,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-#: Samples that a mean extends over.
+#: Window of a mean, in samples.
 WINDOW_SAMPLES = 200
-#: The noise that is assumed beforehand, as a share of the quantity, and the samples that this counts as.
+#: Prior noise as a fraction of the quantity, and the number of samples that the prior counts as.
 PRIOR_NOISE, PRIOR_SAMPLES = 0.1, 3
 #: Standard errors between the mean and its bounds: a bound is wrong once in 740 times.
 CONFIDENCE_ERRORS = 3.0
-#: Parameters of the CUSUM test, in standard deviations. A change by three of them is found after
-#: CUSUM_ALARM / (3 - CUSUM_SLACK) samples; noise alone sets it off once in about 500,000
+#: Parameters of the CUSUM test, in standard deviations. A change by three of them is detected after
+#: CUSUM_ALARM / (3 - CUSUM_SLACK) samples; noise alone triggers it once in about 500,000
 #: (D. Siegmund, Sequential Analysis, 1985).
 CUSUM_SLACK, CUSUM_ALARM = 0.5, 12.0
-#: A residual counts no more than this, so that a few outliers are no change, and not before so many samples.
+#: Residuals are clipped, so that a few outliers are not a change; the test starts after this many samples.
 OUTLIER_DEVIATIONS, SETTLED_SAMPLES = 3.0, 10
 
 
@@ -36,9 +36,9 @@ class RunningMoments:
     Parameters
     ----------
     window
-        The most samples that count. The last one never weighs less than one over it.
+        Maximum number of samples that count. The last sample never has less weight than 1/window.
     count
-        Samples so far, up to the window.
+        Number of samples so far, up to the window.
     mean, variance
         The moments of these samples.
     """
@@ -55,12 +55,12 @@ class RunningMoments:
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of the mean; there must be two samples at least."""
+        """Return the standard error of the mean; requires at least two samples."""
         weight = self.weight
         return math.sqrt(self.variance * weight / (1 - weight))
 
     def observe(self, value: float) -> float:
-        """Take a sample; return its deviation from the mean before it."""
+        """Add a sample; return its deviation from the previous mean."""
         self.count = min(self.count + 1, self.window)
         weight, deviation = self.weight, value - self.mean
         self.mean += weight * deviation
@@ -74,7 +74,7 @@ class RunningRegression:
     Parameters
     ----------
     window
-        The most pairs that count, as in :class:`RunningMoments`.
+        Maximum number of pairs that count, as in :class:`RunningMoments`.
     """
 
     __slots__ = ("covariance", "x", "y")
@@ -84,7 +84,7 @@ class RunningRegression:
         self.covariance = 0.0
 
     def observe(self, x: float, y: float) -> None:
-        """Take a pair."""
+        """Add a pair."""
         product = self.x.observe(x) * self.y.observe(y)
         weight = self.x.weight
         self.covariance = (1 - weight) * (self.covariance + weight * product)
@@ -100,7 +100,7 @@ class RunningRegression:
 
 
 class ChangeTest:
-    """Find a sudden change of a quantity: the two-sided CUSUM test, on residuals in standard deviations."""
+    """Detect a sudden change by the two-sided CUSUM test, on residuals in standard deviations."""
 
     __slots__ = ("_fallen", "_risen")
 
@@ -108,7 +108,7 @@ class ChangeTest:
         self._risen = self._fallen = 0.0
 
     def observe(self, residual: float) -> bool:
-        """Take a residual; tell whether the quantity has changed."""
+        """Add a residual; return whether the quantity has changed."""
         residual = max(-OUTLIER_DEVIATIONS, min(OUTLIER_DEVIATIONS, residual))
         self._risen = max(0.0, self._risen + residual - CUSUM_SLACK)
         self._fallen = max(0.0, self._fallen - residual - CUSUM_SLACK)
@@ -116,17 +116,17 @@ class ChangeTest:
 
 
 class MeanEstimate:
-    """Estimate the mean of a quantity, how far off it may be, and whether it has changed.
+    """Estimate the mean of a quantity and its uncertainty, and detect changes.
 
     Parameters
     ----------
     count, mean, scatter, size
-        The values of :meth:`plain`; a new estimate has no samples.
+        The values of :meth:`plain`; by default there are no samples.
 
     Attributes
     ----------
     size
-        The mean of the whole that the quantity is a part of: the noise is proportional to the whole.
+        The mean of the whole that the quantity is a part of. The prior noise is proportional to it.
     """
 
     def __init__(self, count: float = 0, mean: float = 0.0, scatter: float = 0.0, size: float = 0.0):
@@ -136,7 +136,7 @@ class MeanEstimate:
 
     @property
     def count(self) -> float:
-        """Return the number of samples that count."""
+        """Return the effective number of samples."""
         return self._moments.count
 
     @property
@@ -146,17 +146,17 @@ class MeanEstimate:
 
     @property
     def scatter(self) -> float:
-        """Return the sum of squared residuals over the samples that count."""
+        """Return the sum of squared residuals over the effective number of samples."""
         return self._moments.variance * self._moments.count
 
     def add(self, value: float, size: float | None = None) -> bool:
-        """Take a sample; tell whether the quantity has changed since the others.
+        """Add a sample; return whether the quantity has changed since the earlier ones.
 
         Parameters
         ----------
         size
-            The whole that the value is a part of, such as a time that it is the difference to; the value by
-            default.
+            The whole that the value is a part of, for example the total time if the value is a difference of
+            times; by default the value itself.
         """
         changed = self.count >= SETTLED_SAMPLES and self._leaves(value)
         self._moments.observe(value)
@@ -164,7 +164,7 @@ class MeanEstimate:
         return changed
 
     def _leaves(self, value: float) -> bool:
-        # A quantity that was always 0 has no deviation.
+        # The deviation of a quantity that was always 0 is 0.
         return self._change.observe((value - self.mean) / (self.deviation or sys.float_info.min))
 
     @property
@@ -175,21 +175,21 @@ class MeanEstimate:
 
     @property
     def uncertainty(self) -> float:
-        """Return how far the mean may be off; infinity without samples."""
+        """Return the half-width of the confidence interval of the mean; infinity without samples."""
         return CONFIDENCE_ERRORS * self.deviation / math.sqrt(self.count) if self.count else math.inf
 
     def plain(self) -> list[float]:
-        """Return everything as values that JSON holds."""
+        """Return the estimate as JSON-serialisable values."""
         return [self.count, self.mean, self.scatter, self.size]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> MeanEstimate:
-        """Return the estimate that :meth:`plain` has made the values of.
+        """Restore an estimate from the values of :meth:`plain`.
 
         Raises
         ------
         ValueError
-            When the values are of another form, or out of range.
+            If the values are malformed or out of range.
         """
         count, mean, scatter, size = (float(value) for value in values)
         if not math.isfinite(mean) or not all(0 <= value < math.inf for value in (count, scatter, size)):
@@ -198,9 +198,9 @@ class MeanEstimate:
 
 
 def pooled(several: Iterable[MeanEstimate]) -> MeanEstimate:
-    """Pool the estimates of one quantity by several observers into that of an average one.
+    """Pool several observers' estimates of one quantity into the estimate of an average observer.
 
-    Observers count by their samples. The differences between them are part of the scatter.
+    Observers are weighted by their samples. The differences between them are part of the scatter.
     """
     found = [one for one in several if one.count]
     if not found:
@@ -215,15 +215,15 @@ def pooled(several: Iterable[MeanEstimate]) -> MeanEstimate:
 class WindowedRatio:
     """Estimate the ratio of two quantities that are measured in pairs, such as bytes and seconds.
 
-    Both are summed. Once the second sum has grown beyond the window both are scaled back to it, so that older
-    pairs count for exponentially less, each by its size and not by its number.
+    Both are summed. When the sum of ``measure`` exceeds the window, both sums are scaled down to it, so older
+    pairs are discounted exponentially, by size rather than by number.
 
     Parameters
     ----------
     amount, measure
-        The sums to begin with: the pair that is known beforehand.
+        The initial sums: a prior pair.
     window
-        The most that the sum of ``measure`` grows to, in its unit.
+        Maximum of the sum of ``measure``, in its unit.
     """
 
     __slots__ = ("_amount", "_measure", "_window")
@@ -232,7 +232,7 @@ class WindowedRatio:
         self._amount, self._measure, self._window = amount, measure, window
 
     def observe(self, amount: float, measure: float) -> None:
-        """Take a pair, or the sums of several."""
+        """Add a pair, or the sums of several pairs."""
         amount, measure = self._amount + amount, self._measure + measure
         scale = self._window / max(self._window, measure)
         self._amount, self._measure = amount * scale, measure * scale

@@ -1,7 +1,7 @@
-"""Give an id to everything that the runtime may leave to Dask, or do in a lesser way.
+"""Identify everything that the runtime may leave to Dask or do in a lesser way.
 
-``dask gpurt doctor`` and :func:`dask_gpurt.report` show the ids that were counted, with their text and the
-last reason; ``docs/guides/troubleshooting.md`` says what to do about each.
+``dask gpurt doctor`` and :func:`dask_gpurt.report` show the fallbacks that occurred, with their text and
+latest reason; ``docs/guides/troubleshooting.md`` says what to do about each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Fallback(Enum):
-    """Identify a fallback: an id, dotted and stable, and a text for people.
+    """Identify a fallback by a dotted, stable id and a human-readable text.
 
     ``{label}`` in both stands for a value that is filled in when the fallback is counted.
 
@@ -20,7 +20,7 @@ class Fallback(Enum):
     id
         The room and the subject.
     text
-        What happens instead, as a clause.
+        The behaviour of the fallback, as a clause.
     """
 
     SHUFFLE_UNSUPPORTED_FRAMES = "shuffle.unsupported-frames", "shuffles stay with Dask"
@@ -97,23 +97,23 @@ class Fallback(Enum):
 
     @property
     def room(self) -> str:
-        """Return the room that falls back, which is the name of a logger too."""
+        """Return the room of the fallback, which is also the name of its logger."""
         return self.id.partition(".")[0]
 
     def filled(self, *labels: str) -> tuple[str, str]:
-        """Return the id and the text with the values of the labels in them.
+        """Return the id and the text with the values of the labels filled in.
 
         Raises
         ------
         ValueError
-            When there are more or fewer values than labels.
+            If the numbers of values and labels differ.
         """
         names = re.findall(r"\{(\w+)\}", self.id)
         values = dict(zip(names, labels, strict=True))
         return self.id.format(**values), self.text.format(**values)
 
 
-#: The ids under which reports have what they had under a text before version 0.1, by that text.
+#: The current ids by the texts that were the keys of reports before version 0.1.
 FORMER_KEYS = {fallback.text: fallback.id for fallback in Fallback} | {
     "a worker's own word counts for its GPU": Fallback.TOPOLOGY_GPU_NOT_IN_FILE.id,
 }

@@ -1,6 +1,6 @@
-"""Type the replies of the JSON API, and describe them as JSON Schema from the same types.
+"""Define the types of the JSON API's replies, and derive their JSON Schema.
 
-Fields may be added within a version of the API; one that is there keeps its name, type and meaning.
+Fields may be added within a version of the API; existing fields keep their name, type and meaning.
 """
 
 from __future__ import annotations
@@ -20,80 +20,80 @@ from typing import (
     is_typeddict,
 )
 
-#: The version of the replies, which changes when a field changes its name, type or meaning.
+#: The version of the replies. It changes when a field changes its name, type or meaning.
 API_VERSION = 1
 
 
 class Reply(TypedDict):
-    """Hold what each reply has."""
+    """Define the fields of all replies."""
 
     api: Annotated[int, "version of these replies"]
-    at: Annotated[float, "seconds since the epoch at which it was known"]
+    at: Annotated[float, "time of the data, in seconds since the epoch"]
 
 
 class IndexReply(Reply):
-    """Name the resources; answered also where the runtime is off."""
+    """List the resources; available even while the runtime is off."""
 
     enabled: Annotated[bool, "whether the runtime is on"]
-    version: Annotated[str, "of the package on the scheduler"]
-    resources: Annotated[dict[str, str], "what each resource tells, by its name"]
+    version: Annotated[str, "version of the package on the scheduler"]
+    resources: Annotated[dict[str, str], "description of each resource, by name"]
 
 
 class Page(Reply):
-    """Hold what each reply has of which a part can be asked for, by `offset` and `limit`."""
+    """Define the fields of all replies that are paged by `offset` and `limit`."""
 
-    total: Annotated[int, "how many there are, of what `offset` and `limit` count"]
-    offset: Annotated[int, "of the first one here"]
-    limit: Annotated[int, "the most that are here"]
+    total: Annotated[int, "total number of the items that `offset` and `limit` count"]
+    offset: Annotated[int, "offset of the first item in this reply"]
+    limit: Annotated[int, "maximum number of items in this reply"]
 
 
 class FallbackReply(TypedDict):
-    """Tell how often something fell back."""
+    """Report the count of a fallback."""
 
-    text: Annotated[str, "what happened instead"]
-    reason: Annotated[str, "of the last time"]
-    count: Annotated[int, "on the scheduler and on all workers"]
+    text: Annotated[str, "behaviour of the fallback"]
+    reason: Annotated[str, "reason of the last occurrence"]
+    count: Annotated[int, "occurrences on the scheduler and on all workers"]
 
 
 class DepartedReply(TypedDict):
-    """Tell of a worker that has left."""
+    """Report a worker that has left."""
 
     address: str
     name: str
-    left: Annotated[float, "seconds since the epoch at which the scheduler noticed"]
+    left: Annotated[float, "when the scheduler noticed, in seconds since the epoch"]
     silent: Annotated[
-        float | None, "seconds before, of which nothing is counted; null where nothing of it is counted"
+        float | None, "seconds before that without a report, which are not counted; null if it never reported"
     ]
 
 
 class ReportReply(Reply):
-    """Tell what the runtime did and fell back from, as of the workers' last heartbeats."""
+    """Report counters and fallbacks of the runtime, as of the workers' last heartbeats."""
 
-    version: Annotated[str, "of the package on the scheduler"]
+    version: Annotated[str, "version of the package on the scheduler"]
     takeover: Annotated[bool | str, "the setting `gpurt.takeover`"]
     counters: Annotated[
         dict[str, float],
-        "of the whole cluster, by name, with workers that have left; see [metrics](metrics.md)",
+        "metrics of the whole cluster, including workers that have left, by name; see [metrics](metrics.md)",
     ]
-    fallbacks: Annotated[dict[str, FallbackReply], "of the scheduler and its workers, by id"]
-    workers: Annotated[int, "how many have reported"]
-    silent: Annotated[int, "how many have not reported yet"]
+    fallbacks: Annotated[dict[str, FallbackReply], "fallbacks of the scheduler and its workers, by id"]
+    workers: Annotated[int, "number of workers that have reported"]
+    silent: Annotated[int, "number of workers that have not reported yet"]
     departed: Annotated[list[DepartedReply], "the workers that have left, the latest 100"]
-    details: Annotated[dict[str, object], "all that each `worker` of the query reports, by address"]
+    details: Annotated[dict[str, object], "the full report of each `worker` of the query, by address"]
 
 
 class TierReply(TypedDict):
     """Hold the bytes of a tier."""
 
     tier: Annotated[str, "`device`, `pinned`, `host` or `disk`"]
-    capacity: Annotated[int, "bytes that it may hold"]
+    capacity: Annotated[int, "maximum bytes in the tier"]
     headroom: Annotated[int, "capacity less partitions, shards and reservations"]
     partitions: Annotated[int, "results of tasks"]
-    shards: Annotated[int, "shards that were pulled"]
-    reservations: Annotated[int, "promised, and not taken yet"]
-    published: Annotated[int, "shards in the exchange pools, next to the capacity"]
-    cudf: Annotated[int, "spilled by cudf itself, next to the capacity"]
-    unmanaged: Annotated[int, "what the process has besides, next to the capacity"]
+    shards: Annotated[int, "pulled shards"]
+    reservations: Annotated[int, "bytes promised but not allocated yet"]
+    published: Annotated[int, "shards in the exchange pools, not part of the capacity"]
+    cudf: Annotated[int, "spilled by cudf itself, not part of the capacity"]
+    unmanaged: Annotated[int, "other memory of the process, not part of the capacity"]
 
 
 class WorkerTierReply(TierReply):
@@ -108,101 +108,103 @@ class PrefixReply(TypedDict):
     worker: Annotated[str, "its address"]
     tier: Annotated[str, "`device`, `pinned`, `host` or `disk`"]
     kind: Annotated[str, "`partitions`, `shards` or `reservations`"]
-    prefix: Annotated[str, "of the tasks; for other kinds than partitions the kind"]
+    prefix: Annotated[str, "prefix of the tasks; for kinds other than partitions, the kind"]
     bytes: int
 
 
 class MemoryReply(Page):
-    """Tell what the tiers of all workers hold. `offset` and `limit` count workers."""
+    """Report the contents of all workers' tiers. `offset` and `limit` count workers."""
 
-    by: Annotated[Literal["tier", "prefix"], "what there is a row for in each tier"]
-    totals: Annotated[list[TierReply], "of all workers, in the order of the tiers"]
-    rows: Annotated[list[WorkerTierReply] | list[PrefixReply], "of the workers of this page"]
+    by: Annotated[Literal["tier", "prefix"], "whether rows are per tier, or per prefix in a tier"]
+    totals: Annotated[list[TierReply], "sums over all workers, in the order of the tiers"]
+    rows: Annotated[list[WorkerTierReply] | list[PrefixReply], "rows of the workers on this page"]
 
 
 class SpeedReply(TypedDict):
-    """Tell how fast a class of link is."""
+    """Report the speed of a class of link."""
 
     bandwidth: Annotated[float, "bytes per second"]
-    latency: Annotated[float, "seconds before the first byte"]
+    latency: Annotated[float, "seconds until the first byte"]
 
 
 class PlaceReply(TypedDict):
-    """Tell where a worker is."""
+    """Report the place of a worker."""
 
-    host: Annotated[str, "its name"]
-    gpu: Annotated[str | None, "the id of its GPU there"]
+    host: Annotated[str, "the name of its host"]
+    gpu: Annotated[str | None, "the id of its GPU on the host"]
 
 
 class TopologyReply(Page):
-    """Tell where workers are, and what joins them. `offset` and `limit` count workers."""
+    """Report the places of workers and the links between them. `offset` and `limit` count workers."""
 
-    speeds: Annotated[dict[str, SpeedReply], "as known by now, by class of link"]
-    hosts: Annotated[dict[str, object], "of the workers of this page, by name, as in a topology file"]
-    workers: Annotated[dict[str, PlaceReply], "of this page, by address"]
+    speeds: Annotated[dict[str, SpeedReply], "current speeds, by class of link"]
+    hosts: Annotated[dict[str, object], "hosts of this page's workers, by name, as in a topology file"]
+    workers: Annotated[dict[str, PlaceReply], "workers of this page, by address"]
 
 
 class ProgressReply(TypedDict):
     """Count tasks."""
 
     total: int
-    done: Annotated[int, "those that are in memory, or were and are needed no more"]
+    done: Annotated[int, "tasks that are in memory, or were and are not needed any more"]
 
 
 class ShuffleReply(TypedDict):
-    """Tell how far a shuffle is."""
+    """Report the progress of a shuffle."""
 
     id: str
-    run: Annotated[int, "the id of its run; runs that began later have larger ones"]
-    runs: Annotated[int, "how many it has had by now"]
-    phase: Annotated[Literal["transfer", "unpack", "done"], "what is not done yet"]
+    run: Annotated[int, "the id of its run; later runs have larger ids"]
+    runs: Annotated[int, "number of runs so far"]
+    phase: Annotated[Literal["transfer", "unpack", "done"], "current phase"]
     inputs: Annotated[ProgressReply, "transfer tasks"]
     outputs: Annotated[ProgressReply, "tasks that read outputs"]
-    workers: Annotated[int, "those that take part"]
+    workers: Annotated[int, "number of participating workers"]
 
 
 class ShufflesReply(Page):
-    """Tell of the shuffles that run through the runtime. `offset` and `limit` count shuffles."""
+    """Report the shuffles that run through the runtime. `offset` and `limit` count shuffles."""
 
     rows: list[ShuffleReply]
 
 
 class CostReply(TypedDict):
-    """Tell what a task was to cost on a worker."""
+    """Report the estimated cost of a task on a worker."""
 
     worker: Annotated[str, "its address"]
-    seconds: Annotated[float | None, "until the task would have run there, the sum of the terms that follow"]
+    seconds: Annotated[
+        float | None, "until the task would have finished there, the sum of the following terms"
+    ]
     waiting: Annotated[float | None, "seconds for the work before it"]
     running: Annotated[float | None, "seconds of its own work"]
-    moving: Annotated[float | None, "seconds until its inputs are there"]
-    room: Annotated[float | None, "seconds to spill what is in its way"]
-    fits: Annotated[bool, "whether there is room for its inputs and its result"]
-    missing: Annotated[float | None, "bytes of its inputs that were not there"]
+    moving: Annotated[float | None, "seconds until its inputs arrive"]
+    room: Annotated[float | None, "seconds to spill data to make room for it"]
+    fits: Annotated[bool, "whether its inputs and its result fit"]
+    missing: Annotated[float | None, "bytes of its inputs that were not on the worker"]
 
 
 class DecisionReply(CostReply):
-    """Tell where a task was placed, and what it was to cost there."""
+    """Report where a task was placed, and its estimated cost there."""
 
-    key: Annotated[str, "of the task"]
+    key: Annotated[str, "key of the task"]
     why: Annotated[str, "the reason, in a few words"]
-    candidates: Annotated[int, "how many workers were compared"]
+    candidates: Annotated[int, "number of workers that were compared"]
 
 
 class CandidateReply(CostReply):
-    """Tell what a task was to cost on one of the workers that were compared."""
+    """Report the estimated cost of a task on one of the workers that were compared."""
 
     chosen: bool
 
 
 class DecisionsReply(Page):
-    """Tell the last decisions of placement, the latest first. `offset` and `limit` count decisions."""
+    """Report the latest placement decisions, newest first. `offset` and `limit` count decisions."""
 
-    placement: Annotated[bool, "whether the runtime chooses workers; if not there are no rows"]
+    placement: Annotated[bool, "whether the runtime chooses workers; if not, there are no rows"]
     rows: list[DecisionReply]
-    candidates: Annotated[list[CandidateReply], "of the `key` of the query, the best first"]
+    candidates: Annotated[list[CandidateReply], "candidates for the `key` of the query, the best first"]
 
 
-#: The type of each reply, by the name of its resource; the index is what is asked for without one.
+#: The type of each reply, by the name of its resource; the index is the resource without a name.
 REPLIES: Mapping[str, Any] = {
     "index": IndexReply,
     "report": ReportReply,
@@ -222,12 +224,12 @@ _SCALARS: Mapping[Any, str] = {
 
 
 def schema(kind: Any) -> dict[str, Any]:
-    """Return the JSON Schema of a type that is made of the replies' building blocks.
+    """Return the JSON Schema of a type.
 
     Raises
     ------
     TypeError
-        When it has others.
+        If it contains types that the replies do not use.
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
@@ -257,7 +259,7 @@ def schemas() -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value in which whatever JSON has no number for, such as infinity, is None."""
+    """Return a JSON-serialisable value, with None in place of infinities and NaN."""
     if isinstance(value, Mapping):
         return {str(name): as_json(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -1,6 +1,6 @@
-"""Give an id to every reason why a shuffle goes through the runtime, or is left to Dask.
+"""Identify the reasons why a shuffle goes through the runtime, or is left to Dask.
 
-``dask gpurt doctor`` and :func:`dask_gpurt.report` show how often each was counted.
+``dask gpurt doctor`` and :func:`dask_gpurt.report` show the count of each.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from enum import Enum
 
 from dask_gpurt.observe.counting import Metrics
 
-#: The topic of Dask's events by which clients tell the scheduler of their choices, by name.
+#: The topic of Dask's events with which clients report their choices to the scheduler.
 METHOD_TOPIC = "gpurt-shuffle-methods"
 
 
 class MethodChoice(Enum):
-    """Identify a choice of the shuffle method: a stable id, and a text for people.
+    """Identify a choice of the shuffle method by a stable id and a human-readable text.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ class MethodChoice(Enum):
     taken
         Whether the shuffle goes through the runtime.
     text
-        Why, as a clause.
+        The reason, as a clause.
     """
 
     DEFAULT = "default", True, "no method is set"
@@ -46,12 +46,12 @@ class MethodChoice(Enum):
         self.text = text
 
     def count(self, metrics: Metrics) -> None:
-        """Count that it was chosen."""
+        """Count this choice."""
         if self.taken:
             metrics.add("shuffle.taken.{why}", 1, self.id)
         else:
             metrics.add("shuffle.left.{why}", 1, self.id)
 
     def counted(self, counters: Mapping[str, float]) -> int:
-        """Return how often it was chosen, by the counters of a report."""
+        """Return the count of this choice in the counters of a report."""
         return int(counters.get(f"shuffle.{'taken' if self.taken else 'left'}.{self.id}", 0))

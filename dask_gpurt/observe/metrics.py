@@ -1,9 +1,9 @@
 """Declare every metric of the runtime.
 
-:data:`METRICS` is the one table of what is counted, with name, type, unit and meaning of each. A name that is
-not in it is refused when it is first counted. :data:`READINGS` has what is not counted but read when a page
-for Prometheus is asked for. Reports, these pages, the dashboard in ``etc/grafana`` and
-``docs/reference/metrics.md`` are made from these tables, or checked against them.
+:data:`METRICS` is the single table of counted metrics, with the name, type, unit and meaning of each;
+counting any other name raises. :data:`READINGS` declares values that are read when Prometheus scrapes a
+process. Reports, Prometheus pages, the dashboard in ``etc/grafana`` and ``docs/reference/metrics.md`` are
+generated from these tables, or checked against them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class Server(StrEnum):
 
     WORKER = "worker"
     SCHEDULER = "scheduler"
-    #: Has no page for Prometheus.
+    #: Has no Prometheus page.
     CLIENT = "client"
 
 
 class Kind(StrEnum):
-    """Tell how a metric behaves over time, and so how those of several workers are put together."""
+    """Define how a metric changes over time, and how values of several workers are combined."""
 
-    #: Only grows. Several workers' are summed.
+    #: Only grows. Values of several workers are summed.
     COUNTER = "counter"
-    #: Keeps the largest value seen. Of several workers' the largest is kept.
+    #: Keeps the largest value seen. The largest value of several workers is kept.
     GAUGE = "gauge"
 
 
 class Unit(StrEnum):
-    """Name the unit of a metric; the unit of plain numbers is empty."""
+    """Name the unit of a metric; plain numbers have an empty unit."""
 
     NUMBER = ""
     BYTES = "bytes"
@@ -42,7 +42,7 @@ class Unit(StrEnum):
 
 
 class UnknownMetricError(KeyError):
-    """Refuse a metric that is not in :data:`METRICS`, or one that is used against its declaration."""
+    """Report a metric that is not in :data:`METRICS`, or that is used contrary to its declaration."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,19 @@ class Metric:
     Parameters
     ----------
     name
-        Dotted; ``{label}`` stands for the value of a label: ``exchange.bytes.{path}``. Reports have the name
+        Dotted; ``{label}`` stands for the value of a label: ``exchange.bytes.{path}``. Reports use the name
         with the values filled in: ``exchange.bytes.comms``.
     kind, unit
-        How it behaves, and what it counts.
+        The kind and the unit of its values.
     help
-        What it tells, as half a sentence.
+        Its meaning, as a noun phrase.
     exported
-        The name for Prometheus, without what comes before it (:meth:`family`) and the suffix ``_total`` of
-        counters; made of ``name`` and ``unit`` if not given.
+        The name for Prometheus, without the prefix that :meth:`family` adds and without the suffix ``_total``
+        of counters; by default derived from ``name`` and ``unit``.
     finer
-        Labels besides those of ``name``, that Prometheus has and reports sum over.
+        Labels besides those in ``name``. Prometheus shows them; reports sum over them.
     servers
-        Where it is counted.
+        The kinds of server that count it.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Metric:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """Return the labels that are part of the name."""
+        """Return the labels in the name."""
         return tuple(re.findall(r"\{(\w+)\}", self.name))
 
     @cached_property
@@ -87,9 +87,9 @@ class Metric:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Return what matches the name with the values of the labels filled in."""
+        """Return a pattern that matches the name with the values of the labels filled in."""
         fixed = [re.escape(part) for part in re.split(r"\{\w+\}", self.name)]
-        # Only the last value may have dots in it.
+        # Only the last value may contain dots.
         head, tail = "([^.]+)".join(fixed[:-1]), fixed[-1]
         return re.compile(f"{head}(.+){tail}" if self.labels else tail)
 
@@ -101,7 +101,7 @@ class Metric:
         return self.exported or name.replace("-", "_")
 
     def family(self, server: Server, namespace: str = "dask") -> str:
-        """Return the name as a server's page has it.
+        """Return the name on a server's Prometheus page.
 
         Parameters
         ----------
@@ -112,7 +112,7 @@ class Metric:
         return "_".join(filter(None, (namespace, server, self.prometheus, suffix)))
 
     def filled(self, values: tuple[str, ...]) -> str:
-        """Return the name with the values of the labels in it; values of finer labels are left out."""
+        """Return the name with the values of the labels filled in, without finer labels."""
         if not self.labels:
             return self.name
         return re.sub(r"\{\w+\}", "{}", self.name).format(*values[: len(self.labels)])
@@ -134,10 +134,10 @@ def _gauge(name: str, help: str, unit: Unit) -> Metric:
     return Metric(name, Kind.GAUGE, unit, help)
 
 
-#: The label of a shard's producer, as its owner sees it: `same-worker`, `same-host` or `other-host`.
+#: The label of a shard's producer relative to its owner: `same-worker`, `same-host` or `other-host`.
 _PEER = ("peer",)
 
-#: Every metric that is counted, by name.
+#: All counted metrics, by name.
 METRICS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
@@ -146,127 +146,131 @@ METRICS: Mapping[str, Metric] = {
             "shuffle.runs",
             Kind.COUNTER,
             Unit.NUMBER,
-            "runs; of a worker those that it took part in, of the cluster each once",
+            "runs; a worker counts the runs it took part in, the cluster counts each run once",
             servers=(Server.WORKER, Server.SCHEDULER),
         ),
         _counter(
             "shuffle.runs.recovered",
-            "times that runs went on with other owners after a loss",
+            "recoveries of runs that continued with other owners after a loss",
             on=Server.SCHEDULER,
         ),
-        _counter("shuffle.runs.restarted", "runs that began again as a whole", on=Server.SCHEDULER),
+        _counter("shuffle.runs.restarted", "runs that restarted as a whole", on=Server.SCHEDULER),
         _counter(
             "shuffle.outputs.moved",
-            "outputs that got other owners once their sizes were known",
+            "outputs moved to other owners once their sizes were known",
             on=Server.SCHEDULER,
         ),
         _counter("shuffle.elements", "elements of input chunks of rechunks"),
-        _counter("shuffle.inputs.missing", "inputs that were missing at a barrier, and transferred again"),
-        _counter("shuffle.lost.shards", "shards that an owner had taken and could not read"),
+        _counter("shuffle.inputs.missing", "inputs missing at a barrier, and transferred again"),
+        _counter("shuffle.lost.shards", "shards that an owner had accepted and could not read"),
         _counter("shuffle.recovered.shards", "shards offered to the owners of new shares"),
         _counter("shuffle.rows", "rows of input partitions"),
         _counter(
             "shuffle.shards.{answer}",
-            "shards that an owner does not take, by why: `repeated`, `stale`, `outdated`",
+            "shards that an owner does not accept, by reason: `repeated`, `stale`, `outdated`",
         ),
-        _counter("shuffle.tasks.redirected", "unpack tasks that had started elsewhere than on their owner"),
+        _counter("shuffle.tasks.redirected", "unpack tasks that started on a worker other than their owner"),
         _counter(
             "shuffle.results.sent",
-            "results of transfers and barriers that were sent ahead of the tasks that need them",
+            "results of transfers and barriers sent ahead of the tasks that need them",
             on=Server.SCHEDULER,
         ),
         _counter(
             "shuffle.taken-over",
-            "runs of `p2p` shuffles and rechunks in whose place the runtime served",
+            "runs of `p2p` shuffles and rechunks that the runtime took over",
             on=Server.SCHEDULER,
         ),
         _counter(
             "shuffle.taken.{why}",
-            "distinct shuffles and joins that clients sent through it, by why",
+            "distinct shuffles and joins that clients sent through the runtime, by reason",
             on=Server.SCHEDULER,
         ),
+        _counter("shuffle.left.{why}", "shuffles left to Dask's own method, by reason", on=Server.SCHEDULER),
+        _counter("shuffle.seconds.splitting", "thread time spent splitting partitions", Unit.SECONDS),
         _counter(
-            "shuffle.left.{why}", "shuffles that were left to Dask's own method, by why", on=Server.SCHEDULER
+            "shuffle.seconds.packing",
+            "thread time spent packing shards, including waits for room",
+            Unit.SECONDS,
         ),
-        _counter("shuffle.seconds.splitting", "time of task threads that split partitions", Unit.SECONDS),
-        _counter("shuffle.seconds.packing", "the same that packed shards, and waited for room", Unit.SECONDS),
-        _counter("shuffle.seconds.assembling", "the same that put outputs together", Unit.SECONDS),
+        _counter("shuffle.seconds.assembling", "thread time spent assembling outputs", Unit.SECONDS),
         # ---- exchange
+        _counter("exchange.bytes.{path}", "bytes offered to owners, by path", Unit.BYTES, finer=_PEER),
+        _counter("exchange.shards.{path}", "shards offered to owners, by path", finer=_PEER),
+        _counter("exchange.pulled.bytes", "bytes copied from mapped pools, not read in place", Unit.BYTES),
+        _counter("exchange.seconds.pulling", "thread time spent copying shards", Unit.SECONDS),
+        _counter("exchange.seconds.compressing", "thread time spent compressing shards", Unit.SECONDS),
+        _counter("exchange.seconds.decompressing", "thread time spent decompressing shards", Unit.SECONDS),
         _counter(
-            "exchange.bytes.{path}",
-            "bytes offered to owners, by the path that they take",
-            Unit.BYTES,
-            finer=_PEER,
+            "exchange.seconds.waiting-for-room",
+            "time that producers waited for room in a full pool",
+            Unit.SECONDS,
         ),
-        _counter(
-            "exchange.shards.{path}", "shards offered to owners, by the path that they take", finer=_PEER
-        ),
-        _counter("exchange.pulled.bytes", "bytes copied out of mapped pools, not read in place", Unit.BYTES),
-        _counter("exchange.seconds.pulling", "time of threads that copied shards", Unit.SECONDS),
-        _counter("exchange.seconds.compressing", "time of threads that compressed shards", Unit.SECONDS),
-        _counter("exchange.seconds.decompressing", "time of threads that decompressed shards", Unit.SECONDS),
-        _counter(
-            "exchange.seconds.waiting-for-room", "time of producers that waited for a full pool", Unit.SECONDS
-        ),
-        _counter(
-            "exchange.compression.bytes.before", "bytes of shards before they were compressed", Unit.BYTES
-        ),
-        _counter(
-            "exchange.compression.bytes.after", "bytes of shards after they were compressed", Unit.BYTES
-        ),
+        _counter("exchange.compression.bytes.before", "bytes of shards before compression", Unit.BYTES),
+        _counter("exchange.compression.bytes.after", "bytes of shards after compression", Unit.BYTES),
         _counter("exchange.drains", "requests to owners to make room in the pool of a peer"),
-        _counter("exchange.calls.repeated", "calls to peers that were made again"),
+        _counter("exchange.calls.repeated", "repeated calls to peers"),
         _counter(
-            "exchange.messages.stale", "messages for an earlier life of this worker, which were refused"
+            "exchange.messages.stale",
+            "messages for an earlier incarnation of this worker, which were refused",
         ),
-        _counter("exchange.retained.reclaimed", "bytes of read shards that made room for others", Unit.BYTES),
-        _gauge("exchange.pool.peak", "the most bytes in the pool", Unit.BYTES),
-        _gauge("exchange.inflight.peak", "the most bytes that were being pulled at a time", Unit.BYTES),
+        _counter(
+            "exchange.retained.reclaimed",
+            "bytes of retained shards freed to make room for others",
+            Unit.BYTES,
+        ),
+        _gauge("exchange.pool.peak", "peak bytes in the pool", Unit.BYTES),
+        _gauge("exchange.inflight.peak", "peak bytes of concurrent pulls", Unit.BYTES),
         # ---- memory
         _counter(
             "memory.spill.bytes.{from}.{to}",
-            "bytes moved between tiers; from `exchange`, pulled shards that went below the device at once",
+            "bytes moved between tiers; from `exchange`: pulled shards stored directly below the device",
             Unit.BYTES,
             "gpurt_spill_bytes",
         ),
-        _counter("memory.spill.seconds", "time that these moves took", Unit.SECONDS, "gpurt_spill_seconds"),
-        _counter("memory.unspill.unheld", "objects that were read from below while no task held them"),
-        _counter("memory.waits", "tasks that waited for others, since memory was short for what they need"),
-        _counter("memory.waits.overdue", "tasks and fetches that began without room after they had waited"),
-        _counter("memory.retries", "tasks that ran out of memory and were run again"),
+        _counter(
+            "memory.spill.seconds",
+            "time spent moving data between tiers",
+            Unit.SECONDS,
+            "gpurt_spill_seconds",
+        ),
+        _counter("memory.unspill.unheld", "objects read from a lower tier while no task held them"),
+        _counter("memory.waits", "tasks that waited for other tasks because memory was short"),
+        _counter("memory.waits.overdue", "tasks and fetches that started without room after they had waited"),
+        _counter("memory.retries", "tasks that ran out of memory and were retried"),
         _counter("memory.short", "requests of the device's allocator for room"),
-        _gauge("memory.{tier}.peak", "the most bytes in a tier", Unit.BYTES),
+        _gauge("memory.{tier}.peak", "peak bytes in a tier", Unit.BYTES),
         # ---- reads
-        _counter("reads.aside", "tasks that left their slot to another one as they read or wrote files"),
+        _counter("reads.aside", "tasks that left their slot to another task while they read or wrote files"),
         _counter(
             "reads.seconds.reading",
-            "time of task threads in known readers and writers of files",
+            "thread time spent in known readers and writers of files",
             Unit.SECONDS,
         ),
         _counter(
             "reads.seconds.beside",
-            "time in which a task read or wrote while another one computed",
+            "time in which a task read or wrote while another task computed",
             Unit.SECONDS,
         ),
         _counter(
             "reads.seconds.waiting",
-            "time of task threads that waited for others to compute, after a read or write or before they "
-            "began",
+            "thread time spent waiting for a turn to compute, after a read or write or before a task began",
             Unit.SECONDS,
         ),
         # ---- placement
-        _counter("placement.decisions", "workers that were chosen for a task", on=Server.SCHEDULER),
+        _counter("placement.decisions", "tasks for which placement chose the worker", on=Server.SCHEDULER),
         _counter(
-            "placement.shuffles", "shuffles whose outputs were given owners by cost", on=Server.SCHEDULER
+            "placement.shuffles",
+            "shuffles whose outputs were assigned to owners by cost",
+            on=Server.SCHEDULER,
         ),
         _counter(
             "placement.engaged.{reason}",
-            "times that placement began to choose, by reason: `links`, `speeds`, `residency`, `headroom`",
+            "times that placement engaged, by reason: `links`, `speeds`, `residency`, `headroom`",
             on=Server.SCHEDULER,
         ),
-        _counter("placement.replicas.made", "replicas that were asked for", on=Server.SCHEDULER),
+        _counter("placement.replicas.made", "requested replicas", on=Server.SCHEDULER),
         _counter("placement.replicas.refused", "replicas that no worker had room for", on=Server.SCHEDULER),
-        _counter("placement.replicas.dropped", "replicas that were given up", on=Server.SCHEDULER),
+        _counter("placement.replicas.dropped", "dropped replicas", on=Server.SCHEDULER),
         # ---- planning
         _counter(
             "planning.expressions.{outcome}",
@@ -277,22 +281,22 @@ METRICS: Mapping[str, Metric] = {
             "planning.metadata.{outcome}", "metadata of operations: `reused`, `computed`", on=Server.CLIENT
         ),
         _counter(
-            "planning.files.{outcome}", "looks at the files of a table: `reused`, `read`", on=Server.CLIENT
+            "planning.files.{outcome}",
+            "inspections of the files of a table: `reused`, `read`",
+            on=Server.CLIENT,
         ),
         _counter("planning.plans.{outcome}", "optimised queries: `reused`, `computed`", on=Server.CLIENT),
         # ---- overlap
         _counter("overlap.decisions", "changes of the setting under which a kernel runs"),
         _counter("overlap.confined", "times that compute was confined"),
-        _counter("overlap.forgotten", "measurements of a kernel that were dropped, since it has changed"),
-        _counter("overlap.agreed", "answers of the scheduler with what all workers have measured"),
-        _counter(
-            "overlap.handovers", "checks of memory that changes hands, with `dask_gpurt.testing.Instruments`"
-        ),
-        _counter("residency.{outcome}", "launches of kernels while residency caps counted, by outcome"),
+        _counter("overlap.forgotten", "measurements dropped because the kernel has changed"),
+        _counter("overlap.agreed", "replies of the scheduler with the combined measurements of all workers"),
+        _counter("overlap.handovers", "checks of memory handovers, with `dask_gpurt.testing.Instruments`"),
+        _counter("residency.{outcome}", "kernel launches while residency caps applied, by outcome"),
     )
 }
 
-#: Metrics that are read when a page for Prometheus is requested, by name. Reports have them in another form.
+#: Metrics that are read when Prometheus scrapes a process, by name. Reports have them in another form.
 READINGS: Mapping[str, Metric] = {
     metric.name: metric
     for metric in (
@@ -307,7 +311,7 @@ READINGS: Mapping[str, Metric] = {
             "fallbacks.{fallback}",
             Kind.COUNTER,
             Unit.NUMBER,
-            "times that something was left to Dask, or done in a lesser way, by id",
+            "operations left to Dask or done in a lesser way, by id",
             servers=(Server.WORKER, Server.SCHEDULER),
         ),
         Metric(
@@ -321,7 +325,7 @@ READINGS: Mapping[str, Metric] = {
             "shuffles.active",
             Kind.GAUGE,
             Unit.NUMBER,
-            "shuffles that run, or whose outputs may still be needed",
+            "shuffles that are running, or whose outputs may still be needed",
             servers=(Server.SCHEDULER,),
         ),
     )
@@ -329,12 +333,12 @@ READINGS: Mapping[str, Metric] = {
 
 
 def find(filled: str) -> Metric:
-    """Return the metric of a name in which the values of its labels are filled in.
+    """Return the metric of a name with the values of its labels filled in.
 
     Raises
     ------
     UnknownMetricError
-        When the table has none.
+        If the name matches no metric in :data:`METRICS`.
     """
     if filled in METRICS:
         return METRICS[filled]
@@ -345,9 +349,9 @@ def find(filled: str) -> Metric:
 
 
 def combine(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Put the metrics of several processes together: counters are summed, of gauges the largest is kept.
+    """Combine the metrics of several processes: sum counters, keep the largest value of gauges.
 
-    Names that this version does not know, of a worker of another version, count as counters.
+    Unknown names, from a worker with another version, count as counters.
     """
     combined: dict[str, float] = {}
     for report in reports:
@@ -357,7 +361,7 @@ def combine(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return combined
 
 
-@lru_cache(maxsize=4096)  # of all workers' names, which are much the same
+@lru_cache(maxsize=4096)  # workers report mostly the same names
 def _is_gauge(filled: str) -> bool:
     try:
         return find(filled).kind is Kind.GAUGE

@@ -1,4 +1,4 @@
-"""Write the page of a performance report: Dask's own, and beside it what the runtime did."""
+"""Render a performance report: Dask's own page, and a second part about the runtime."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from dask_gpurt.observe.recording import Kind as EventKind
 from dask_gpurt.observe.report import RuntimeReport
 from dask_gpurt.observe.trace import Trace
 
-#: Traces larger than this, compressed, are not put into the page.
+#: Maximum size of a compressed trace that is embedded in the page.
 MAX_TRACE_BYTES = 50_000_000
-#: Faults and fallbacks that are listed; the rest is counted.
+#: Maximum number of faults and fallbacks listed; the rest are only counted.
 MAX_LISTED = 200
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Hold what was observed of the runtime while a program ran.
+    """Hold observations of the runtime during a program.
 
     Parameters
     ----------
     before, after
-        The reports of the cluster.
+        The reports of the cluster at the begin and the end.
     memory
-        A row for each worker and tier at the end, as :func:`dask_gpurt.memory_usage` shows them.
+        A row for each worker and tier at the end, as returned by :func:`dask_gpurt.memory_usage`.
     """
 
     trace: Trace
@@ -45,7 +45,7 @@ class Observed:
 
 
 class Table(NamedTuple):
-    """Hold a table of the page: its heading, its text, its columns and its rows."""
+    """Hold a table of the page."""
 
     heading: str
     text: str
@@ -59,9 +59,9 @@ def page(dask_report: str, observed: Observed | None) -> str:
     Parameters
     ----------
     dask_report
-        Dask's own page, which is embedded as it is.
+        Dask's own page, which is embedded unchanged.
     observed
-        None where the runtime is off.
+        None if the runtime is off.
     """
     text = Path(__file__).with_name("performance.html").read_text()
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(text)
@@ -75,7 +75,7 @@ def page(dask_report: str, observed: Observed | None) -> str:
 
 
 def tables(observed: Observed) -> list[Table]:
-    """Return what is told of the runtime, as tables of text."""
+    """Return the tables about the runtime, with cells as text."""
     return [
         _steps(observed.trace),
         _workers(observed.trace),
@@ -87,10 +87,10 @@ def tables(observed: Observed) -> list[Table]:
 
 
 def lacks(trace: Trace) -> list[str]:
-    """Say what is missing from a trace, a sentence each."""
+    """Return a sentence for each thing that is missing from a trace."""
     found = [f"{address} did not answer: {reason}" for address, reason in trace.unanswered.items()]
     if trace.lost:
-        found.append(f"{trace.lost:,} events were lost, so that figures of steps are too small")
+        found.append(f"{trace.lost:,} events were lost, so the figures of steps are too small")
     unknown = [a for a, process in trace.processes.items() if process.clock is None and a != "scheduler"]
     if unknown:
         found.append(f"the clocks of {', '.join(sorted(unknown))} are not known, and were not aligned")
@@ -119,7 +119,7 @@ def _steps(trace: Trace) -> Table:
     ]
     return Table(
         "Steps",
-        "Tasks by prefix, and what the runtime did within and beside them, on all workers together.",
+        "Tasks by prefix, and the steps of the runtime within and beside them, summed over all workers.",
         ("step", "times", "seconds", "longest", "bytes"),
         rows,
     )
@@ -158,8 +158,8 @@ def _transfers(trace: Trace) -> Table:
     ]
     return Table(
         "Transfers",
-        "Shards that were offered to the workers that own their outputs, and what these have copied. The "
-        "rest is read where it lies, in memory that two workers share.",
+        "Shards offered to the owners of their outputs, and the bytes that the owners copied. The rest is "
+        "read in place, in memory that two workers share.",
         ("from", "to", "shards", "bytes", "copied", "seconds of threads"),
         rows,
     )
@@ -168,7 +168,7 @@ def _transfers(trace: Trace) -> Table:
 def _memory(memory: Sequence[Mapping[str, Any]]) -> Table:
     kinds = [name for name in (memory[0] if memory else {}) if name not in ("worker", "tier")]
     rows = [(str(row["worker"]), str(row["tier"]), *(_bytes(row[kind]) for kind in kinds)) for row in memory]
-    return Table("Memory", "What the tiers held at the end.", ("worker", "tier", *kinds), rows)
+    return Table("Memory", "The contents of the tiers at the end.", ("worker", "tier", *kinds), rows)
 
 
 def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
@@ -180,7 +180,7 @@ def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
             rows.append((name, _readable(grown, unit), "grew" if counts else "most so far"))
     return Table(
         "Counters",
-        "How counters grew; of gauges the largest value since the runtime is on.",
+        "The growth of counters; the largest value of gauges since the runtime was switched on.",
         ("metric", "value", ""),
         rows,
     )
@@ -197,7 +197,7 @@ def _faults(trace: Trace) -> Table:
     rest = f" The first {MAX_LISTED} of {len(rows):,}." if len(rows) > MAX_LISTED else ""
     return Table(
         "Faults and fallbacks",
-        f"What was lost, tried again, or left to Dask.{rest}",
+        f"Losses, retries, and operations left to Dask.{rest}",
         ("where", "what", "why"),
         listed,
     )
@@ -207,7 +207,7 @@ def _declared(name: str) -> tuple[Unit, bool]:
     """Return the unit of a metric, and whether it is a counter."""
     try:
         metric = find(name)
-    except UnknownMetricError:  # of a worker of another version
+    except UnknownMetricError:  # from a worker with another version
         return Unit.NUMBER, True
     return metric.unit, metric.kind is Kind.COUNTER
 
@@ -231,7 +231,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _download(trace: Trace) -> str | None:
-    """Return the trace as a link, if it is not too large."""
+    """Return the trace as a data link, or None if it is too large."""
     text = json.dumps(chrome_trace(trace), allow_nan=False).encode()
     packed = gzip.compress(text, 6)
     if len(packed) > MAX_TRACE_BYTES:

@@ -1,7 +1,7 @@
-"""Count what a worker does for each run of a shuffle, and keep that for a while after the run.
+"""Count a worker's progress in each run of a shuffle, and keep the figures for a while after the run.
 
-Dask's heartbeat tells of a run as long as it is active. A run may end between two heartbeats: the last runs
-of a worker are kept here, so that the next heartbeat has what became of them.
+Dask's heartbeat covers a run only while it is active. A run may end between two heartbeats, so the last runs
+of a worker are kept here for the next heartbeat to report their final figures.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
-#: Runs of one worker that are kept; the ones that began first go first.
+#: Maximum number of runs that a worker keeps; the earliest are dropped first.
 MAX_RUNS = 8
-#: The steps of a run on the threads of tasks.
+#: The steps of a run on task threads.
 STEPS = ("splitting", "packing", "assembling")
 
 
 @dataclass
 class Figures:
-    """Hold what one worker has done in one run.
+    """Hold the figures of one worker in one run.
 
     Attributes
     ----------
     offered_bytes, offered_shards
-        Published here for owners, this worker among them.
+        Shards published for owners, including this worker.
     received_bytes, received_shards
-        Taken here from producers, this worker among them.
+        Shards accepted from producers, including this worker.
     splitting, packing, assembling
-        Seconds of task threads; packing counts the wait for room too.
+        Thread time in seconds; packing includes waits for room.
     outputs, rows
-        Output partitions that were put together here, and their rows.
+        Output partitions assembled here, and their rows.
     largest, largest_rows
-        The output with the most rows, and these; -1 before the first.
+        The output with the most rows, and its number of rows; -1 before the first output.
     """
 
     offered_bytes: int = 0
@@ -52,7 +52,7 @@ class Figures:
 
 
 class RunProgress:
-    """Count for one run. Thread-safe."""
+    """Count the progress of one run. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,19 +60,19 @@ class RunProgress:
         self._assembled: dict[int, int] = {}
 
     def offered(self, nbytes: int) -> None:
-        """Count a shard that was published."""
+        """Count a published shard."""
         with self._lock:
             self._figures.offered_bytes += nbytes
             self._figures.offered_shards += 1
 
     def received(self, nbytes: int) -> None:
-        """Count a shard that was taken."""
+        """Count an accepted shard."""
         with self._lock:
             self._figures.received_bytes += nbytes
             self._figures.received_shards += 1
 
     def assembled(self, output: int, rows: int) -> None:
-        """Count an output that was put together; one that is put together once more counts once."""
+        """Count an assembled output; an output that is assembled again counts once."""
         with self._lock:
             figures = self._figures
             figures.rows += rows - self._assembled.get(output, 0)
@@ -83,7 +83,7 @@ class RunProgress:
 
     @contextmanager
     def seconds(self, step: str) -> Iterator[None]:
-        """Add the time that the body takes to one of :data:`STEPS`."""
+        """Add the duration of the body to one of :data:`STEPS`."""
         start = perf_counter()
         try:
             yield
@@ -93,19 +93,19 @@ class RunProgress:
                 setattr(self._figures, step, getattr(self._figures, step) + took)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the fields of :class:`Figures`, as plain values."""
+        """Return the fields of :class:`Figures` as plain values."""
         with self._lock:
             return asdict(self._figures)
 
 
 class RecentRuns:
-    """Keep the progress of the last runs of a worker. On the event loop, but for :meth:`snapshot`."""
+    """Keep the progress of the last runs of a worker. On the event loop, except :meth:`snapshot`."""
 
     def __init__(self) -> None:
         self._runs: OrderedDict[tuple[str, int], RunProgress] = OrderedDict()
 
     def begin(self, run: tuple[Any, int]) -> RunProgress:
-        """Return what counts for a new run; forgets the earliest beyond :data:`MAX_RUNS`."""
+        """Return the counter of a new run; drop the earliest run beyond :data:`MAX_RUNS`."""
         shuffle, run_id = run
         progress = self._runs[str(shuffle), run_id] = RunProgress()
         if len(self._runs) > MAX_RUNS:
@@ -113,5 +113,5 @@ class RecentRuns:
         return progress
 
     def snapshot(self) -> list[list[Any]]:
-        """Return shuffle, run and figures of each run, the earliest first, as plain values."""
+        """Return shuffle, run id and figures of each run, the earliest first, as plain values."""
         return [[*run, progress.snapshot()] for run, progress in list(self._runs.items())]

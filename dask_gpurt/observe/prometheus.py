@@ -1,8 +1,8 @@
-"""Show the metrics of a worker or scheduler on its own ``/metrics`` page, for Prometheus.
+"""Export the metrics of a worker or scheduler on Dask's ``/metrics`` page, for Prometheus.
 
-The page is Dask's. The runtime's metrics are named as Dask names its own: by the configured namespace, the
-kind of server, and then the name in the table, ``dask_worker_gpurt_exchange_bytes_total``. All servers of a
-process show one page, so the label ``worker`` distinguishes its workers.
+The runtime's metrics follow Dask's naming: the configured namespace, the kind of server, and the name from
+the table, for example ``dask_worker_gpurt_exchange_bytes_total``. All servers of a process share one page, so
+the label ``worker`` distinguishes its workers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from distributed.http.prometheus import PrometheusCollector
 from dask_gpurt.observe.counting import Metrics
 from dask_gpurt.observe.metrics import METRICS, READINGS, Kind, Metric, Server
 
-#: The name of a metric, the values of its labels, and its own.
+#: The name of a metric, the values of its labels, and its value.
 Reading = tuple[str, tuple[str, ...], float]
 
 _DECLARED: Mapping[str, Metric] = {**METRICS, **READINGS}
 
 _lock = threading.Lock()
-#: By kind, what is shown of the servers of this process.
+#: The collectors of this process, by kind of server.
 _collectors: dict[Server, _Collector] = {}
 
 
 class _Source(NamedTuple):
-    """Hold where the values of one server come from, and the labels that it has for itself."""
+    """Hold the sources of one server's values, and the values of its own labels."""
 
     labels: tuple[str, ...]
     metrics: Metrics
@@ -35,9 +35,9 @@ class _Source(NamedTuple):
 
 
 class _Collector(PrometheusCollector):
-    """Collect the families of all servers of a kind, each time that a page of their process is read.
+    """Collect the metric families of all servers of a kind, each time a page of their process is read.
 
-    There is one for a kind, since a page may have each family only once.
+    There is one collector per kind, since a page may contain each family only once.
     """
 
     def __init__(self, kind: Server):
@@ -45,17 +45,17 @@ class _Collector(PrometheusCollector):
         self.subsystem = str(kind)
         self.sources: dict[str, _Source] = {}
         self._labels = ("worker",) if kind is Server.WORKER else ()
-        #: Shown from the start, since a rate over time misses the step from nothing to the first value.
+        #: Exported as 0 from the start: a rate would miss the step from an absent to the first value.
         self._initial = [
             metric for metric in METRICS.values() if kind in metric.servers and not metric.all_labels
         ]
 
     def describe(self) -> Iterable[Any]:
-        """Claim no names beforehand."""
+        """Declare no families in advance."""
         return ()
 
     def collect(self) -> Iterator[Any]:
-        """Yield a family for each metric that has a value or no labels, typed as its table declares it."""
+        """Yield a family of the declared type for each metric that has a value or no labels."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         types = {Kind.COUNTER: CounterMetricFamily, Kind.GAUGE: GaugeMetricFamily}
@@ -82,20 +82,20 @@ class _Collector(PrometheusCollector):
 def register(
     server: Any, kind: Server, metrics: Metrics, readings: Callable[[], Iterable[Reading]]
 ) -> Callable[[], None]:
-    """Show metrics where Dask shows a server's own; do nothing without prometheus-client.
+    """Export metrics on the page of a Dask server. A no-op without prometheus-client.
 
     Parameters
     ----------
     server
-        Dask's worker or scheduler, of this kind.
+        A Dask worker or scheduler, of this kind.
     readings
-        Returns what is not among the metrics, but read each time that the page is asked for, on the event
+        Returns the :data:`~dask_gpurt.observe.metrics.READINGS` each time the page is requested, on the event
         loop.
 
     Returns
     -------
     function
-        Stops showing them; a second call does nothing.
+        Stops the export; idempotent.
     """
     try:
         from prometheus_client import REGISTRY
@@ -123,4 +123,4 @@ def register(
 
 
 def _nothing() -> None:
-    """Do nothing, since nothing is shown."""
+    """Do nothing, since nothing was registered."""

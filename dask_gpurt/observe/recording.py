@@ -1,8 +1,9 @@
-"""Record the steps of one process while a trace is taken: a ring of bounded size, and NVTX ranges.
+"""Record the steps of one process while a trace is taken, in a bounded ring buffer and as NVTX ranges.
 
-Nothing is recorded as long as :attr:`dask_gpurt.observe.Metrics.recording` is None, which is all that a step
-looks at. Most steps are timed for a metric anyway: :data:`STEPS` names them. Threads append to the ring, and
-events are taken from its other end; what does not fit pushes out the oldest, which count as lost.
+While no trace is taken, :attr:`dask_gpurt.observe.Metrics.recording` is None, and checking it is the only
+cost of a step. Most steps are timed for a metric anyway: :data:`STEPS` names them. Threads append to the
+ring, and :meth:`Recording.take` removes events from its other end. When the ring is full, the oldest event is
+dropped and counts as lost.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from typing import Any, NamedTuple
 from dask.context import thread_state
 from dask.utils import key_split
 
-#: Events that a process keeps until they are taken; one takes about 300 bytes.
+#: Capacity of the ring; an event takes about 300 bytes.
 RING_EVENTS = 50_000
-#: The domain of NVTX ranges, by which Nsight Systems filters.
+#: The domain of NVTX ranges, for filtering in Nsight Systems.
 NVTX_DOMAIN = "dask_gpurt"
 
 
 class Kind(StrEnum):
-    """Tell what an event is."""
+    """Define the kinds of events."""
 
-    #: A step of one thread: steps of a thread are nested.
+    #: A step of one thread; the steps of a thread are nested.
     SPAN = "span"
-    #: A step beside others, which belongs to no thread: it waits, mostly.
+    #: A step that belongs to no thread and overlaps with others; usually a wait.
     WAIT = "wait"
-    #: A moment.
+    #: An instant.
     MARK = "mark"
-    #: The moment in which a thread offered a shard to its owner; both are in ``args``, and its bytes.
+    #: The instant at which a thread offered a shard; ``args`` has the shard, its owner and its bytes.
     SENT = "sent"
-    #: The moment in which a thread read a shard that was offered.
+    #: The instant at which a thread read an offered shard.
     READ = "read"
 
 
@@ -45,13 +46,13 @@ class Event(NamedTuple):
     Attributes
     ----------
     at, seconds
-        When it began, by the clock of :func:`time.perf_counter` in its process, and how long it took.
+        Begin, by :func:`time.perf_counter` of its process, and duration.
     thread
         The number of its thread, :func:`threading.get_ident`.
     task
-        The key of the task that ran on the thread; empty without one.
+        The key of the task that ran on the thread; empty if there was none.
     args
-        What is known of it, as values that JSON holds.
+        Details, as JSON-serialisable values.
     """
 
     kind: str
@@ -64,13 +65,13 @@ class Event(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Name the step that a metric times, and its subject."""
+    """Name the step that a metric times, and the key of its subject in ``args``."""
 
     name: str
     subject: str = ""
 
 
-#: The step of a thread that is a whole task.
+#: The step that spans a whole task.
 TASK = "task"
 #: The steps of threads, by the metric that times them.
 STEPS: Mapping[str, Step] = {
@@ -83,7 +84,7 @@ STEPS: Mapping[str, Step] = {
     "reads.seconds.reading": Step("read"),
     "reads.seconds.waiting": Step("wait for a turn"),
 }
-#: The counters of which each increase is an event: decisions and faults.
+#: Counters of decisions and faults, of which each increment is recorded as an event.
 MARKED = frozenset(
     {
         "placement.shuffles",
@@ -104,18 +105,18 @@ MARKED = frozenset(
 
 
 class Batch(NamedTuple):
-    """Hold events that were taken out of a ring.
+    """Hold events taken from a ring.
 
     Attributes
     ----------
     threads
         The names of threads, by number.
     lost
-        Events that were pushed out of the ring so far, before they were taken.
+        Events dropped from the ring so far before they were taken.
     taken
-        Events that were taken so far, these included.
+        Events taken so far, including this batch.
     more
-        Whether events are left in the ring.
+        Whether the ring has more events.
     """
 
     events: list[Event]
@@ -126,14 +127,14 @@ class Batch(NamedTuple):
 
 
 class Recording:
-    """Keep the last events of a process. Thread-safe; no method waits for anything.
+    """Keep the last events of a process. Thread-safe and non-blocking.
 
     Parameters
     ----------
     capacity
-        Events in the ring.
+        Maximum number of events in the ring.
     ranges
-        Where NVTX ranges are put around steps; nowhere if None.
+        Emits NVTX ranges around steps; None to emit none.
     """
 
     def __init__(self, capacity: int = RING_EVENTS, ranges: Ranges | None = None):
@@ -158,7 +159,7 @@ class Recording:
             self.leave(step, began, args)
 
     def enter(self, step: str) -> None:
-        """Begin an NVTX range around a step of this thread, which is to be left."""
+        """Begin an NVTX range around a step of this thread; :meth:`leave` ends it."""
         if self._ranges is not None:
             self._ranges.push(step, _task())
 
@@ -169,15 +170,15 @@ class Recording:
             self._ranges.pop()
 
     def timed(self, step: str, began: float, seconds: float, **args: Any) -> None:
-        """Record a step of this thread that has ended; it has no range."""
+        """Record a step of this thread that has already ended, without an NVTX range."""
         self._append(Kind.SPAN, step, began, seconds, args)
 
     def waited(self, step: str, began: float, **args: Any) -> None:
-        """Record something that belongs to no thread, and ends now."""
+        """Record a wait that ends now and belongs to no thread."""
         self._append(Kind.WAIT, step, began, perf_counter() - began, args)
 
     def mark(self, step: str, **args: Any) -> None:
-        """Record something that happens now."""
+        """Record an instant."""
         self._append(Kind.MARK, step, perf_counter(), 0.0, args)
 
     def sent(self, shard: str, owner: str, nbytes: int) -> None:
@@ -202,14 +203,14 @@ class Recording:
         self.add(Event(kind, step, at, seconds, thread, _task(), args))
 
     def see(self, thread: int) -> None:
-        """Learn the name of another thread, if it has not ended."""
+        """Record the name of another thread, if it is still alive."""
         if thread not in self._threads:
             self._threads |= {one.ident: one.name for one in threading.enumerate() if one.ident == thread}
 
     # ---- taking them -------------------------------------------------------------------
 
     def take(self, limit: int) -> Batch:
-        """Take the oldest events out of the ring, so many at most."""
+        """Remove and return the oldest events of the ring, at most ``limit``."""
         with self._lock:
             events = [self._ring.popleft() for _ in range(min(limit, len(self._ring)))]
             self._taken += len(events)
@@ -222,7 +223,7 @@ def _task() -> str:
 
 
 class Ranges:
-    """Put NVTX ranges around steps, named after the prefix of the task that takes them: ``pack (shuffle)``.
+    """Emit NVTX ranges around steps, named after the step and the prefix of its task: ``pack (shuffle)``.
 
     Parameters
     ----------
@@ -236,7 +237,7 @@ class Ranges:
 
     @classmethod
     def find(cls) -> Ranges | None:
-        """Return ranges where the package ``nvtx`` is installed. Imports it."""
+        """Return ranges if the package ``nvtx`` is installed, which this imports; otherwise None."""
         try:
             import nvtx
         except ImportError:
@@ -248,5 +249,5 @@ class Ranges:
         self._push(message=f"{step} ({key_split(task)})" if task else step, domain=NVTX_DOMAIN)
 
     def pop(self) -> None:
-        """End the range of this thread that began last."""
+        """End the innermost range of this thread."""
         self._pop(domain=NVTX_DOMAIN)

@@ -1,4 +1,4 @@
-"""Type the report of a cluster: objects for programs, readable in a console, mappings as on the wire."""
+"""Define the report of a cluster: typed objects that are readable in a console and behave as mappings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dask_gpurt.observe.metrics import Unit, UnknownMetricError, find
 
 
 class _Plain(Mapping[str, Any]):
-    """Turn a mapping of mappings into plain values."""
+    """Convert a mapping of mappings to plain values."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it all as values that JSON holds."""
+        """Return all contents as JSON-serialisable values."""
         plain: dict[str, Any] = _plain(self)
         return plain
 
@@ -31,7 +31,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Record(_Plain):
-    """Let the fields of a dataclass be read as the items of a mapping too."""
+    """Expose the fields of a dataclass as the items of a mapping too."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._names():
@@ -50,7 +50,7 @@ class _Record(_Plain):
 
     @classmethod
     def _known(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that have a field; a process of another version may send more."""
+        """Return the values that have a field; a process with another version may send more."""
         return {name: value for name, value in values.items() if name in cls._fields()}
 
     def _names(self) -> tuple[str, ...]:
@@ -59,16 +59,16 @@ class _Record(_Plain):
 
 @dataclass(frozen=True, eq=False)
 class FallbackCount(_Record):
-    """Tell how often something fell back, and why the last time.
+    """Hold the count of a fallback, and the reason of its last occurrence.
 
     Parameters
     ----------
     text
-        What happened instead.
+        The behaviour of the fallback.
     reason
-        Of the last time.
+        The reason of the last occurrence.
     count
-        Since the runtime was switched on.
+        Occurrences since the runtime was switched on.
     """
 
     text: str
@@ -77,14 +77,14 @@ class FallbackCount(_Record):
 
     @classmethod
     def of(cls, id: str, known: Mapping[str, Any]) -> FallbackCount:
-        """Return the count of a fallback from plain values, in which a version before 0.1 has no text."""
+        """Build the count of a fallback from plain values; those of versions before 0.1 have no text."""
         return cls(**cls._known({"text": id, **known}))
 
 
 class Fallbacks(_Plain):
-    """Hold what fell back, by the id of a :class:`~dask_gpurt.observe.Fallback`.
+    """Hold counts of fallbacks, by the id of a :class:`~dask_gpurt.observe.Fallback`.
 
-    The texts that were the keys before are taken for one release, with a warning.
+    The texts that were the keys before are accepted for one release, with a warning.
     """
 
     def __init__(self, counted: Mapping[str, Mapping[str, Any]] | None = None):
@@ -108,32 +108,33 @@ class Fallbacks(_Plain):
 
 @dataclass(frozen=True, eq=False)
 class WorkerReport(_Record):
-    """Tell what the runtime on one worker has, did and fell back from.
+    """Report the state, counters and fallbacks of the runtime on one worker.
 
-    A worker that did not answer has an ``error``, as its only item, and the other fields are empty.
+    If the worker did not answer, ``error`` is the only item and the other fields are empty.
 
     Parameters
     ----------
     version
-        Of the package there.
+        The version of the package on the worker.
     devices, pools
-        By kind of device: how it describes itself, and bytes of its exchange pool.
+        The description of each device and the bytes of its exchange pool, by kind of device.
     paths, host_paths
-        By address of a peer, the ``path`` from its main device and from host memory, and the ``reason`` why
-        it is not a better one.
+        The ``path`` from a peer's main device, and from its host memory, with the ``reason`` why no better
+        path is used; by address of the peer.
     overlap, residency
-        What is confined beside shuffles, and what was learnt; see ``docs/guides/overlap.md``.
+        Which tasks are confined beside shuffles, and the statistics behind it; see
+        ``docs/guides/overlap.md``.
     reads
-        ``beside``, the most tasks that are begun while others read, and ``threads``, those with which libcudf
-        reads, as set in the environment.
+        ``beside``: the maximum number of tasks started while others read; ``threads``: the number of threads
+        with which libcudf reads, as set in the environment.
     problems
-        What is wrong with the settings of the worker, a sentence each.
+        Errors in the settings of the worker, a sentence each.
     counters
-        By name, as ``docs/reference/metrics.md`` lists them.
+        By name, as listed in ``docs/reference/metrics.md``.
     fallbacks
         By id.
     error
-        Why the worker did not answer; None where it did.
+        Why the worker did not answer; None if it did.
     """
 
     version: str = ""
@@ -151,7 +152,7 @@ class WorkerReport(_Record):
 
     @classmethod
     def of(cls, reply: Mapping[str, Any]) -> WorkerReport:
-        """Return the report of a worker from the plain values that it has sent."""
+        """Build the report of a worker from the plain values that it sent."""
         typed = {
             **reply,
             "problems": tuple(reply.get("problems", ())),
@@ -167,18 +168,19 @@ class WorkerReport(_Record):
 
 @dataclass(frozen=True, eq=False)
 class DepartedWorker(_Record):
-    """Tell what the runtime did on a worker that has left since, as of its last heartbeat.
+    """Report the counters and fallbacks of a worker that has left, as of its last heartbeat.
 
     Parameters
     ----------
     address, name
-        That it had.
+        The worker's address and name.
     left
-        When the scheduler noticed, in seconds since 1970.
+        When the scheduler noticed that it had left, in seconds since the epoch.
     silent
-        Seconds from its last heartbeat until then, of which nothing is known; None where it had not reported.
+        Seconds from its last heartbeat until then, which the counters do not cover; None if it never
+        reported.
     counters, fallbacks
-        As of a :class:`WorkerReport`.
+        As in a :class:`WorkerReport`.
     """
 
     address: str
@@ -190,37 +192,36 @@ class DepartedWorker(_Record):
 
     @classmethod
     def of(cls, known: Mapping[str, Any]) -> DepartedWorker:
-        """Return what is known of a worker that has left, from plain values."""
+        """Build the report of a worker that has left from plain values."""
         return cls(**cls._known({**known, "fallbacks": Fallbacks(known["fallbacks"])}))
 
     def __str__(self) -> str:
         at = datetime.fromtimestamp(self.left).strftime("%H:%M:%S")
         if self.silent is None:
-            return f"{self.address} left at {at} before it had reported: nothing of it is counted"
-        return (
-            f"{self.address} left at {at}: what it did in its last {format_time(self.silent)} is not counted"
-        )
+            return f"{self.address} left at {at} before its first report: its work is not counted"
+        return f"{self.address} left at {at}: its last {format_time(self.silent)} are not counted"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RuntimeReport(_Record):
-    """Tell what the runtime on a cluster has, did and fell back from.
+    """Report the state, counters and fallbacks of the runtime on a cluster.
 
     Parameters
     ----------
     enabled
-        Whether the runtime is on. If not, everything else is empty.
+        Whether the runtime is on. If not, all other fields are empty.
     version
-        Of the package on the scheduler.
+        The version of the package on the scheduler.
     takeover
-        The setting ``gpurt.takeover`` with which it was switched on: false, true or ``"all"``.
+        The setting ``gpurt.takeover`` with which the runtime was switched on: false, true or ``"all"``.
     counters
-        Of the whole cluster by name, as ``docs/reference/metrics.md`` lists them: counters are summed, of
-        gauges the largest is kept. Workers that have left count, as of their last heartbeat.
+        Metrics of the whole cluster by name, as listed in ``docs/reference/metrics.md``: the sums of
+        counters, the largest values of gauges. Workers that have left are included as of their last
+        heartbeat.
     fallbacks
-        Of the scheduler, by id.
+        Fallbacks of the scheduler, by id.
     workers
-        By address.
+        The reports of workers, by address.
     departed
         The workers that have left since the runtime was switched on, the latest 100.
     """
@@ -235,12 +236,12 @@ class RuntimeReport(_Record):
 
     @classmethod
     def of(cls, reply: Mapping[str, Any]) -> RuntimeReport:
-        """Return the report of a cluster from the plain values that its scheduler has sent."""
+        """Build the report of a cluster from the plain values that its scheduler sent."""
         typed = {
             **reply,
             "fallbacks": Fallbacks(reply["fallbacks"]),
             "workers": {address: WorkerReport.of(one) for address, one in reply["workers"].items()},
-            # A scheduler of another version may not tell.
+            # A scheduler with another version may not send this.
             "departed": tuple(DepartedWorker.of(one) for one in reply.get("departed", ())),
         }
         return cls(**cls._known(typed))
@@ -251,8 +252,8 @@ class RuntimeReport(_Record):
         Returns
         -------
         pandas.DataFrame
-            A row for each ``metric`` of each ``worker``, also of those that have left, and of the whole
-            ``cluster``: its ``value`` and its ``unit``, ``bytes``, ``seconds`` or nothing.
+            A row for each ``metric`` of each ``worker``, including workers that have left, and of the whole
+            ``cluster``: its ``value`` and its ``unit``, which is ``bytes``, ``seconds`` or empty.
         """
         counted = [
             ("cluster", self.counters),
@@ -290,7 +291,7 @@ def _fallback(id: str, known: FallbackCount) -> str:
 def _unit(name: str) -> Unit:
     try:
         return find(name).unit
-    except UnknownMetricError:  # of a worker of another version
+    except UnknownMetricError:  # from a worker with another version
         return Unit.NUMBER
 
 

@@ -1,8 +1,8 @@
-"""Name the tiers of a worker as they are shown to people. Pure.
+"""Map the tiers of a worker to their display names. Pure.
 
-Metrics have names that are the same on all workers: the tier in which tasks compute is ``device``, and what
-a worker publishes counts beside it. Without a GPU that tier is the memory of the host, and the pool of
-published shards is shared memory.
+Metrics use the same names on all workers: the tier in which tasks compute is ``device``, and published shards
+count beside it. On a worker without a GPU that tier is host memory, and the pool of published shards is in
+shared memory.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-#: The tiers of workers without a GPU that others do not have.
+#: Display names used only for workers without a GPU.
 MEMORY, SHARED_MEMORY = "memory", "shared memory"
-#: All names that are shown, from fast to slow.
+#: All display names, from fast to slow.
 SHOWN = ("device", MEMORY, SHARED_MEMORY, "pinned", "host", "disk")
 
 
 def shown_tiers(rows: Iterable[Row], shared_memory: Mapping[str, int]) -> Iterator[Row]:
-    """Yield the rows of workers and tiers with the names that are shown.
+    """Yield the rows of workers and tiers with display names.
 
     Parameters
     ----------
     rows
-        By the names of metrics: of each worker and tier, all tiers of a worker together; or of each prefix of
-        tasks in it.
+        Rows with the names of metrics, for each worker and tier, or for each prefix of tasks in a tier. The
+        tiers of a worker must be adjacent.
     shared_memory
-        By worker without a GPU, the bytes that its exchange pool may take.
+        Capacity of the exchange pool in bytes, by worker without a GPU.
     """
     rows = list(rows)
     beside: dict[str, Row] = {row["worker"]: row for row in rows if row["tier"] == "host"}
@@ -38,11 +38,11 @@ def shown_tiers(rows: Iterable[Row], shared_memory: Mapping[str, int]) -> Iterat
         elif "prefix" in row:
             yield {**row, "tier": MEMORY} if tier == "device" else row
         elif tier == "device":
-            # Other memory of the process is in the same place, and is counted for the tier below it.
+            # The process's other memory is host memory too, but is counted in the tier below.
             own = {kind: row[kind] + beside[worker][kind] for kind in ("cudf", "unmanaged")}
             yield {**row, **own, "tier": MEMORY, "published": 0}
             yield _pool(row, shared_memory[worker])
-        elif row["capacity"]:  # set by the user, else there is none
+        elif row["capacity"]:  # zero unless the user has set it
             yield {**row, "cudf": 0, "unmanaged": 0}
 
 

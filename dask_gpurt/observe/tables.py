@@ -1,4 +1,4 @@
-"""Type the tables that a client is given: readable in a console with all columns, and frames for programs."""
+"""Define the tables that the client API returns: readable in a console, and convertible to frames."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Table(Sequence[Row]):
     Parameters
     ----------
     rows
-        By column, as the scheduler has sent them.
+        Mappings by column, as sent by the scheduler.
     columns
-        Their names in order, also where there are no rows.
+        The names of the columns in order, even if there are no rows.
     """
 
     rows: tuple[Row, ...]
@@ -45,9 +45,9 @@ class Table(Sequence[Row]):
         return getattr(self._former(f".{name}"), name)
 
     def _former(self, used: str) -> pd.DataFrame:
-        """Answer as the frame that was returned before, for one release; it goes with version 0.2."""
+        """Return the frame that clients used to get, with a warning; to be removed in version 0.2."""
         warnings.warn(
-            f"this is no frame any more: call .to_pandas() before {used}", DeprecationWarning, stacklevel=3
+            f"this is not a frame any more: call .to_pandas() before {used}", DeprecationWarning, stacklevel=3
         )
         return self._frame()
 
@@ -55,7 +55,7 @@ class Table(Sequence[Row]):
         return pd.DataFrame(self.rows, columns=list(self.columns))
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a frame with a row for each, in bytes and seconds."""
+        """Return the rows as a frame, in bytes and seconds."""
         return self._frame()
 
     def __repr__(self) -> str:
@@ -71,19 +71,19 @@ class Table(Sequence[Row]):
         return type(self).__name__
 
     def _format(self, column: str) -> Any:
-        """Return what makes the values of a column readable; None where they are."""
+        """Return a formatter for the values of a column; None to leave them unchanged."""
         return None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MemoryUsage(Table):
-    """Tell what the memory of each worker holds.
+    """Hold the memory usage of each worker, by tier.
 
     Parameters
     ----------
     shared_memory
-        By worker without a GPU, the bytes that its exchange pool may take. There the tiers are called by
-        what they are, see :mod:`~dask_gpurt.observe.shown_tiers`.
+        Capacity of the exchange pool in bytes, by worker without a GPU. Their tiers have other display
+        names, see :mod:`~dask_gpurt.observe.shown_tiers`.
     enabled
         Whether the runtime is on.
     """
@@ -97,7 +97,7 @@ class MemoryUsage(Table):
         Parameters
         ----------
         names
-            ``"shown"`` for tiers by what they are on each worker, ``"metrics"`` for the names of metrics.
+            ``"shown"`` for the display names of tiers, ``"metrics"`` for their names in metrics.
         """
         if names not in ("shown", "metrics"):
             raise ValueError(f"names={names!r}: expected 'shown' or 'metrics'")
@@ -121,12 +121,12 @@ class MemoryUsage(Table):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation(Table):
-    """Tell why a task went where it went: a row for each worker that was looked at, the best first.
+    """Explain the placement of a task: a row for each worker that was considered, the best first.
 
     Parameters
     ----------
     key
-        Of the task.
+        The key of the task.
     """
 
     key: Any = None

@@ -1,4 +1,4 @@
-"""Hold the trace of a cluster: what each process has recorded, by one clock."""
+"""Hold the trace of a cluster: the recordings of all processes, on one clock."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SCHEDULER = "scheduler"
 
 
 class Clock(NamedTuple):
-    """Hold what is known of the clock of a process.
+    """Hold the estimated offset of a process's clock.
 
     Attributes
     ----------
     offset
-        Seconds that it is ahead of the scheduler's.
+        Seconds by which it is ahead of the scheduler's clock.
     round_trip
-        Seconds of the message that showed it: the offset is off by half of that at most.
+        Round-trip time of the message that measured it, in seconds; the offset is off by at most half of it.
     """
 
     offset: float
@@ -32,20 +32,20 @@ class Clock(NamedTuple):
 
 @dataclass
 class ProcessTrace:
-    """Hold what one server has recorded.
+    """Hold the recording of one server.
 
     Attributes
     ----------
     name
-        Of the worker.
+        The name of the worker.
     process
-        The number of its process.
+        The process id.
     clock
-        None where the server did not answer in time: its events are placed as if it was the scheduler's.
+        None if the server did not answer in time: its events are then treated as on the scheduler's clock.
     threads
         The names of threads, by number.
     lost
-        Events that were overwritten before they were taken, or taken and did not arrive.
+        Events that were overwritten before they were taken, or were taken but did not arrive.
     """
 
     name: str = ""
@@ -54,22 +54,22 @@ class ProcessTrace:
     events: list[Event] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
     lost: int = 0
-    #: The recording of the last events, how many of it have arrived, and what those before it have lost.
+    #: The current recording, the events of it that have arrived, and the events lost in earlier recordings.
     _recording: float = 0.0
     _received: int = 0
     _lost_before: int = 0
 
     def receive(self, recording: float, arrived: int, taken: int, lost: int) -> None:
-        """Note that events have arrived, to know those that have not.
+        """Count arrived events, to determine how many were lost.
 
         Parameters
         ----------
         recording
-            The time when it began: a worker that was restarted at its address has another one.
+            The begin of the recording, which identifies it: a worker restarted at its address has another.
         arrived
-            Events that have arrived now.
+            Number of events that arrived with this message.
         taken, lost
-            Those of the recording that were taken so far, and that were overwritten.
+            Numbers of events of the recording that were taken so far, and that were overwritten.
         """
         if recording != self._recording:
             self._recording, self._received, self._lost_before = recording, 0, self.lost
@@ -77,27 +77,27 @@ class ProcessTrace:
         self.lost = self._lost_before + lost + taken - self._received
 
     def aligned(self) -> Iterator[Event]:
-        """Yield the events by the scheduler's clock."""
+        """Yield the events with times on the scheduler's clock."""
         offset = self.clock.offset if self.clock else 0.0
         for event in self.events:
             yield event._replace(at=event.at - offset)
 
 
 class StepSummary(NamedTuple):
-    """Sum up a step of one process.
+    """Summarise a step of one process.
 
     Attributes
     ----------
     process
         Its address, or "scheduler".
     step
-        Its name; of tasks the prefix.
+        The name of the step; for tasks their prefix.
     times
-        How often it was taken.
+        Number of occurrences.
     seconds, longest
-        Of all of them, and of the one that took longest.
+        Total duration, and the longest single duration.
     nbytes
-        What they have moved, where that is known.
+        Bytes moved, if known.
     """
 
     process: str
@@ -115,16 +115,15 @@ class Trace:
     Attributes
     ----------
     began
-        By the clock of the scheduler.
+        Begin of the trace, on the scheduler's clock.
     time
-        Of day then, in seconds since the epoch.
+        Begin of the trace, in seconds since the epoch.
     processes
-        By address; the scheduler's is :data:`SCHEDULER`.
+        By address; the scheduler's key is :data:`SCHEDULER`.
     unanswered
-        Workers that did not answer, or have left before they were asked for the last time, with the reason:
-        their last events are missing.
+        Workers that did not answer, or left before their last events were collected, with the reason.
     left_out
-        Events that were dropped, since the trace had reached its limit.
+        Events dropped because the trace had reached its limit.
     """
 
     began: float = 0.0
@@ -135,11 +134,11 @@ class Trace:
 
     @property
     def lost(self) -> int:
-        """Return the number of events that were recorded and are not here."""
+        """Return the number of recorded events that are missing from the trace."""
         return self.left_out + sum(process.lost for process in self.processes.values())
 
     def learn_clocks(self, clocks: Mapping[str, Mapping[str, float]]) -> None:
-        """Take offsets of clocks; those with the shortest round trip count."""
+        """Add measured clock offsets; keep the one with the shortest round trip for each process."""
         for address, found in clocks.items():
             process = self.processes.setdefault(address, ProcessTrace())
             clock = Clock(**found)
@@ -147,7 +146,7 @@ class Trace:
                 process.clock = clock
 
     def summary(self) -> list[StepSummary]:
-        """Return each step of each process, those first that took longest."""
+        """Return each step of each process, the longest total duration first."""
         found: dict[tuple[str, str], list[Event]] = defaultdict(list)
         for address, process in self.processes.items():
             for event in process.events:
@@ -168,12 +167,12 @@ class Trace:
 
 
 def title(event: Event) -> str:
-    """Return what an event is called: tasks by their prefix."""
+    """Return the display name of an event; for tasks the prefix."""
     return key_split(event.task) if event.step == TASK else event.step
 
 
 def plain(process: ProcessTrace) -> dict[str, Any]:
-    """Return what is told of a process beside its events, as values that JSON holds."""
+    """Return the metadata of a process, without its events, as JSON-serialisable values."""
     clock = process.clock
     return {
         "name": process.name,

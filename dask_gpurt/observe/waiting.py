@@ -1,9 +1,9 @@
-"""Describe what waits: stacks of threads and coroutines, and the waiting lists of Dask and the runtime.
+"""Describe what a process waits for: stacks of threads and coroutines, waiting lists of Dask and the runtime.
 
-There are three ways to ask a process, since any process may be the one that hangs. A coroutine on its event
-loop describes it best (:func:`describe_worker`, :func:`describe_scheduler`). A blocked loop does not
-answer: then :func:`arm` has made a signal write the stacks of all threads, which needs neither the loop nor
-the GIL. And :class:`Watchdog` looks on a thread of its own whether anything happens at all.
+Any process may be the one that hangs, so there are three ways to inspect it. A coroutine on its event loop
+gives the fullest description (:func:`describe_worker`, :func:`describe_scheduler`). If the loop is blocked, a
+signal writes the stacks of all threads without the loop or the GIL, provided that :func:`arm` was called
+before. :class:`Watchdog` detects from its own thread that nothing happens.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-#: Seconds between looks of a watchdog at whether anything has happened.
+#: Poll interval of a watchdog, in seconds.
 WATCHDOG_POLL_S = 0.25
-#: Seconds that a process gets to write its stacks once it was signalled.
+#: Time that a signalled process gets to write its stacks, in seconds.
 SIGNAL_ANSWER_S = 0.5
-#: The most keys that are named of each kind, and the most frames of a stack.
+#: Maximum number of keys listed per kind, and of frames per stack.
 MAX_NAMED, MAX_FRAMES = 50, 25
-#: The files that stacks are written to by a signal; they have to stay open.
+#: The files that the signal handler writes stacks to, which have to stay open.
 _armed: dict[Path, Any] = {}
 
 
 def arm(directory: str | Path) -> str:
-    """Have SIGUSR1 write the stacks of all threads of this process to a file; returns its path.
+    """Make SIGUSR1 write the stacks of all threads of this process to a file; return its path.
 
-    ``faulthandler`` writes them from the signal handler itself, also while a thread in C holds the GIL.
+    ``faulthandler`` writes them from the signal handler itself, even while a C function holds the GIL.
     """
     path = Path(directory) / f"stacks-{os.getpid()}.txt"
     if path not in _armed:
@@ -45,7 +45,7 @@ def arm(directory: str | Path) -> str:
 
 
 def signalled_stacks(directory: str | Path, pids: Iterable[int]) -> dict[int, str]:
-    """Signal armed processes, and return the stacks that they have written since. Blocks."""
+    """Signal armed processes, wait, and return the stacks that they wrote, by process id."""
     files = {pid: Path(directory) / f"stacks-{pid}.txt" for pid in pids}
     sizes = {pid: path.stat().st_size for pid, path in files.items() if path.exists()}
     for pid in sizes:
@@ -64,7 +64,7 @@ def _text_from(path: Path, start: int) -> str:
 
 
 def thread_stacks() -> dict[str, str]:
-    """Return where each thread of this process is, by name and id."""
+    """Return the stack of each thread of this process, by name and id."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         f"{names.get(ident, '?')}-{ident}": "".join(traceback.format_stack(frame)[-MAX_FRAMES:])
@@ -73,7 +73,7 @@ def thread_stacks() -> dict[str, str]:
 
 
 def coroutine_stacks() -> list[str]:
-    """Return where each asyncio task of the running loop waits, down to the innermost await."""
+    """Return the stack of each asyncio task of the running loop, down to the innermost await."""
     return sorted(_awaiting(task) for task in asyncio.all_tasks() if task is not asyncio.current_task())
 
 
@@ -90,11 +90,11 @@ def _awaiting(task: asyncio.Task[Any]) -> str:
     return "\n".join(lines)
 
 
-# ---- what Dask and the runtime keep waiting ------------------------------------------------
+# ---- waiting lists of Dask and the runtime -------------------------------------------------
 
 
 async def describe_worker(dask_worker: Any) -> dict[str, Any]:
-    """Return what a worker runs, waits for and keeps waiting, as plain values; on its event loop.
+    """Describe a worker's running and waiting tasks and its threads, as plain values. On its event loop.
 
     For ``client.run``.
     """
@@ -133,14 +133,14 @@ def _named(things: Iterable[Any]) -> list[str]:
 
 
 def queued(executor: Any) -> dict[str, int] | None:
-    """Return the threads of an executor and what waits for one; None of what has no threads."""
+    """Return the numbers of threads and queued calls of an executor; None for other kinds of executor."""
     if not hasattr(executor, "_work_queue") or not hasattr(executor, "_threads"):
         return None
     return {"threads": len(executor._threads), "queued": executor._work_queue.qsize()}
 
 
 def _shuffles(worker: Any) -> list[str]:
-    # Here, since this module is also for processes without Dask's shuffles, or with other ones.
+    # Imported late: this module must load in processes without Dask's shuffles, or with other versions.
     from dask_gpurt.dask_hooks.shuffle import active_runs
 
     plugin = worker.plugins.get("shuffle")
@@ -148,19 +148,19 @@ def _shuffles(worker: Any) -> list[str]:
 
 
 def _runtime(plugin: Any) -> dict[str, Any] | None:
-    """Ask each part of the runtime on a worker for what waits there; None where the runtime is off."""
+    """Return the waiting lists of the runtime's parts on a worker; None if the runtime is off."""
     if plugin is None:
         return None
     try:
         found: dict[str, Any] = plugin.waiting()
-    # A part that is half set up may raise anything; the other parts are described all the same.
+    # A part that is being set up may raise anything; still describe the rest of the worker.
     except Exception as error:
         return {"error": repr(error)}
     return found
 
 
 async def describe_scheduler(dask_scheduler: Any) -> dict[str, Any]:
-    """Return what a scheduler waits for, as plain values; on its event loop.
+    """Describe a scheduler's waiting tasks, workers and threads, as plain values. On its event loop.
 
     For ``client.run_on_scheduler``.
     """
@@ -187,20 +187,20 @@ async def describe_scheduler(dask_scheduler: Any) -> dict[str, Any]:
     }
 
 
-# ---- whether anything happens -----------------------------------------------------------------
+# ---- the watchdog -----------------------------------------------------------------------------
 
 
 class Watchdog:
-    """Call for help once, on a thread of its own, each time that nothing has happened for too long.
+    """Call ``stalled`` from its own thread, once for each stall.
 
     Parameters
     ----------
     last
-        When something happened last, by ``time.monotonic``; None while nothing is expected to happen.
+        Returns the time of the last activity, by ``time.monotonic``; None while no activity is expected.
     limit_s
-        Seconds that count as too long.
+        Seconds without activity that count as a stall.
     stalled
-        Called with the seconds.
+        Called with the seconds since the last activity.
     """
 
     def __init__(self, last: Callable[[], float | None], limit_s: float, stalled: Callable[[float], None]):
@@ -209,7 +209,7 @@ class Watchdog:
         self._stalled = stalled
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="gpurt-watchdog", daemon=True)
-        #: By how much the looks came late at most: a machine that is busy keeps this thread waiting too.
+        #: The largest delay of a poll, in seconds: a busy machine delays this thread too.
         self.lateness_s = 0.0
 
     def __enter__(self) -> Watchdog:
@@ -221,7 +221,7 @@ class Watchdog:
         self._thread.join()
 
     def take_lateness(self) -> float:
-        """Return the most that a look came late since the last call, in seconds."""
+        """Return the largest delay of a poll since the last call, in seconds."""
         lateness, self.lateness_s = self.lateness_s, 0.0
         return lateness
 

@@ -1,4 +1,4 @@
-"""Simulate the real scheduler with thousands of workers."""
+"""Simulate clusters of thousands of workers with Dask's real scheduler, in virtual time."""
 
 from dask_gpurt.simulate.cluster import SHAPES, Cluster, Machine, build_cluster
 from dask_gpurt.simulate.report import Result

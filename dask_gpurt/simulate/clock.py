@@ -1,4 +1,4 @@
-"""Keep virtual time, as a queue of events; and names whose order is the same in every process."""
+"""Provide virtual time as a queue of events, and strings with a deterministic hash."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-#: Virtual seconds with nothing but periodic events ahead after which the simulation counts as stuck.
+#: Virtual seconds with only periodic events after which the simulation counts as stuck.
 QUIET_PERIOD_S = 120.0
 
 
 class Stuck(RuntimeError):
-    """The workload is not done, and no event is left that could go on with it."""
+    """The workload is not done, and no event is left that could make progress."""
 
 
 class Name(str):
-    """Hash a key or an address alike in every process.
+    """Give a key or an address the same hash in every process.
 
-    Dask breaks ties by the order of sets of tasks and workers. For ordinary strings that differs from process
-    to process.
+    Dask breaks ties by the iteration order of sets of tasks and workers. For ordinary strings that order
+    differs between processes.
     """
 
     __slots__ = ("_hash",)
@@ -44,7 +44,7 @@ class _Event(NamedTuple):
 
 
 class Clock:
-    """Run actions, each at its time; those of the same time run in the order in which they were put off."""
+    """Run actions in the order of their virtual times; actions with the same time run in scheduling order."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -54,11 +54,11 @@ class Clock:
         self._last_event = 0.0
 
     def at(self, when: float, action: Callable[..., object], *arguments: Any) -> None:
-        """Run an action at a time, or now if that is past."""
+        """Schedule an action at a time, or now if that is past."""
         self._push(max(when, self.now), False, action, arguments)
 
     def after(self, delay: float, action: Callable[..., object], *arguments: Any) -> None:
-        """Run an action in ``delay`` seconds."""
+        """Schedule an action in ``delay`` seconds."""
         self._push(self.now + delay, False, action, arguments)
 
     def every(
@@ -69,11 +69,11 @@ class Clock:
         Parameters
         ----------
         interval
-            Returns, each time, the seconds until the next time.
+            Returns the seconds until the next call.
         action
             Called without arguments.
         first
-            Seconds that are added to the first interval.
+            Extra seconds before the first call.
         """
 
         def again() -> None:
@@ -94,7 +94,7 @@ class Clock:
         Raises
         ------
         Stuck
-            When no event is left that could make it hold.
+            If no event is left that could make it hold.
         """
         while not until():
             if not self._events:
@@ -105,5 +105,5 @@ class Clock:
                 self._pending -= 1
                 self._last_event = event.when
             elif not self._pending and event.when - self._last_event > QUIET_PERIOD_S:
-                raise Stuck(f"nothing happens any more since {self._last_event:.3f} s")
+                raise Stuck(f"nothing has happened since {self._last_event:.3f} s")
             event.action(*event.arguments)

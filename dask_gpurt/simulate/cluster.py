@@ -1,4 +1,4 @@
-"""Describe the clusters that are simulated: speeds and capacities of workers, and the links between them."""
+"""Describe simulated clusters: speeds and capacities of workers, and the links between them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dask_gpurt.simulate.tiers import Capacity
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
-#: A GPU of 80 GB (H100, A100): its memory up to where dask-cuda spills, and an eighth of its host's memory.
+#: An 80 GB GPU (H100, A100): its memory up to dask-cuda's spill limit, and an eighth of its host's memory.
 LARGE_GPU = Capacity(device=64 * GB, pinned=8 * GB, host=200 * GB)
-#: The same of a card of 24 GB.
+#: The same for a 24 GB GPU.
 SMALL_GPU = Capacity(device=19 * GB, pinned=4 * GB, host=60 * GB)
-#: GPUs of a host.
+#: GPUs per host.
 GPUS_PER_HOST = 8
-#: Hosts of a rack, and the bandwidth of their NICs together over that of the rack's uplink.
+#: Hosts per rack, and the ratio of their total NIC bandwidth to the bandwidth of the rack's uplink.
 HOSTS_PER_RACK, OVERSUBSCRIPTION = 8, 2
 
 
@@ -27,13 +27,13 @@ class Machine:
     Parameters
     ----------
     place
-        Where it is.
+        Its place in the topology.
     capacity
         Bytes by tier.
     threads
-        Tasks that run at a time.
+        Maximum number of concurrent tasks.
     speed
-        Relative to a worker of speed 1; tasks take their seconds divided by it.
+        Relative speed: tasks take their seconds divided by it.
     """
 
     place: Place
@@ -51,11 +51,11 @@ class Cluster:
     machines
         The workers.
     speeds
-        By class of link; the shipped ones where left out.
+        Speeds by class of link; missing classes have the shipped speeds.
     racks
         The rack of each host, if there are racks.
     uplink
-        Bytes per second, in each direction, between a rack and all others.
+        Bytes per second, in each direction, between a rack and all other racks.
     """
 
     name: str
@@ -66,11 +66,11 @@ class Cluster:
 
     @property
     def memory(self) -> int:
-        """Return the bytes of the live tiers of all workers."""
+        """Return the total bytes of all live tiers."""
         return sum(machine.capacity.live for machine in self.machines)
 
     def topology(self) -> Topology:
-        """Return the links, without any worker."""
+        """Return a topology with the speeds of links, without workers."""
         return Topology({**SHIPPED, **self.speeds})
 
 
@@ -80,7 +80,7 @@ def address(index: int, machine: Machine) -> Name:
 
 
 def _hosts(workers: int, *, nvlink: bool, rdma: bool, first: int = 0, machine: Machine) -> list[Machine]:
-    """Return workers that are like one machine, on as few hosts as possible."""
+    """Return identical workers on as few hosts as possible."""
     made = []
     for index in range(workers):
         host = f"host{first + index // GPUS_PER_HOST}"
@@ -126,7 +126,7 @@ def _mixed(workers: int) -> Cluster:
 
 @dataclass(frozen=True)
 class Shape:
-    """Describe a kind of cluster, which can have any size."""
+    """Describe a kind of cluster of any size."""
 
     build: Callable[[int], Cluster]
     workers: int
@@ -149,15 +149,15 @@ def build_cluster(shape: str, workers: int | None = None) -> Cluster:
     shape
         One of :data:`SHAPES`.
     workers
-        How many; the default of the shape when not given.
+        Number of workers; by default that of the shape.
 
     Raises
     ------
     ValueError
-        For an unknown shape, or for fewer than one worker.
+        If the shape is unknown, or ``workers`` is less than one.
     """
     if shape not in SHAPES:
-        raise ValueError(f"no cluster {shape!r}; there are {', '.join(SHAPES)}")
+        raise ValueError(f"unknown cluster {shape!r}: expected one of {', '.join(SHAPES)}")
     count = SHAPES[shape].workers if workers is None else workers
     if count < 1:
         raise ValueError(f"a cluster has at least one worker, not {count}")

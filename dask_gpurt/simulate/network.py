@@ -1,4 +1,4 @@
-"""Transfer bytes in virtual time; transfers share the bandwidth of the ports that they pass."""
+"""Transfer bytes in virtual time. Transfers share the bandwidth of the ports that they pass."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.topology import Link, Topology
 
-#: A port divides its bandwidth anew when this share of its transfers has begun or ended: at each up to 16
-#: transfers; beyond that less often, since all of them are updated.
+#: A port recomputes its shares when more than this fraction of its transfers has started or ended: each time
+#: with up to 16 transfers, less often beyond that, since all transfers of the port have to be updated.
 RESHARE_FRACTION = 1 / 16
-#: Seconds of a transfer that count as a rounding error.
+#: Remaining seconds of a transfer that count as a rounding error.
 ROUNDING_ERROR_S = 1e-9
 
 
 class Port:
-    """Share the bandwidth of one direction of a link, at one end, among its transfers in equal parts."""
+    """Divide the bandwidth of one end and direction of a link equally among its transfers."""
 
     __slots__ = ("bandwidth", "shared", "transfers")
 
@@ -27,12 +27,12 @@ class Port:
 
     @property
     def share(self) -> float:
-        """Return the bytes per second for each transfer."""
+        """Return the bytes per second available to each transfer."""
         return self.bandwidth / len(self.transfers)
 
 
 class Transfer:
-    """Track bytes on their way from one worker to another."""
+    """Track a transfer in flight from one worker to another."""
 
     __slots__ = (
         "bandwidth", "done", "due", "ended", "link", "lost", "nbytes", "ports", "rate", "remaining", "since",
@@ -56,21 +56,21 @@ def _nothing() -> None:
 class Network:
     """Move bytes between workers, each transfer at the rate of its narrowest port.
 
-    NVLink, PCIe, shared memory and RDMA have a port in and one out at each worker, since hosts of many
-    devices have a NIC for RDMA by each; TCP has one pair at each host; between racks there are uplinks.
+    NVLink, PCIe, shared memory and RDMA have an inbound and an outbound port at each worker, since hosts with
+    many devices have an RDMA NIC per device. TCP has one pair of ports per host. Racks are joined by uplinks.
 
     Parameters
     ----------
     clock
         Virtual time.
     topology
-        Which link joins two workers, and its speed when no other transfer uses it.
+        The links between workers, with their speeds for a single transfer.
     racks
         The rack of each host, if there are racks.
     uplink
-        Bytes per second, in each direction, between a rack and all others.
+        Bytes per second, in each direction, between a rack and all other racks.
     moved
-        Called with each transfer that is complete.
+        Called with each completed transfer.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Network:
         done: Callable[[], None] = _nothing,
         lost: Callable[[], None] = _nothing,
     ) -> None:
-        """Begin a transfer; call ``done`` when it is complete, or ``lost`` if an end leaves before."""
+        """Start a transfer; call ``done`` when it completes, or ``lost`` if either worker leaves before."""
         speed = self._topology.speed(source, target)
         transfer = Transfer(source, target, self._topology.link(source, target), nbytes)
         transfer.done, transfer.lost = done, lost
@@ -109,7 +109,7 @@ class Network:
         self._clock.after(speed.latency, self._start, transfer)
 
     def cut(self, worker: str) -> None:
-        """End all transfers of a worker that has left."""
+        """Abort all transfers of a worker that has left."""
         gone = list(self._of_worker.pop(worker, ()))
         for transfer in gone:
             self._end(transfer)
@@ -119,7 +119,7 @@ class Network:
     # ---- ports -----------------------------------------------------------------------
 
     def _passed(self, transfer: Transfer) -> Iterator[Port]:
-        """Yield the ports of a transfer."""
+        """Yield the ports that a transfer passes."""
         if transfer.link is Link.SAME_DEVICE:
             return
         ends: tuple[str, str] = (transfer.source, transfer.target)
@@ -150,7 +150,7 @@ class Network:
         self._share(transfer.ports)
 
     def _share(self, ports: tuple[Port, ...]) -> None:
-        """Set the rates of transfers anew at ports where enough of them have begun or ended."""
+        """Update the rates of transfers at ports where enough transfers have started or ended."""
         for port in ports:
             count = len(port.transfers)
             if abs(count - port.shared) > port.shared * RESHARE_FRACTION:
@@ -160,7 +160,7 @@ class Network:
                     self._schedule(transfer)
 
     def _account(self, transfer: Transfer) -> None:
-        """Subtract the bytes that have been moved, and go on at the present rate."""
+        """Subtract the bytes moved since the last update, and continue at the current rate."""
         now = self._clock.now
         transfer.remaining -= transfer.rate * (now - transfer.since)
         transfer.since = now
@@ -168,7 +168,7 @@ class Network:
 
     def _schedule(self, transfer: Transfer) -> None:
         due = self._clock.now + max(0.0, transfer.remaining) / transfer.rate
-        if due < transfer.due:  # a later time is found out at the time that was due before
+        if due < transfer.due:  # a later end is detected when the earlier one is due
             transfer.due = due
             self._clock.at(due, self._on_due, transfer, due)
 

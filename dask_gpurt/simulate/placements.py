@@ -1,4 +1,4 @@
-"""Set up the placements that can be compared: Dask's own, and ours on top of it."""
+"""Define the placements to compare: Dask's own, and the runtime's on top of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPORT_INTERVAL_S = 0.2
 
 
 class VirtualHeadroom:
-    """Keep the free memory of workers as of their last reports, as ledgers do.
+    """Keep the free memory of workers as of their last reports, like ledgers in a real cluster.
 
     Parameters
     ----------
@@ -35,13 +35,13 @@ class VirtualHeadroom:
         self._reported: dict[str, FreeMemory] = {}
 
     def free_memory(self, worker: str) -> FreeMemory:
-        """Return the free memory of a worker; none on one that has left."""
+        """Return the free memory of a worker; 0 if it has left."""
         if worker not in self._reported:
             self._reported[worker] = self._now(worker)
         return self._reported[worker]
 
     def has_reported(self, worker: str) -> bool:
-        """Return whether a worker has reported its memory: all have."""
+        """Return whether a worker has reported its memory, which is always true here."""
         return True
 
     def tier(self, worker: str, key: Key) -> Tier:
@@ -51,7 +51,7 @@ class VirtualHeadroom:
         return found or Tier.DEVICE
 
     def report(self) -> list[str]:
-        """Have all workers report; return those whose free memory has changed."""
+        """Update the reports of all workers; return the workers whose free memory has changed."""
         changed = []
         for worker in self._simulation.workers:
             now = self._now(worker)
@@ -71,7 +71,7 @@ class VirtualHeadroom:
 
 
 class _Events(SchedulerPlugin):
-    """Pass events on to placement, as our scheduler plugin does in a real cluster."""
+    """Forward events to placement, like the runtime's scheduler plugin in a real cluster."""
 
     def __init__(self, simulation: Simulation, placement: Placement | GatedPlacement, topology: Topology):
         self._simulation = simulation
@@ -100,30 +100,30 @@ class _Events(SchedulerPlugin):
 
 
 class _TimedPlacement(Placement):
-    """Bind and unbind placement while the decisions of a simulation are measured."""
+    """Bind and unbind placement beneath the instrumentation that times decisions."""
 
     def __init__(self, simulation: Simulation, topology: Topology, headroom: VirtualHeadroom):
         super().__init__(simulation.scheduler, topology, headroom, simulation.metrics)
         self._scheduler = simulation.scheduler
 
     def bind(self) -> None:
-        """Choose from now on."""
+        """Start choosing workers."""
         with self._scheduler.untimed():
             super().bind()
 
     def unbind(self) -> None:
-        """Have Dask choose again."""
+        """Return choices to Dask."""
         with self._scheduler.untimed():
             super().unbind()
 
 
 def bind_placement(simulation: Simulation, *, always: bool = True) -> None:
-    """Have our placement decide in a simulation.
+    """Use the runtime's placement in a simulation.
 
     Parameters
     ----------
     always
-        Whether it decides also where workers do not differ enough for that to matter.
+        Whether it also decides while workers do not differ enough for that to matter.
     """
     topology = simulation.cluster.topology()
     for worker in simulation.workers:
@@ -146,12 +146,12 @@ def bind_placement(simulation: Simulation, *, always: bool = True) -> None:
 
 
 class Mode(NamedTuple):
-    """Name a placement, and the workers that it is used with.
+    """Define a placement and the class of workers that it is used with.
 
     Parameters
     ----------
     bind
-        See :class:`Simulation`; None where Dask decides.
+        See :class:`Simulation`; None if Dask decides.
     worker
         The class of all workers.
     """
@@ -160,8 +160,8 @@ class Mode(NamedTuple):
     worker: type[VirtualWorker]
 
 
-#: By name. ``stock`` is Dask as shipped, ``placement`` ours on Dask's workers, ``gated`` the same only where
-#: workers differ, ``gpurt`` the whole runtime.
+#: Placements by name. ``stock`` is Dask as shipped, ``placement`` the runtime's placement on Dask's workers,
+#: ``gated`` the same but only while workers differ, ``gpurt`` the whole runtime.
 PLACEMENTS: Mapping[str, Mode] = {
     "stock": Mode(None, VirtualWorker),
     "placement": Mode(bind_placement, VirtualWorker),
@@ -180,20 +180,20 @@ def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **o
     placement
         One of :data:`PLACEMENTS`.
     options
-        Of :class:`Simulation`.
+        Other arguments of :class:`Simulation`.
 
     Returns
     -------
     Simulation
-        With its trace; the figures are in its ``result``.
+        The finished simulation, with its ``trace`` and ``result``.
 
     Raises
     ------
     ValueError
-        For an unknown placement.
+        If the placement is unknown.
     """
     if placement not in PLACEMENTS:
-        raise ValueError(f"no placement {placement!r}; there are {', '.join(PLACEMENTS)}")
+        raise ValueError(f"unknown placement {placement!r}: expected one of {', '.join(PLACEMENTS)}")
     bind, worker = PLACEMENTS[placement]
     simulation = Simulation(cluster, workload, bind=bind, worker=worker, name=placement, **options)
     simulation.run()

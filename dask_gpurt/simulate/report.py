@@ -1,4 +1,4 @@
-"""Report simulations that are over, in figures, traces and pictures."""
+"""Report finished simulations in figures, traces and plots."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Values = NDArray[Any]
 
-#: The width of the picture, the height of a panel and the edges of panels, in pixels.
+#: Width of the plot, height of a panel, and edges of panels, in pixels.
 WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 1200, 220, 110, 1180, 40, 50
-#: Columns into which time is divided.
+#: Number of columns into which time is divided.
 COLUMNS = 300
 INK, FAINT = "#222222", "#dddddd"
 WORK = "#3b6fd4"
@@ -43,11 +43,11 @@ class Trace:
     Attributes
     ----------
     tasks
-        The start and the end of each task, in virtual seconds.
+        Start and end of each task, in virtual seconds.
     transfers
-        The end of each transfer, its link, and its bytes.
+        End, link and bytes of each transfer.
     between_hosts
-        Bytes that went from one host to another.
+        Bytes moved between hosts.
     removed_tiers
         The tiers of workers that have left.
     """
@@ -58,11 +58,11 @@ class Trace:
     removed_tiers: list[Tiers] = field(default_factory=list)
 
     def add_task(self, start: float, stop: float) -> None:
-        """Record a task that has run."""
+        """Record a finished task."""
         self.tasks.append((start, stop))
 
     def add_transfer(self, when: float, link: Link, nbytes: int, between_hosts: bool) -> None:
-        """Record a transfer that is complete."""
+        """Record a completed transfer."""
         self.transfers.append((when, link, nbytes))
         if between_hosts:
             self.between_hosts += nbytes
@@ -79,30 +79,29 @@ class Result:
     Attributes
     ----------
     makespan
-        Virtual seconds from the first submission until all results were there.
+        Virtual seconds from the first submission until all results were in memory.
     bytes
-        Bytes that were moved between workers, by class of link.
+        Bytes moved between workers, by class of link.
     between_hosts
-        Bytes that went from one host to another.
+        Bytes moved between hosts.
     spilled
-        Bytes that went down a tier.
+        Bytes moved to a lower tier.
     worst_memory
-        The largest peak of a worker's live tier, as a share of its capacity.
+        The largest peak of a live tier, relative to its capacity.
     over_memory
-        How many workers were ever over the capacity of their live tier.
+        Number of workers whose live tier ever exceeded its capacity.
     too_large
-        Tasks whose inputs, result and workspace together fit no live tier of the cluster: they drive any
-        worker over.
+        Number of tasks whose inputs, result and workspace together exceed every live tier of the cluster.
     runs
-        Tasks that have ended; more than ``tasks`` where data were lost.
+        Number of finished tasks; more than ``tasks`` if data were lost.
     steals
-        Requests of work stealing.
+        Number of work-stealing requests.
     decisions, decision_us
-        The number of choices of a worker, and the mean microseconds of CPU time of one.
+        Number of worker choices, and their mean CPU time in microseconds.
     scheduler_us
-        Microseconds of CPU time that the scheduler spent on messages and on stealing, for each task.
+        CPU time of the scheduler for messages and stealing per task, in microseconds.
     fallbacks
-        Decisions of ours that were left to Dask because they raised.
+        Number of placement decisions that were left to Dask because they raised.
     """
 
     workload: str
@@ -125,7 +124,7 @@ class Result:
     fallbacks: int
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for JSON."""
+        """Return the figures as JSON-serialisable values."""
         return asdict(self)
 
 
@@ -134,14 +133,14 @@ def busy(tasks: Sequence[tuple[float, float]], makespan: float) -> Values:
     width = makespan / COLUMNS
     starts, stops = (np.array([task[end] for task in tasks]) for end in (0, 1))
     edges = np.arange(COLUMNS + 1) * width
-    # Seconds that tasks have run until each edge, without a loop over tasks and columns.
+    # Total task seconds until each edge, vectorised over tasks and columns.
     until: Values = _integral(starts, edges) - _integral(stops, edges)
     means: Values = np.diff(until) / width
     return means
 
 
 def _integral(begins: Values, edges: Values) -> Values:
-    """Return, for each edge, the sum of the times since those of ``begins`` that are earlier."""
+    """Return, for each edge, the total time since those ``begins`` that are before the edge."""
     ordered = np.sort(begins)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     count = np.searchsorted(ordered, edges)
@@ -150,7 +149,7 @@ def _integral(begins: Values, edges: Values) -> Values:
 
 
 def arrivals(transfers: Sequence[tuple[float, Link, int]], makespan: float) -> dict[Link, Values]:
-    """Return the bytes that had arrived by the end of each column of time, by class of link."""
+    """Return the cumulative bytes at the end of each column of time, by class of link."""
     found = {}
     for link in Link:
         mine = [(when, nbytes) for when, other, nbytes in transfers if other is link]
@@ -162,7 +161,7 @@ def arrivals(transfers: Sequence[tuple[float, Link, int]], makespan: float) -> d
 
 
 def plot(runs: Sequence[tuple[Result, Trace]], path: Path) -> None:
-    """Draw simulations of one workload above each other, with time and amounts to the same scale.
+    """Plot simulations of one workload above each other, on the same scales.
 
     Parameters
     ----------
@@ -174,7 +173,7 @@ def plot(runs: Sequence[tuple[Result, Trace]], path: Path) -> None:
     Raises
     ------
     ImportError
-        Without the package pillow, which comes with bokeh.
+        If the package pillow, a dependency of bokeh, is not installed.
     """
     from PIL import Image, ImageDraw
 

@@ -1,4 +1,4 @@
-"""Run Dask's scheduler in virtual time: all of its decisions, without its server."""
+"""Run Dask's scheduler in virtual time: its state and decisions, without its server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Stopwatch:
         self.count = 0
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function, measured."""
+        """Return a function that also measures each call."""
 
         def timed(*arguments: Any, **named: Any) -> Any:
             start = thread_time()
@@ -64,25 +64,25 @@ class Stopwatch:
 
 
 def _stand_in(**attributes: Any) -> Any:
-    """Return the attributes that are used of an object of the server."""
+    """Return a stand-in for an object of the server, with the attributes that are used."""
     return SimpleNamespace(**attributes)
 
 
 class VirtualScheduler(Scheduler):
-    """Run a ``Scheduler`` without server: only its state is made, and messages arrive in virtual time.
+    """Run a ``Scheduler`` without its server: only its state exists, and messages arrive in virtual time.
 
-    Messages are handled one after the other.
+    Messages are handled sequentially.
 
     Parameters
     ----------
     clock
         Virtual time.
     cost
-        Virtual seconds to handle a message. A constant, so that results are the same on any machine.
+        Virtual seconds to handle a message, constant so that results are the same on any machine.
     decision
-        Virtual seconds to choose a worker, in addition: for the same reason a constant.
+        Additional virtual seconds to choose a worker, constant for the same reason.
     report
-        Called with the messages that a client would get.
+        Called with the messages for the client.
     """
 
     def __init__(self, clock: Clock, cost: float, report: Send, decision: float = 0.0):
@@ -101,11 +101,11 @@ class VirtualScheduler(Scheduler):
         self._clock = clock
         self._cost = cost
         self._decision = decision
-        #: Overrides of the choices that are measured, None where there is none.
+        #: The instance attributes that timed methods replace; None for methods of the class.
         self._untimed: dict[str, Callable[..., Any] | None] = {}
         self._free_at = 0.0
-        #: Seconds of the decisions that were made so far for the message at hand, and when the last message
-        #: was over with its decisions.
+        #: Virtual seconds of the decisions for the current message so far, and the time at which the
+        #: decisions for the last message are complete.
         self.decided_s = 0.0
         self._decided_at = 0.0
         self.busy = Stopwatch()
@@ -115,7 +115,7 @@ class VirtualScheduler(Scheduler):
         self._handle = self.busy.around(self._handle)  # type: ignore[method-assign]
 
     def _stand_ins(self, report: Send) -> None:
-        """Make the attributes that the used methods need, and that the server would have made."""
+        """Create the attributes that the server would have created and that the used methods need."""
         self._status = Status.running
         self._last_time = self.generation = 0
         self._workers_removed_total = 0
@@ -147,14 +147,14 @@ class VirtualScheduler(Scheduler):
         return stealing
 
     def time_decisions(self) -> None:
-        """Measure each choice of a worker, through overrides that are bound by now."""
+        """Time each choice of a worker, including overrides bound so far."""
         for name in DECISIONS:
             self._untimed[name] = vars(self).get(name)
             setattr(self, name, self._charged(self.deciding.around(getattr(self, name))))
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """Measure no choices meanwhile, so that overrides find the methods as they are known."""
+        """Remove the timing during the body, so that overrides find the original methods."""
         timed = bool(self._untimed)
         while self._untimed:
             name, before = self._untimed.popitem()
@@ -167,7 +167,7 @@ class VirtualScheduler(Scheduler):
             self.time_decisions()
 
     def _charged(self, decide: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a choice of a worker that takes virtual time."""
+        """Wrap a choice of a worker so that it takes virtual time."""
         if not self._decision:
             return decide
 
@@ -177,24 +177,24 @@ class VirtualScheduler(Scheduler):
 
         return charged
 
-    # ---- what the server would do ----------------------------------------------------
+    # ---- in place of the server ------------------------------------------------------
 
     def log_event(self, topic: Any, msg: Any) -> None:
-        """Drop the entry: the log is not read."""
+        """Drop the entry, since nothing reads the log."""
 
     def coerce_address(self, addr: Any, resolve: bool = True) -> str:
         """Return an address with a stable hash."""
         return addr if isinstance(addr, Name) else Name(addr)
 
     def receive(self, worker: str, message: StreamMessage) -> None:
-        """Take a message from a worker, and handle it after those before it."""
+        """Receive a message from a worker, and handle it after all earlier messages."""
         self._free_at = max(self._clock.now, self._free_at) + self._cost
         self._clock.at(self._free_at, self._handle, worker, message)
 
     def _handle(self, worker: str, message: StreamMessage) -> None:
         if worker not in self.workers:
             return
-        if self._clock.now < self._decided_at:  # it still decides for the message before this one
+        if self._clock.now < self._decided_at:  # the scheduler is still busy with earlier decisions
             self._clock.at(self._decided_at, self._handle, worker, message)
             return
         handler = self.stream_handlers[message.pop("op")]
@@ -203,7 +203,7 @@ class VirtualScheduler(Scheduler):
 
     @contextmanager
     def _charging(self) -> Iterator[None]:
-        """Let the next message wait for the decisions that are made now."""
+        """Delay the next message by the decisions made in the body."""
         self.decided_s = 0.0
         try:
             yield
@@ -214,7 +214,7 @@ class VirtualScheduler(Scheduler):
     # ---- workers ---------------------------------------------------------------------
 
     def join(self, worker: str, threads: int, memory: int, send: Send) -> None:
-        """Register a worker: the lines of ``Scheduler.add_worker`` that are about state."""
+        """Register a worker: the part of ``Scheduler.add_worker`` that concerns state."""
         self.workers[worker] = ws = WorkerState(
             address=worker,
             status=Status.running,
@@ -242,11 +242,11 @@ class VirtualScheduler(Scheduler):
         self.stimulus_queue_slots_maybe_opened(stimulus_id="join")
 
     def leave(self, worker: str) -> None:
-        """Remove a worker, by ``Scheduler.remove_worker`` itself."""
+        """Remove a worker with ``Scheduler.remove_worker`` itself."""
         asyncio.run(self.remove_worker(worker, stimulus_id="leave", close=False))
 
     def heartbeat(self, worker: str, bandwidth: float, executing: Mapping[str, float], spilled: int) -> None:
-        """Take a heartbeat: the lines of ``Scheduler.heartbeat_worker`` that decisions depend on."""
+        """Handle a heartbeat: the part of ``Scheduler.heartbeat_worker`` that affects decisions."""
         ws = self.workers.get(worker)
         if ws is None:
             return
@@ -259,7 +259,7 @@ class VirtualScheduler(Scheduler):
 
     @property
     def heartbeat_interval(self) -> float:
-        """Return the seconds between two heartbeats of a worker."""
+        """Return the interval between two heartbeats of a worker, in seconds."""
         return float(heartbeat_interval(len(self.workers)))
 
     # ---- the client ------------------------------------------------------------------
@@ -267,12 +267,12 @@ class VirtualScheduler(Scheduler):
     def submit(
         self, graph: Mapping[Key, Task], wanted: Iterable[Key], workers: Mapping[Key, str] | None = None
     ) -> None:
-        """Submit a graph of a client that wants some of its keys.
+        """Submit a graph on behalf of the client, which wants some of its keys.
 
         Parameters
         ----------
         workers
-            The only worker that may run a task, by key; those that are left out run anywhere.
+            The only worker that may run a task, by key; missing tasks may run anywhere.
         """
         with self._charging():
             self._submit(graph, wanted, workers or {})

@@ -1,4 +1,4 @@
-"""Move the shards of the runtime's shuffles in virtual time: past Dask, from worker to worker."""
+"""Simulate the runtime's shuffles: shards move between workers in virtual time, bypassing Dask."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.scheduler import VirtualScheduler
 from dask_gpurt.simulate.work import Work
 
-#: Takes the barrier of a shuffle and the owners of its outputs that Dask has chosen, and returns others.
+#: Returns the owners of outputs, given the barrier of a shuffle and the owners that Dask has chosen.
 ChooseOwners = Callable[[Any, dict[int, str]], dict[int, str]]
 
 
 class VirtualShuffles:
     """Send the shards of each transfer to the owners of outputs, which wait for them.
 
-    Owners are chosen when the first transfer of a shuffle starts, as on a cluster: by Dask's rule, or by
-    placement. Both sides of a join have the same ones. Shards go out as soon as their transfer has ended.
+    Owners are chosen when the first transfer of a shuffle starts, as on a real cluster, either by Dask's rule
+    or by placement. Both sides of a join have the same owners. Shards are sent as soon as their transfer has
+    finished.
 
-    Their memory is not counted, and shards that are lost with a worker are not made again.
+    The memory of shards is not modelled, and shards that are lost with a worker are not recreated.
 
     Parameters
     ----------
     works
-        All tasks. Those with :attr:`Work.shards` are outputs, in the order of their partitions.
+        All tasks. Tasks with :attr:`Work.shards` are outputs, in the order of their partitions.
     scheduler
-        Is told where outputs run.
+        Restricts outputs to their owners.
     network
         Moves the bytes.
 
     Attributes
     ----------
     choose
-        Chooses the owners in place of Dask.
+        Chooses the owners; by default, keeps Dask's choice.
     """
 
     def __init__(self, works: Mapping[str, Work], scheduler: VirtualScheduler, network: Network):
@@ -43,7 +44,7 @@ class VirtualShuffles:
         self._scheduler = scheduler
         self._network = network
         self.choose: ChooseOwners = _dasks
-        #: Bytes of shards by transfer and output; the owners of outputs, and the shards that they still lack.
+        #: Bytes of shards by transfer and output; the owner and the number of missing shards of each output.
         self._sent: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self._owners: dict[str, str] = {}
         self._missing: Counter[str] = Counter()
@@ -55,7 +56,7 @@ class VirtualShuffles:
                 self._sent[transfer][work.key] = nbytes
 
     def on_start(self, work: Work) -> None:
-        """Choose owners if a task is the first transfer of a shuffle."""
+        """Choose owners if the task is the first transfer of a shuffle."""
         outputs = self._sent.get(work.key)
         if not outputs or next(iter(outputs)) in self._owners:
             return
@@ -69,14 +70,14 @@ class VirtualShuffles:
             self._scheduler.set_restrictions({output: chosen[number]})
 
     def _in_ranges(self, outputs: int) -> dict[int, str]:
-        """Return Dask's choice of owners: as many outputs each, and shuffles begin at workers in turn."""
+        """Return Dask's choice of owners: equal ranges of outputs, with another first worker each time."""
         workers: Sequence[str] = list(self._scheduler.workers)
         first = next(self._turns) % len(workers)
         turned = [*workers[first:], *workers[:first]]
         return {number: turned[len(turned) * number // outputs] for number in range(outputs)}
 
     def on_end(self, work: Work, worker: str) -> None:
-        """Send the shards of a task that has ended on a worker, if it is a transfer."""
+        """Send the shards of a task that has finished on a worker, if it is a transfer."""
         by_owner: defaultdict[str, list[str]] = defaultdict(list)
         for output in self._sent.get(work.key, ()):
             by_owner[self._owners[output]].append(output)
@@ -94,7 +95,7 @@ class VirtualShuffles:
                 begin()
 
     def when_there(self, work: Work, begin: Callable[[], None]) -> None:
-        """Begin a task once all of its shards have arrived: at once if it takes none."""
+        """Call ``begin`` once all shards of a task have arrived; immediately if it needs none."""
         if self._missing[work.key] > 0:
             self._waiting[work.key] = begin
         else:

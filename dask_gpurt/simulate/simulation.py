@@ -29,19 +29,19 @@ DETECTION_DELAY_S = 0.1
 
 
 class WorkloadFailed(RuntimeError):
-    """Dask has given up a task: its inputs are too large for a worker, or too many workers died with it."""
+    """Dask has failed a task: its inputs are too large for a worker, or too many workers died running it."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Remove a worker at a time, with its data.
+    """Remove a worker, with its data, at a given time.
 
     Parameters
     ----------
     when
         Virtual seconds.
     worker
-        Its number in the cluster; workers that join later follow.
+        Its number in the cluster; workers that join later have the following numbers.
     """
 
     when: float
@@ -50,42 +50,42 @@ class Leave:
 
 @dataclass(frozen=True)
 class Join:
-    """Add a worker at a time, in virtual seconds."""
+    """Add a worker at a given time, in virtual seconds."""
 
     when: float
     machine: Machine
 
 
 class Simulation:
-    """Run the real scheduler with any number of workers, none of which is a process.
+    """Run the real scheduler with any number of simulated workers, without processes.
 
     Parameters
     ----------
     cluster
-        The workers at the beginning.
+        The initial workers.
     workload
-        The graphs that they compute.
+        The graphs to compute.
     changes
-        Workers that leave or join meanwhile.
+        Workers that leave or join during the simulation.
     overheads
-        Seconds that Dask itself takes.
+        Overheads of Dask itself.
     bind
-        Called with the simulation when all workers have joined; it may replace decisions.
+        Called with the simulation when all initial workers have joined; may override decisions.
     worker
-        The class of all workers: Dask's, or one with the tiers of the runtime.
+        The class of all workers: Dask's worker, or a worker with the runtime's tiers.
     name
         The name of the placement in the result.
 
     Attributes
     ----------
     result
-        The figures, once :meth:`run` has returned.
+        The figures, after :meth:`run` has returned.
     runs
-        How often each task has ended.
+        How often each task has finished.
     metrics
         Counters of placement.
     ends
-        Virtual seconds at which each submission was done.
+        Virtual times at which the submissions finished, in seconds.
     """
 
     result: Result
@@ -108,7 +108,7 @@ class Simulation:
         self.overheads = overheads or Overheads()
         self._worker = worker
         self.clock = Clock()
-        #: The links as they are. Placement gets a topology of its own, since it may learn.
+        #: The true links. Placement gets its own topology, since it may learn other speeds.
         self.topology = cluster.topology()
         self.trace = Trace()
         self.network = Network(
@@ -146,9 +146,9 @@ class Simulation:
         Raises
         ------
         Stuck
-            When it never ends, because no worker is left for instance.
+            If it never ends, for example because no worker is left.
         WorkloadFailed
-            When Dask gives up a task.
+            If Dask fails a task.
         """
         self._submit()
         with _quiet():
@@ -156,7 +156,7 @@ class Simulation:
                 self.clock.run(until=lambda: self._done)
             except Stuck as stuck:
                 raise Stuck(
-                    f"{len(self._waiting)} keys of {self.workload.name} never came: {stuck}"
+                    f"{len(self._waiting)} keys of {self.workload.name} were never computed: {stuck}"
                 ) from None
         self.result = self._sum_up()
         return self.result
@@ -213,12 +213,12 @@ class Simulation:
                 self._waiting.add(key)
             elif message["op"] == "task-erred":
                 reason = pickle.loads(message["exception"])
-                raise WorkloadFailed(f"{key} was given up after {self.clock.now:.3f} s: {reason}")
+                raise WorkloadFailed(f"{key} failed after {self.clock.now:.3f} s: {reason}")
         if not self._waiting:
             self.clock.after(0.0, self._next, self._submission)
 
     def _next(self, submission: Submission) -> None:
-        """Go on after a submission, if all of its results are still there."""
+        """Continue after a submission, if all of its results are still in memory."""
         if self._waiting or submission is not self._submission or self._done:
             return
         self._makespan = self.clock.now
@@ -249,7 +249,7 @@ class Simulation:
         here, there = self.machine(transfer.source).place, self.machine(transfer.target).place
         self.trace.add_transfer(self.clock.now, transfer.link, transfer.nbytes, here.host != there.host)
 
-    # ---- workers that join and leave ----------------------------------------------------------------
+    # ---- joining and leaving workers ----------------------------------------------------------------
 
     def _join(self, machine: Machine) -> None:
         name = address(len(self._arrived), machine)
@@ -274,7 +274,7 @@ class Simulation:
         self._beat(worker)
 
     def _beat(self, worker: VirtualWorker) -> None:
-        """Have a worker send heartbeats, each worker at a phase of its own."""
+        """Send periodic heartbeats of a worker, with a different phase for each worker."""
 
         def beat() -> bool:
             if not worker.gone:
@@ -288,7 +288,7 @@ class Simulation:
 
     def _leave(self, index: int) -> None:
         if index >= len(self._arrived) or self._arrived[index] not in self.workers:
-            raise ValueError(f"worker {index} can not leave at {self.clock.now} s: it is not there")
+            raise ValueError(f"worker {index} cannot leave at {self.clock.now} s: it is not in the cluster")
         worker = self.workers.pop(self._arrived[index])
         worker.gone = True
         self.trace.add_removed(worker.tiers)
@@ -297,7 +297,7 @@ class Simulation:
 
 
 def _too_large(works: Mapping[str, Work], largest: int) -> int:
-    """Return how many tasks need more at once than the largest live tier holds."""
+    """Return the number of tasks that need more memory than the largest live tier."""
     needed = (
         sum(works[need].nbytes for need in work.needs) + work.nbytes + work.workspace
         for work in works.values()
@@ -307,7 +307,7 @@ def _too_large(works: Mapping[str, Work], largest: int) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Dask's log, which warns of workers that leave as planned."""
+    """Silence Dask's log, which would warn of workers that leave as planned."""
     logger = logging.getLogger("distributed.scheduler")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

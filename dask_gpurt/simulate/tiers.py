@@ -1,4 +1,4 @@
-"""Simulate the memory of a worker: the tier of each key, and the seconds of moves between tiers."""
+"""Simulate the memory of a worker: the tier of each key, and the duration of moves between tiers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dask_gpurt.topology import Link, Speed
 
 @dataclass(frozen=True)
 class Capacity:
-    """Limit each tier of a worker in bytes; the disk is unlimited.
+    """Hold the capacity of each tier of a worker, in bytes; the disk is unlimited.
 
     Parameters
     ----------
     device, pinned, host
-        A worker without a device computes in the host tier.
+        Capacities. With ``device=0`` the worker computes in the host tier.
     """
 
     device: int
@@ -35,7 +35,7 @@ class Capacity:
 
     @property
     def total(self) -> int:
-        """Return the capacity of all tiers but the disk."""
+        """Return the total capacity of all tiers except the disk."""
         return self.device + self.pinned + self.host
 
     def __getitem__(self, tier: Tier) -> float:
@@ -47,16 +47,16 @@ class Capacity:
 class Tiers(MutableMapping[Key, Any]):
     """Map the keys of a worker to their bytes, each in one tier.
 
-    New keys go to the live tier. When a tier is over its capacity, the least recently used keys go one tier
-    down, as zict's buffers do on Dask's workers. Keys that a running task holds stay; bytes that neither go
-    down nor fit count as over memory.
+    New keys go to the live tier. When a tier exceeds its capacity, its least recently used keys are evicted
+    to the next tier, as by zict's buffers on Dask's workers. Keys held by running tasks are not evicted; if
+    they do not fit, the worker is over its memory.
 
     Parameters
     ----------
     capacity
         The capacity of each tier.
     speed
-        Returns how fast bytes go over a link between tiers.
+        Returns the speed of a link between tiers.
     """
 
     def __init__(self, capacity: Capacity, speed: Callable[[Link], Speed]):
@@ -99,48 +99,48 @@ class Tiers(MutableMapping[Key, Any]):
     # ---- tasks and transfers -------------------------------------------------
 
     def tier(self, key: Key) -> Tier | None:
-        """Return the tier of a key, None if it is not here."""
+        """Return the tier of a key; None if the key is not on this worker."""
         return self._tier.get(key)
 
     @property
     def live_bytes(self) -> int:
-        """Return the bytes in the live tier, reserved ones included."""
+        """Return the bytes in the live tier, including reserved bytes."""
         return self._used[self.live] + self._reserved
 
     @property
     def spilled_bytes(self) -> int:
-        """Return the bytes below the live tier."""
+        """Return the bytes in the tiers below the live tier."""
         return sum(self._used.values()) - self._used[self.live]
 
     @property
     def free(self) -> int:
-        """Return the free bytes of the live tier; below 0 when it is over its capacity."""
+        """Return the free bytes of the live tier; negative if it exceeds its capacity."""
         return self.capacity.live - self.live_bytes
 
     def free_below(self) -> dict[Tier, float]:
-        """Return the free bytes of each tier below the live one, from fast to slow."""
+        """Return the free bytes of each tier below the live tier, from fast to slow."""
         return {tier: self.capacity[tier] - self._used[tier] for tier in self._order[1:]}
 
     @property
     def over(self) -> bool:
-        """Return whether the live tier was ever over its capacity."""
+        """Return whether the live tier ever exceeded its capacity."""
         return self.peak > self.capacity.live
 
     def hold(self, keys: Collection[Key], reserve: int) -> float:
-        """Bring keys up into the live tier and keep them there, and reserve bytes beside them.
+        """Move keys to the live tier and pin them there, and reserve additional bytes.
 
         Returns
         -------
         float
-            Seconds until all of this is done.
+            The duration in seconds.
         """
-        self._holders.update(list(keys))  # of a mapping a counter would add the values
+        self._holders.update(list(keys))  # a list, since Counter.update would add the values of a mapping
         self._reserved += reserve
         seconds = sum([self._bring_up(key) for key in keys if key in self._tier])
         return seconds + self._make_room()
 
     def fits(self, keys: Collection[Key], reserve: int) -> bool:
-        """Return whether :meth:`hold` would keep the live tier within capacity, if the rest is spilled."""
+        """Return whether :meth:`hold` would keep the live tier within capacity, after spilling all else."""
         available = self.capacity.live - self._reserved - reserve
         coming = sum(self[key] for key in keys if self._tier.get(key) not in (self.live, None))
         if self._used[self.live] + coming <= available:
@@ -149,12 +149,12 @@ class Tiers(MutableMapping[Key, Any]):
         return sum(self[key] for key in staying) + coming <= available
 
     def lend(self, keys: Collection[Key]) -> tuple[list[Key], float]:
-        """Read keys from the tiers that they are in; those in the live tier stay there until released.
+        """Read keys from the tiers that they are in, and pin those in the live tier until they are released.
 
         Returns
         -------
         list, float
-            The keys that are held, and the seconds to read the others.
+            The pinned keys, and the seconds to read all other keys.
         """
         held = [key for key in keys if self.tier(key) is self.live]
         self.hold(held, 0)
@@ -162,7 +162,7 @@ class Tiers(MutableMapping[Key, Any]):
         return held, sum(self._seconds(self._tier[key], self.live, self[key]) for key in below)
 
     def release(self, keys: Collection[Key], reserve: int) -> None:
-        """Release keys and reserved bytes of :meth:`hold`."""
+        """Release the keys and reserved bytes of :meth:`hold`."""
         self._reserved -= reserve
         for key in keys:
             self._holders[key] -= 1
@@ -193,7 +193,7 @@ class Tiers(MutableMapping[Key, Any]):
         return self._speed(_between(source, target)).seconds(nbytes)
 
     def _make_room(self) -> float:
-        """Spill what is over the capacity of each tier; return the seconds."""
+        """Spill keys from each tier that exceeds its capacity; return the duration in seconds."""
         seconds = 0.0
         for tier, below in zip(self._order, self._order[1:], strict=False):
             excess = self._used[tier] - self.capacity[tier]
@@ -211,7 +211,7 @@ class Tiers(MutableMapping[Key, Any]):
         return self._move(key, target)
 
     def _victims(self, tier: Tier, nbytes: float) -> list[Key]:
-        """Return the least recently used keys of a tier that free this many bytes; held keys stay."""
+        """Return the least recently used keys of a tier that free this many bytes, without held keys."""
         found: list[Key] = []
         for key, size in self._keys[tier].items():
             if nbytes <= 0:
@@ -223,9 +223,9 @@ class Tiers(MutableMapping[Key, Any]):
 
 
 class RuntimeTiers(Tiers):
-    """Spill as the runtime does: keys that are needed last leave the live tier first.
+    """Spill like the runtime: evict the keys with the latest next use first.
 
-    A key goes to the first lower tier with room for it, and stays there until it is read, see
+    A key is evicted to the first lower tier with room for it, and stays there until it is read; see
     :mod:`dask_gpurt.memory.policy`.
 
     Parameters
@@ -233,7 +233,7 @@ class RuntimeTiers(Tiers):
     capacity, speed
         See :class:`Tiers`.
     next_use
-        Returns the soonest scheduler priority among the tasks that need a key, None without any.
+        Returns the earliest scheduler priority of the tasks that need a key; None if there is no such task.
     """
 
     def __init__(

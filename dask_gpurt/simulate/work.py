@@ -1,4 +1,4 @@
-"""Define tasks of known duration and size, without code."""
+"""Define simulated tasks: their dependencies, durations and sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Work:
     Parameters
     ----------
     key
-        Of the form of a stringified tuple: ``('prefix-token', 0)``.
+        A stringified tuple: ``('prefix-token', 0)``.
     needs
         Keys of its inputs.
     seconds
@@ -24,12 +24,12 @@ class Work:
     nbytes
         Bytes of its result.
     workspace
-        Bytes that it needs beside its inputs and its result while it runs.
+        Bytes that it needs while running, besides its inputs and its result.
     worker
-        The number of the only worker that may run it; any may if not given.
+        The number of the only worker that may run it; None if any worker may.
     shards
-        Bytes that an output of one of the runtime's shuffles takes from each of the transfers, by their keys.
-        It needs the barrier as an input, which needs the transfers.
+        For an output of one of the runtime's shuffles: bytes received from each transfer, by key of the
+        transfer. The output needs the barrier as an input, and the barrier needs the transfers.
     """
 
     key: Name
@@ -41,24 +41,24 @@ class Work:
     shards: Mapping[Name, int] = field(default_factory=dict)
 
     def task(self) -> Task:
-        """Return the task for Dask's scheduler; one without inputs is a data producer, as reading is."""
+        """Return the task for Dask's scheduler. A task without inputs is a data producer, like a read."""
         return Task(
             self.key, _do_nothing, *[TaskRef(need) for need in self.needs], _data_producer=not self.needs
         )
 
 
 def _do_nothing(*inputs: object) -> None:
-    """Stand for the function of every task: it is never called."""
+    """Serve as the function of all tasks; never called."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Describe a graph that a client submits when the one before has ended.
+    """Describe a graph that a client submits when the previous one has finished.
 
     Parameters
     ----------
     works
-        Its tasks; they may need tasks of earlier submissions that are kept.
+        Its tasks, which may need results kept from earlier submissions.
     wanted
         Keys that the client waits for.
     keep
@@ -72,7 +72,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class Workload:
-    """List graphs that a client submits one after the other."""
+    """Hold graphs that a client submits one after the other."""
 
     name: str
     submissions: Sequence[Submission]

@@ -1,4 +1,4 @@
-"""Run Dask's worker in virtual time: its own state machine, and the time that tasks and transfers take."""
+"""Run Dask's worker state machine in virtual time, with simulated tasks and transfers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from dask_gpurt.simulate.tiers import Capacity, RuntimeTiers, Tiers
 from dask_gpurt.simulate.work import Work
 from dask_gpurt.topology import Link, Speed
 
-#: The event that a worker makes of each message of the scheduler.
+#: The state machine event for each message of the scheduler.
 EVENTS: Mapping[str, type[StateMachineEvent]] = {
     "acquire-replicas": AcquireReplicasEvent,
     "compute-task": ComputeTaskEvent,
@@ -56,36 +56,36 @@ EVENTS: Mapping[str, type[StateMachineEvent]] = {
     "remove-worker": RemoveWorkerEvent,
     "steal-request": StealRequestEvent,
 }
-#: Seconds after which Dask's worker asks a busy peer again, and asks for keys without a known holder.
+#: Delays in seconds after which Dask's worker retries a busy peer, and looks for missing keys.
 BUSY_RETRY_S, FIND_MISSING_S = 0.15, 1.0
-#: Transfers of fewer bytes do not count as measurements of the bandwidth.
+#: Smaller transfers do not count as bandwidth measurements.
 MIN_MEASURED_BYTES = 1_000_000
-#: The shortest duration of a task that is reported: Dask takes 0 for a task that has seceded.
+#: The shortest reported duration of a task: Dask interprets 0 as a task that has seceded.
 CLOCK_RESOLUTION_S = 1e-6
-#: Tells whether there is room, and begins what needs it.
+#: Returns whether the request fits; starts it.
 Request = tuple[Callable[[], bool], Callable[[], None]]
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Set the seconds that Dask itself takes.
+    """Set the overheads of Dask itself, in seconds.
 
-    The defaults are of the order that Dask's documentation names: about a millisecond for a task.
+    The defaults have the order of magnitude that Dask's documentation gives: about a millisecond per task.
     ``benchmarks.placement.simulator`` measures them.
 
     Parameters
     ----------
     message
-        For a message between a worker and the scheduler.
+        To deliver a message between a worker and the scheduler.
     scheduler
         For the scheduler to handle a message.
     task
-        For a worker to start a task and to report its result.
+        For a worker to start a task and report its result.
     transfer
-        For two workers to agree on a transfer.
+        For two workers to set up a transfer.
     decision
-        For the scheduler to choose a worker. 0 leaves that to ``scheduler``; :attr:`Result.decision_us` of a
-        run before it is the time to charge.
+        For the scheduler to choose a worker. With 0, this is part of ``scheduler``; for a realistic value
+        take :attr:`Result.decision_us` of an earlier run.
     """
 
     message: float = 1e-3
@@ -96,7 +96,7 @@ class Overheads:
 
 
 class Environment(Protocol):
-    """Show a worker the cluster."""
+    """Define the view that a worker has of the cluster."""
 
     clock: Clock
     network: Network
@@ -114,7 +114,7 @@ class Environment(Protocol):
 
 
 class _VirtualTask(TaskState):
-    """Hash a task alike in every process: the order of sets must not depend on addresses in memory."""
+    """Give tasks a deterministic hash: the order of sets must not depend on memory addresses."""
 
     __slots__ = ("_order",)
 
@@ -127,27 +127,27 @@ class _VirtualTask(TaskState):
 
 
 class VirtualWorker:
-    """Run a worker of Dask's: its state machine decides, and its instructions take virtual time.
+    """Run Dask's worker state machine, and execute its instructions in virtual time.
 
     Parameters
     ----------
     address
         The worker's name on the network.
     threads
-        Tasks that run at a time.
+        Maximum number of concurrent tasks.
     speed
-        Tasks take :attr:`Work.seconds` divided by it.
+        Relative speed: tasks take :attr:`Work.seconds` divided by it.
     capacity
-        Bytes of each of its tiers.
+        Bytes of each tier.
     link_speed
-        Returns how fast bytes go over a link between two of its tiers.
+        Returns the speed of a link between two tiers.
     environment
-        The cluster around it.
+        The rest of the cluster.
 
     Attributes
     ----------
     tiers
-        Its data.
+        The data of the worker.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class VirtualWorker:
     # ---- messages --------------------------------------------------------------------
 
     def receive(self, *messages: dict[str, Any]) -> None:
-        """Take messages from the scheduler."""
+        """Handle messages from the scheduler."""
         for message in messages:
             named = dict(message)
             event = EVENTS[named.pop("op")]
@@ -201,7 +201,7 @@ class VirtualWorker:
             self._deliver(event(**named))
 
     def _make_tasks(self, keys: Iterable[str]) -> None:
-        """Make the tasks that a message names, before the state machine would."""
+        """Create the tasks that a message names, before the state machine would create its own."""
         for key in keys:
             if key not in self.state.tasks:
                 self.state.tasks[key] = task = _VirtualTask(key, next(self._order))
@@ -223,7 +223,7 @@ class VirtualWorker:
             self._clock.after(FIND_MISSING_S, self._find_missing)
 
     def _deliver(self, event: StateMachineEvent) -> None:
-        """Handle an event that was put off, unless the worker has left."""
+        """Handle a delayed event, unless the worker has left."""
         if not self.gone:
             self._stimulate(event)
 
@@ -235,7 +235,7 @@ class VirtualWorker:
 
     @property
     def executing(self) -> dict[str, float]:
-        """Return the seconds for which each running task has been running."""
+        """Return how long each running task has been running, in seconds."""
         return {key: self._clock.now - start for key, start in self._started.items()}
 
     def _execute(self, key: str) -> None:
@@ -245,7 +245,7 @@ class VirtualWorker:
         self._environment.shuffles.when_there(work, partial(self._begin, work, ready))
 
     def _begin(self, work: Work, ready: float) -> None:
-        """Run a task whose shards are there, once its inputs are live."""
+        """Run a task whose shards have arrived, once its inputs are live."""
         if self.gone:
             return
         start = max(ready, self._clock.now) + self._environment.overheads.task
@@ -274,7 +274,7 @@ class VirtualWorker:
         )
 
     def _after_moves(self, seconds: float) -> float:
-        """Return the end of moves between tiers that take ``seconds``; a worker makes them one by one."""
+        """Return the end of moves between tiers that take ``seconds``; a worker's moves are sequential."""
         if not seconds:
             return self._clock.now
         self._moving_until = max(self._moving_until, self._clock.now) + seconds
@@ -298,11 +298,11 @@ class VirtualWorker:
             source.send(self, asked, about)
 
     def busy_for(self, host: str) -> bool:
-        """Return whether a peer on a host has to ask later; a peer on the same host has twice the limit."""
+        """Return whether to turn away a peer on a host; the limit is doubled for peers on the same host."""
         return self._outgoing >= self._outgoing_limit * (2 if host == self._host else 1)
 
     def send(self, target: VirtualWorker, asked: GatherDep, about: Mapping[str, Any]) -> None:
-        """Send a peer the keys that it has asked for, as far as they are here."""
+        """Send a peer those of the requested keys that this worker holds."""
         found: dict[Key, Any] = {
             key: self.tiers[key] for key in sorted(asked.to_gather, key=str) if key in self.tiers
         }
@@ -336,15 +336,15 @@ class VirtualWorker:
         self._clock.at(ready, begin)
 
     def _reserve(self, nbytes: int) -> float:
-        """Reserve bytes for what a peer begins to send; return the seconds until they are free."""
+        """Reserve bytes for an incoming transfer; return the seconds until they are free."""
         return self.tiers.hold((), nbytes)
 
     def _unreserve(self, nbytes: int) -> None:
-        """Release the bytes of a transfer that has ended."""
+        """Release the bytes of a finished transfer."""
         self.tiers.release((), nbytes)
 
     def _lend(self, keys: Collection[Key]) -> tuple[Collection[Key], float]:
-        """Hold keys while they are sent, in the live tier, as Dask does; return them and the seconds."""
+        """Hold keys in the live tier while they are sent, as Dask does; return them and the seconds."""
         return keys, self.tiers.hold(keys, 0)
 
     def _release(self, keys: Collection[Key]) -> None:
@@ -358,21 +358,21 @@ class VirtualWorker:
 
 
 class TieredWorker(VirtualWorker):
-    """Take memory as the runtime does: by its own admission, its estimates and its eviction policy.
+    """Manage memory like the runtime, with its admission, estimates and eviction policy.
 
-    Data that are sent are read from the tier that they lie in.
+    Data are sent from the tier that they are in.
     """
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._estimator = MemoryEstimator()
-        # Simulated tasks never wait for each other, and take as long as the workload says.
+        # Simulated tasks never wait for each other and always finish, so requests need no deadline.
         self._admission = Admission(patience=math.inf)
         self._numbers = itertools.count()
         self._requests: dict[MemoryRequest, Request] = {}
-        #: The fetch that is under way, by peer.
+        #: The fetch in flight, by peer.
         self._fetches: dict[str, MemoryRequest] = {}
-        #: The bytes that it will take, by peer.
+        #: The bytes reserved for it, by peer.
         self._promised: dict[str, int] = {}
 
     def _make_tiers(self, capacity: Capacity, link_speed: Callable[[Link], Speed]) -> Tiers:
@@ -405,7 +405,7 @@ class TieredWorker(VirtualWorker):
         self._admit(holder, (partial(self.tiers.fits, (), asked.total_nbytes), partial(self._ask_now, asked)))
 
     def _ask_now(self, asked: GatherDep) -> None:
-        """Reserve the bytes at once: until the peer has read the request, others would take them."""
+        """Reserve the bytes before the peer reads the request, lest another request takes them meanwhile."""
         self._promised[asked.worker] = asked.total_nbytes
         ready = self._after_moves(self.tiers.hold((), asked.total_nbytes))
         self._clock.at(ready, super()._gather, asked)
@@ -414,7 +414,7 @@ class TieredWorker(VirtualWorker):
         return 0.0
 
     def _unreserve(self, nbytes: int) -> None:
-        """Do nothing: the bytes are released when the fetch ends, see :meth:`_stimulate`."""
+        """Do nothing: :meth:`_stimulate` releases the bytes when the fetch ends."""
 
     def _stimulate(self, event: StateMachineEvent) -> None:
         ended = None
@@ -426,7 +426,7 @@ class TieredWorker(VirtualWorker):
             self._leave(ended)
 
     def busy_for(self, host: str) -> bool:
-        """Return whether a peer has to ask later: also while a task waits for memory that is being sent."""
+        """Return whether to turn away a peer, also while a task waits for memory that is being sent."""
         return self._admission.short or super().busy_for(host)
 
     def _lend(self, keys: Collection[Key]) -> tuple[Any, float]:
@@ -459,6 +459,6 @@ class TieredWorker(VirtualWorker):
 
 
 def _incoming_limit(memory: int) -> float:
-    """Return the bytes that may be on their way to a worker at a time."""
+    """Return the maximum bytes in flight to a worker."""
     part = dask.config.get("distributed.worker.memory.transfer")
     return int(memory * part) if part else float("inf")

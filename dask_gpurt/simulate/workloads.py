@@ -1,4 +1,4 @@
-"""Generate the workloads that are simulated, as graphs of the form that Dask makes."""
+"""Generate simulated workloads, as graphs like those that Dask creates."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dask_gpurt.simulate.clock import Name
 from dask_gpurt.simulate.cluster import Cluster
 from dask_gpurt.simulate.work import Submission, Work, Workload
 
-#: Bytes per second that a worker of speed 1 reads and decodes from storage, and that it computes on.
+#: Bytes per second that a worker of speed 1 reads and decodes from storage, and that it processes.
 READ_BANDWIDTH, COMPUTE_BANDWIDTH = 2e9, 20e9
-#: Seconds that any task takes, whatever its size, and that a split takes, which copies nothing.
+#: Fixed seconds of any task, and the seconds of a split, which copies nothing.
 MIN_TASK_S, SPLIT_S = 5e-3, 1e-4
-#: The largest random deviation of a duration, as a share of it.
+#: Maximum random deviation of a duration, as a fraction of it.
 JITTER = 0.05
-#: The default number of partitions for each worker, and in all: shuffles of more have very many tasks.
+#: Default number of partitions per worker, and its limit in total: larger shuffles have very many tasks.
 PARTITIONS_PER_WORKER, MAX_PARTITIONS = 2, 512
-#: Dask's limit to the pieces into which a task of a shuffle is split; beyond it a shuffle takes more steps.
+#: Dask's limit on the splits of a shuffle task; a shuffle into more pieces takes several steps.
 MAX_BRANCH = 32
 
 
@@ -41,7 +41,7 @@ class Graph:
         seconds: float | None = None,
         workspace: float = 0,
     ) -> Name:
-        """Add a task. Unless given, its duration follows from the bytes of its inputs."""
+        """Add a task. By default its duration follows from the bytes of its inputs."""
         if seconds is None:
             taken = sum(self.sizes[need] for need in needs)
             seconds = MIN_TASK_S + (taken / COMPUTE_BANDWIDTH if needs else nbytes / READ_BANDWIDTH)
@@ -51,7 +51,7 @@ class Graph:
         return key
 
     def submission(self, wanted: Sequence[Name], *, keep: bool = False) -> Submission:
-        """Return the tasks that were added since the last call, as a graph of their own."""
+        """Return the tasks added since the last call, as a separate graph."""
         works, self.works = self.works, []
         return Submission(works, frozenset(wanted), keep)
 
@@ -60,7 +60,7 @@ class Graph:
         return [self.add(f"read-{name}", i, nbytes=size) for i, size in enumerate(sizes)]
 
     def shuffle(self, name: str, inputs: Sequence[Name], weights: Sequence[float]) -> list[Name]:
-        """Add Dask's task-based shuffle, in as many steps as its limit to splits takes.
+        """Add Dask's task-based shuffle, in as many steps as its limit on splits requires.
 
         Parameters
         ----------
@@ -69,7 +69,7 @@ class Graph:
         inputs
             Partitions to shuffle.
         weights
-            The share of all rows that each output gets; as many as inputs.
+            The fraction of all rows that each output gets; as many as inputs.
         """
         count = len(inputs)
         steps = max(1, math.ceil(math.log(count) / math.log(MAX_BRANCH))) if count > 1 else 1
@@ -89,10 +89,10 @@ class Graph:
         base: int,
         step: int,
     ) -> dict[int, Name]:
-        """Move each piece to the position that has its output's digit of this step."""
+        """Move each piece to the position with its output's digit of this step."""
         low, high = base**step, base ** (step + 1)
-        # A place holds rows of the sources that share its digits from here on up, for the outputs that share
-        # those that are settled.
+        # A place holds rows of the sources that share its digits from this step upwards, for the outputs that
+        # share its settled (lower) digits.
         here: defaultdict[int, float] = defaultdict(float)
         for i, size in enumerate(sources):
             here[i // low] += size
@@ -132,11 +132,11 @@ class Scale:
     Parameters
     ----------
     partitions
-        Of the largest collection.
+        Number of partitions of the largest collection.
     memory
-        Bytes of the live tiers of all workers; what is read is a share of it.
+        Total bytes of all live tiers; the data that are read are a fraction of it.
     workers
-        Their number at the beginning.
+        Initial number of workers.
     """
 
     partitions: int
@@ -144,7 +144,7 @@ class Scale:
     workers: int
 
     def each(self, part: float) -> list[float]:
-        """Return the sizes of equal partitions that make up a share of the memory."""
+        """Return the sizes of equal partitions that add up to a fraction of the memory."""
         return [part * self.memory / self.partitions] * self.partitions
 
 
@@ -153,7 +153,7 @@ def _even(count: int) -> list[float]:
 
 
 def _skewed(count: int) -> list[float]:
-    """Return weights by which a hundredth of the outputs, or one, get a fifth of all rows."""
+    """Return weights that give a fifth of all rows to a hundredth of the outputs, at least one."""
     hot = max(1, count // 100)
     return [0.2 / hot] * hot + [0.8 / (count - hot)] * (count - hot) if count > hot else [1 / count] * count
 
@@ -176,7 +176,7 @@ def shuffle_join(scale: Scale, rng: random.Random) -> Workload:
 
 
 def skewed_join(scale: Scale, rng: random.Random) -> Workload:
-    """Join as :func:`shuffle_join` does, with a fifth of all rows in a hundredth of the partitions."""
+    """Run :func:`shuffle_join` with a fifth of all rows in a hundredth of the partitions."""
     return _join("skewed-join", scale, _skewed(scale.partitions))
 
 
@@ -213,7 +213,7 @@ def persisted_reuse(scale: Scale, rng: random.Random) -> Workload:
             graph.add(f"lookup-q{query}", i, [a, b], nbytes=0.1 * size)
             for i, (a, b) in enumerate(zip(kept, small, strict=True))
         ]
-        # Each output looks at its neighbours, as rolling windows and nearest matches do.
+        # Each output needs its neighbours, as for rolling windows and nearest matches.
         rolled = [
             graph.add(f"rolling-q{query}", i, mapped[max(0, i - 1) : i + 2], nbytes=0.02 * size)
             for i in range(len(mapped))
@@ -237,7 +237,7 @@ def pipeline(scale: Scale, rng: random.Random) -> Workload:
 
 
 def random_dag(scale: Scale, rng: random.Random) -> Workload:
-    """Run ten layers of random tasks, with one to four inputs from the two layers before."""
+    """Run ten layers of random tasks, with one to four inputs from the two previous layers."""
     graph = Graph()
     size = 0.04 * scale.memory / scale.partitions
     layers: list[list[Name]] = []
@@ -278,19 +278,20 @@ def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None
     name
         One of :data:`WORKLOADS`.
     cluster
-        The size of the data follows from its memory.
+        The cluster; the size of the data is proportional to its memory.
     partitions
-        Of the largest collection; by default two for each worker, and fewer where that makes too many.
+        Number of partitions of the largest collection; by default two per worker, up to
+        :data:`MAX_PARTITIONS` or the number of workers.
     seed
-        Of random numbers: in all workloads durations vary by a twentieth.
+        Seed of random numbers; in all workloads durations vary by a twentieth.
 
     Raises
     ------
     ValueError
-        For an unknown workload, or for fewer than two partitions.
+        If the workload is unknown, or ``partitions`` is less than two.
     """
     if name not in WORKLOADS:
-        raise ValueError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+        raise ValueError(f"unknown workload {name!r}: expected one of {', '.join(WORKLOADS)}")
     workers = len(cluster.machines)
     count = (
         max(2, min(PARTITIONS_PER_WORKER * workers, max(MAX_PARTITIONS, workers)))
@@ -304,7 +305,7 @@ def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None
 
 
 def _varied(workload: Workload, rng: random.Random) -> Workload:
-    """Vary durations a little, so that the order of equal tasks is left to chance."""
+    """Vary durations slightly, so that equal tasks finish in random order."""
 
     def varied(work: Work) -> Work:
         return replace(work, seconds=work.seconds * rng.uniform(1 - JITTER, 1 + JITTER))

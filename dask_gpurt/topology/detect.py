@@ -1,4 +1,4 @@
-"""Detect the devices of this host and the place of this process, through NVML and the operating system."""
+"""Detect the devices of this host and the place of this process, using NVML and the operating system."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dask_gpurt.topology.links import Link
 from dask_gpurt.topology.model import Place
 
 SYS = Path("/sys")
-#: The generation of NVLink by the number that NVML has for its version; 2.2 and 3.1 have one of their own.
+#: NVLink generations by NVML's version number; versions 2.2 and 3.1 have numbers of their own.
 NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
-#: ``NVML_P2P_CAPS_INDEX_READ`` by number, since nvidia-ml-py has a tuple there.
+#: The value of ``NVML_P2P_CAPS_INDEX_READ``, which is a tuple in nvidia-ml-py.
 READ_CAPABILITY = 0
 
 
 def discover(library: Any | None = None) -> Host:
-    """Ask NVML and the operating system for the devices of this host. It may take a second.
+    """Detect the devices of this host. This may take a second.
 
     Parameters
     ----------
     library
-        ``pynvml`` or a module with the same functions; imported if not given. Without it no GPU is found.
+        ``pynvml`` or a module with the same functions; imported by default. Without it no GPU is found.
     """
     library = library or nvml_library()
     host = Host(host_name(), nics=nics(), numa_nodes=len(numa_nodes()))
@@ -44,7 +44,7 @@ def discover(library: Any | None = None) -> Host:
 
 
 def visible_devices() -> str | None:
-    """Return the devices that CUDA shows to this process; None for all."""
+    """Return ``CUDA_VISIBLE_DEVICES`` of this process; None if all devices are visible."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -54,13 +54,13 @@ def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_t
     Parameters
     ----------
     host
-        This one.
+        The host of this process.
     visible
-        Its ``CUDA_VISIBLE_DEVICES``.
+        ``CUDA_VISIBLE_DEVICES`` of this process.
     on_gpu
-        Whether it keeps its data on the first of them.
+        Whether it keeps its data on the first of these devices.
     rdma
-        Whether it sends by RDMA where there is a NIC for it.
+        Whether it sends over RDMA if the host has an RDMA NIC.
     by_tcp
         Whether Dask's comms to it are TCP.
     """
@@ -72,7 +72,7 @@ def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_t
 
 
 def nvml_library() -> Any | None:
-    """Return ``pynvml``, initialised; None if it or the driver is missing, or Dask's setting forbids it."""
+    """Return ``pynvml``, initialised; None if it or the driver is missing, or if Dask must not use it."""
     from distributed.diagnostics import nvml
 
     nvml.init_once()
@@ -80,7 +80,7 @@ def nvml_library() -> Any | None:
 
 
 def nvml_missing() -> str | None:
-    """Return why there is no :func:`nvml_library`; None when there is one."""
+    """Return why :func:`nvml_library` returns None; None if it does not."""
     from distributed.diagnostics import nvml
 
     if nvml_library() is not None:
@@ -89,23 +89,23 @@ def nvml_missing() -> str | None:
         nvml.NVMLState.DISABLED_PYNVML_NOT_AVAILABLE: "nvidia-ml-py is not installed",
         nvml.NVMLState.DISABLED_CONFIG: "'distributed.diagnostics.nvml' is false",
     }
-    return reasons.get(nvml.NVML_STATE, "there is no NVIDIA driver that it can ask")
+    return reasons.get(nvml.NVML_STATE, "there is no NVIDIA driver that NVML can use")
 
 
 def memory_of(device: str, library: Any | None) -> int | None:
-    """Return the bytes of a GPU's memory.
+    """Return the size of a GPU's memory in bytes.
 
     Parameters
     ----------
     device
-        As ``CUDA_VISIBLE_DEVICES`` names it: its index, or its id, of a MIG instance too.
+        As in ``CUDA_VISIBLE_DEVICES``: the index of a GPU, or the id of a GPU or a MIG instance.
     library
-        The one of :func:`nvml_library`.
+        The result of :func:`nvml_library`.
 
     Returns
     -------
     int or None
-        None where NVML is not there, has no such device, or says that its memory is not its own.
+        None if NVML is missing, has no such device, or reports that the device has no memory of its own.
     """
     if library is None:
         return None
@@ -118,14 +118,14 @@ def memory_of(device: str, library: Any | None) -> int | None:
 
 
 class Nvml:
-    """Ask NVML about GPUs and their links. Features that a driver or device lacks count as absent.
+    """Query NVML for GPUs and their links. Unsupported features count as absent.
 
     Parameters
     ----------
     library
         ``pynvml``, or a module with the same functions.
     numa
-        Returns the NUMA node of a device by its address on the PCI bus.
+        Returns the NUMA node of a device, given its address on the PCI bus.
     """
 
     def __init__(self, library: Any, numa: Callable[[str], int | None]):
@@ -144,7 +144,7 @@ class Nvml:
     # ---- devices ---------------------------------------------------------------------
 
     def gpus(self) -> tuple[Gpu, ...]:
-        """List all GPUs in the order of the bus; of a GPU partitioned by MIG, its instances."""
+        """Return all GPUs in bus order; a GPU partitioned by MIG is represented by its instances."""
         return tuple(gpu for index, handle in self._handles.items() for gpu in self._parts(index, handle))
 
     def _parts(self, index: int, handle: Any) -> Iterator[Gpu]:
@@ -168,9 +168,9 @@ class Nvml:
         return "" if info is None else _text(info.busId).lower()
 
     def _is_integrated(self, handle: Any) -> bool:
-        """Return whether a GPU has no memory of its own: NVML says of GB10 "Not Supported" when asked for it.
+        """Return whether a GPU has no memory of its own; for GB10, NVML's memory query is "Not Supported".
 
-        The PCIe link that it names all the same is not the way to memory.
+        NVML still reports a PCIe link for such a GPU, but memory is not accessed over it.
         """
         try:
             self._library.nvmlDeviceGetMemoryInfo(handle)
@@ -181,7 +181,7 @@ class Nvml:
         return False
 
     def _pcie(self, handle: Any) -> Lanes | None:
-        # The current generation is lower while a GPU idles.
+        # Query the maximum: the current generation is lower while a GPU is idle.
         generation = self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle)
         width = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
         return Lanes(generation, width) if generation and width else None
@@ -197,11 +197,11 @@ class Nvml:
                 yield link
 
     def _fabric(self, handle: Any) -> str | None:
-        """Return the domain of a GPU whose NVLink switch joins hosts; None within one host."""
+        """Return the NVLink domain of a GPU if it spans hosts, else None."""
         try:
             info = self._library.c_nvmlGpuFabricInfo_t()
-            # By its address. nvidia-ml-py hands it on as it is: NVML would take what a register happens to
-            # hold for the address, and overwrite what lies there.
+            # Pass a pointer explicitly: nvidia-ml-py does not convert the argument, and NVML would interpret
+            # an arbitrary register value as the address and overwrite memory there.
             self._library.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
         except (self._library.NVMLError, AttributeError):
             return None
@@ -212,11 +212,11 @@ class Nvml:
     # ---- pairs -----------------------------------------------------------------------
 
     def joins(self, gpus: tuple[Gpu, ...]) -> dict[Devices, GpuLink]:
-        """Return the link between every two of :meth:`gpus`."""
+        """Return the link between each pair of :meth:`gpus`."""
         return {frozenset((one.id, other.id)): self._join(one, other) for one, other in combinations(gpus, 2)}
 
     def _join(self, one: Gpu, other: Gpu) -> GpuLink:
-        if one.parent or other.parent:  # instances of MIG have no peers, not even in their own GPU
+        if one.parent or other.parent:  # MIG instances have no peer access, not even within a GPU
             return GpuLink(Link.SHARED_MEMORY)
         pair = self._handles[one.index], self._handles[other.index]
         if self._can(pair, self._library.NVML_P2P_CAPS_INDEX_NVLINK):
@@ -230,7 +230,7 @@ class Nvml:
         return bool(answer == self._library.NVML_P2P_STATUS_OK)
 
     def _nvlinks_between(self, handle: Any, peer: Any) -> int:
-        """Count the NVLinks to a peer, or to a switch, through which each of them reaches every peer."""
+        """Count the NVLinks to a peer, and to switches, through which every link reaches every peer."""
         bus, switch = self._bus(peer), self._library.NVML_NVLINK_DEVICE_TYPE_SWITCH
         count = 0
         for link in self._links_up(handle):
@@ -253,7 +253,7 @@ class Nvml:
 
 
 def _text(value: Any) -> str:
-    """Return text, also of older versions of nvidia-ml-py, which return bytes."""
+    """Convert to text; older versions of nvidia-ml-py return bytes."""
     return value.decode() if isinstance(value, bytes) else str(value or "")
 
 
@@ -261,7 +261,7 @@ def _text(value: Any) -> str:
 
 
 def host_id() -> str:
-    """Return an id that all processes of one running kernel share."""
+    """Return an id shared by all processes of one running kernel."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -277,7 +277,7 @@ def host_name() -> str:
 def here() -> str:
     """Return the id of this host for a :class:`~dask_gpurt.topology.Place`.
 
-    Containers of one machine have names of their own, and mostly can not map each other's memory.
+    Containers on one machine have different names, and usually cannot map each other's memory.
     """
     return f"{host_name()}/{host_id()[:8]}"
 
@@ -286,23 +286,23 @@ def here() -> str:
 
 
 def numa_nodes(sys: Path = SYS) -> dict[int, set[int]]:
-    """Return the processors of each NUMA node; one empty node if the system does not tell."""
+    """Return the processors of each NUMA node; a single empty node if they are unknown."""
     folder = sys / "devices/system/node"
     nodes = {int(node.name[4:]): _processors(_read(node / "cpulist")) for node in folder.glob("node[0-9]*")}
     return nodes or {0: set()}
 
 
 def _processors(listed: str) -> set[int]:
-    """Return the numbers in a list such as "0-3,8"."""
+    """Parse a list of processors such as "0-3,8"."""
     spans = [part.partition("-") for part in listed.split(",") if part]
     return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
 def memory_of_processors(sys: Path = SYS) -> int | None:
-    """Return the bytes of memory that belong to processors; None if the system does not tell.
+    """Return the bytes of memory on NUMA nodes with processors; None if unknown.
 
-    On coherent hosts such as GH200 the memory of a GPU is a NUMA node without processors, and counts in what
-    the system says that it has.
+    On coherent hosts such as GH200 the memory of a GPU is a NUMA node without processors, and is included in
+    the system's total.
     """
     folder = sys / "devices/system/node"
     found = (
@@ -318,14 +318,14 @@ def own_node(sys: Path = SYS) -> int | None:
     nodes = numa_nodes(sys)
     try:
         mine = set(psutil.Process().cpu_affinity())
-    except (AttributeError, psutil.Error):  # no such thing on this system
+    except (AttributeError, psutil.Error):  # not supported on this system
         return None
     within = [node for node, processors in nodes.items() if mine and mine <= processors]
     return within[0] if len(nodes) > 1 and within else None
 
 
 def node_of_device(bus: str, sys: Path = SYS) -> int | None:
-    """Return the NUMA node of a device by its address on the PCI bus; None if the system does not tell."""
+    """Return the NUMA node of a device, given its address on the PCI bus; None if unknown."""
     # NVML writes the domain with eight digits, the kernel with four.
     address = re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower())
     return _node(sys / "bus/pci/devices" / address / "numa_node") if address else None
@@ -333,14 +333,14 @@ def node_of_device(bus: str, sys: Path = SYS) -> int | None:
 
 def _node(file: Path) -> int | None:
     text = _read(file)
-    return int(text) if text.isdecimal() else None  # "-1": the system does not know
+    return int(text) if text.isdecimal() else None  # "-1" means unknown
 
 
 # ---- NICs ----------------------------------------------------------------------------
 
 
 def nics(sys: Path = SYS) -> tuple[Nic, ...]:
-    """List the network devices that are up, those for RDMA first; the loopback device is left out."""
+    """Return the active network devices except loopback, RDMA devices first."""
     return (*_rdma(sys), *_ethernet(sys))
 
 

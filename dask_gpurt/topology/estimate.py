@@ -1,6 +1,7 @@
-"""Estimate the speeds of links from transfers, from an initial speed on, and forget slowly.
+"""Estimate the speeds of links from transfers, starting from a prior and discounting old transfers.
 
-The first transfer from one worker to another takes longer than those that follow: that is estimated apart.
+The first transfer from one worker to another takes longer than later ones; its extra time is estimated
+separately.
 """
 
 from __future__ import annotations
@@ -12,25 +13,24 @@ from typing import Generic, TypeVar
 from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology.links import Link, Speed
 
-#: Seconds of transfers that the initial speed counts as ...
+#: Weight of the initial speed, in seconds of transfers.
 PRIOR_S = 0.1
-#: ... and seconds of transfers that an estimate extends over.
+#: Window of an estimate, in seconds of transfers.
 WINDOW_S = 10.0
-#: A pair gets an estimate of its own where its transfers differ from its class by the first factor, and loses
-#: it once they are within the second again.
+#: A pair gets its own estimate if its transfers differ from its class by more than the first factor, and
+#: loses it once they are within the second factor again.
 OVERRIDE_FACTOR, RETURN_FACTOR = 2.0, 1.5
-#: Seconds that the first transfer takes longer, by class of link, until transfers show others. Classes that
-#: are left out take no longer.
+#: Initial estimate of the extra seconds of a first transfer, by class of link; 0 for missing classes.
 FIRST_TRANSFER_S: Mapping[Link, float] = {
-    # Measured on four H200, 512 MiB over UCX: 0.28 s, and 0.56 to 0.65 where four began at once;
+    # Measured on four H200, 512 MiB over UCX: 0.28 s, and 0.56 to 0.65 if four start at once;
     # later ones took 0.01. Presumably the receiver maps the pool of the sender, here half of a GPU.
     Link.NVLINK: 0.3,
-    # Nominal: the same way to get at the data of another process.
+    # Nominal: data of another process is accessed in the same way.
     Link.PCIE: 0.3,
 }
 #: The weight of the latest first transfer in the average of its class.
 FIRST_TRANSFER_WEIGHT = 0.2
-#: Senders that are remembered of each worker; the earliest is forgotten first.
+#: Maximum number of known senders per worker; the earliest is dropped first.
 MAX_PEERS = 256
 
 Key = TypeVar("Key", bound=Hashable)
@@ -39,12 +39,12 @@ Key = TypeVar("Key", bound=Hashable)
 class SpeedEstimate:
     """Estimate the speed of a link from its transfers.
 
-    Small transfers tell the latency, large ones the bandwidth: each only what took most of its expected time.
+    Transfers update either the latency or the bandwidth, whichever dominates their expected time.
 
     Parameters
     ----------
     speed
-        The one that is known beforehand.
+        The initial speed.
     """
 
     def __init__(self, speed: Speed):
@@ -54,9 +54,9 @@ class SpeedEstimate:
         self._transfers_per_second = WindowedRatio(transfers, PRIOR_S, WINDOW_S)
 
     def observe(self, nbytes: float, seconds: float, transfers: int) -> None:
-        """Take some transfers, with the sums of their bytes and of their seconds."""
+        """Add transfers, with their total bytes and seconds."""
         waiting, moving = transfers * self.speed.latency, nbytes / self.speed.bandwidth
-        # The rest is at least what was expected to be most of it, however fast the whole was.
+        # Attribute at least half of the time to the dominant term, even if both are faster than expected.
         if moving >= waiting:
             self._bytes_per_second.observe(nbytes, max(seconds - waiting, seconds / 2))
             self.speed = Speed(self._bytes_per_second.ratio, self.speed.latency)
@@ -66,7 +66,7 @@ class SpeedEstimate:
 
 
 def factor(one: Speed, other: Speed) -> float:
-    """Return how many times faster one speed is, by bandwidth or by latency, whichever differs more."""
+    """Return the factor by which two speeds differ, in bandwidth or in latency, whichever is larger."""
     bandwidths = sorted((one.bandwidth, other.bandwidth))
     latencies = sorted((one.latency, other.latency))
     slower = latencies[1] / latencies[0] if latencies[0] else 1.0
@@ -74,12 +74,12 @@ def factor(one: Speed, other: Speed) -> float:
 
 
 class PairOverrides(Generic[Key]):
-    """Keep the speeds of pairs that differ from their class: a bounded number, the least recently used goes.
+    """Keep the speeds of pairs that differ from their class, up to a bound; evict the least recently used.
 
     Parameters
     ----------
     most
-        The most pairs that are kept.
+        Maximum number of pairs.
     """
 
     def __init__(self, most: int):
@@ -90,12 +90,12 @@ class PairOverrides(Generic[Key]):
         return len(self._averages)
 
     def speed(self, pair: Key) -> Speed | None:
-        """Return the speed of a pair that differs from its class; None of any other."""
+        """Return the speed of a pair if it differs from its class, else None."""
         average = self._averages.get(pair)
         return average.speed if average else None
 
     def observe(self, pair: Key, usual: Speed, nbytes: float, seconds: float, transfers: int) -> None:
-        """Take the transfers of a pair, and the ``usual`` speed of its class."""
+        """Add transfers of a pair, given the ``usual`` speed of its class."""
         average = self._averages.pop(pair, None)
         known = average is not None
         if average is None:
@@ -111,7 +111,7 @@ class PairOverrides(Generic[Key]):
 
 
 class ConnectionSetup:
-    """Estimate the seconds to set up a connection, which the first transfer between two workers takes.
+    """Estimate the time to set up a connection, which adds to the first transfer between two workers.
 
     Parameters
     ----------
@@ -121,21 +121,21 @@ class ConnectionSetup:
 
     def __init__(self, first: Mapping[Link, float]):
         self._first = dict(first)
-        # Senders by receiver: dictionaries without values are sets in order.
+        # Senders by receiver; dictionaries without values serve as ordered sets.
         self._met: defaultdict[str, dict[str, None]] = defaultdict(dict)
 
     def seconds(self, link: Link, source: str, target: str) -> float:
-        """Return the seconds that a transfer would take longer than usual now."""
+        """Return the extra seconds of the next transfer: 0 unless it is the first."""
         first = self._first.get(link, 0.0)
         return 0.0 if not first or source in self._met.get(target, ()) else first
 
     def observe(self, link: Link, source: str, target: str, longer: float) -> bool:
-        """Take transfers that are over; tell whether one of them was the first.
+        """Add completed transfers; return whether one of them was the first between the two workers.
 
         Parameters
         ----------
         longer
-            Seconds that they took longer than usual; negative ones count as 0.
+            Extra seconds over the usual time; negative values count as 0.
         """
         if not self.seconds(link, source, target):
             return False
@@ -143,7 +143,7 @@ class ConnectionSetup:
         peers[source] = None
         if len(peers) > MAX_PEERS:
             del peers[next(iter(peers))]
-        # Never 0: that would mean that first transfers of this class take no longer.
+        # Keep the estimate above 0, which would mean that first transfers of this class take no longer.
         self._first[link] += FIRST_TRANSFER_WEIGHT * (max(longer, 1e-6) - self._first[link])
         return True
 

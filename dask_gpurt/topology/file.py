@@ -1,6 +1,6 @@
-"""Read and write a topology as a file, in JSON or YAML.
+"""Read and write topology files, in JSON or YAML.
 
-An invalid file is refused with the line and the reason.
+Errors name the line and the reason.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from dask_gpurt.config import ConfigError
 from dask_gpurt.topology.hosts import SELF, Devices, Gpu, GpuLink, Host, Lanes, Nic
 from dask_gpurt.topology.links import Link, Speed
 
-#: The format that is written, and the only one that is read.
+#: The version of the format that is written, and the only version that is read.
 VERSION = 1
 _BETWEEN_GPUS = (Link.NVLINK, Link.PCIE, Link.SHARED_MEMORY)
 
 
 class TopologyError(ConfigError):
-    """Refuse a topology file; the message has the file, the line and the reason."""
+    """Report an invalid topology file; the message has the file, the line and the reason."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """Hold the contents of a file.
+    """Hold the contents of a topology file.
 
     Parameters
     ----------
     speeds
-        By class of link, in place of the shipped ones.
+        Speeds that replace the shipped ones, by class of link.
     hosts
-        By name.
+        Hosts by name.
     workers
-        By address or name, the host of a worker and the id of its GPU if it has one.
+        The host of each worker, and the id of its GPU if it has one, by address or name.
     """
 
     speeds: Mapping[Link, Speed] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Description:
 
 
 def as_values(description: Description) -> dict[str, Any]:
-    """Return a description as values that JSON and YAML hold; :func:`parse` reads them back."""
+    """Return a description as JSON-serialisable values; :func:`parse` reads them back."""
     return {
         "version": VERSION,
         "speeds": {str(link): vars(speed) for link, speed in description.speeds.items()},
@@ -81,33 +81,33 @@ def _without_none(item: Gpu | Nic) -> dict[str, Any]:
 
 
 def load(path: str | Path) -> Description:
-    """Read a file.
+    """Read a topology file.
 
     Raises
     ------
     TopologyError
-        When it can not be read, or makes no sense.
+        If it cannot be read, or is invalid.
     """
     try:
         return parse(Path(path).read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise TopologyError(f"the topology file {path} can not be read: {error}") from error
+        raise TopologyError(f"the topology file {path} cannot be read: {error}") from error
 
 
 def parse(text: str, name: str = "topology") -> Description:
-    """Read what a file holds.
+    """Parse the contents of a topology file.
 
     Parameters
     ----------
     text
         JSON or YAML.
     name
-        What an error calls the file.
+        The name of the file in errors.
 
     Raises
     ------
     TopologyError
-        When it makes no sense, with the line and the reason.
+        If the contents are invalid, with the line and the reason.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -121,17 +121,17 @@ def parse(text: str, name: str = "topology") -> Description:
 
 
 def parse_host(name: str, values: Mapping[str, Any]) -> Host:
-    """Read what :func:`host_values` has made, as it came from another process."""
+    """Restore a host from the output of :func:`host_values` in another process."""
     return _Reader("a worker's report").host(name, yaml.compose(yaml.safe_dump(dict(values))))
 
 
 class _Reader:
-    """Make values of yaml nodes, which know their lines."""
+    """Convert yaml nodes, which have line numbers, to values."""
 
     def __init__(self, file: str):
         self._file = file
 
-    # ---- what a file consists of -----------------------------------------------------
+    # ---- sections --------------------------------------------------------------------
 
     def description(self, node: Any) -> Description:
         parts = self._section(node, ("version", "speeds", "hosts", "workers"), needed=("version",))
@@ -149,7 +149,7 @@ class _Reader:
         gpus = tuple(self._gpu(node, index) for index, node in enumerate(self._list(parts.get("gpus"))))
         for number, gpu in enumerate(gpus):
             if gpu.id in (other.id for other in gpus[:number]):
-                raise self._wrong(self._list(parts["gpus"])[number], f"GPU {gpu.id!r} is there twice")
+                raise self._wrong(self._list(parts["gpus"])[number], f"GPU {gpu.id!r} appears twice")
         if len(gpus) > 1 and "links" not in parts:
             raise self._wrong(node, f"host {name!r} has {len(gpus)} GPUs, but no links between them")
         return Host(
@@ -230,7 +230,7 @@ class _Reader:
         parts = self._section(node, ("bandwidth", "latency"), needed=("bandwidth", "latency"))
         return Speed(self._bandwidth(parts["bandwidth"]), self._latency(parts["latency"]))
 
-    # ---- what values there are -------------------------------------------------------
+    # ---- values ----------------------------------------------------------------------
 
     def _bandwidth(self, node: Any) -> float:
         expected = "a number of bytes per second above 0, or such as '25 GB/s'"
@@ -295,7 +295,7 @@ class _Reader:
         return parts
 
     def _values(self, parts: dict[str, Any], readers: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
-        """Return the values of the parts of a section; parts without a reader are text."""
+        """Return the values of a section's parts; parts without a reader are text."""
         return {
             key: readers[key](part) if key in readers else self._text(part) for key, part in parts.items()
         }
@@ -306,7 +306,7 @@ class _Reader:
         parts: dict[str, Any] = {}
         for key, value in node.value:
             if self._text(key) in parts:
-                raise self._wrong(key, f"{key.value!r} is there twice")
+                raise self._wrong(key, f"{key.value!r} appears twice")
             parts[self._text(key)] = value
         return parts
 

@@ -1,4 +1,4 @@
-"""Describe a host: its GPUs and NICs, what joins them, and the places and speeds that follow from it."""
+"""Describe a host: its GPUs, NICs and links, and the places and speeds derived from them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import NamedTuple
 from dask_gpurt.topology.links import SHIPPED, Link, Speed
 from dask_gpurt.topology.model import HostLinks, Place
 
-#: The share of the nominal figure that a copy reaches, measured on H200: 391 of 450 GB/s, and 53 of 63.
+#: The fraction of the nominal bandwidth that a copy reaches, measured on H200: 391 of 450 GB/s, and 53 of 63.
 NVLINK_SHARE, PCIE_SHARE = 391 / 450, 53 / 63
 #: Nominal bytes per second in one direction, of one NVLink and of one PCIe lane, by generation.
 NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 50e9}
 PCIE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-#: Distances of two devices on the PCIe bus, near first, in the words of ``nvidia-smi topo``.
+#: Distances of two devices on the PCIe bus, nearest first, in the notation of ``nvidia-smi topo``.
 PCIE_PATHS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 
-#: Two devices, by their ids.
+#: A pair of devices, by their ids.
 Devices = frozenset[str]
 
 
 class Lanes(NamedTuple):
-    """Count the NVLinks or PCIe lanes of a device, and name their generation."""
+    """Hold the number of NVLinks or PCIe lanes of a device, and their generation."""
 
     generation: int
     number: int
 
 
 class GpuLink(NamedTuple):
-    """Describe what joins two GPUs: a class of link, the number of NVLinks, or the path over the PCIe bus."""
+    """Describe the link between two GPUs: its class, and the number of NVLinks or the PCIe path."""
 
     link: Link
     nvlinks: int = 0
@@ -40,12 +40,12 @@ class GpuLink(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> GpuLink:
-        """Read the text that ``str`` has made: "nvlink x18", "pcie PIX", "shared-memory".
+        """Parse the output of ``str``: "nvlink x18", "pcie PIX", "shared-memory".
 
         Raises
         ------
         ValueError
-            When it is any other.
+            If the text is not a link.
         """
         name, _, rest = text.strip().partition(" ")
         link = Link(name)
@@ -63,24 +63,24 @@ SELF = GpuLink(Link.SAME_DEVICE)
 
 @dataclass(frozen=True)
 class Gpu:
-    """Describe a GPU, or an instance of one that MIG has partitioned.
+    """Describe a GPU or a MIG instance.
 
     Parameters
     ----------
     id
         Its UUID, "GPU-…" or "MIG-…".
     index
-        The number of the GPU in the order of the PCI bus; instances share that of theirs.
+        The index of the GPU in PCI bus order; a MIG instance has the index of its GPU.
     name
-        The maker's name.
+        The product name.
     parent
-        Of an instance, the UUID of its GPU.
+        For a MIG instance, the UUID of its GPU.
     numa
         The NUMA node that it is attached to.
     nvlink, pcie
-        Its links that are up, and its lanes.
+        Its active NVLinks, and its PCIe lanes.
     fabric
-        An id of the NVLink domain, if that spans hosts.
+        An id of the NVLink domain, if the domain spans hosts.
     """
 
     id: str
@@ -95,7 +95,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Nic:
-    """Describe a network device that is up; its nominal ``speed`` is in bytes per second."""
+    """Describe an active network device; its nominal ``speed`` is in bytes per second."""
 
     name: str
     speed: float | None = None
@@ -110,13 +110,13 @@ class Host:
     Parameters
     ----------
     name
-        The name that the operating system has for it.
+        Its host name.
     gpus
-        Its GPUs in the order of the PCI bus.
+        Its GPUs in PCI bus order.
     joins
-        The link between every two of them, by their ids.
+        The link between each pair of GPUs, by their ids.
     nics
-        Network devices that are up.
+        Its active network devices.
     numa_nodes
         The number of its NUMA nodes.
     """
@@ -129,28 +129,28 @@ class Host:
 
     @property
     def rdma(self) -> bool:
-        """Return whether there is a NIC for RDMA."""
+        """Return whether the host has an RDMA NIC."""
         return any(nic.rdma for nic in self.nics)
 
     def matrix(self) -> list[list[GpuLink]]:
-        """Return the links between every two GPUs, in rows; a GPU and itself are one device."""
+        """Return the matrix of links between GPUs; the diagonal is :data:`SELF`."""
         return [
             [SELF if one is other else self.joins[frozenset((one.id, other.id))] for other in self.gpus]
             for one in self.gpus
         ]
 
     def find(self, visible: str | None) -> Gpu | None:
-        """Return the GPU that a process computes on; None if it is not known.
+        """Return the GPU that a process computes on; None if it is unknown.
 
         Parameters
         ----------
         visible
-            Its ``CUDA_VISIBLE_DEVICES``, of which the first counts; None if all are visible.
+            The process's ``CUDA_VISIBLE_DEVICES``, of which the first counts; None if all are visible.
         """
         first = "0" if visible is None else visible.split(",")[0].strip()
         if first.isdecimal():
             found = (gpu for gpu in self.gpus if gpu.index == int(first))
-        else:  # CUDA takes the beginning of an id too
+        else:  # CUDA accepts a prefix of an id too
             found = (gpu for gpu in self.gpus if first and _is_named(gpu, first))
         return next(found, None)
 
@@ -163,16 +163,16 @@ class Host:
         rdma: bool = False,
         by_tcp: bool = False,
     ) -> Place:
-        """Return the place of a process that computes on a GPU, or on the processor.
+        """Return the place of a process that computes on a GPU, or on the CPU.
 
         Parameters
         ----------
         host
-            The id of this host, by which links within it are known.
+            The id of this host, which identifies links within it.
         numa
-            The node of a process without a GPU.
+            The NUMA node of a process without a GPU.
         rdma
-            Whether it sends by RDMA if there is a NIC for it.
+            Whether the process sends over RDMA if the host has an RDMA NIC.
         by_tcp
             Whether Dask's comms to it are TCP.
         """
@@ -182,7 +182,7 @@ class Host:
         return Place(host, gpu.id, gpu.numa, self._domain(host, gpu), rdma, by_tcp)
 
     def _domain(self, host: str, gpu: Gpu) -> str | None:
-        """Return the NVLink domain of a GPU; one within this host is named after its first GPU."""
+        """Return the NVLink domain of a GPU; a domain within this host is named after its first GPU."""
         if gpu.fabric is not None:
             return gpu.fabric
         for domain in self.nvlink_domains():
@@ -191,7 +191,7 @@ class Host:
         return None
 
     def nvlink_domains(self) -> Iterator[list[Gpu]]:
-        """Yield groups of GPUs each of which reaches all others over NVLink; a GPU is in one at most."""
+        """Yield disjoint groups of GPUs in which all pairs are connected by NVLink."""
         left = [gpu for gpu in self.gpus if self._nvlinked(gpu, self.gpus)]
         while left:
             domain = [left.pop(0)]
@@ -206,7 +206,7 @@ class Host:
         return [other for other, join in pairs if join and join.link == Link.NVLINK]
 
     def known(self) -> HostLinks:
-        """Return the links in this host, with the speeds that follow from their generations and numbers."""
+        """Return the links within this host, with speeds derived from their generations and numbers."""
         return HostLinks({pair: join.link for pair, join in self.joins.items()}, dict(self._speeds()))
 
     def _speeds(self) -> Iterator[tuple[Link, Speed]]:

@@ -1,4 +1,4 @@
-"""Define the classes of link between two workers, and between two tiers of one, with their speeds."""
+"""Define the classes of link between two workers or between two tiers of one worker, and their speeds."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Link(StrEnum):
     DISK = "disk"
 
 
-#: Links between workers of one host, and between those of two.
+#: Links between workers of one host, and between workers of different hosts.
 WITHIN_HOST = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.SHARED_MEMORY, Link.LOOPBACK)
 BETWEEN_HOSTS = (Link.RDMA, Link.TCP)
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Describe how fast a link is in one direction.
+    """Hold the speed of a link in one direction.
 
     Parameters
     ----------
     bandwidth
         Bytes per second, above 0.
     latency
-        Seconds before the first byte, at least 0.
+        Seconds until the first byte, at least 0.
 
     Raises
     ------
     ValueError
-        When one of the two is out of its range, or not a number.
+        If either is out of range or not a number.
     """
 
     bandwidth: float
@@ -56,12 +56,12 @@ class Speed:
             raise ValueError(f"a latency is a number of seconds of at least 0, not {self.latency}")
 
     def seconds(self, nbytes: float, transfers: int = 1) -> float:
-        """Return the seconds that transfers of this many bytes together take, one after the other."""
+        """Return the seconds that sequential transfers with this total of bytes take."""
         return transfers * self.latency + nbytes / self.bandwidth
 
 
-#: The speeds of links until they are measured. "Measured" was on a host with four H200 and NVSwitch;
-#: "nominal" is the maker's figure, less the usual share of protocols.
+#: The speeds of links until they are measured. "Measured" refers to a host with four H200 and NVSwitch;
+#: "nominal" is the vendor's figure, less the usual protocol overhead.
 SHIPPED: Mapping[Link, Speed] = {
     # Measured: 4.13 TB/s read and written, so half of it copied. Latency: a launch and its event.
     Link.SAME_DEVICE: Speed(2.06e12, 10e-6),
@@ -69,7 +69,7 @@ SHIPPED: Mapping[Link, Speed] = {
     Link.NVLINK: Speed(391e9, 20e-6),
     # Measured: pinned copies over the same bus, PCIe 5 x16; a peer copy crosses it once.
     Link.PCIE: Speed(53e9, 20e-6),
-    # Nominal: a copy by one thread; a message on Dask's event loop tells of it.
+    # Nominal: a copy by one thread. Latency: a message on Dask's event loop announces it.
     Link.SHARED_MEMORY: Speed(8e9, 200e-6),
     # Nominal: two of Dask's event loops and the kernel copy the bytes. Latency: a request and its answer.
     Link.LOOPBACK: Speed(1e9, 1e-3),

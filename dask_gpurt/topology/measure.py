@@ -1,6 +1,6 @@
-"""Measure the speeds of the links of this host, in a few seconds.
+"""Measure the speeds of this host's links, in a few seconds.
 
-Each trial copies a block again and again and takes the best time, since other load only makes it longer.
+Each trial copies a block repeatedly and takes the best time, since other load can only slow it down.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from distributed.protocol.serialize import to_serialize
 from dask_gpurt.topology.hosts import Host
 from dask_gpurt.topology.links import SHIPPED, Link, Speed
 
-#: Bytes of a block, more than the caches of a processor hold, and seconds of one trial.
+#: Bytes of a block, larger than a processor's caches, and seconds of one trial.
 BLOCK_BYTES, TRIAL_S = 2**26, 0.3
-#: The share of a NIC's nominal speed that TCP reaches.
+#: The fraction of a NIC's nominal speed that TCP reaches.
 NIC_SHARE = 0.9
-#: Bytes of a copy whose time is due to the bandwidth, and of one whose time is due to the latency.
+#: Bytes of a copy that measures bandwidth, and of a copy that measures latency.
 LARGE_COPY_BYTES, SMALL_COPY_BYTES = 2**28, 8
 
 Best = Callable[[Callable[[], object]], float]
 
 
 def measure(host: Host) -> dict[Link, Speed]:
-    """Try out the links of this host; it takes a few seconds, and some memory, disk and GPU memory.
+    """Measure the links of this host. Takes a few seconds and some memory, disk and GPU memory.
 
     Parameters
     ----------
     host
-        Its devices and links.
+        The devices and links of this host.
 
     Returns
     -------
     dict
-        By class of link; classes that can not be tried out here are left out. TCP is measured from this host
-        to itself, by Dask's comms, and limited by the fastest NIC.
+        Speeds by class of link, without classes that cannot be measured here. TCP is measured over loopback
+        by Dask's comms, and limited by the fastest NIC.
     """
     loopback = asyncio.run(_tcp())
     return {
@@ -64,7 +64,7 @@ def measure(host: Host) -> dict[Link, Speed]:
 def best(action: Callable[[], object]) -> float:
     """Return the seconds of the fastest of several calls."""
     end = time.perf_counter() + TRIAL_S
-    action()  # the first call touches every page and sets every connection up
+    action()  # the first call touches all pages and sets up all connections
     times: list[float] = []
     while not times or time.perf_counter() < end:
         start = time.perf_counter()
@@ -79,7 +79,7 @@ def _shared_memory() -> float:
         file.truncate(BLOCK_BYTES)
         with closing(mmap.mmap(file.fileno(), BLOCK_BYTES)) as shared:
             source = np.frombuffer(shared, np.uint8).copy()
-            shared[:] = source.tobytes()  # otherwise there are no pages to read
+            shared[:] = source.tobytes()  # otherwise no pages are allocated to read
 
             def read() -> None:
                 view = np.frombuffer(shared, np.uint8)
@@ -103,7 +103,7 @@ async def _tcp() -> Speed:
 
 
 async def _exchange(comm: Any, block: np.ndarray) -> float:
-    """Return the seconds that a message takes until it is answered, at best."""
+    """Return the shortest round-trip time of a message, in seconds."""
     times: list[float] = []
     end = time.perf_counter() + TRIAL_S
     while len(times) < 2 or time.perf_counter() < end:
@@ -116,7 +116,7 @@ async def _exchange(comm: Any, block: np.ndarray) -> float:
 
 @contextmanager
 def _answering() -> Iterator[str]:
-    """Answer messages on a thread with an event loop of its own; yields the address."""
+    """Answer messages on a thread with its own event loop; yield its address."""
     address: Future[str] = Future()
     loop = asyncio.new_event_loop()
     done = asyncio.Event()
@@ -155,8 +155,8 @@ def _behind_nic(speed: Speed, host: Host) -> Speed:
 
 
 def _disk() -> Speed:
-    """Measure the disk of the workers' local directories; the slower of writing and reading."""
-    block = np.random.default_rng(0).bytes(BLOCK_BYTES)  # random, so that no file system compresses it
+    """Measure the disk of the workers' local directories; return the slower of writing and reading."""
+    block = np.random.default_rng(0).bytes(BLOCK_BYTES)  # random, so that file systems cannot compress it
     with tempfile.TemporaryFile(dir=dask.config.get("temporary-directory", None), buffering=0) as file:
 
         def write() -> None:
@@ -181,19 +181,19 @@ def _disk() -> Speed:
 
 
 def measure_gpus(host: Host, best: Best) -> dict[Link, Speed]:
-    """Copy in, to, from and between the GPUs that CUDA shows to this process.
+    """Measure copies within, to, from and between the GPUs visible to this process.
 
     Parameters
     ----------
     host
-        The links between them; of a class of link the slowest pair counts.
+        The links between the GPUs; for each class of link the slowest pair counts.
     best
         Returns the seconds that an action takes, such as :func:`best`.
 
     Returns
     -------
     dict
-        By class of link; empty without a GPU or without cupy.
+        Speeds by class of link; empty without a GPU or without cupy.
     """
     try:
         runtime = importlib.import_module("cupy").cuda.runtime
@@ -225,7 +225,7 @@ def _trials(runtime: Any, count: int, host: Host, best: Best) -> Iterator[tuple[
 
 
 def _uuid(runtime: Any, device: int) -> str:
-    """Return the UUID of a device, as NVML writes it."""
+    """Return the UUID of a device in NVML's notation."""
     return f"GPU-{uuid.UUID(bytes=bytes(runtime.getDeviceProperties(device)['uuid']))}"
 
 

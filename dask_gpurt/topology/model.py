@@ -1,4 +1,4 @@
-"""Model the places of workers, and the links between them with their speeds."""
+"""Model the places of workers, the links between them, and the speeds of these links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from dask_gpurt.topology.estimate import RETURN_FACTOR, ConnectionSetup, PairOverrides, SpeedEstimate, factor
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
-#: Pairs with a speed of their own that are kept: those of a slow host or cable, by far not all pairs.
+#: Maximum number of pairs with their own speed: enough for those of a slow host or cable, not for all pairs.
 MAX_PAIRS = 1024
 
 
@@ -27,10 +27,10 @@ class Place:
     nvlink
         An id of the NVLink domain: devices that reach each other over NVLink, on one host or on several.
     rdma
-        Whether the host has a NIC for RDMA.
+        Whether the host has an RDMA NIC.
     by_tcp
-        Whether Dask's comms to this worker are TCP, for its neighbours on the host too, whatever joins their
-        devices.
+        Whether Dask's comms to this worker are TCP, even from workers on the same host and regardless of the
+        links between their devices.
     """
 
     host: str
@@ -43,42 +43,42 @@ class Place:
 
 @dataclass(frozen=True)
 class HostLinks:
-    """Hold the links in a host; those of pairs that are not listed follow from their places.
+    """Hold the links within a host. Links of unlisted pairs are derived from their places.
 
     Parameters
     ----------
     links
-        Classes of link by two devices, in either order.
+        Class of link by pair of devices.
     speeds
-        Speeds of classes of link within this host or between its tiers.
+        Speeds by class of link, within this host or between its tiers.
     """
 
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
     speeds: Mapping[Link, Speed] = field(default_factory=dict)
 
 
-#: The two ends of a link: its hosts where it joins two, else a device twice or the devices of a host.
+#: A link and its two ends: hosts if it joins two hosts, else devices, or the host of workers without device.
 Pair = tuple[Link, str, str]
 
 
 class Topology:
     """Keep the places of all workers and the speeds between them.
 
-    A worker that was not added counts as one on a host of its own that is reached by TCP.
+    An unknown worker is treated as alone on its own host, reached by TCP.
 
     Parameters
     ----------
     speeds
-        Initial speeds by class of link; for classes that are left out, the shipped ones.
+        Initial speeds by class of link; missing classes have the shipped speeds.
     first
-        By class of link, the seconds that the first of Dask's transfers between two workers takes longer.
+        Extra seconds of the first transfer of Dask's comms between two workers, by class of link.
     """
 
     def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED, first: Mapping[Link, float] | None = None):
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, Mapping[frozenset[str], Link]] = {}
         self._host_averages: dict[tuple[str, Link], SpeedEstimate] = {}
-        # Dictionaries without values: sets that are read in the order of arrival.
+        # Dictionaries without values serve as ordered sets.
         self._on_host: dict[str, dict[str, None]] = {}
         self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
         self._overrides: PairOverrides[Pair] = PairOverrides(MAX_PAIRS)
@@ -87,7 +87,7 @@ class Topology:
     # ---- places ----------------------------------------------------------------------
 
     def add(self, worker: str, place: Place) -> None:
-        """Set the place of a worker, also in place of an earlier one."""
+        """Set or replace the place of a worker."""
         if self._places.get(worker) == place:
             return
         self.remove(worker)
@@ -95,7 +95,7 @@ class Topology:
         self._on_host.setdefault(place.host, {})[worker] = None
 
     def remove(self, worker: str) -> None:
-        """Forget a worker, and its host with the last worker there; learned speeds stay."""
+        """Remove a worker, and its host with its last worker. Learned speeds are kept."""
         place = self._places.pop(worker, None)
         if place is None:
             return
@@ -107,7 +107,7 @@ class Topology:
             self._forget_averages(place.host)
 
     def describe(self, host: str, known: HostLinks) -> None:
-        """Take the links of a host, as one process there has detected them."""
+        """Set the links within a host, as detected by a process there."""
         self._hosts[host] = known.links
         self._forget_averages(host)
         for link, speed in known.speeds.items():
@@ -143,13 +143,13 @@ class Topology:
     # ---- links -----------------------------------------------------------------------
 
     def link(self, source: str, target: str, by_comms: bool = False) -> Link:
-        """Return the class of link from a worker to another; to itself it is that of one device.
+        """Return the class of link from one worker to another; from a worker to itself, that of one device.
 
         Parameters
         ----------
         by_comms
-            Whether the bytes go by Dask's comms, as ordinary dependencies do. Otherwise the exchange takes
-            the fastest link between the two.
+            Whether the bytes go over Dask's comms, as ordinary dependencies do. Otherwise they go through the
+            exchange, which takes the fastest link between the two.
         """
         return self.way(source, target, by_comms)[0]
 
@@ -171,11 +171,11 @@ class Topology:
         return Link.NVLINK if here.nvlink is not None and here.nvlink == there.nvlink else Link.PCIE
 
     def speed(self, source: str, target: str) -> Speed:
-        """Return the speed of the link between two workers: of the pair, the host or the class."""
+        """Return the speed of the link between two workers: its own, its host's, or its class's."""
         return self.way(source, target)[1]
 
     def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
-        """Return the link between two workers with its speed, see :meth:`link`."""
+        """Return the link between two workers and its speed; see :meth:`link`."""
         here, there = self._places.get(source), self._places.get(target)
         if here is None or there is None:
             link = Link.SAME_DEVICE if source == target else Link.TCP
@@ -186,21 +186,21 @@ class Topology:
         return link, self._usual(link, here, there).speed
 
     def _usual(self, link: Link, here: Place, there: Place) -> SpeedEstimate:
-        """Return the estimate that transfers count for: of the host if it has its own, else of the class."""
+        """Return the estimate that transfers update: that of the host if it has one, else of the class."""
         own = self._host_averages.get((here.host, link)) if here.host == there.host else None
         return own or self._classes[link]
 
     def tier_speed(self, link: Link, worker: str | None = None) -> Speed:
-        """Return the speed between two tiers: on the host of a worker, or without one on most hosts."""
+        """Return the speed between two tiers, on the host of a worker or, without one, of the class."""
         place = self._places.get(worker) if worker is not None else None
         return (self._usual(link, place, place) if place else self._classes[link]).speed
 
     def seconds(self, source: str, target: str, nbytes: int, by_comms: bool = False) -> float:
-        """Return the seconds that this many bytes take from a worker to another."""
+        """Return the seconds to transfer this many bytes from one worker to another."""
         return self.way(source, target, by_comms)[1].seconds(nbytes)
 
     def connection_setup(self, link: Link, source: str, target: str) -> float:
-        """Return the seconds to add to the first transfer of Dask's comms over a link; 0 of later ones."""
+        """Return the extra seconds of the first transfer over Dask's comms; 0 for later transfers."""
         return self._setup.seconds(link, source, target)
 
     # ---- transfers -------------------------------------------------------------------
@@ -214,17 +214,16 @@ class Topology:
         transfers: int = 1,
         by_comms: bool = False,
     ) -> None:
-        """Learn from transfers that are over.
+        """Update speeds from completed transfers.
 
         Parameters
         ----------
         source, target
             Workers.
         nbytes, seconds, transfers
-            The sums of their bytes and seconds, and their number. Empty ones, and those that took no time,
-            are ignored.
+            Total bytes, total seconds and number of the transfers. Without bytes or time they are ignored.
         by_comms
-            Whether they went by Dask's comms.
+            Whether they went over Dask's comms.
         """
         if nbytes < 1 or seconds <= 0 or transfers < 1:
             return
@@ -245,12 +244,12 @@ class Topology:
         return {link: average.speed for link, average in self._classes.items()}
 
     def measured(self) -> dict[Link, Speed]:
-        """Return the speed of each class of link whose speed is not the shipped one any more."""
+        """Return the speed of each class of link that differs from the shipped speed."""
         return {link: speed for link, speed in self.learned().items() if speed != SHIPPED[link]}
 
     @property
     def overrides(self) -> int:
-        """Count the pairs with a speed of their own."""
+        """Return the number of pairs with their own speed."""
         return len(self._overrides)
 
 
@@ -263,7 +262,7 @@ def _neighbourhoods_of(place: Place) -> Iterator[tuple[str, ...]]:
 
 
 def _pair(link: Link, here: Place, there: Place) -> Pair:
-    """Return the id of a link between two places, the same both ways; it outlives the workers there."""
+    """Return the id of a link, the same in both directions; it does not depend on the workers at its ends."""
     if link in BETWEEN_HOSTS:
         one, other = here.host, there.host
     else:

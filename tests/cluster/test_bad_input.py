@@ -95,7 +95,7 @@ def test_a_wrong_word_in_the_environment_is_logged_and_dask_works(tmp_path: Path
     script.write_text(OWN)
     done = run(sys.executable, script, DASK_GPURT__ENABLED="maybe")
     assert done.stdout.split() == ["right", "False"]
-    said = "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false (the program goes on"
+    said = "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false (the program continues"
     assert done.stderr.count(said) == 1
 
 
@@ -106,7 +106,7 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
     done = run(sys.executable, script, DASK_GPURT__ENABLED="true", DASK_GPURT__TAKEOVR="true")
     assert done.stdout.split() == ["right", "False"]
     assert done.stderr.count("'gpurt.takeovr'") == 1
-    assert "the program goes on without it" in done.stderr
+    assert "the program continues without it" in done.stderr
 
 
 @pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
@@ -114,7 +114,7 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
     ("setting", "value", "said"),
     [
         ("GPURT__MEMORY__DEVICE", "500 TiB", "'gpurt.memory.device' comes to 500.00 TiB, which is more than"),
-        ("GPURT__TOPOLOGY__FILE", "/nowhere.yaml", "the topology file /nowhere.yaml can not be read"),
+        ("GPURT__TOPOLOGY__FILE", "/nowhere.yaml", "the topology file /nowhere.yaml cannot be read"),
     ],
 )
 def test_a_setting_that_a_server_refuses_is_said_once_and_dask_works(

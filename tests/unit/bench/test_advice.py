@@ -41,7 +41,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"ratio": (0.8, 0.7, 0.9)}, "0.80 times as long", "leave the runtime off", "measure"),
     ({"ratio": (1.0, 0.9, 1.1)}, "between 0.90 and 1.10", "do not agree", "measure"),
     ({"departed": 2}, "left meanwhile: 2", "logs", "#errors-of-a-shuffle"),
-    ({"counters": {"shuffle.runs.restarted": 3.0}}, "3 shuffles began again", "log", "#errors-of-a-shuffle"),
+    ({"counters": {"shuffle.runs.restarted": 3.0}}, "3 shuffles restarted", "log", "#errors-of-a-shuffle"),
     (
         {"fallbacks": {"exchange.shm-full": 7}},
         "7 times, exchange.shm-full",
@@ -55,7 +55,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"idle": 6.0, "tasks": 10_000}, "6.0 of 15.0 s, and a mean task takes 3 ms", "fewer, larger", "#fewer"),
     ({"idle": 6.0, "longest_gap": 2.5}, "once for 2.5 s", "more, smaller", "traces"),
     ({"planning": 9.0}, "planning took 9.0 of 18.0 s", "larger --scale", "planning"),
-    ({"starting": 4.0}, "4.0 of 13.5 s passed", "the way from the scheduler", "two-hosts"),
+    ({"starting": 4.0}, "4.0 of 13.5 s passed", "the latency from the scheduler", "two-hosts"),
     ({"reading": 9.0}, "reading took 9.0 of 17.0 s", "fewer columns", "#reads-beside-compute"),
 ]
 

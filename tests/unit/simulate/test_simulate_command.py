@@ -91,7 +91,7 @@ def test_a_picture(tmp_path: Path) -> None:
 def test_what_dask_gives_up_is_said_with_its_reason() -> None:
     done = command("--workload", "tree-reduction", "--workers", "64", "--partitions", "4")
     assert done.exit_code == 1
-    assert "tree-reduction on rdma with gpurt: ('tree-level0', 0) was given up" in done.output
+    assert "tree-reduction on rdma with gpurt: ('tree-level0', 0) failed" in done.output
     assert "worth of input dependencies" in done.output
 
 

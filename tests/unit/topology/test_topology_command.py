@@ -50,7 +50,7 @@ def test_it_says_why_no_gpu_is_found() -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (("--load", "nowhere.yaml"), 1, "nowhere.yaml can not be read"),
+        (("--load", "nowhere.yaml"), 1, "nowhere.yaml cannot be read"),
         (("--measure", "--load", "x"), 2, "give one"),
         (("--scheduler", "tcp://127.0.0.1:1"), 1, "no scheduler answers at tcp://127.0.0.1:1"),
     ],

@@ -106,7 +106,7 @@ def wrong(old: str, new: str) -> str:
         ("version: 1\n", "", 1, "'version' is missing"),
         ("gpu: GPU-b", "gpu: GPU-c", 18, "unknown GPU 'GPU-c': host 'one' has 'GPU-a', 'GPU-b'"),
         ("{host: two}", "{host: three}", 19, "unknown host 'three': hosts has 'one', 'two'"),
-        ("- id: GPU-b", "- id: GPU-a", 9, "GPU 'GPU-a' is there twice"),
+        ("- id: GPU-b", "- id: GPU-a", 9, "GPU 'GPU-a' appears twice"),
         (
             "[nvlink x18, ",
             "[pcie, ",
@@ -125,7 +125,7 @@ def wrong(old: str, new: str) -> str:
         ),
         ("generation: 4", "generation: four", 10, "'four' is not a whole number"),
         ("rdma: true", "rdma: perhaps", 15, "'perhaps' is neither true nor false"),
-        ("  two: {}", "  one: {}", 16, "'one' is there twice"),
+        ("  two: {}", "  one: {}", 16, "'one' appears twice"),
         ("  two: {}", "  two: []", 16, "expected keys with values"),
         ("version: 1", "version: 1: 2", 1, "neither JSON nor YAML"),
     ],
@@ -154,5 +154,5 @@ def test_a_file_without_anything_in_it(text: str) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(TopologyError, match=r"nowhere\.json can not be read: .*No such file"):
+    with pytest.raises(TopologyError, match=r"nowhere\.json cannot be read: .*No such file"):
         load(tmp_path / "nowhere.json")
