@@ -10,7 +10,7 @@ class WithData(Distribution):
 
 
 # Not an extension module: workers preload it, and it uses nothing of Python's. So one wheel serves each
-# Python from 3.11 on. Where it can not be built, there are no residency caps, and `dask gpurt doctor` says
+# Python from 3.11 on. Where it cannot be built, there are no residency caps, and `dask gpurt doctor` says
 # so; wheels that are published require it.
 interposer = Extension(
     "dask_gpurt.overlap._interposer",

@@ -53,7 +53,7 @@ def measure(plan: Plan, sides: Sequence[str], deadline: float) -> dict[str, Any]
 
 def run_leg(plan: Plan, side: str, leg: int, limit: float, found: dict[str, Any]) -> None:
     """Run a leg and put what it tells into ``found`` as it comes."""
-    # Not on a disk, where a page can not be written to while it is written back.
+    # Not on a disk, where a page cannot be written to while it is written back.
     with tempfile.TemporaryDirectory(prefix="gpurt-exchange-", dir="/dev/shm") as folder:
         child = Child(LEGS[side], plan, Path(folder))
         turns = itertools.count()
@@ -69,7 +69,7 @@ def run_leg(plan: Plan, side: str, leg: int, limit: float, found: dict[str, Any]
 
 
 def choose_sides(backend: str, rapidsmpf: bool) -> list[str]:
-    """Choose ours, RapidsMPF, and ours again; ours alone where RapidsMPF can not run."""
+    """Choose ours, RapidsMPF, and ours again; ours alone where RapidsMPF cannot run."""
     missing = [name for name in ("rapidsmpf", "cudf_streaming") if find_spec(name) is None]
     if not rapidsmpf or backend != "cudf" or missing:
         return ["gpurt"]

@@ -108,7 +108,7 @@ class Results:
 def measure(part: str, program: Callable[[Path], tuple[Any, ...]], seconds: float, results: Results) -> None:
     """Run a part within its time; what it has told by then counts."""
     began = time.monotonic()
-    # Not on a disk, where a page can not be written to while it is written back.
+    # Not on a disk, where a page cannot be written to while it is written back.
     with tempfile.TemporaryDirectory(prefix="gpurt-overlap-", dir="/dev/shm") as folder:
         child = Child(*program(Path(folder)))
         try:

@@ -74,7 +74,7 @@ class Plan:
         Parameters
         ----------
         caps, contexts
-            What can confine; what can not is not measured.
+            What can confine; what cannot is not measured.
         """
         confined = [*(self.candidates() if caps else ()), *(Setting(sms=n) for n in self.sms if contexts)]
         return {OFF: PRIORITY, FIRST: PRIORITY, **{str(one): one for one in confined}, ADAPTIVE: None}

@@ -63,7 +63,7 @@ def require(contenders: Sequence[str]) -> None:
     Raises
     ------
     click.UsageError
-        When owners can not be kept from moving.
+        When owners cannot be kept from moving.
     """
     if UNBALANCED in contenders and BALANCE not in KEYS:
         raise click.UsageError(f"{UNBALANCED} needs the setting {BALANCE}, which this version does not have")

@@ -29,7 +29,7 @@ MIN_BURST_BYTES, BURST_S = 64_000, 1e-3
 
 
 class UnsupportedError(RuntimeError):
-    """Report that two hosts can not be made here, and why."""
+    """Report that two hosts cannot be made here, and why."""
 
 
 def require() -> None:

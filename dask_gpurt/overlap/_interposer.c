@@ -199,7 +199,7 @@ static bool read_limits(int device, struct limits *limits) {
     return true;
 }
 
-/* For Python: 0, or why the limits of a device can not be told (-1: no driver). */
+/* For Python: 0, or why the limits of a device cannot be told (-1: no driver). */
 EXPORT int gpurt_residency_limits(int device, struct limits *limits) {
     if (!have_driver())
         return -1;
@@ -307,7 +307,7 @@ static bool attribute(const struct kernel *kernel, int which, int *value) {
     return !driver.func_get_attribute(value, which, kernel->function) && *value >= 0;
 }
 
-/* A CUkernel, of which attributes can not be asked, has a function in each context. */
+/* A CUkernel, of which attributes cannot be asked, has a function in each context. */
 static bool resolve(struct kernel *kernel, int *shared) {
     kernel->function = kernel->handle;
     return attribute(kernel, SHARED_SIZE, shared) ||

@@ -1,4 +1,4 @@
-"""Workers that are lost, that come, and shuffles that can not go on."""
+"""Workers that are lost, that come, and shuffles that cannot go on."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_worker_joins_during_transfer(own: Client, library: Library) -> None:
     out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
     Event("go-reached", client=own).wait(timeout=60)
     if not hasattr(own.cluster, "scale") or library.name == "cudf":
-        pytest.skip("LocalCUDACluster can not grow beyond the GPUs there are")
+        pytest.skip("LocalCUDACluster cannot grow beyond the GPUs there are")
     own.cluster.scale(4)
     own.wait_for_workers(4, timeout=60)
     Event("go", client=own).set()

@@ -139,7 +139,7 @@ def _capsule(address: int) -> Any:
 def limited_gpu_memory(limit: int) -> Iterator[Allocations]:
     """Have allocations of rmm fail that would make it more than so many bytes; only failures are counted.
 
-    rmm itself has to refuse. A resource whose functions are Python's can not: libcudf gives memory back while
+    rmm itself has to refuse. A resource whose functions are Python's cannot: libcudf gives memory back while
     the error is on its way, and a function of Python that is called then fails with a SystemError.
     """
     import rmm

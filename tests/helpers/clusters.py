@@ -58,7 +58,7 @@ def cluster(
     **settings: Any,
 ) -> Iterator[Client]:
     """Run a cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
-    # A process that has used CUDA can not be forked.
+    # A process that has used CUDA cannot be forked.
     method = {METHOD: "spawn"} if backend == "cudf" else {}
     with (
         dask.config.set({**QUICK, **method, **nested(settings)}),

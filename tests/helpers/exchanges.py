@@ -510,7 +510,7 @@ _doing: set[asyncio.Future[Any]] = set()
 
 
 def _without_waiting(loop: Any, function: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Have the event loop do something: tasks run on it here, and can not wait for it."""
+    """Have the event loop do something: tasks run on it here, and cannot wait for it."""
     doing = asyncio.ensure_future(function(*args, **options))
     _doing.add(doing)
     doing.add_done_callback(_doing.discard)

@@ -57,7 +57,7 @@ class FarFiles:
 
 
 class FarDevice(HostDevice):
-    """Act as a GPU to the tiers: what is live lies where the host can not read."""
+    """Act as a GPU to the tiers: what is live lies where the host cannot read."""
 
     on_host = False
     host_links = (Link.PAGEABLE,)

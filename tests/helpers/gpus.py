@@ -9,7 +9,7 @@ import pytest
 
 #: Reasons for which a test of GPUs may be skipped on a host that has some.
 ACCEPTED = {
-    "LocalCUDACluster can not grow beyond the GPUs there are",
+    "LocalCUDACluster cannot grow beyond the GPUs there are",
     "cudf has no such column",
     "cupy has no such arrays",
     "cudf's groupby.apply returns another index than pandas for a scalar",

@@ -200,7 +200,7 @@ def test_what_goes_into_a_graph_is_left_alone(one: Process) -> None:
     assert only(one.launch(function, stream=2)) == 0
     assert only(one.launch(function)) == FOUR
     one.fake("fake_capture", 1, 0)
-    assert only(one.launch(function)) == 0, "another thread captures, so the null stream can not tell"
+    assert only(one.launch(function)) == 0, "another thread captures, so the null stream cannot tell"
     assert one.counters() == {"seen": 6, "capped": 2, "left.capture": 4}
 
 

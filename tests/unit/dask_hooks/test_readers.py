@@ -116,7 +116,7 @@ def test_a_task_that_calls_something_else_first_does_not(folder: Path, readers: 
 
 
 class Proxy:
-    """A callable that passes on what it is asked for, and what it stands for can not be had."""
+    """A callable that passes on what it is asked for, and what it stands for cannot be had."""
 
     def __call__(self, *args: Any) -> Any:
         raise AssertionError("nothing is called in this test")

@@ -303,7 +303,7 @@ async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connectio
 
 @in_process
 async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
-    """Its connections are closed, say, so that it can not ask the scheduler what it is offered."""
+    """Its connections are closed, say, so that it cannot ask the scheduler what it is offered."""
 
     def fail() -> Any:
         raise RuntimeError("ConnectionPool is closed")

@@ -227,7 +227,7 @@ def test_a_collection_of_many_objects_is_not_looked_through() -> None:
 
 
 class Sizeless:
-    """An object that can not tell its size."""
+    """An object that cannot tell its size."""
 
     def __sizeof__(self) -> int:
         raise RuntimeError("no size")

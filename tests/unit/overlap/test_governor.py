@@ -221,7 +221,7 @@ def test_without_candidates_there_is_priority_only() -> None:
 
 
 def test_a_setting_holds_for_a_whole_step() -> None:
-    """A run splits, moves and waits: settings that were used in other parts of one can not be compared."""
+    """A run splits, moves and waits: settings that were used in other parts of one cannot be compared."""
     governor = governed("join", budget=FREE).governor
     Steps(governor, "join", CURVES["join"]).run(MIN_STEPS)
     chosen = []

@@ -50,8 +50,8 @@ A, B = "tcp://a:1", "tcp://b:1"
 def test_a_worker_that_is_lost_counts_once_however_often_it_is_told_of() -> None:
     losses = LossesInARow()
     losses.loses("a", ["x", "y"], [A], [])  # the scheduler removes it
-    losses.loses("a", ["x", "y"], [A], [])  # another worker can not reach it
-    losses.loses("a", ["x", "y"], [A], [3])  # a third can not read a shard of it
+    losses.loses("a", ["x", "y"], [A], [])  # another worker cannot reach it
+    losses.loses("a", ["x", "y"], [A], [3])  # a third cannot read a shard of it
     losses.loses("a", ["x", "y"], [], ["transfer-1", "transfer-2"])  # the barrier finds what is missing
     assert losses["a"] == 1
     losses.loses("a", ["y"], [B], [])

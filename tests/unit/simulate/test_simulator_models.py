@@ -215,7 +215,7 @@ def test_what_is_lent_stays_where_it_lies() -> None:
     assert (held, seconds) == (["b"], pytest.approx(5))
     assert [mine.tier(key) for key in "abc"] == [Tier.PINNED, Tier.DEVICE, Tier.DEVICE]
     assert mine.fits("c", 20)
-    assert not mine.fits("c", 21), "b can not go down"
+    assert not mine.fits("c", 21), "b cannot go down"
 
 
 def runtime_tiers(next_use: Mapping[Any, int], pinned: int = 50) -> RuntimeTiers:
