@@ -39,10 +39,10 @@ def test_tasks_beside_a_run_are_confined_to_sms(start: Starting, monkeypatch: py
 @pytest.mark.parametrize(
     ("mode", "asked", "refuse", "said"),
     [
-        ("fixed", {"residency": 4, "sms": 117}, False, "the nearest number is 116"),
+        ("fixed", {"residency": 4, "sms": 117}, False, "the nearest possible number is 116"),
         ("fixed", {"residency": 4, "sms": 116}, True, "the driver does not want to"),
         ("fixed", {"residency": 4, "sms": 116}, None, "no SMs"),
-        ("adaptive", {"sms": 117}, False, "the nearest number is 116"),
+        ("adaptive", {"sms": 117}, False, "the nearest possible number is 116"),
         ("adaptive", {"sms": 116}, None, "no SMs"),
     ],
 )

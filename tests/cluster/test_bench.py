@@ -66,7 +66,7 @@ def test_where_the_runtime_is_on_it_stays_on_and_a_busy_cluster_is_left_alone(cl
     try:
         kept = client.submit(lambda: 1, key="kept")
         assert kept.result() == 1
-        with pytest.raises(BusyError, match="holds 1 tasks"):
+        with pytest.raises(BusyError, match="has 1 tasks of other programs"):
             measure(client, **SMALL)
         kept.release()
         until(lambda: client.run_on_scheduler(lambda dask_scheduler: not dask_scheduler.tasks))

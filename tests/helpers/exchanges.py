@@ -444,6 +444,9 @@ class Scheduler:
     async def shuffle_get_or_create(self, shuffle_id: str, key: Any, worker: str) -> Any:
         return await self.shuffle_get(shuffle_id, worker)
 
+    async def shuffle_restrict_task(self, id: str, run_id: int, key: str, worker: str) -> dict[str, str]:
+        return {"status": "OK"}
+
     async def shuffle_barrier(self, id: str, run_id: int, consistent: bool) -> None:
         active = self.active[id]
         if active.run_spec.run_id != run_id:
