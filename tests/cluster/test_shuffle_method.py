@@ -167,6 +167,14 @@ def test_a_merge_on_categories_that_are_not_known(client: Client, library: Libra
 
     few = [frame[frame.name == "ant"].iloc[:1] for frame in flights(2, seed=3)]
     sides = (few, flights(5)) if how == "right" else (flights(5), few)
+    if library.name == "cudf" and how == "right":
+        # Dask casts one side to categories without an order and leaves the order of the other one unknown.
+        collections = [library.lazy(parts) for parts in sides]
+        with pytest.raises(TypeError, match="mismatched ordering"):
+            by_tasks(build, *collections)
+        with pytest.raises(TypeError, match="mismatched ordering"):
+            with_method("gpurt", lambda: build(*collections))
+        return
     assert_like_tasks(client, library, build, *sides, in_order=False, index=False, runs=2)
 
 
