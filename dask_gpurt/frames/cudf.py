@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import cudf
@@ -263,8 +263,10 @@ class CudfTable:
             self.fence()()
         pool.close()
 
-    def warm_up_operators(self) -> None:
+    def warm_up_operators(self, until: Callable[[], bool]) -> None:
         """Compile the kernels that cudf's operators would compile on first use; they are cached on disk.
+
+        Stops between two operations once ``until`` returns True.
 
         Division checks for zeros and infinities with cupy, whose reductions take seconds to compile: the
         first mean of a groupby took 8 s on an H200. cupy compiles them separately for thread blocks of 32,
@@ -274,9 +276,10 @@ class CudfTable:
         for length in (2, 2048):
             counts = cudf.Series(range(1, length + 1))
             numbers = counts.astype("float64")
-            for dividend in (numbers, counts):
-                for divisor in (numbers, counts, 2.0):
-                    dividend / divisor
+            for dividend, divisor in product((numbers, counts), (numbers, counts, 2.0)):
+                if until():
+                    return
+                dividend / divisor
 
 
 class _Spare:

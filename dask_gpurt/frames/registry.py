@@ -107,15 +107,17 @@ def warm_up(devices: Mapping[str, Device]) -> None:
         CudfTable(devices["cuda"]).warm_up()
 
 
-def warm_up_operators(devices: Mapping[str, Device]) -> None:
+def warm_up_operators(devices: Mapping[str, Device], until: Callable[[], bool]) -> None:
     """Compile the kernels that cudf's operators would compile on first use. Blocks for seconds.
 
     Parameters
     ----------
     devices
         The devices of this worker, by kind.
+    until
+        Returns whether to stop early.
     """
     if "cuda" in devices:
         from dask_gpurt.frames.cudf import CudfTable
 
-        CudfTable(devices["cuda"]).warm_up_operators()
+        CudfTable(devices["cuda"]).warm_up_operators(until)

@@ -201,10 +201,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
         Both run concurrently: on a machine without cached kernels on disk, compiling takes seconds.
         """
+        devices, offload = self.exchange.pools.devices, self.exchange.offload
         with contextlib.suppress(ExchangeClosed):
-            devices = self.exchange.pools.devices
-            loads = (self._load_kernels, warm_up_operators)
-            await asyncio.gather(*(self.exchange.offload(load, devices) for load in loads))
+            await asyncio.gather(
+                offload(self._load_kernels, devices),
+                # A close waits for the threads of the exchange.
+                offload(warm_up_operators, devices, lambda: self.exchange.closed),
+            )
 
     def _load_kernels(self, devices: Mapping[str, Device]) -> None:
         """Load the kernels that a first shuffle needs, then exclude existing objects from garbage collection.
