@@ -91,9 +91,7 @@ def test_the_disk_tier_has_the_free_space_where_its_files_go(client: Client) -> 
     rows = dask_gpurt.memory_usage(client).to_pandas(names="metrics")
     whole = os.statvfs(directory)
     for capacity in rows[rows["tier"] == "disk"]["capacity"]:
-        assert (
-            0 < capacity <= whole.f_bfree * whole.f_frsize + 2**30
-        )  # others may have written to it meanwhile
+        assert 0 < capacity <= whole.f_bfree * whole.f_frsize + 2**30  # the disk may have filled meanwhile
 
 
 def test_an_address_is_enabled_and_other_things_are_refused_with_what_is_wanted(client: Client) -> None:
