@@ -154,7 +154,7 @@ def test_a_task_that_waits_for_room_runs_when_the_runtime_is_switched_off() -> N
     run(test, threads=2)
 
 
-# ---- what tells of it --------------------------------------------------------------------
+# ---- reports of waits --------------------------------------------------------------------
 
 
 def test_a_worker_and_the_scheduler_tell_what_waits() -> None:

@@ -123,7 +123,7 @@ def test_benchmarks_of_dask_cuda_are_taken_over_and_counted(client: Client) -> N
         assert_same_partitions(mine, others, in_order=False, index=False)
 
 
-# ---- arguments, and what is told -----------------------------------------------------------------
+# ---- arguments, and reports ----------------------------------------------------------------------
 
 
 def told(client: Client, name: str) -> float:
