@@ -72,7 +72,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Freeze the modules that tests import, so that the garbage collector does not scan them."""
+    """Freeze all imported objects, so that the garbage collector does not scan them."""
     gc.disable()
     yield
     gc.freeze()

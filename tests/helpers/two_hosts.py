@@ -86,7 +86,7 @@ def _scheduler(protocol: str) -> str:
 
 
 def _doors(protocol: str) -> tuple[str, ...]:
-    """Return the options of a scheduler that also listens on TCP, and those of its workers."""
+    """Return the options of a scheduler that listens on TCP and on the protocol of its workers."""
     protocols = list(dict.fromkeys(("tcp", protocol)))
     ports = ",".join(str(PORTS[each]) for each in protocols)
     return "--protocol", ",".join(protocols), "--port", ports

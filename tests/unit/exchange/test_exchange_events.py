@@ -221,7 +221,7 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
 
 @in_process
 async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> None:
-    """It is rejected, and its block is freed, which would else fill the pool until the run ends."""
+    """It is rejected, and its block is freed; the pool would otherwise stay full until the run ends."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
