@@ -76,7 +76,7 @@ def test_the_kernel_gives_what_zlib_gives(kernel: Any, nbytes: int, offset: int,
 
 
 def test_powers_repeat() -> None:
-    """The kernel takes powers modulo 32, so a file may have any size."""
+    """The kernel indexes powers modulo 32, so a file may have any size."""
     assert times(POWERS[-1], POWERS[-1]) == POWERS[0]
     assert times(1 << 31, POWERS[7]) == POWERS[7]
 
