@@ -29,26 +29,27 @@ def _without_lock(self: Any, instance: Any, owner: Any = None) -> Any:
 
 
 if sys.version_info < (3, 12):
-    # Its cached_property holds one lock for all instances while it computes. Here a client and its
-    # scheduler are one process, and the client's waits for the scheduler: Python 3.12 has no such lock.
+    # Before Python 3.12, cached_property holds one lock for all instances while it computes. Here the client
+    # and its scheduler share a process, and the client's property waits for the scheduler: that would
+    # deadlock.
     functools.cached_property.__get__ = _without_lock  # type: ignore[method-assign]
 
 
-# How long an example takes is not judged: machines that run tests are busy.
+# Examples have no deadline: machines that run tests are busy.
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-#: Processes that run tests beside each other at most: each may have clusters of its own.
+#: Maximum number of test processes: each of them may start clusters.
 MOST_PROCESSES = 4
-#: Tests of GPUs that were skipped on a host with a GPU, and the reason for which none may be.
+#: Tests of GPUs that were skipped on a host with a GPU, with reasons that are not accepted.
 _unaccepted: dict[str, str] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Tests start hundreds of processes, each of which would compile the package anew.
+    # Tests start hundreds of processes, each of which would otherwise recompile the package.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # Dask says at this level that a shuffle begins and ends.
+    # Dask logs the begin and end of every shuffle at INFO.
     logging.getLogger("distributed.shuffle._scheduler_plugin").setLevel(logging.ERROR)
     if os.environ.get("GPURT_REQUIRE_GPU") == "1" and not cuda_devices():
         raise pytest.UsageError("GPURT_REQUIRE_GPU=1 is set, but there is no CUDA device")
@@ -58,9 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Return one process more than there are cores; none for a single file, nor where tests share GPUs.
+    """Return the number of cores plus one; 0 for a single file, or where tests share GPUs.
 
-    Tests of clusters wait for a third of their time. On two cores all take 312 s with three, 353 with two.
+    Tests of clusters are idle for a third of their time. On two cores all take 312 s with three, 353 with
+    two.
     """
     files = {argument.split("::")[0] for argument in config.args}
     if cuda_devices() or (all(file.endswith(".py") for file in files) and len(files) == 1):
@@ -70,7 +72,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Leave what the tests import out of all collections of garbage: to look through it takes long."""
+    """Freeze all imported objects, so that the garbage collector does not scan them."""
     gc.disable()
     yield
     gc.freeze()
@@ -85,7 +87,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Of all without clusters the files of this room take longest. As the last ones they would be waited for.
+    # Among the tests without clusters those of simulate take longest: start them early, as they would finish
+    # last.
     items.sort(key=lambda item: "tests/unit/" in item.nodeid and "tests/unit/simulate/" not in item.nodeid)
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not cuda_devices():
@@ -105,21 +108,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session", params=["pandas", pytest.param("cudf", marks=pytest.mark.gpu)])
 def library(request: pytest.FixtureRequest) -> Library:
-    """Return each of the two libraries in turn: the behaviour is the same."""
-    # Before a cluster starts: later, two threads of this process may import it at once. Thread 1, the
-    # test, makes a frame: `import cudf` holds the lock of cudf, and comes to need cudf.core.x. Thread 2,
-    # Dask's event loop, unpickles a frame from a reply: `import cudf.core.x` holds the lock of
-    # cudf.core.x, and needs its parent cudf first. Each waits for the other. Python sees that, and raises
-    # _DeadlockError in one of them, or lets it go on with what is there of the module: "partially
-    # initialized module 'cudf' has no attribute …".
+    """Return pandas, then cudf: both behave alike."""
+    # Import it before a cluster starts: later, two threads of this process may import it concurrently.
+    # Thread 1, the test, makes a frame: `import cudf` holds the lock of cudf, and needs cudf.core.x. Thread
+    # 2,
+    # Dask's event loop, unpickles a frame from a reply: `import cudf.core.x` holds the lock of cudf.core.x,
+    # and needs its parent cudf first. Python detects the deadlock, and either raises _DeadlockError in one of
+    # the threads or lets it continue with a partial module: "partially initialized module 'cudf' has no
+    # attribute …".
     importlib.import_module(request.param)
     return Library(request.param)
 
 
-# Not for the session: Dask's gen_cluster ends all processes that it finds, before and after a test.
+# Not of scope "session": Dask's gen_cluster kills all child processes that it finds, before and after a test.
 @pytest.fixture(scope="module")
 def shared_cluster(request: pytest.FixtureRequest) -> Iterator[SharedCluster]:
-    """Keep a cluster of two processes for tests of a module that leave it as it was."""
+    """Keep a cluster of two processes for the tests of a module that leave it unchanged."""
     shared = SharedCluster(lambda: request.session.testsfailed)
     yield shared
     shared.close()
@@ -134,7 +138,7 @@ def _lease(shared_cluster: SharedCluster, library: Library) -> Iterator[Lease]:
 
 @pytest.fixture
 def client(_lease: Lease, request: pytest.FixtureRequest) -> Iterator[Client]:
-    """Have the runtime on, on the shared cluster, for all tests of a module until one of them fails."""
+    """Enable the runtime on the shared cluster for all tests of a module, until one of them fails."""
     failures = request.session.testsfailed
     yield _lease.client
     if request.session.testsfailed > failures:

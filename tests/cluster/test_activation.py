@@ -1,4 +1,4 @@
-"""Each way to switch the runtime on and off, as a user types it."""
+"""Enable and disable the runtime in every documented way, as a user types it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, sta
 from tests.helpers.in_process import state
 from tests.helpers.waiting import until
 
-#: What a user may have written before the runtime was there, with a question about it at the end.
+#: A user's script as it may have been before the runtime, with a query of its state at the end.
 SCRIPT = """\
 import json, sys
 import dask, dask.dataframe as dd, pandas as pd
@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 
 def write(folder: Path, before: str = "pass", after: str = "None", processes: bool = False) -> Path:
-    """Write a user's script; its workers are processes, or quicker, threads."""
+    """Write a user's script; its workers are processes or, to be faster, threads."""
     text = SCRIPT.replace("BEFORE", before).replace("PROCESSES", f"processes={processes}")
     path = folder / "script.py"
     path.write_text(text.replace('"AFTER": AFTER', f'"after": {after}'))
@@ -111,7 +111,7 @@ def test_naming_the_method_without_the_runtime_gives_dasks_default(tmp_path: Pat
 
 # ---- flags ---------------------------------------------------------------------------
 
-#: For a client on a machine where the package is not installed.
+#: Disables preloads, as for a client on a machine without the package.
 IGNORANT = {"DASK_DISTRIBUTED__CLIENT__PRELOAD": "[]"}
 
 
@@ -123,7 +123,7 @@ def test_the_flag_of_the_scheduler_is_enough(tmp_path: Path) -> None:
 
 @contextmanager
 def ignorant(address: str) -> Iterator[Client]:
-    """Yield a client that does not know the runtime, once it is on on all workers."""
+    """Yield a client that does not know the runtime, once it is enabled on all workers."""
 
     def on(client: Client) -> bool:
         report = dask_gpurt.report(client)
@@ -153,14 +153,14 @@ def test_takeover_can_be_forbidden() -> None:
         ignorant(address) as client,
     ):
         assert shuffle_runs(client) == 0
-        # A client that has it switched on, later, is served all the same.
+        # A client that enables it later is served nevertheless.
         dask_gpurt.enable(client)
         assert shuffle_runs(client) == 1
         dask_gpurt.disable(client)
 
 
 def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a Dask of tomorrow has frames of yet another library."""
+    """Simulate a future Dask with frames of another library."""
     monkeypatch.setattr("dask_gpurt.plugins.shuffles.library", lambda frame: None)
     dask_gpurt.enable(plain)
     try:
@@ -173,7 +173,7 @@ def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.Mo
     assert "shuffle.runs" not in report["counters"]
 
 
-#: A nanny whose worker, like those of dask-cuda, has a list of preloads of its own.
+#: A nanny whose worker has its own list of preloads, like those of dask-cuda.
 NANNY = """\
 import asyncio, sys
 from distributed import Nanny
@@ -206,7 +206,7 @@ def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Pa
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalCluster]:
     """Yield a cluster without the runtime."""
-    teach_method()  # which a process that has once had it on never forgets
+    teach_method()  # a process that has once enabled the runtime keeps it registered
     with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local:
         yield local
 
@@ -218,7 +218,7 @@ def plain(local: LocalCluster) -> Iterator[Client]:
 
 
 def shuffle_runs(client: Client) -> float:
-    """Shuffle, and count the workers that took part with the runtime."""
+    """Shuffle, and return the number of workers that took part through the runtime."""
     frame = pd.DataFrame({"key": range(100)})
     shuffled = dd.from_pandas(frame, npartitions=3).shuffle("key").compute()
     assert sorted(shuffled["key"]) == list(range(100))

@@ -1,4 +1,4 @@
-"""Confine compute on workers, and say so where nothing does."""
+"""Confine compute on workers, and report workers where nothing can."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.overlap_cluster import start as start
 def test_tasks_beside_a_run_are_confined_to_sms(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
     contexts = Contexts()
     monkeypatch.setattr(HostDevice, "sm_contexts", lambda self, instead: contexts)
-    # Where a task finds them: they do not travel.
+    # Patch the class, where a task finds the contexts: they cannot be pickled.
     monkeypatch.setattr(HostDevice, "here", contexts.here, raising=False)
     client = start(mode="fixed", fixed={"residency": "none", "sms": 116})
     before = contexts.entries

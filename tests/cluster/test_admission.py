@@ -1,4 +1,4 @@
-"""Tasks and fetches that wait for room in the memory of a worker."""
+"""Admit tasks and fetches only once a worker's memory has room."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_task_without_room_waits_until_another_has_finished(two_threads: Client) -> None:
-    two_threads.submit(wide, pure=False).result()  # what the prefix needs is known now
+    two_threads.submit(wide, pure=False).result()  # teaches the estimator what the prefix needs
     at_once = two_threads.map(_overlap, range(6), key=[f"overlap-{i}" for i in range(6)])
     assert max(two_threads.gather(at_once)) == 2, "small tasks run beside each other"
     for future in two_threads.map(wide, [0.05] * 6, pure=False):
@@ -81,7 +81,7 @@ def _slow_sum(*parts: Any) -> int:
 
 
 def test_what_peers_send_waits_for_room_as_tasks_do() -> None:
-    """Two workers that want each other's data, three times as much as fits, one by one."""
+    """Two workers want each other's data, three times as much as fits, one object at a time."""
     one_by_one = dask.config.set({"distributed.worker.transfer.message-bytes-limit": MIB})
     with one_by_one, cluster("pandas", workers=2, threads=1, failures=0, **TIGHT) as client:
         here, there = client.nthreads()
@@ -97,7 +97,7 @@ def test_what_peers_send_waits_for_room_as_tasks_do() -> None:
         ]
         assert client.gather(sums) == [1, 5, 9, 13] * 2
         peaks = client.run(lambda dask_worker: dask_worker.plugins["gpurt"].metrics.snapshot())
-        # What a peer is sent, one object at a time, never waits: it may come on top.
+        # Data sent to a peer, one object at a time, never wait for room: they may exceed the limit.
         assert max(one["counters"]["memory.device.peak"] for one in peaks.values()) <= (8 + 3) * MIB
 
 
@@ -125,7 +125,7 @@ def _meet(mine: str, other: str, _: Any = None) -> bool:
 def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
     of: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in whose place the other one would have to wait, until it ends, which it does not."""
+    """Each waits for the other's event; if one also waited for the other's memory, they would deadlock."""
     monkeypatch.setattr(admission, "ADMISSION_PATIENCE_S", 0.2)
     monkeypatch.setattr(sys.modules[__name__], "_met", defaultdict(threading.Event))
     config = {f"gpurt.{name.replace('__', '.')}": value for name, value in TIGHT.items()}
@@ -134,7 +134,7 @@ def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
     @gen_client_cluster(nthreads=workers, config=config)
     async def run(client: Any, scheduler: Any, here: Any, there: Any) -> None:
         await dask_gpurt.enable(client)
-        await client.submit(wide, key="meet-0", workers=[here.address])  # what the prefix needs is known now
+        await client.submit(wide, key="meet-0", workers=[here.address])  # teaches the prefix's needs
         far = None
         if of == "a task and a fetch":
             far = client.submit(np.ones, 5 * MIB, np.uint8, key="far", workers=[there.address])
@@ -161,7 +161,7 @@ def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> N
 
 
 def test_nothing_is_spilled_for_a_trifle(two_threads: Client) -> None:
-    """The tier is full of what can go; a few bytes do not make it go."""
+    """The tier is full of objects that could be spilled; a few bytes more do not evict any."""
     kept = two_threads.map(lambda i: np.full(MIB, i, np.uint8), range(7), pure=False)
     rest = two_threads.submit(np.ones, MIB - 1, np.uint8, pure=False)
     wait([*kept, rest])
@@ -177,7 +177,7 @@ def test_a_need_above_the_limit_does_not_keep_a_task_from_running(two_threads: C
 
 
 class InMemory(SchedulerPlugin):
-    """The most keys of a prefix that are in memory at once."""
+    """Record the maximum number of keys of a prefix in memory at once."""
 
     def __init__(self, prefix: str):
         self.prefix, self.keys, self.most = prefix, set[Any](), 0
@@ -196,7 +196,7 @@ def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
     with cluster(failures=0, **TIGHT) as client:
         read = InMemory("part")
         client.cluster.scheduler.add_plugin(read)
-        frame = dd.from_map(part, range(48))  # 48 MiB, through 16
+        frame = dd.from_map(part, range(48))  # 48 MiB, through tiers of 16 MiB
         assert frame.shuffle("key").payload.sum().compute() == 48 * 2**16
     assert 0 < read.most <= 8, "per worker the ones in use, those next, and no more"
 

@@ -1,4 +1,4 @@
-"""Refuse what is wrong with an error that says what would be right, and lose nothing else."""
+"""Reject invalid input with an error that says what would be valid, and keep everything else working."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FRAME = pd.DataFrame({"key": range(60), "value": 0.5, "name": [f"row {i}" for i 
 
 @pytest.fixture(scope="module")
 def off() -> Iterator[Client]:
-    """Yield a cluster that can have the runtime, and has not."""
+    """Yield a cluster that can run the runtime, with the runtime disabled."""
     options = {"n_workers": 2, "threads_per_worker": 1, "dashboard_address": ":0"}
     with dask.config.set(QUICK), LocalCluster(**options) as local, Client(local) as client:
         instrument(client)
@@ -39,7 +39,7 @@ def on(off: Client) -> Iterator[Client]:
 
 
 def assert_shuffles(client: Client, *, ours: bool) -> None:
-    """Make sure that a shuffle with nothing wrong in it works, in the runtime or without it."""
+    """Assert that a valid shuffle works, through the runtime or without it."""
     before = counters(client).get("shuffle.runs", 0)
     shuffled = dd.from_pandas(FRAME, npartitions=3).shuffle("key").compute()
     pd.testing.assert_frame_equal(shuffled.sort_values("key", ignore_index=True), FRAME, check_dtype=False)
@@ -128,7 +128,7 @@ def test_a_setting_that_a_server_refuses_is_said_once_and_dask_works(
     assert "Traceback" not in done.stderr
 
 
-#: Shuffles, and says whether the cluster has the runtime.
+#: Shuffles, then reports whether the cluster has the runtime.
 OWN = """\
 import sys
 import dask.dataframe as dd, pandas as pd
@@ -180,7 +180,7 @@ def test_duplicate_column_names_get_the_error_of_tasks(on: Client) -> None:
 
 
 def test_duplicate_column_names_that_are_not_the_key_are_kept(on: Client) -> None:
-    """Dask's own ``p2p`` raises here, and ``tasks`` repeats them."""
+    """Dask's own ``p2p`` raises here, and ``tasks`` duplicates the columns."""
     twice = pd.concat([FRAME, FRAME[["value"]]], axis=1)
     shuffled = dd.from_pandas(twice, npartitions=3).shuffle("key").compute()
     pd.testing.assert_frame_equal(shuffled.sort_values("key", ignore_index=True), twice, check_dtype=False)
@@ -209,7 +209,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 # ---- machines ------------------------------------------------------------------------
 
-#: Runs where /dev/shm holds 1 MiB: a fixed pool is refused, and one that is chosen is small enough.
+#: Runs where /dev/shm holds 1 MiB: a fixed pool size is rejected, an automatic size fits.
 SMALL = """\
 import dask, numpy
 from distributed import Client
@@ -252,7 +252,7 @@ def test_dev_shm_too_small(tmp_path: Path) -> None:
     assert "/dev/shm has no room for 8388608 bytes" in no_room
     assert "docker: --shm-size" in no_room
     assert "'gpurt.exchange.pool' is 64 MiB (64.00 MiB), but /dev/shm has" in refused
-    assert (right, runs) == ("True", "1")  # whose pools promise 160 % of it
+    assert (right, runs) == ("True", "1")  # the pools promise 160 % of it
 
 
 def test_a_peer_of_another_version_is_named(off: Client) -> None:

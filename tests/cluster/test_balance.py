@@ -1,4 +1,4 @@
-"""Outputs of shuffles move to other owners once it is known how large they are, and each row stays once."""
+"""Move outputs of shuffles to other owners once their sizes are known; each row arrives exactly once."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from dask_gpurt.shuffle.sender import Sender
 from tests.helpers.in_process import on_cluster, until
 
 PARTS, ROWS, KEYS, HOT = 32, 20_000, 4096, 7
-#: The share of the rows that have the hot key, which goes to one output.
+#: Share of rows with the hot key, which all go to one output.
 SHARE = 0.3
 MOVED = "shuffle.outputs.moved"
 
 
 @pytest.fixture(autouse=True)
 def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the workers whose transfers tell that they took twice as long for a byte as those of others.
+    """Return a list of workers whose transfers report twice the seconds per byte of the other workers.
 
-    What they really take is what a busy machine leaves, and outputs would move for that.
+    Reported times are fixed, since outputs would move because of noise on a busy machine.
     """
     sizes, slow = Sender.sizes, list[str]()
 
@@ -51,7 +51,7 @@ def left_part(at: int, share: float) -> pd.DataFrame:
 
 
 def left(share: float = SHARE, parts: int = PARTS) -> Any:
-    """Return a collection of which one key has a share of the rows."""
+    """Return a collection in which one key has a share of the rows."""
     return dd.from_map(left_part, range(parts), share=share, meta=left_part(0, share)[:0])
 
 
@@ -88,7 +88,7 @@ def counted(scheduler: Any, name: str) -> float:
 
 
 def told(scheduler: Any) -> list[dict[str, Any]]:
-    """Return the events of outputs that have moved."""
+    """Return the events of outputs that moved."""
     return [event for _, event in scheduler.get_events("gpurt-shuffle") if event["action"] == "balances"]
 
 
@@ -137,7 +137,7 @@ def test_both_sides_of_a_join_move_together() -> None:
     run()
 
 
-#: Not pickled with the tasks that wait for it.
+#: A global, so that it is not pickled with the tasks that wait for it.
 _goes_on = threading.Event()
 
 
@@ -151,7 +151,7 @@ def behind(at: int, gate: int) -> pd.DataFrame:
 
 
 def test_one_side_of_a_join_is_sealed_when_outputs_move() -> None:
-    """Its barrier is run again: by the time that the other side is known it has long passed."""
+    """Its barrier reruns: it passed long before the sizes of the other side are known."""
     _goes_on.clear()
 
     @on_cluster(workers=4)
@@ -184,7 +184,7 @@ def test_one_side_of_a_join_is_sealed_when_outputs_move() -> None:
 
 @pytest.mark.parametrize("side", ["shuffle", "join"])
 def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
-    """It is the one that has got most of them."""
+    """The lost worker is the one that received most of the moved outputs."""
     balance, lost = Recovery.balance, list[str]()
 
     def then_lost(self: Recovery, shuffles: Any, to: Any, reason: str) -> None:
@@ -205,7 +205,7 @@ def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch,
         out = persisted(client, collection)
         assert_same(await client.compute(out), expected())
         (gone,) = [worker for worker in workers if worker.address in lost]
-        gone.state.validate = False  # its data have gone with it
+        gone.state.validate = False  # its data are gone
         assert gone.address not in scheduler.workers
         assert counted(scheduler, "shuffle.runs.recovered")
         assert not counted(scheduler, "shuffle.runs.restarted")
@@ -236,7 +236,7 @@ def test_a_slow_worker_gets_fewer_outputs(slow: list[str]) -> None:
 
 
 def test_outputs_stay_whose_shards_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All inputs would have to be transferred again."""
+    """Moving them would mean to transfer all inputs again."""
 
     @on_cluster(workers=4)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
@@ -252,11 +252,11 @@ def test_outputs_stay_whose_shards_are_gone(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_shards_are_reused_right_as_outputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their inputs are transferred again, and that is not held against the run."""
+    """Their inputs are transferred again, which does not count against the run's retries."""
     balance, boxes = Recovery.balance, list[Any]()
 
     def without_shards(self: Recovery, shuffles: Any, to: Any, reason: str) -> None:
-        for box in boxes:  # as where other runs need the room
+        for box in boxes:  # as when other runs need the room
             box.reclaim_all()
         balance(self, shuffles, to, reason)
 

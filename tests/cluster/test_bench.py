@@ -1,4 +1,4 @@
-"""Bench a cluster: it is left as it was found, and what is measured is of the queries."""
+"""Bench a cluster: it is restored afterwards, and only the queries are measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dask_gpurt.bench.queries import QUERIES
 from dask_gpurt.bench.results import PARTS, Run
 from tests.helpers.waiting import until
 
-#: A join and a groupby; one with a result of few rows.
+#: Q1, a groupby with few result rows, and Q13, a join with groupbys.
 TWO = (QUERIES[0], QUERIES[2])
 SMALL: dict[str, Any] = {"scale": 0.002, "partitions": 4, "rounds": 1}
 

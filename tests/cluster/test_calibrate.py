@@ -1,4 +1,4 @@
-"""The calibration: what it learns, where the figures go, and what it says where there is nothing to learn."""
+"""Calibrate: the learned figures, their file, and the message if there is nothing to learn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers close while others, that do not know it yet, still call them."""
+"""Close workers while peers that do not know it yet still call them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKERS: list[Any] = [("127.0.0.1", 1)] * 2
 
 
 def calls(worker: Any) -> list[str]:
-    """Return the handlers of the runtime on a worker."""
+    """Return the runtime's handlers on a worker."""
     return sorted(name for name in worker.handlers if name.startswith("gpurt_"))
 
 
@@ -58,7 +58,7 @@ def test_a_worker_that_closes_is_called_until_its_connections_are_closed(
 
 
 def test_the_runtime_is_switched_off_on_workers_that_stay() -> None:
-    """Nothing of it is left to answer."""
+    """No handler of the runtime is left to answer."""
 
     @gen_client_cluster(nthreads=WORKERS)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:

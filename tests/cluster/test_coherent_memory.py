@@ -1,4 +1,4 @@
-"""Run a worker whose GPU has no memory but the host's, played by a fake one: no byte counts twice."""
+"""Run a worker with a fake GPU that shares the host's memory: no byte counts twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dask_gpurt.memory.tiers import Tier
 from tests.helpers.far_device import Integrated
 from tests.helpers.in_process import gen_client_cluster
 
-#: The one memory, and an array of which eight do not fit into the device tier.
+#: Size of the shared memory, and of an array of which eight exceed the device tier.
 MEMORY, ARRAY = 64 << 20, 8 << 20
 
 
@@ -24,7 +24,7 @@ def _integrated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "discover", lambda memory_limit: devices)
 
 
-# This process is larger than that, which is nothing to what the tiers hold.
+# The RSS of this process is above the limit, which must not affect the tiers.
 @gen_client_cluster(
     nthreads=[("127.0.0.1", 1)],
     worker_kwargs={"memory_limit": MEMORY},
@@ -40,7 +40,7 @@ async def test_an_integrated_gpu(client: Any, scheduler: Any, worker: Any) -> No
         used = {tier: ledger.used(tier) for tier in Tier}
         assert sum(ledger.capacity[tier] for tier in Tier if tier is not Tier.DISK) <= MEMORY
         assert sum(used.values()) < 8.5 * ARRAY
-        # What does not fit goes to files at once: a copy in the same memory would free nothing.
+        # Excess data go straight to disk: a copy in the same memory would free nothing.
         assert used[Tier.DISK] >= 8 * ARRAY - ledger.capacity[Tier.DEVICE]
         assert used[Tier.PINNED] == 0
         assert 0 < used[Tier.HOST] < ARRAY

@@ -1,4 +1,4 @@
-"""Several workers in place of each one: `gpurt.compute.concurrency`."""
+"""Run several workers in place of one: `gpurt.compute.concurrency`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MEMORY = 2**30
 
 @contextmanager
 def started(workers: int, expected: int, **options: Any) -> Iterator[Client]:
-    """Start a cluster of processes whose nannies read the settings, as those of `dask cuda worker` do."""
+    """Start a cluster of processes whose nannies apply the settings, like those of `dask cuda worker`."""
     asked = {"gpurt.enabled": True, "gpurt.compute.concurrency": 2}
     hook = {"distributed.nanny.preload": ["dask_gpurt.preload"]}
     given = {"n_workers": workers, "threads_per_worker": 2, "memory_limit": MEMORY, "dashboard_address": ":0"}

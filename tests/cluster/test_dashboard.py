@@ -1,4 +1,4 @@
-"""Show the runtime on the dashboard of a scheduler: pages, and what they are drawn from."""
+"""Show the runtime on a scheduler's dashboard: its pages, and the data that they draw."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from tests.helpers import browser
 from tests.helpers.clusters import QUICK
 from tests.helpers.in_process import on_cluster, until
 
-#: The pages of Dask that show shuffles, and all of ours.
+#: Dask's pages about shuffles, and all of ours.
 ALL_PAGES = (f"/{PAGE}", *PARTS, "/shuffle")
 
-#: In a page, the texts of the cells in the second column of a table, the state of shuffles.
+#: Reads the cells of the second column of a page's table, the state of shuffles.
 CELLS = """(() => {
     const found = []
     const walk = (node) => {
@@ -62,7 +62,7 @@ def collector(scheduler: Any) -> Collector:
 
 
 def drawn(scheduler: Any) -> dict[str, Any]:
-    """Return the components of all pages of their own, by path, updated once more."""
+    """Return the components of all individual pages by path, updated once more."""
     documents = {}
     for path, page in pages(lambda _: scheduler.plugins.get(NAME)).items():
         document = documents[path] = Document()
@@ -131,7 +131,7 @@ def test_dasks_own_page_and_progress_show_our_shuffles() -> None:
             assert set(page.source.data["worker"]) == {a.address, b.address}
             done = dict(zip(progress.source.data["name"], progress.source.data["done"], strict=True))
             assert {done[name] for name in done if "transfer" in name} == {"6 / 6"}
-        # The run goes on without the worker that has left, which Dask's page would look for.
+        # The run continues without the worker that left, which Dask's own page would look up.
         await until(lambda: b.address not in scheduler.workers)
         await wait(shuffled)
         page.update()
@@ -167,7 +167,7 @@ def test_without_a_dashboard_nothing_is_added() -> None:
 
 
 def served(test: Any) -> None:
-    """Run a coroutine with a client of a cluster that shows a dashboard, and the dashboard's address."""
+    """Run a coroutine with a client of a cluster that serves a dashboard, and the dashboard's address."""
 
     async def body() -> None:
         with dask.config.set(QUICK):
@@ -206,7 +206,7 @@ def test_each_page_is_served_also_after_switching_on_twice() -> None:
         for path in ALL_PAGES:
             assert "Dask" in await fetch(base + path)
         assert '<a href="gpurt">Gpurt</a>' in await fetch(base + "/status")
-        listed = json.loads(await fetch(base + "/individual-plots.json"))  # by the extension of JupyterLab
+        listed = json.loads(await fetch(base + "/individual-plots.json"))  # as the JupyterLab extension does
         assert set(PARTS) <= set(listed.values())
         assert "/individual-progress" in listed.values()
         await wait(shuffled)
@@ -230,8 +230,8 @@ def test_each_page_opens_in_a_browser_beside_a_running_shuffle(tmp_path: Path) -
                 assert page.errors == [], path
                 page.close()
             missing = await visit(base + "/individual-gpurt-nothing")
-            await until(lambda: bool(missing.errors))  # an error would have been seen
-            # A table shows what it is told, also where it has as many rows as before.
+            await until(lambda: bool(missing.errors))  # proves that errors are detected
+            # A table is redrawn also if the number of rows stays the same.
             kept.append(client.persist(collection(40).shuffle("key")))
             page = await visit(base + "/individual-gpurt-shuffle-table")
             await page.holds(f"({CELLS}).length > 0")

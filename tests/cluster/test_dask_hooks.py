@@ -1,4 +1,4 @@
-"""A Dask or a system that differs keeps the runtime off, or a part of it; it goes on beside other plugins."""
+"""Disable the runtime, or parts of it, on an incompatible Dask or system; coexist with other plugins."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)
 
 
 async def runs_of_a_shuffle(client: Any) -> float:
-    """Shuffle, and return on how many workers that went through the runtime."""
+    """Shuffle, and return the number of workers on which it used the runtime."""
 
     async def runs() -> float:
         workers = (await dask_gpurt.report(client))["workers"].values()
@@ -46,7 +46,7 @@ async def runs_of_a_shuffle(client: Any) -> float:
 
 
 def another_create(self: Any, shuffle_id: Any, key: Any, worker: str, priority: int) -> Any:
-    """Stand for the method of a Dask of tomorrow."""
+    """Replace a method, as a future version of Dask might."""
     raise AssertionError("Dask's own shuffles do not come here in this test")
 
 
@@ -88,7 +88,7 @@ def test_the_doctor_says_why_it_stays_off(monkeypatch: pytest.MonkeyPatch) -> No
     assert "it stays off" in text
 
 
-#: A Dask that has moved a function which other parts of the package import when they are imported.
+#: A Dask that has moved a function which its other modules import at import time.
 MOVED = """\
 import sys
 import distributed
@@ -106,7 +106,7 @@ def test_the_doctor_runs_where_a_name_has_moved() -> None:
 
 
 def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tasks then ask the event loop for their run; what knows where it is would not be called as it is."""
+    """Tasks then ask the event loop for their run, since the lookup's seam does not match."""
     find = ShuffleWorkerPlugin.get_shuffle_run
 
     def another(self: Any, shuffle_id: Any, run_id: int, patience: float = 1.0) -> Any:
@@ -143,7 +143,7 @@ def test_with_another_estimate_of_durations_dask_chooses_workers(monkeypatch: py
 
 
 def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of `execute`, `gather_dep` and `get_data` all are replaced or none: peers would be sent other data."""
+    """All or none of `execute`, `gather_dep` and `get_data` are replaced, or peers would get wrong data."""
     get_data = Worker.get_data
 
     async def another(self: Any, comm: Any, keys: Any, who: Any = None, trust: bool = False) -> Any:
@@ -153,7 +153,7 @@ def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: py
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         before = whole_state(scheduler, a, b)
         with monkeypatch.context() as patch:
-            patch.setattr("dask_gpurt.dask_hooks.require", lambda **_: None)  # as on a client and a scheduler
+            patch.setattr("dask_gpurt.dask_hooks.require", lambda **_: None)  # passes on client and scheduler
             patch.setattr(Worker, "get_data", another)
             with pytest.raises(UnsupportedError, match=r"Worker\.get_data takes \(.*trust\), expected"):
                 await dask_gpurt.enable(client)
@@ -162,7 +162,7 @@ def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: py
 
 
 def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's look is passed: the scheduler's counts as well."""
+    """The check passes on the client; the scheduler's check counts too."""
 
     @gen_client_cluster(nthreads=[("127.0.0.1", 1)])
     async def run(client: Any, scheduler: Any, a: Any) -> None:
@@ -189,7 +189,7 @@ def test_expressions_are_looked_at_on_clients(monkeypatch: pytest.MonkeyPatch) -
             await dask_gpurt.enable(client)
         assert "gpurt" not in scheduler.extensions
 
-    # What this process has put in its place hides it.
+    # The method that this process has replaced hides it.
     patched = vars(_merge.Merge)["_lower"]
     monkeypatch.setattr(_merge.Merge, "_lower", getattr(patched, "__wrapped__", patched))
     run()
@@ -199,7 +199,7 @@ def test_expressions_are_looked_at_on_clients(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Counting:
-    """Another package's plugin, which wraps what ours wraps, and counts the calls."""
+    """Wrap the same methods as our plugin, and count the calls, as another package's plugin."""
 
     def __init__(self, worker: Any):
         self.worker, self.calls = worker, Counter[str]()
@@ -279,7 +279,7 @@ def test_of_two_runtimes_in_a_process_one_goes_on_without_the_other() -> None:
     asyncio.run(run())
 
 
-#: A Mac, and Windows: without what Python has only elsewhere.
+#: macOS and Windows: without the modules and functions that Python has on Linux only.
 ELSEWHERE = """\
 import asyncio, logging, os, sys, types
 from distributed import Client, Scheduler

@@ -1,4 +1,4 @@
-"""Run what reads a result before what makes the next one, where memory is short."""
+"""Run the consumer of a result before the producer of the next one, when memory is short."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SIZE = 24 * MIB
 
 @pytest.fixture
 def tight() -> Iterator[Client]:
-    """Set one thread, and room for one result and a half."""
+    """Yield a cluster with one thread, and memory for one and a half results."""
     room = {"memory__device": SIZE * 3 // 2, "memory__host": 0, "memory__pinned": 0}
     with dask.config.set({"distributed.worker.memory.pause": False}), cluster(workers=1, **room) as client:
-        yield client  # what pauses is a test
+        yield client  # the test pauses the worker
 
 
 def spilled(client: Client) -> float:
@@ -67,7 +67,7 @@ def test_a_worker_that_dask_pauses_stays_paused(tight: Client) -> None:
 
     assert all(tight.run(pause).values())
     assert not any(tight.run(running).values())
-    tight.run(go_on)  # a worker that stays paused is waited for when the cluster is closed
+    tight.run(go_on)  # closing the cluster blocks while a worker stays paused
 
 
 def keys(number: int) -> pd.DataFrame:
@@ -75,8 +75,8 @@ def keys(number: int) -> pd.DataFrame:
 
 
 def test_all_that_reads_a_result_comes_first_whatever_dask_has_in_mind(tight: Client) -> None:
-    # Quantiles, the smallest and the largest key of each partition: Dask would read the keys for
-    # the latter two again at the end.
+    # Quantiles, then the smallest and the largest key of each partition; for the latter two Dask would read
+    # the keys again at the end.
     divisions = dd.from_map(keys, range(20)).set_index("key", npartitions=20).divisions
     assert (divisions[0], divisions[-1]) == (0, SIZE // 8 * 20 - 1)
     assert spilled(tight) < 20 * SIZE / 2

@@ -1,4 +1,4 @@
-"""Check what the doctor sees of a machine, of its configuration and of a cluster."""
+"""Check the doctor's findings about a machine, its configuration and a cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALL_HOOKS = {f"distributed.{where}.preload": [HOOK] for where in HOOKED}
 
 @pytest.fixture(autouse=True)
 def hooks() -> Iterator[None]:
-    """Have the hooks as they are where the package was installed, and not switched on."""
+    """Provide the hooks as an installation has them, not enabled."""
     with dask.config.set({**ALL_HOOKS, "dataframe.shuffle.method": None}):
         yield
 
@@ -326,6 +326,6 @@ def test_a_topology_file_that_makes_no_sense_is_a_problem(tmp_path: Path) -> Non
     with dask.config.set({"gpurt.topology.file": str(file)}):
         (problem,) = consult()["problems"]
     assert "topology.yaml, line 3: unknown key 'cpus'" in problem
-    # Only the scheduler needs to have it.
+    # Only the scheduler needs the file.
     with dask.config.set({"gpurt.topology.file": str(tmp_path / "elsewhere.yaml")}):
         assert consult()["ok"]

@@ -1,4 +1,4 @@
-"""Run the examples on small data, and compare what they find with what brute force finds."""
+"""Run the examples on small data, and compare their results with brute force."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shingles(text: str) -> set[tuple[str, ...]]:
 
 
 def kept(documents: pd.DataFrame, threshold: float) -> list[int]:
-    """Return the documents that are left, found by comparing each with each."""
+    """Return the documents that remain, by comparing all pairs."""
     sets = {number: shingles(text) for number, text in zip(documents.id, documents.text, strict=True)}
     leaders = dict(zip(sets, sets, strict=True))
 
@@ -43,7 +43,7 @@ def kept(documents: pd.DataFrame, threshold: float) -> list[int]:
 
 def test_near_duplicates(client: Client, library: Library) -> None:
     parts = [near_duplicates.make_documents(part, rows=75, parts=4) for part in range(4)]
-    # What has no shingle, and what has one word only more often, is no near-duplicate of anything.
+    # A document without shingles, or with one repeated word only, is a near-duplicate of nothing.
     parts[0].loc[parts[0].id < 2, "text"] = "two words"
     documents = pd.concat(parts)
     expected = kept(documents, 0.7)
@@ -57,7 +57,7 @@ def test_near_duplicates(client: Client, library: Library) -> None:
 
 @pytest.mark.slow
 def test_components_of_long_chains(client: Client, library: Library) -> None:
-    # A path, a circle and a star, numbered so that the least is not at an end.
+    # A path, a circle and a star, numbered so that the smallest number is not at an end.
     order = [5, 13, 2, 11, 7, 0, 16, 9, 4, 14, 1, 12, 8, 3, 15, 10, 6]
     path = list(itertools.pairwise(order))
     circle = [(100 + at, 100 + (at + 1) % 9) for at in range(9)]
@@ -93,7 +93,7 @@ def test_xgboost(client: Client, library: Library) -> None:
     xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed")
     frame = xgboost_training.training_frame(parts=6, rows=2_000)
     found = xgboost_training.train(client, frame, rounds=8)
-    # The same trees as of one process that has all rows, but for the order in which these are summed.
+    # The trees equal those of a single process with all rows, except for the order of summation.
     rows = frame.compute()
     matrix = xgboost.QuantileDMatrix(xgboost_training.features_of(rows), xgboost_training.label_of(rows))
     errors: dict[str, dict[str, list[float]]] = {}

@@ -1,4 +1,4 @@
-"""The exchange under pressure: bounded pools, bounded transfers, every path, no deadlock."""
+"""Put the exchange under pressure: bounded pools, bounded transfers, every path, no deadlock."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pools(client: Client) -> list[dict[str, int]]:
 def test_a_pool_far_smaller_than_the_data_blocks_but_does_not_fail(
     shared_cluster: SharedCluster, library: Library, pool: str
 ) -> None:
-    """From a pool that holds some shards down to one that holds a piece of one."""
+    """Pool sizes go from several shards down to a single piece of one."""
     with shared_cluster.client(library.name, exchange__pool=pool) as client:
         assert_like_tasks(library, inputs())
         size = dask.utils.parse_bytes(pool)
@@ -56,7 +56,7 @@ def workers(client: Client) -> list[dict[str, Any]]:
 
 
 def test_shuffles_at_once_in_a_tiny_pool(shared_cluster: SharedCluster, library: Library) -> None:
-    """Each waits for room that the others hold: all end, because owners can always make room."""
+    """Each shuffle waits for room that the others hold; all complete, because owners can always make room."""
     with shared_cluster.client(library.name, exchange__pool="256 kiB") as client:
         frames = [library.collection(inputs(10_000, seed)) for seed in range(4)]
         shuffled = [df.shuffle("key", ignore_index=True).persist() for df in frames]
@@ -140,7 +140,7 @@ def test_the_best_path_is_taken_and_shown(shared_cluster: SharedCluster, library
 
 
 def test_shards_are_pulled_while_other_producers_still_work(library: Library) -> None:
-    """Eagerly: a shard is at its owner, or offered to it, before the last transfer task begins."""
+    """Shards are at their owner, or offered to it, before the last transfer task begins."""
     import dask.dataframe as dd
     from distributed import Event
 
@@ -156,7 +156,7 @@ def test_shards_are_pulled_while_other_producers_still_work(library: Library) ->
         df = dd.from_map(make, range(PARTS), meta=library.frame(parts[0].iloc[:0]))
         out = df.shuffle("key").persist()
         offered = 0.0
-        while offered < 2 * (PARTS - 2):  # an event of the cluster, watched by the test's time limit
+        while offered < 2 * (PARTS - 2):  # no event exists for this; the test's time limit bounds it
             found = counters(client)
             offered = sum(v for k, v in found.items() if k.startswith("exchange.shards."))
         Event("last", client=client).set()
@@ -178,7 +178,7 @@ def test_four_workers(library: Library) -> None:
 
 @pytest.mark.parametrize("rows", [1, 1000])
 def test_one_huge_value_travels_alone(rows: int, shared_cluster: SharedCluster, library: Library) -> None:
-    """Skew within a partition: rows of which one takes most of the pool."""
+    """Skew within a partition: a single row takes most of the pool."""
     if library.name == "cudf":
         pytest.skip("strings of cudf are cut the same way; a pool this small is tested above")
     with shared_cluster.client(library.name, exchange__pool="512 kiB"):

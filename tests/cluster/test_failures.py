@@ -1,4 +1,4 @@
-"""Workers that are lost, that come, and shuffles that cannot go on."""
+"""Lose and add workers during shuffles, and fail shuffles that cannot continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def frames() -> list[pd.DataFrame]:
 
 
 def build(library: Library, slow: Callable[[Any, int], Any] | None = None) -> Any:
-    """Return a collection whose partitions are made by the tasks that the shuffle needs."""
+    """Return a collection whose partitions are made by tasks that the shuffle depends on."""
     import dask.dataframe as dd
 
     parts = frames()
@@ -44,7 +44,7 @@ def build(library: Library, slow: Callable[[Any, int], Any] | None = None) -> An
 
 
 def assert_right(out: Any) -> None:
-    """Make sure that all rows are there once, and each key in one partition."""
+    """Assert that all rows arrived once, and each key in one partition."""
     shuffled = partitions(out)
     rows = canonical(pd.concat(shuffled), index=False)
     pd.testing.assert_frame_equal(rows, canonical(pd.concat(frames()), index=False))
@@ -56,7 +56,7 @@ def assert_right(out: Any) -> None:
 
 @pytest.fixture
 def own(library: Library) -> Iterator[Client]:
-    """Yield a cluster of three that a test may damage."""
+    """Yield a cluster of three workers that a test may damage."""
     with cluster(library.name, workers=3) as client:
         yield client
 
@@ -67,7 +67,7 @@ def kill(client: Client, address: str) -> None:
 
 
 def waits_at(event: str, part: int) -> Callable[[Any, int], Any]:
-    """Make one partition wait for an event, and say where it does."""
+    """Make one partition wait for an event, and report its worker."""
 
     def slow(frame: Any, i: int) -> Any:
         if i == part and not Event(event).is_set():
@@ -97,7 +97,7 @@ def test_another_worker_is_killed_during_transfer(own: Client, library: Library)
 
 
 def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> None:
-    """One of them dies as it is told that all inputs are there."""
+    """A worker dies on the message that all inputs have been transferred."""
 
     def die_once(dask_worker: Any) -> None:
         from dask_gpurt.shuffle import run
@@ -175,14 +175,14 @@ def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: 
 
 
 def test_outputs_whose_shards_were_let_go_are_made_again(own: Client, library: Library) -> None:
-    """While the barrier is still in memory, so that Dask asks the run for them a second time."""
+    """The barrier's result is still in memory, so Dask asks the run for the outputs a second time."""
     shuffled = build(library).shuffle("key").optimize()
     graph, outputs = shuffled.__dask_graph__(), shuffled.__dask_keys__()
     (barrier,) = [key for key in graph if str(key).startswith("shuffle-barrier")]
     *futures, kept = own.get(graph, [*outputs, barrier], sync=False)
     wait([*futures, kept])
     del futures
-    while own.run_on_scheduler(_outputs_in_memory):  # until the scheduler has heard that they may go
+    while own.run_on_scheduler(_outputs_in_memory):  # until the scheduler has released their shards
         pass
     before = counters(own)["shuffle.rows"]
     again = own.gather(own.get(graph, outputs, sync=False))
@@ -198,7 +198,7 @@ def _outputs_in_memory(dask_scheduler: Any) -> int:
 
 def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:
     def begin_again(frame: Any, i: int) -> Any:
-        """End at each input the run that another has begun, as the loss of a worker would."""
+        """End the run at each input after another task has begun it, as losing a worker would."""
         worker = get_worker()
         runs = list(worker.plugins["shuffle"].shuffle_runs._active_runs.values())
         if runs:
@@ -231,15 +231,15 @@ def test_the_runtime_is_switched_off_during_a_shuffle(library: Library) -> None:
 
 
 def mapped_pools(pid: str = "self") -> set[tuple[str, str]]:
-    """Return path and inode of each pool in shared memory that a process maps."""
-    with suppress(FileNotFoundError, PermissionError):  # a process that has ended, or is another user's
+    """Return path and inode of each shared-memory pool that a process maps."""
+    with suppress(FileNotFoundError, PermissionError):  # the process ended, or belongs to another user
         fields = [line.split(maxsplit=5) for line in Path("/proc", pid, "maps").read_text().splitlines()]
         return {(f[5], f[4]) for f in fields if len(f) == 6 and f[5].startswith(("/dev/shm/", "/memfd:dask"))}
     return set()
 
 
 def test_nothing_is_left_behind(library: Library) -> None:
-    """Shared memory has no names that a killed worker could leave; its bytes go with it."""
+    """Pools have no names in /dev/shm that a killed worker could leave; their bytes are freed with it."""
     with cluster(library.name, workers=2) as client:
         out = build(library).shuffle("key").persist()
         wait(out)

@@ -1,4 +1,4 @@
-"""The first hour of a new user: a first job in a script, and what is printed about it."""
+"""Play a new user's first hour: a first job in a script, and its printed report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if __name__ == "__main__":
 def test_a_join_and_a_sort_end_where_client_and_scheduler_share_a_process(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(FIRST_JOB)
-    # With Python 3.11 Dask's own does not end: see dask_hooks/properties.py.
+    # With Python 3.11 Dask's own property deadlocks: see dask_hooks/properties.py.
     assert answer(script, str(tmp_path / "sorted")) == list(range(4_000))
 
 
@@ -57,7 +57,7 @@ def test_the_program_in_the_guide_to_arrays_runs(capsys: pytest.CaptureFixture[s
     program = page.split("```python\n")[1].split("```")[0].replace("16384", "256").replace("1024", "64")
     small = program.replace("Client()", "Client(processes=False, n_workers=2, dashboard_address=':0')")
     names: dict[str, Any] = {}
-    # Of an array as large as in the guide Dask chooses that.
+    # For an array as large as in the guide Dask picks this method itself.
     with dask.config.set({"array.rechunk.method": "p2p"}):
         exec(compile(small, "arrays.md", "exec"), names)
     names["client"].close()

@@ -1,4 +1,4 @@
-"""Run tasks that wait for each other, one on each worker, as a training of XGBoost does."""
+"""Run tasks that wait for each other, one per worker, as XGBoost's training does."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dask_gpurt.memory.ledger import PARTITIONS
 from dask_gpurt.memory.tiers import Tier
 from tests.helpers.in_process import on_cluster
 
-#: What a worker may hold, and parts of which each worker has four: the half of it.
+#: Memory limit of a worker, and size of a part; each worker has four parts, half of the limit.
 LIMIT, PART = 4 << 20, 1 << 19
-#: Where the tasks of the workers, which are threads of this process, meet.
+#: Rendezvous of the workers' tasks; the workers are threads of this process.
 MEETING = threading.Barrier(2)
 
 
@@ -23,7 +23,7 @@ def make(number: int) -> np.ndarray:
 
 
 def meet(parts: list[dict[str, np.ndarray]]) -> int:
-    """Wait for the others, with all parts of this worker at hand."""
+    """Wait for the other tasks, with all parts of this worker as inputs."""
     MEETING.wait(60)
     return sum(int(part["data"][0]) for part in parts)
 
@@ -36,11 +36,11 @@ async def test_a_gang_gets_what_it_needs(client: Any, scheduler: Any, *workers: 
         packed = [
             client.submit(lambda part: {"data": part}, part, workers=[worker.address]) for part in parts
         ]
-        # What else there is, and has to give way: what such a task needs is not known, twice its inputs.
+        # Other data have to be evicted: without statistics such a task is estimated at twice its inputs.
         others = client.map(make, range(10, 13), workers=[worker.address], pure=False)
         await wait([*packed, *others])
         ledger = worker.plugins["gpurt"].tiers.ledger
-        # Parts that are in a dict too are there once, so that all of it fits.
+        # Parts that a dict refers to count once, so all of them fit.
         assert 7 * PART <= ledger.cell(Tier.DEVICE, PARTITIONS) < LIMIT
         assert ledger.cell(Tier.DISK, PARTITIONS) == 0
         held += [*parts, *packed, *others]

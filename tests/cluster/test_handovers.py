@@ -1,4 +1,4 @@
-"""Memory changes hands when all that was begun on it has been waited for; else that is told."""
+"""Detect memory that changes hands before all operations on it have been waited for."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def checker(told: list[str]) -> HandoverChecker:
 
 
 def elsewhere(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call something on another thread, whose streams are others."""
+    """Call a function on another thread, which has streams of its own."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(function(*args, **options)))
     thread.start()
@@ -106,7 +106,7 @@ def test_spans_overlap_where_they_have_a_byte_in_common(
 
 
 class Later(HostDevice):
-    """A device whose copies are through only behind their fences."""
+    """Fake a device whose copies complete only when their fences are waited for."""
 
     def scatter(self, *args: Any, **options: Any) -> Any:
         super().scatter(*args, **options)
@@ -175,7 +175,7 @@ def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
 
 
 def forget_to_settle() -> None:
-    """Have producers publish what may not have been written yet."""
+    """Make producers publish blocks that may not have been written yet."""
     from dask_gpurt import testing
 
     watch_table = testing.watch_table
@@ -195,4 +195,4 @@ def test_the_doctor_tells_what_is_too_early(library: Library) -> None:
         assert len(told_too_early(client)) == 2
         for found in told_too_early(client):
             assert "before packing has been waited for" in str(found)
-        dask_gpurt.disable(client)  # the count at the end shall find nothing
+        dask_gpurt.disable(client)  # the counts are meant to be non-zero, so skip the check at the end

@@ -1,4 +1,4 @@
-"""Workers of one host: what they read of each other's pools, and what they leave each other of /dev/shm."""
+"""Share a host between workers: reads of each other's pools, and room in /dev/shm."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ async def taken(exchange: Exchange, shard: Shard) -> IncomingShard:
 
 
 class Enough(Exception):
-    """A producer has waited for long."""
+    """End a producer that has waited long enough."""
 
 
 def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
-    """Cut a block, as a producer does whose run ends after some time."""
+    """Cut a block, as a producer does whose run ends after ``seconds``."""
     until = time.monotonic() + seconds
 
     def check() -> None:
@@ -71,7 +71,7 @@ def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
 
 @pytest.mark.parametrize("drained", [False, True])
 def test_what_was_read_of_a_peer_does_not_count(drained: bool) -> None:
-    """In place, or as it was copied. Dask pauses workers, and kills them, by what counts."""
+    """Neither mapped nor copied reads count. Dask pauses and kills workers by what counts."""
 
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -91,7 +91,7 @@ def test_what_was_read_of_a_peer_does_not_count(drained: bool) -> None:
 def test_a_producer_waits_for_what_another_worker_has_published(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has published nothing itself, so none of its peers would be asked by the shards in its pool."""
+    """The waiting producer has published nothing, so the shards in its own pool name no peer to ask."""
 
     @on_cluster(workers=3)
     async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
@@ -132,7 +132,7 @@ def test_a_producer_waits_for_what_another_worker_has_no_use_for(
 
 
 def test_what_files_of_others_fill_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks may still fit. As long as a worker holds memory itself, it is waited for that."""
+    """Small blocks may still fit. While any worker holds memory itself, producers keep waiting."""
     monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
 
     @on_cluster(workers=2)
@@ -164,7 +164,7 @@ def part(number: int) -> pd.DataFrame:
 
 
 def test_dask_sees_no_more_of_a_worker_than_its_own() -> None:
-    """With its defaults it kills no worker whose peers' pools together exceed its limit."""
+    """With Dask's default thresholds no worker is killed whose peers' pools together exceed its limit."""
     with cluster(workers=4, memory_limit="560 MiB", exchange__pool="110 MiB") as client:
         df = dd.from_map(part, range(36), meta=part(0).iloc[:0])
         lengths = client.compute(df.shuffle("key").map_partitions(len))
@@ -184,12 +184,12 @@ def keys_and_rows(frame: pd.DataFrame) -> pd.Series:
 
 @pytest.mark.slow
 def test_eight_workers_of_a_host_keep_to_their_limits() -> None:
-    """The pools that each of them reads are twice as large as its limit. Dask's thresholds are its own."""
+    """Each of them reads pools twice as large as its limit. Dask's thresholds are the defaults."""
     parts = 48
     with cluster(workers=8, memory_limit="400 MiB", exchange__pool="110 MiB") as client:
         df = dd.from_map(numbered, range(parts), meta=numbered(0).iloc[:0])
         found = df.shuffle("key").map_partitions(keys_and_rows, meta=(None, object))
-        # One by one: all of it is too much for one worker.
+        # Gather them one by one: all of them exceed one worker's limit.
         outputs = [output[0] for output in client.gather(client.compute(found.to_delayed()))]
         assert not client.get_events("worker-restart-memory")
         keys, rows = (np.concatenate(each) for each in zip(*outputs, strict=True))

@@ -1,4 +1,4 @@
-"""The JSON API of a scheduler: its replies are as their schema says, and as bounded as is promised."""
+"""Query a scheduler's JSON API: replies match their schema, and are bounded as documented."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODULE = "dask_gpurt.plugins.json_api"
 
 
 async def ask(scheduler: Any, resource: str = "", prefix: str = "", **arguments: Any) -> tuple[int, Any]:
-    """Return the status and the reply of a resource."""
+    """Return the status and the body of a resource."""
     path = f"{prefix}/gpurt/api{resource and '/' + resource}"
     url = f"http://127.0.0.1:{scheduler.http_server.port}{path}?{urlencode(arguments, doseq=True)}"
     found = await AsyncHTTPClient().fetch(url, raise_error=False)
@@ -38,7 +38,7 @@ async def ask(scheduler: Any, resource: str = "", prefix: str = "", **arguments:
 
 
 async def reply(scheduler: Any, resource: str, **arguments: Any) -> Any:
-    """Return the reply of a resource, which is as its schema says."""
+    """Return the reply of a resource, validated against its schema."""
     jsonschema = pytest.importorskip("jsonschema")
     status, found = await ask(scheduler, resource, **arguments)
     assert status == 200
@@ -47,7 +47,7 @@ async def reply(scheduler: Any, resource: str, **arguments: Any) -> Any:
 
 
 async def heard_of(scheduler: Any, counter: str, value: float) -> None:
-    """Wait until heartbeats have told that all workers together have counted so much."""
+    """Wait until heartbeats report this total over all workers."""
     reports = scheduler.extensions["gpurt"].reports
     await until(lambda: reports.known()["counters"].get(counter) == value)
 
@@ -260,7 +260,7 @@ def test_a_worker_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Mon
             return {}
 
         monkeypatch.setitem(worker.handlers, "gpurt_report", silent)
-        await reply(scheduler, "report")  # nothing is asked of it
+        await reply(scheduler, "report")  # the report itself calls no worker
         status, said = await ask(scheduler, "report", worker=worker.address)
         assert (status, said) == (504, {"error": "a worker did not answer within 0.2 s"})
         answers.set()
@@ -291,7 +291,7 @@ def test_replies_of_256_workers_are_bounded() -> None:
     assert (device["capacity"], device["partitions"]) == (256 * 2**40, 256 * 60 * 2**30)
     by_prefix = asyncio.run(api.memory(Query(by="prefix")))
     assert by_prefix["limit"] == MAX_LIMIT_BY_PREFIX
-    assert len(by_prefix["rows"]) == MAX_LIMIT_BY_PREFIX * len(Tier) * 51  # 50 prefixes, and the others
+    assert len(by_prefix["rows"]) == MAX_LIMIT_BY_PREFIX * len(Tier) * 51  # 50 prefixes, and the rest
     assert len(json.dumps(by_prefix)) < 2**20
 
 

@@ -1,4 +1,4 @@
-"""The ledger against what pools, files and objects take, while data comes, moves and goes."""
+"""Compare the ledger with the bytes in pools, files and objects while data arrive, move and leave."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from tests.helpers.waiting import until
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 8 * MIB, "memory__pinned": 8 * MIB, "memory__host": 2 * MIB}
 LOWER = (Tier.PINNED, Tier.HOST, Tier.DISK)
-#: The largest object, as it is stored below, and the threads that store one at a time.
+#: Size of the largest spilled object, and number of threads that store one object at a time.
 LARGEST, MOVERS = 4 * MIB, 8
-#: Seconds between two looks of a witness.
+#: Seconds between two checks of a witness.
 LOOK = 0.002
 
 
 @dataclass
 class Truth:
-    """Count what a worker holds, by tier. Of a prefix it is a range: memory may be shared with others."""
+    """Count a worker's bytes by tier. By prefix they are a range, since prefixes may share memory."""
 
     used: Counter[str] = field(default_factory=Counter)
     least: Counter[tuple[str, str]] = field(default_factory=Counter)
     most: Counter[tuple[str, str]] = field(default_factory=Counter)
     promised: Counter[str] = field(default_factory=Counter)
-    #: Whether nothing is on its way.
+    #: Whether nothing is in flight.
     resting: bool = True
-    #: Bytes of what is being read on the device, which cudf may have copied for that.
+    #: Bytes being read on the device, which cudf may have copied for that.
     copied: int = 0
 
 
@@ -54,7 +54,7 @@ class Truth:
 
 
 def truth(dask_worker: Any) -> Truth:
-    """Ask all sources but the ledger."""
+    """Measure from all sources other than the ledger."""
     tiers, found = dask_worker.plugins["gpurt"].tiers, Truth()
     tiered_buffer = tiers.tiered_buffer
     with tiered_buffer._table.lock:
@@ -98,7 +98,7 @@ def prefix_of(key: Any, entry: Any) -> str:
 
 
 def taken(tier: Tier, mapping: Any) -> int:
-    """Return what the pool, the arrays and the file system say."""
+    """Return the bytes in use according to the pool, the arrays and the file system."""
     if tier is Tier.PINNED:
         with mapping._pool._lock:
             return sum(mapping._pool._arena._blocks.values())
@@ -120,7 +120,7 @@ def size_below(tier: Tier, mapping: Any, name: str) -> int:
 
 
 def own_account(dask_worker: Any) -> Truth:
-    """Return what the ledger of a worker says, in the same form."""
+    """Return the account of a worker's ledger in the same form."""
     ledger, found = dask_worker.plugins["gpurt"].tiers.ledger, Truth()
     for tier in Tier:
         found.used[tier] = ledger.used(tier)
@@ -132,7 +132,7 @@ def own_account(dask_worker: Any) -> Truth:
 
 
 class Witness(threading.Thread):
-    """Compares a worker's own account with the truth, again and again, while it works."""
+    """Compare a worker's account with the truth repeatedly, while it works."""
 
     def __init__(self, worker: Any):
         super().__init__(daemon=True)
@@ -144,7 +144,8 @@ class Witness(threading.Thread):
     def run(self) -> None:
         while not self.ended.wait(LOOK):
             with self.worker.plugins["gpurt"].tiers.tiered_buffer._table.lock:
-                # What is stored below is told when it is there: by one object a thread the ledger is late.
+                # Bytes in a lower tier are added once stored: the ledger lags by at most one object per
+                # thread.
                 said, real = own_account(self.worker), truth(self.worker)
             self.looks += 1
             late = {tier: real.used[tier] - said.used[tier] for tier in Tier}
@@ -170,7 +171,7 @@ def heard(dask_worker: Any) -> tuple[int, list[str]]:
 
 
 def different(said: Counter[tuple[str, str]], real: Truth, tiers: Any = tuple(Tier)) -> list[str]:
-    """Return the prefixes of which the account is not what they have."""
+    """Return the prefixes whose account is outside their range."""
     return [
         f"{place}: {said[place]} bytes, truly {real.least[place]} to {real.most[place]}"
         for place in {*said, *real.most}
@@ -201,7 +202,7 @@ def scheduler_says(client: Client) -> dict[str, Truth]:
     for row in dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics").itertuples():
         assert row.bytes > 0
         if row.kind != "reservations":
-            # It may have told of the first ones between the two questions.
+            # The worker may have reported its first bytes between the two calls.
             found.setdefault(row.worker, Truth()).most[row.tier, row.prefix] += row.bytes
     return found
 
@@ -222,7 +223,7 @@ def total(of: Truth, tier: Tier) -> int:
 
 
 def rest(client: Client, *, empty: bool = False) -> dict[str, Truth]:
-    """Wait until moves have ended and reports are through: then the scheduler knows the truth."""
+    """Wait until moves and reports have ended: then the scheduler's ledger has to be exact."""
     real: dict[str, Truth] = {}
 
     def wrong() -> list[str]:
@@ -244,7 +245,7 @@ def make(library: Library, rows: int, seed: int) -> Any:
 
 
 def view(frame: Any) -> Any:
-    """Return all rows but one, in the same memory."""
+    """Return all rows but the first, as a view of the same memory."""
     return frame.iloc[1:]
 
 
@@ -254,7 +255,7 @@ def checked(frame: Any) -> bool:
 
 @dataclass
 class Walk:
-    """Random steps; what is kept is all that the workers shall hold."""
+    """Take random steps; the workers hold only the futures kept here."""
 
     client: Client
     library: Library
@@ -297,7 +298,7 @@ class Walk:
 
 @pytest.mark.parametrize(("seed", "paths"), [(0, "auto"), (1, ["comms"]), (2, ["comms"])])
 def test_a_random_workload(library: Library, seed: int, paths: Any) -> None:
-    """At every rest the scheduler's ledger is the truth, and in between a worker's own is."""
+    """At every rest the scheduler's ledger is exact; in between, each worker's own ledger is."""
     seen: Counter[str] = Counter()
     with cluster(library.name, **SMALL, exchange__paths=paths) as client:
         walk = Walk(client, library, random.Random(seed))
@@ -340,7 +341,7 @@ def test_prefixes_of_what_the_tiers_hold(library: Library) -> None:
 
 
 def test_switched_off_and_on_again(library: Library) -> None:
-    """Reports of the ledgers from before count no more, not even with the last heartbeat."""
+    """Reports from before the restart no longer count, not even those of the last heartbeat."""
     with cluster(library.name, workers=1, **SMALL) as client:
         for seed in range(3):
             held = client.submit(make, library, 90_000, seed)

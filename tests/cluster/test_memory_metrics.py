@@ -1,4 +1,4 @@
-"""Show what the tiers hold and what was spilled, on the workers' pages for Prometheus."""
+"""Export the bytes in the tiers and the bytes spilled, on the workers' Prometheus pages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from tests.helpers.waiting import until
 
 MIB = 2**20
 SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 * MIB, "memory__host": 2 * MIB}
-#: Changes all the time, since it is what the process has besides.
+#: Changes all the time, since it is the rest of the process's memory.
 RESTLESS = "unmanaged"
 
-#: The order in which labels are compared; a page has one of its own.
+#: Order in which labels are compared; a page's order may differ.
 LABELS = ("worker", "from", "to", "tier", "kind")
 
 Samples = dict[tuple[str, ...], float]
@@ -33,13 +33,13 @@ Samples = dict[tuple[str, ...], float]
 
 @pytest.fixture
 def spilled(shared_cluster: SharedCluster, library: Library) -> Iterator[tuple[Client, Any]]:
-    """Yield two workers with 16 partitions of 2 MiB, which are more than fit into the device tier."""
+    """Yield two workers with 16 partitions of 2 MiB, more than the device tier holds."""
     with shared_cluster.client(library.name, **SMALL) as client:
 
         def part(i: int) -> Any:
             return library.frame(pd.DataFrame({"value": np.arange(MIB // 4, dtype="i8") + i}))
 
-        # Each worker gets half of them, however late it is with its first.
+        # Place half of them on each worker, even if one is late with its first.
         parts = [
             future
             for half, worker in enumerate(client.nthreads())
@@ -50,7 +50,7 @@ def spilled(shared_cluster: SharedCluster, library: Library) -> Iterator[tuple[C
 
 
 def pages(client: Client) -> dict[str, Samples]:
-    """Return samples from the pages of all workers: by name, then by the values of the labels."""
+    """Return samples from the pages of all workers: by name, then by label values."""
     found: dict[str, Samples] = {}
     for address, worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].items():
         port = worker["services"]["dashboard"]
@@ -134,7 +134,7 @@ def test_counters_begin_with_nothing_and_have_one_name_under_the_configured_name
     assert {name.partition("_gpurt_")[0] for name in shown} == {"here_worker"}
     assert list(shown["here_worker_gpurt_shuffle_runs_total"].values()) == [3]
     assert list(shown["here_worker_gpurt_spill_seconds_total"].values()) == [0]
-    assert "here_worker_gpurt_spill_bytes_total" not in shown  # between which tiers is not known before
+    assert "here_worker_gpurt_spill_bytes_total" not in shown  # its tiers are not known in advance
 
 
 def test_the_former_name_of_the_function_still_answers() -> None:

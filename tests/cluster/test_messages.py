@@ -1,4 +1,4 @@
-"""Messages between scheduler and workers do not wait while the runtime is on, and wait again afterwards."""
+"""Disable batching of messages between scheduler and workers with the runtime, and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_worker_with_tasks_at_hand_gathers_messages() -> None:
             client.submit(wait_for, name, key=name, workers=[address]) for name in ("first", "second")
         )
         await until(lambda: len(worker.state.tasks) == 2)
-        assert stream.interval == 0  # as the one task began, the other one was not there
+        assert stream.interval == 0  # the other task had not arrived when this one began
         third = client.submit(wait_for, "third", key="third", workers=[address])
         await until(lambda: len(worker.state.tasks) == 3)
         await Event("first", client=client).set()
@@ -65,7 +65,7 @@ def test_an_interval_that_another_has_set_stays() -> None:
         streams = PromptStreams()
         streams.add(ours)
         streams.add(others)
-        streams.add(ours)  # again, as when a worker is told of twice
+        streams.add(ours)  # once more, as when a worker is announced twice
         assert ours.interval == others.interval == 0
         streams.gather(ours, True)
         assert ours.interval == 0.003

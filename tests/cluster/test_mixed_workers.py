@@ -1,4 +1,4 @@
-"""Shuffle on clusters whose workers are not alike: work goes only where it can run, and may."""
+"""Shuffle on clusters of different workers: work runs only where it can, and where it is allowed to."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.helpers.clusters import canonical
 from tests.helpers.in_process import gen_client_cluster
 
 GPU = {"resources": {"GPU": 1}}
-#: Two workers for what needs a GPU, and one that comes first, without.
+#: Two workers with a GPU, and one without, which comes first.
 MIXED = [("127.0.0.1", 1), ("127.0.0.1", 1, GPU), ("127.0.0.1", 1, GPU)]
 
 
 def mixed(nthreads: list[Any] = MIXED, **options: Any) -> Callable[[Callable[..., Awaitable[None]]], Any]:
-    """Run a coroutine with workers of two kinds, the runtime switched on."""
+    """Run a coroutine with workers of two kinds, with the runtime enabled."""
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Any:
         async def body(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -45,7 +45,7 @@ def collection() -> Any:
     return dd.from_pandas(frame(), npartitions=6, sort=False)
 
 
-#: What is computed, of a collection, and of pandas frames without the options that only Dask takes.
+#: Computations on a collection, or on pandas frames without the options that only Dask has.
 BUILDS: dict[str, Callable[..., Any]] = {
     "shuffle": lambda one, **_: one.shuffle("key") if hasattr(one, "shuffle") else one,
     "merge": lambda one, broadcast, **_: one.merge(
@@ -85,7 +85,7 @@ def test_tasks_that_are_kept_to_a_host_or_a_worker_run_there(where: str) -> None
     run()
 
 
-# Dask's own check of a worker's state is not for one that has closed, and whose tiers are gone.
+# Dask's validation does not work for a closed worker, whose tiers are gone.
 @mixed(worker_kwargs={"validate": False})
 async def test_what_was_lost_is_done_again_where_the_resource_is(
     client: Any, scheduler: Any, plain: Worker, one: Worker, other: Worker
@@ -104,7 +104,7 @@ async def test_what_was_lost_is_done_again_where_the_resource_is(
 async def test_outputs_go_only_to_workers_with_the_device_of_their_frames(
     client: Any, scheduler: Any, plain: Worker, *able: Worker
 ) -> None:
-    # Which kind it is that a worker lacks makes no difference, so this one is without the host's.
+    # It does not matter which kind a worker lacks, so this worker lacks the host's.
     runtime = scheduler.extensions["gpurt"]
     runtime.workers.note_devices(plain.address, [])
     assert runtime.workers.ready_with("host") == {worker.address for worker in able}

@@ -1,4 +1,4 @@
-"""The modes of overlap on real workers: what is in flight, what is measured, what goes wrong."""
+"""Run the modes of overlap on real workers: bytes in flight, measurements, failures."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_runs_beside_a_shuffle_is_measured(start: Starting, tmp_path: Path)
 
 
 def learn(kernel: str, dask_worker: Any) -> None:
-    """Have a worker see a kernel that communication makes slower, on one of them by more."""
+    """Teach a worker about a kernel that communication slows down, on worker 0 only."""
     governor, speed = dask_worker.plugins["gpurt"].overlap._governor, (0.5, 1.0)[dask_worker.name]
     for _ in range(5):
         governor.learn(SoloSample(kernel, 1.0, 1.0))
@@ -81,7 +81,7 @@ def test_what_is_computed_in_the_task_that_splits_is_compute(start: Starting) ->
     client = start(mode="adaptive", learned="auto")
     frame = dd.from_pandas(FRAME, npartitions=4).shuffle("key")
     frame = frame.map_partitions(doubled).shuffle("value").map_partitions(doubled)
-    assert len(frame.persist()) == len(FRAME)  # which lets Dask fuse
+    assert len(frame.persist()) == len(FRAME)  # persist lets Dask fuse
     kernels = {row["kernel"] for reply in replies(client) for row in reply["kernels"]}
     assert "doubled-operation+shuffle-transfer" in kernels
     assert not kernels & COMMUNICATION_PREFIXES

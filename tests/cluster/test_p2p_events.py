@@ -1,6 +1,6 @@
-"""The events that Dask's own p2p tests go through, with the runtime on (docs/design/p2p-events.md).
+"""Put the runtime through the events of Dask's own p2p tests (docs/design/p2p-events.md).
 
-Scheduler, workers and client are in one process. A gate stops a step of a run until the event has happened.
+Scheduler, workers and client share a process. A gate stops a step of a run until the event has happened.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROW
 
 
 def frames(name: str = "row") -> Any:
-    """Return the input partitions, each made by a task of its own."""
+    """Return the input partitions, each made by its own task."""
     size = ROWS // PARTS
     parts = [FRAME[at * size : (at + 1) * size].rename(columns={"row": name}) for at in range(PARTS)]
     return dd.from_map(lambda at: parts[at], range(PARTS), meta=parts[0][:0])
@@ -50,13 +50,13 @@ def assert_right(found: pd.DataFrame) -> None:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    """Wait for what comes without an event."""
+    """Poll for a condition that has no event."""
     while not condition():
         await asyncio.sleep(0.005)
 
 
 def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any) -> None:
-    """Run a coroutine with a client, a scheduler and workers; afterwards nothing is held of any shuffle."""
+    """Run a coroutine with a client, a scheduler and workers; asserts that no shuffle data are left."""
 
     async def body(client: Any, scheduler: Any, *crew: Any) -> None:
         teach_method()
@@ -64,11 +64,11 @@ def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any)
         try:
             await test(client, scheduler, *crew)
         finally:
-            while _gates:  # a thread that waits at one would keep the process from ending
+            while _gates:  # a thread blocked at a gate would keep the process from ending
                 _gates.pop().open.set()
         for worker in crew:
             if worker.status in (Status.closing, Status.closed):
-                worker.state.validate = False  # its data have gone with it
+                worker.state.validate = False  # its data are gone
             else:
                 await until(lambda worker=worker: not held(worker))
         extension = scheduler.extensions["shuffle"]
@@ -92,13 +92,13 @@ def held(worker: Any) -> list[Any]:
 
 
 def runs(*workers: Any) -> int:
-    """Count the runs that these have taken part in."""
+    """Count the runs that these workers took part in."""
     each = [w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.runs", 0) for w in workers]
     return int(sum(each))
 
 
 def counted(scheduler: Any, name: str) -> float:
-    """Return a counter of the scheduler's."""
+    """Return a counter of the scheduler."""
     return float(scheduler.extensions["gpurt"].metrics.snapshot()["counters"].get(name, 0))
 
 
@@ -106,7 +106,7 @@ _gates: list[Gate] = []
 
 
 class Gate:
-    """A step that stops until it is let through, the first time that it is taken."""
+    """Block a step, the first time that it is taken, until the test opens the gate."""
 
     def __init__(self) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
@@ -125,7 +125,7 @@ def _address(step: Any) -> str:
     return str(worker.address)
 
 
-#: The step of each phase of a run that a test stops at.
+#: The step of each phase of a run that a test can stop.
 STEPS = {
     "transfer": (Sender, "add"),
     "offers": (ShuffleRun, "receive"),
@@ -161,7 +161,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, phase: str) -> Gate:
 @pytest.mark.parametrize("which", ["the one", "another"])
 @pytest.mark.parametrize("phase", STEPS)
 def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: str) -> None:
-    """In each phase: the one whose step it is, and another."""
+    """In each phase: the worker whose step is stopped, and another worker."""
     stopped = gate(monkeypatch, phase)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: 
 
 
 def test_the_loss_of_a_worker_is_told_of_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts once: the scheduler sees it leave, and the barrier what is missing since."""
+    """The loss counts once: the scheduler notices the worker leave, and the barrier the missing shards."""
     stopped = gate(monkeypatch, "barrier")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -187,7 +187,7 @@ def test_the_loss_of_a_worker_is_told_of_more_than_once(monkeypatch: pytest.Monk
         await until(stopped.reached.is_set)
         boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
         await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
-        for box in boxes.values():  # as where other runs need the room: they are not offered again
+        for box in boxes.values():  # as when other runs need the room: they are not offered again
             box.reclaim_all()
         leaves = next(worker for worker in crew if worker.address != stopped.where[0])
         closing = asyncio.create_task(leaves.close(executor_wait=False))
@@ -207,7 +207,7 @@ def test_the_loss_of_a_worker_is_told_of_more_than_once(monkeypatch: pytest.Monk
 
 
 def test_one_side_of_a_join_begins_again_when_outputs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other goes on, and is offered once more what it has let go of."""
+    """The other side continues, and is offered the shards again that it had released."""
     stopped = gate(monkeypatch, "unpack")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -232,7 +232,7 @@ def outputs(scheduler: Any) -> list[Any]:
 
 
 def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be rescheduled for ever, since Dask begins no shuffle again of which an output has failed."""
+    """Otherwise it would be rescheduled for ever: Dask does not restart a shuffle with a failed output."""
     assemble = Receiver.assemble
 
     def fails(self: Any, partition: int, key: Any) -> Any:
@@ -263,7 +263,7 @@ def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pyte
 
 
 def test_a_run_loses_workers_more_often_than_it_may_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins again."""
+    """The run restarts."""
     stopped = gate(monkeypatch, "transfer")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -283,7 +283,7 @@ def test_a_run_loses_workers_more_often_than_it_may_be_mended(monkeypatch: pytes
 
 
 def test_all_workers_leave_and_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is nothing to mend with: the run begins again on the one that has come."""
+    """No participant is left to repair the run: it restarts on the new worker."""
     stopped = gate(monkeypatch, "transfer")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -304,7 +304,7 @@ def test_all_workers_leave_and_another_comes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_shuffle_of_dasks_own_loses_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It begins again as Dask has it, and the runtime takes no part."""
+    """It restarts as in plain Dask, and the runtime takes no part."""
     barrier, reached_by, goes_on = DataFrameShuffleRun.barrier, list[str](), threading.Event()
 
     async def stops(self: Any, run_ids: Any) -> int:
@@ -348,7 +348,7 @@ def test_a_worker_that_owns_no_output_is_closed_during_transfer(monkeypatch: pyt
 
 
 def test_a_worker_is_closed_that_has_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It owns no output, and its shards are where they are read: it is written off, and nothing is mended."""
+    """It owns no output, and its shards have been pulled: it is removed from the run without a repair."""
     monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
     stopped = gate(monkeypatch, "unpack")
 
@@ -397,8 +397,9 @@ def test_no_failures_are_allowed_and_a_worker_is_closed(monkeypatch: pytest.Monk
         await until(stopped.reached.is_set)
         (leaves,) = [worker for worker in crew if worker.address == stopped.where[0]]
         closing = asyncio.create_task(leaves.close(executor_wait=False))
-        # Dask blames the task that a worker had as it left. Where the scheduler hears that the worker closes,
-        # and moves its outputs, before the worker has left, there is none to blame.
+        # Dask blames the task that a worker was processing when it left. If the scheduler hears that the
+        # worker
+        # is closing and moves its outputs before the worker has left, there is no task to blame.
         with contextlib.suppress(KilledWorker):
             assert_right(await result)
         stopped.open.set()
@@ -446,7 +447,7 @@ def test_workers_are_retired_during_transfer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_barrier_begins_before_all_offers_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their owner misses them at first, and is asked once more when they are there."""
+    """Their owner misses them at first; it is asked again when they have arrived."""
     held = gate(monkeypatch, "offers")
     looked: list[str] = []
     seal = Receiver.seal
@@ -480,7 +481,7 @@ def test_the_barrier_ends_with_owners_that_are_not_the_current_ones(monkeypatch:
         result = client.compute(shuffled())
         await until(stopped.reached.is_set)
         [active] = scheduler.extensions["shuffle"].active_shuffles.values()
-        active.run_spec.worker_for.move({})  # of which the workers do not hear
+        active.run_spec.worker_for.move({})  # the workers are not notified
         stopped.open.set()
         assert_right(await result)
         assert len(stopped.where) > 1, "it was run again"
@@ -505,13 +506,13 @@ def test_a_worker_is_paused_and_another_one_is_lost(monkeypatch: pytest.MonkeyPa
         assert_right(await result)
         del result
 
-    run(test, **{"distributed.worker.memory.pause": False})  # Dask's monitor would let it go on
+    run(test, **{"distributed.worker.memory.pause": False})  # Dask's monitor would resume the worker
 
 
 def test_a_worker_takes_part_that_is_not_wholly_on_and_another_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is not told of the other owners before it is asked for something, and it stays."""
+    """It receives no message about the new owners before its next request, and stays in the run."""
     stopped = gate(monkeypatch, "barrier")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -543,7 +544,7 @@ def test_workers_leave_between_repeats() -> None:
 
 
 def test_a_worker_joins_and_is_given_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes no part in the run, and sends the task on to the owner."""
+    """It takes no part in the run, and redirects the task to the owner."""
     stopped = gate(monkeypatch, "barrier")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -582,7 +583,7 @@ def test_workers_that_take_part_are_not_chosen_for_scaling_down(monkeypatch: pyt
 @pytest.mark.parametrize("again", ["", "at once", "later"])
 @pytest.mark.parametrize("phase", STEPS)
 def test_a_shuffle_is_let_go(monkeypatch: pytest.MonkeyPatch, phase: str, again: str) -> None:
-    """In each phase; what is stale meets the same shuffle, which was asked for again."""
+    """In each phase: stale messages meet a new run of the same shuffle."""
     stopped = gate(monkeypatch, phase)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -621,7 +622,7 @@ def test_some_outputs_are_wanted_more_and_some_no_more(monkeypatch: pytest.Monke
 
 
 def test_one_result_is_lost_again_and_again_and_the_others_are_kept() -> None:
-    """Each time a run receives the one output that is needed, and ends. That is no run in vain."""
+    """Each run receives the only output that is needed, and ends. Such runs do not count as failed."""
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         extension, runtime = scheduler.extensions["shuffle"], scheduler.extensions["gpurt"]
@@ -662,7 +663,7 @@ def test_a_run_is_failed_before_its_worker_hears_that_it_has_begun(monkeypatch: 
 
 
 def test_the_scheduler_forgets_all_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is restarted; workers without a nanny end then."""
+    """As when the scheduler restarts, which closes workers without a nanny."""
     stopped = gate(monkeypatch, "barrier")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -683,7 +684,7 @@ def test_the_scheduler_forgets_all_tasks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_run_can_not_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker closes all the same."""
+    """The worker closes nevertheless."""
     close, failed = ShuffleRun.close, []
 
     async def fails(self: Any) -> None:

@@ -1,4 +1,4 @@
-"""Choose the path of shards: the one with the least time, of those that there are."""
+"""Choose the path of shards: the fastest available one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NBYTES = 100_000
 
 
 def with_accelerator(worker: Any) -> Any:
-    """Give the exchange of a worker an accelerator."""
+    """Give a worker's exchange an accelerator."""
     exchange = worker.plugins["gpurt"].exchange
     exchange.pools.devices["accelerator"] = Accelerator(2**30)
     return exchange
@@ -43,7 +43,7 @@ def publish(exchange: Any, owner: str, data: np.ndarray) -> Shard:
 
 
 async def bytes_of(exchange: Any, shard: Shard) -> np.ndarray:
-    """Return what arrives of a shard."""
+    """Return the bytes of a shard that arrive."""
     errors: list[Exception] = []
     exchange.run_begins(RUN)
     incoming = exchange.take(RUN, shard, await exchange.path(shard), errors.append)
@@ -64,7 +64,7 @@ def moved(exchange: Any) -> set[str]:
 
 @pytest.mark.parametrize("room", [True, False])
 def test_a_shard_goes_through_host_memory(room: bool) -> None:
-    """It goes by comms where host memory has no room."""
+    """Comms are used where host memory has no room."""
 
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:

@@ -1,4 +1,4 @@
-"""Placement on a running cluster: switched on and off, explained, and with workers that come and go."""
+"""Run placement on a cluster: enabled and disabled, explained, and with workers that join and leave."""
 
 from __future__ import annotations
 
@@ -97,17 +97,17 @@ def test_a_cluster_adapts_to_its_load_and_back() -> None:
         numbers = client.map(waits, range(60))
         pairs = client.map(add, numbers[::2], numbers[1::2])
         client.wait_for_workers(3, timeout=60)
-        until(lambda: all(client.processing().values()))  # then each has a result when it is to leave
+        until(lambda: all(client.processing().values()))  # then each worker has a result when it is retired
         Event("all at work", client=client).set()
         assert client.submit(sum, pairs).result(timeout=120) == sum(range(60))
-        assert plugin.alone.wait(60)  # the results stay, on the worker that is left
+        assert plugin.alone.wait(60)  # the results stay, on the remaining worker
         assert max(seen) == 3
         assert client.submit(sum, numbers).result(timeout=60) == sum(range(60))
         assert not _fallbacks(client)
 
 
 class Arrivals(SchedulerPlugin):
-    """Record how many workers there were, and when only one is left."""
+    """Record the number of workers, and when only one is left."""
 
     name = "arrivals"
 

@@ -1,4 +1,4 @@
-"""Dask's active memory manager with our choices, on running clusters."""
+"""Run Dask's active memory manager with our choices on clusters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RUNNING: dict[str, Any] = {
 
 
 def believed(scheduler: Any, worker: str, *, live: int, disk: int = 0) -> None:
-    """Have a scheduler believe for good that a worker has so much room."""
+    """Make a scheduler believe permanently that a worker has this much free memory."""
     scheduler.extensions["gpurt"].cluster_memory.forget(worker)
     message = Ledger({**dict.fromkeys(Tier, 0), Tier.DEVICE: live, Tier.DISK: disk}).snapshot()
     scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})
@@ -43,7 +43,7 @@ def test_a_worker_that_retires_hands_its_data_to_who_has_room_nearby(tmp_path: P
         await all_placed(scheduler)
         near, leaves, far = (nanny.worker_address for nanny in nannies)
         data = await client.scatter({f"x{i}": bytes(1000) for i in range(6)}, workers=[leaves])
-        more = await client.scatter({"y": bytes(10**6)}, workers=[near])  # Dask takes the one that holds less
+        more = await client.scatter({"y": bytes(10**6)}, workers=[near])  # Dask picks the least loaded
         believed(scheduler, near, live=4000)
         believed(scheduler, far, live=10**9)
         assert leaves in await client.retire_workers([leaves])
@@ -77,7 +77,7 @@ def test_a_superfluous_replica_leaves_the_full_worker() -> None:
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         for full, roomy in ((a, b), (b, a)):
             future = await client.scatter(bytes(10**6), broadcast=True, hash=False)
-            await client.scatter(bytes(10**7), workers=[roomy.address])  # Dask drops where most is held
+            await client.scatter(bytes(10**7), workers=[roomy.address])  # Dask drops from the fullest
             believed(scheduler, full.address, live=0, disk=10**9)
             believed(scheduler, roomy.address, live=10**9)
             await client.amm.run_once()

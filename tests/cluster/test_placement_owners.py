@@ -1,4 +1,4 @@
-"""Choose the owners of a shuffle's outputs, on clusters."""
+"""Choose the owners of a shuffle's outputs on clusters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.in_process import believed_full
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[dict[int, str]]:
-    """Record the owners of each run that the scheduler, which is in this process, begins."""
+    """Record the owners of each run that the scheduler, in this process, begins."""
     found: list[dict[int, str]] = []
     create = DaskShuffleSpec.create_new_run
 

@@ -1,4 +1,4 @@
-"""Work is stolen on running clusters: by which workers, and by which not."""
+"""Steal work on running clusters, only between suitable workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster, until
 
-#: The event that the tasks of a test wait for; its workers are in this process.
+#: Event that a test's tasks wait for; the workers are in this process.
 GO = threading.Event()
 PLACEMENT: dict[str, Any] = {
     "gpurt.placement.enabled": True,
@@ -33,7 +33,7 @@ def held_up(i: int) -> int:
 
 
 def moves_of(scheduler: Any) -> list[tuple[str, str]]:
-    """Record from which worker to which one work is about to be moved."""
+    """Record the source and target of each steal request."""
     found: list[tuple[str, str]] = []
     stealing = scheduler.extensions["stealing"]
     request = stealing.move_task_request
@@ -47,7 +47,7 @@ def moves_of(scheduler: Any) -> list[tuple[str, str]]:
 
 
 def load(client: Any, worker: str, tasks: int) -> list[Any]:
-    """Make tasks that wait on one worker, although others may take them."""
+    """Submit blocking tasks to one worker that other workers may steal."""
     futures: list[Any] = client.map(held_up, range(tasks), workers=[worker], allow_other_workers=True)
     return futures
 
@@ -95,14 +95,14 @@ def test_with_room_nowhere_else_work_stays() -> None:
 
 def test_the_nvlink_domain_comes_first(tmp_path: Path) -> None:
     file = tmp_path / "topology.yaml"
-    file.write_text(FILE)  # the first two workers are one domain, the third is elsewhere
+    file.write_text(FILE)  # the first two workers form one domain, the third is elsewhere
 
     @on_cluster(workers=3, file=file, **PLACEMENT)
     async def run(client: Any, scheduler: Any, victim: Any, near: Any, far: Any) -> None:
         await all_placed(scheduler)
         kept = await client.scatter(
             bytes(10**6), workers=[near.address]
-        )  # Dask takes the one that holds less
+        )  # Dask would pick the worker that holds less
         moves = moves_of(scheduler)
         futures = load(client, victim.address, 3)
         await until(lambda: bool(moves))

@@ -1,4 +1,4 @@
-"""With the runtime on, a client keeps what it plans with and fuses tasks; results are those of Dask."""
+"""Cache planning and fuse tasks on a client with the runtime enabled; results equal Dask's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def reused(client: Client) -> float:
 
 def test_plans_are_reused_and_give_the_same(client: Client, library: Library, path: Path) -> None:
     before = reused(client)
-    # A setting that changes, as the backend, has everything dropped.
+    # Changing a setting, such as the backend, drops the cache.
     with dask.config.set({"dataframe.backend": library.name}):
         first, second = result(path, library.name), result(path, library.name)
     assert reused(client) > before
@@ -70,7 +70,7 @@ def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
         dask_gpurt.enable(client)
         assert reused(client) == before
         assert result(path, "pandas").equals(enabled)
-        assert reused(client) == before  # it was dropped
+        assert reused(client) == before  # the cache was dropped
 
 
 def tasks(client: Client) -> int:
@@ -113,7 +113,7 @@ def test_that_every_way_to_compute_gives_the_same(client: Client, library: Libra
 def test_computations_at_the_same_time_are_of_the_same_shuffle(
     client: Client, library: Library, path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Tasks that are fused in two ways have two names, and an output is not read twice of one run."""
+    """Tasks fused in two ways have two names, and a run serves each output only once."""
     with dask.config.set({"dataframe.backend": library.name}):
         shuffled = dd.read_parquet(path).shuffle("key")
         results = [

@@ -1,4 +1,4 @@
-"""Data that a worker has in its tiers are spilled when Dask's monitor finds the process too large."""
+"""Spill data in a worker's tiers when Dask's memory monitor finds the process too large."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import dask_gpurt
 from tests.helpers.in_process import gen_client_cluster, until
 
 BYTES = 2**20
-#: The limit is below what this process has already. Tasks are not to be paused for it.
+#: The limit is below this process's current size. Tasks must not be paused because of it.
 MEMORY = {
     "distributed.worker.memory.spill": 0.9,
     "distributed.worker.memory.target": 0.8,

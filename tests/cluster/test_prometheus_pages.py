@@ -1,4 +1,4 @@
-"""Servers of one process show one page for Prometheus, and leave nothing there when they close."""
+"""Share one Prometheus page between the servers of a process, and leave nothing there when they close."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.helpers.in_process import on_plain_cluster
 
 
 async def page(server: Any) -> dict[str, dict[str, float]]:
-    """Return the samples of the runtime on a server's page, by name and worker."""
+    """Return the runtime's samples on a server's page, by name and worker."""
     found = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{server.http_server.port}/metrics")
     text = found.body.decode()
     described = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
-    assert len(set(described)) == len(described)  # Prometheus refuses more than one description
+    assert len(set(described)) == len(described)  # Prometheus rejects duplicate descriptions
     shown: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""While a task reads files, another one computes: with events in place of time, on one thread."""
+"""Overlap reads of files with other tasks' compute on one thread; ordered by events instead of sleeps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.helpers.waiting import LIMIT_S
 
 PARTS, ROWS = 4, 10
 ONE_BESIDE = {"gpurt.reads.beside": 1}
-#: The sum of the column.
+#: Sum of the column.
 TOTAL = sum(range(PARTS * ROWS))
 
 
@@ -47,7 +47,7 @@ def files(tmp_path: Path) -> str:
     return f"gated://{tmp_path}"
 
 
-#: Events by name, which functions in tasks find in this process.
+#: Events by name, which functions in tasks look up in this process.
 _events: dict[str, threading.Event] = {}
 _lock = threading.Lock()
 
@@ -58,7 +58,7 @@ def event(name: str) -> threading.Event:
 
 
 def meet(mine: str, other: str, value: Any = None) -> Any:
-    """Set one event, and wait for another one."""
+    """Set one event, and wait for another."""
     event(mine).set()
     assert event(other).wait(LIMIT_S)
     return value
@@ -70,9 +70,9 @@ def noting(frame: Any, name: str) -> Any:
 
 
 def total_of(collection: Any, function: Any, *args: Any) -> Any:
-    """Sum a column, with a function of the user's called in the same task as the read of each partition."""
+    """Sum a column; a function of the user runs in the same task as the read of each partition."""
     mapped = collection.map_partitions(function, *args, meta=collection._meta)
-    return mapped.a.sum().optimize()  # which fuses: a client does not
+    return mapped.a.sum().optimize()  # fuses here, as a client would not
 
 
 def reads(worker: Any) -> Any:
@@ -80,12 +80,12 @@ def reads(worker: Any) -> Any:
 
 
 def on_reading_cluster(**settings: Any) -> Any:
-    """Run a coroutine as :func:`on_cluster` does, with one read beside compute by default."""
+    """Run a coroutine as :func:`on_cluster` does, by default with one read beside compute."""
     return on_cluster(**ONE_BESIDE | settings)
 
 
 async def has_begun_aside(worker: Any) -> None:
-    """Wait until a task is at the gate, and another one may begin."""
+    """Wait until a task is blocked at the gate, and another task may begin."""
     await until(lambda: bool(GATE.came) and bool(worker.state.long_running))
 
 
@@ -135,7 +135,7 @@ def test_a_task_that_writes_leaves_its_slot_too(tmp_path: Path) -> None:
         future = client.compute(written)
         await has_begun_aside(worker)
         assert await client.submit(sum, [1, 2]) == 3
-        assert not future.done()  # the result is there when the file is
+        assert not future.done()  # the result cannot be ready before the file is
         GATE.open()
         await future
         assert sum(pd.read_parquet(tmp_path / "written").a) == sum(range(ROWS))
@@ -151,7 +151,7 @@ def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, b
         GATE.close()
         futures = client.compute(partitions)
         await until(lambda: len(GATE.came) == 1 + beside)
-        # The scheduler has heard of all of them, and nothing else can begin.
+        # The scheduler has received all messages, and no other task can begin.
         assert await client.run_on_scheduler(lambda: None) is None
         assert len(worker.state.executing) == 1
         assert len(worker.state.long_running) == beside
@@ -239,7 +239,7 @@ def test_a_task_is_cancelled_while_it_reads(files: str) -> None:
 
 @pytest.mark.parametrize("how", ["switched off", "closed"])
 def test_nobody_waits_for_a_turn_when_it_is(how: str, files: str) -> None:
-    """The task that computes waits for the one that has read, which the end of the turns sets free."""
+    """The computing task waits for the one that has read; the end of the turns releases it."""
 
     @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
@@ -348,7 +348,7 @@ def test_a_worker_finds_out_that_files_come_slowly(tmp_path: Path) -> None:
 
 
 class Incomparable:
-    """A callable that is no boolean when it is compared, as an array."""
+    """A callable whose comparison does not return a bool, as with arrays."""
 
     def __call__(self, value: Any) -> Any:
         return value
@@ -385,7 +385,7 @@ def test_the_pool_of_a_worker_takes_keywords_as_ever() -> None:
 
 
 class PoolOfAnother(ThreadPoolExecutor):
-    """A pool that another package has derived from Dask's."""
+    """A pool that another package derived from Dask's."""
 
 
 def test_in_a_pool_of_another_package_a_task_that_reads_keeps_its_slot(files: str) -> None:
@@ -454,7 +454,7 @@ def test_results_are_those_of_dask(tmp_path: Path, beside: int, filesystem: str)
     joined = left[left.a % 3 == 0].merge(right, on="key", shuffle_method="tasks")
     query = joined.groupby("text").a.sum().reset_index()
     with dask.config.set(scheduler="sync"):
-        query = query.optimize()  # which looks at the files with the scheduler of the moment
+        query = query.optimize()  # inspects the files with the current scheduler
         expected = query.compute().sort_values("text", ignore_index=True)
 
     @on_reading_cluster(**{"gpurt.reads.beside": beside, "gpurt.takeover": "all"})

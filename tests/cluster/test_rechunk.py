@@ -1,4 +1,4 @@
-"""Rechunks of arrays go through the runtime, and give the chunks that ``tasks`` gives to the last bit."""
+"""Rechunk arrays through the runtime, and get bitwise the same chunks as with ``tasks``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def objects(block: np.ndarray) -> np.ndarray:
 
 
 def of_unknown_length(method: str) -> Any:
-    """Rechunk along one axis while the sizes along the other are not known."""
+    """Rechunk along one axis while the sizes along the other are unknown."""
     values = array(ROWS)
     return values[values[:, 0] > 20].rechunk({1: 9}, method=method)
 
@@ -64,12 +64,12 @@ PROGRAMS: dict[str, Callable[[str], Any]] = {
     "objects": lambda how: array().map_blocks(objects, dtype="O").rechunk(COLUMNS, method=how),
     "masked": lambda how: da.ma.masked_less(array(), 50).rechunk(COLUMNS, method=how),
 }
-#: Those that cupy has nothing for.
+#: Programs that cupy does not support.
 ON_HOST = ("dates", "records", "objects", "masked", "in the order of Fortran")
 
 
 def chunks_of(collection: da.Array) -> dict[tuple[int, ...], Any]:
-    """Return the chunks of an array as the workers have them, by their numbers."""
+    """Return the chunks of an array as the workers hold them, by index."""
     persisted = collection.persist()
     wait(persisted)
     blocks = persisted.to_delayed()
@@ -94,7 +94,7 @@ def assert_same_chunks(ours: da.Array, theirs: da.Array) -> None:
 
 @pytest.fixture(autouse=True)
 def small_chunks() -> Iterator[None]:
-    """Have Dask not put all chunks together first, as it does with chunks as small as these."""
+    """Keep Dask from merging all chunks first, as it does with small chunks."""
     with dask.config.set({"array.chunk-size": "1 B"}):
         yield
 
@@ -117,7 +117,7 @@ def test_chunks_are_those_of_tasks(client: Client, library: Library, program: st
 
 
 def test_dask_chooses_which_rechunks_go_through_the_runtime(client: Client) -> None:
-    """A small graph is left to ``tasks``, as is what asks for it; with the take-over off all are Dask's."""
+    """Small graphs and explicit ``tasks`` stay with ``tasks``; with the take-over disabled all are Dask's."""
     many, few = (8, 160), (160, 8)
     values = numbers((160, 160))
     before = counters(client).get("shuffle.taken-over", 0)
@@ -153,15 +153,15 @@ def test_rechunks_are_dasks_where_the_runtime_is_off(client: Client) -> None:
 
 
 def with_runs(block: np.ndarray, kind: str) -> np.ndarray:
-    """Make sure that the runs of this worker are of a kind."""
-    if block.size:  # else Dask looks for the type of the result
+    """Assert that this worker's runs are of a class."""
+    if block.size:  # Dask calls it with an empty block to infer the result's type
         runs = get_worker().plugins["shuffle"].shuffle_runs._active_runs.values()
         assert {type(run).__name__ for run in runs} == {kind}
     return block
 
 
 def test_chunks_that_were_culled_are_received_when_they_are_asked_for(client: Client) -> None:
-    """Two graphs share a rechunk: the second one needs chunks that were not wanted as the run began."""
+    """Two graphs share a rechunk: the second needs chunks that were not wanted when the run began."""
     result = array().rechunk(COLUMNS, method="p2p")
     first = result[:, :18].persist()
     wait(first)
@@ -174,13 +174,13 @@ def test_chunks_that_were_culled_are_received_when_they_are_asked_for(client: Cl
 
 @pytest.fixture
 def own(library: Library) -> Iterator[Client]:
-    """Yield a cluster of three that a test may damage."""
+    """Yield a cluster of three workers that a test may damage."""
     with cluster(library.name, workers=3) as client:
         yield client
 
 
 def waits(block: np.ndarray, part: tuple[int, int], block_id: Any = None) -> np.ndarray:
-    """Have one chunk wait for an event, and say where it does."""
+    """Make one chunk wait for an event, and report its worker."""
     if block_id == part and not Event("go").is_set():
         Variable("worker").set(get_worker().address)
         Event("reached").set()
@@ -199,7 +199,7 @@ def test_a_worker_is_killed_during_transfer(own: Client, victim: str) -> None:
 
 @pytest.mark.parametrize("victim", [pytest.param(VICTIMS[0], marks=pytest.mark.slow), VICTIMS[1]])
 def test_a_worker_is_killed_between_two_rechunks(own: Client, victim: str) -> None:
-    """Dask makes one task of what unpacks a chunk and what transfers it for the next rechunk."""
+    """Dask fuses the unpacking of a chunk with its transfer for the next rechunk into one task."""
     held = array().rechunk(COLUMNS, method="p2p").map_blocks(waits, (0, 2), dtype="f8")
     assert_right_after_a_kill(own, held.rechunk((8, 36), method="p2p").persist(), victim)
 

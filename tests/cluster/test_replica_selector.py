@@ -20,7 +20,7 @@ from tests.helpers.in_process import all_placed, on_cluster
 
 CHOICE = Fallback.EXCHANGE_REPLICA_CHOICE.id
 
-#: Two hosts with two workers each, which all have one address.
+#: Two hosts with two workers each; all workers share one address.
 FILE = """\
 version: 1
 hosts: {one: {}, two: {}}
@@ -57,13 +57,13 @@ def sources(worker: Any) -> set[str]:
 
 
 async def fetch_from_several(client: Any, reader: Any, *holders: Any) -> None:
-    """Have a worker fetch what several others have, none of which Dask's memory manager drops before."""
+    """Make a worker fetch keys with several replicas, none of which the memory manager drops before."""
     await client.amm.stop()
     data = await client.scatter(
         {f"data-{at}": bytes(10_000) for at in range(KEYS)}, workers=[holders[0].address]
     )
     await client.replicate(list(data.values()), workers=[holder.address for holder in holders])
-    # By one task: while a worker is being asked for something, the next one is asked for more.
+    # One task for all keys: while a request to a worker is in flight, further keys are requested elsewhere.
     read = client.submit(lambda found: sum(map(len, found)), list(data.values()), workers=[reader.address])
     assert await read == 10_000 * KEYS
 
@@ -76,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def fetched(file: Path, prepare: Callable[[Any], None] = lambda runtime: None) -> tuple[set[str], Any]:
-    """Return which workers the first one fetches from what three others have; and its fallbacks."""
+    """Return the workers from which the first one fetches keys that three others hold, and its fallbacks."""
     found: list[Any] = []
 
     @on_cluster(workers=4, file=file)
@@ -111,7 +111,7 @@ def test_an_error_leaves_the_choice_to_dask(file: Path) -> None:
 
 
 def test_what_is_not_known_is_by_address() -> None:
-    """Before the scheduler was asked, workers of one address are equally near, as for Dask."""
+    """Before the scheduler has replied, workers of one address are equally near, as in Dask."""
 
     @on_cluster(workers=3)
     async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:

@@ -1,4 +1,4 @@
-"""The report of a cluster some of whose workers have left, or stand still."""
+"""Report on a cluster in which workers have left or are stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def client() -> Iterator[Client]:
 
 
 def heard_of(client: Client, address: str) -> dict[str, float]:
-    """Return the counters in the last heartbeat of a worker."""
+    """Return the counters in a worker's last heartbeat."""
 
     def read(dask_scheduler) -> dict[str, float]:  # type: ignore[no-untyped-def]
         metrics = dask_scheduler.workers[address].metrics
@@ -91,7 +91,7 @@ def test_the_disk_tier_has_the_free_space_where_its_files_go(client: Client) -> 
     rows = dask_gpurt.memory_usage(client).to_pandas(names="metrics")
     whole = os.statvfs(directory)
     for capacity in rows[rows["tier"] == "disk"]["capacity"]:
-        assert 0 < capacity <= whole.f_bfree * whole.f_frsize + 2**30  # others may have filled it meanwhile
+        assert 0 < capacity <= whole.f_bfree * whole.f_frsize + 2**30  # the disk may have filled meanwhile
 
 
 def test_an_address_is_enabled_and_other_things_are_refused_with_what_is_wanted(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Tasks find their run without the event loop, as long as it is the one that they belong to."""
+"""Look up a task's run without the event loop, as long as it is the run that the task belongs to."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_only_the_first_task_of_a_run_asks_the_event_loop() -> None:
         frame = dd.from_pandas(pd.DataFrame({"key": range(1000)}), npartitions=16)
         assert len(frame.shuffle("key").compute()) == 1000
         asked = client.run(lambda dask_worker: len(dask_worker.plugins["shuffle"].shuffle_runs.asked))
-    assert set(asked.values()) <= {0, 1}  # once the other worker has told of the run, none asks
+    assert set(asked.values()) <= {0, 1}  # once the other worker has announced the run, no task asks
     assert any(asked.values())
 
 
 class Asked(Exception):
-    """Dask was asked."""
+    """Dask's own lookup was called."""
 
 
 def ask(*_: Any, **__: Any) -> None:
@@ -82,7 +82,7 @@ def test_about_any_other_run_dask_is_asked() -> None:
     assert not found(a_run(), "a", 3)
     assert not found(a_run(closed=True), "a")
     assert not found(a_run(_exception=ValueError("lost")), "a", 2)
-    assert not found(SimpleNamespace(run_id=2), "a")  # of Dask's own
+    assert not found(SimpleNamespace(run_id=2), "a")  # a run of Dask's own
 
 
 def test_without_dasks_plugin_there_is_nothing_to_find() -> None:

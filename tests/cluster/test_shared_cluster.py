@@ -1,4 +1,4 @@
-"""The cluster that tests share: it serves one after the other, until one fails or leaves something behind."""
+"""Reuse the shared cluster for each test, until a test fails or leaves state behind."""
 
 from __future__ import annotations
 

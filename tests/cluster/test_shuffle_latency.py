@@ -1,4 +1,4 @@
-"""The benchmark of a shuffle's latency finds the moments of its tasks on a cluster."""
+"""Find the task timestamps of a shuffle on a cluster, for the latency benchmark."""
 
 from __future__ import annotations
 

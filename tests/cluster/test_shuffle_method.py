@@ -1,4 +1,4 @@
-"""Compare all that shuffles with the rows that ``tasks`` gives, partition by partition."""
+"""Compare every operation that shuffles with ``tasks``, partition by partition."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.helpers.clusters import (
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
-    """Make partitions with keys of several kinds, some null, and a payload that names each row."""
+    """Make partitions with keys of several kinds, some null, and a payload that identifies each row."""
     random = np.random.default_rng(seed)
     frames = []
     for part in range(parts):
@@ -49,7 +49,7 @@ def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame
 
 
 def with_method(method: str, build: Callable[[], Any]) -> list[Any]:
-    # Dask's own methods are to be Dask's own here.
+    # Dask's own methods must not be taken over here.
     with dask.config.set({"dataframe.shuffle.method": method, "gpurt.takeover": False}):
         return partitions(build())
 
@@ -63,8 +63,8 @@ def assert_like_tasks(
     index: bool = True,
     runs: int = 1,
 ) -> None:
-    """Shuffle collections with such partitions; ``runs`` is the least number of runs that takes."""
-    # The same collections, as quantiles are those of a sample that is drawn by their names.
+    """Compare shuffles of these partitions with ``tasks``; ``runs`` is the minimum number of runs."""
+    # Use the same collections: quantiles depend on a sample that is seeded by their names.
     collections = [library.lazy(parts) for parts in inputs]
     before = counters(client).get("shuffle.runs", 0)
     ours = with_method("gpurt", lambda: build(*collections))
@@ -104,13 +104,13 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("what", SHUFFLES)
 def test_shuffle(client: Client, library: Library, what: str) -> None:
     build = SHUFFLES[what]
-    if what == "ignore_index":  # Dask's own methods do not agree on the index then
+    if what == "ignore_index":  # Dask's own methods disagree on the index in this case
         ours = with_method("gpurt", lambda: build(library.collection(flights())))
         theirs = by_tasks(build, library.lazy(flights()))
         assert_same_partitions(ours, theirs, in_order=False, index=False)
         assert all(list(part.index) == list(range(len(part))) for part in ours)
         return
-    fewer = what == "fewer"  # `tasks` repartitions first there, which changes the order of rows
+    fewer = what == "fewer"  # `tasks` repartitions first in this case, which changes the order of rows
     in_order = library.name == "pandas" and not fewer
     assert_like_tasks(client, library, build, flights(), in_order=in_order)
 
@@ -156,7 +156,7 @@ def test_merge(client: Client, library: Library, on: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["left", "right", "left, aligned"])
 def test_a_merge_on_categories_that_are_not_known(client: Client, library: Library, how: str) -> None:
-    """On a side of which few outputs have rows."""
+    """On one side few outputs have rows."""
     how, _, aligned = how.partition(", ")
 
     def build(left: Any, right: Any) -> Any:
@@ -168,7 +168,7 @@ def test_a_merge_on_categories_that_are_not_known(client: Client, library: Libra
     few = [frame[frame.name == "ant"].iloc[:1] for frame in flights(2, seed=3)]
     sides = (few, flights(5)) if how == "right" else (flights(5), few)
     if library.name == "cudf" and how == "right":
-        # Dask casts one side to categories without an order and leaves the order of the other one unknown.
+        # Dask casts one side to unordered categories and leaves the order of the other side unknown.
         collections = [library.lazy(parts) for parts in sides]
         with pytest.raises(TypeError, match="mismatched ordering"):
             by_tasks(build, *collections)
@@ -226,7 +226,7 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", GROUPS)
 def test_reductions_with_split_out(client: Client, library: Library, what: str) -> None:
-    # Which of several equal rows is kept is not said, so its number may differ.
+    # It is unspecified which of several equal rows is kept, so the index may differ.
     index = what in ("split_out", "value_counts")
     assert_like_tasks(client, library, GROUPS[what], flights(), in_order=False, index=index)
 
@@ -251,7 +251,7 @@ def test_a_groupby_moves_its_keys_and_values_and_no_numbers_of_rows(
 
 
 def offered(client: Client) -> float:
-    """Return the bytes of shards, by any path."""
+    """Return the bytes of shards offered, over all paths."""
     return sum(n for name, n in counters(client).items() if name.startswith("exchange.bytes."))
 
 
@@ -302,7 +302,7 @@ def test_set_index_of_sorted_data_moves_nothing(client: Client, library: Library
 
 
 def kinds(rows: int, part: int) -> dict[str, pd.DataFrame]:
-    """Make one column of each kind that both libraries hold, and some that only pandas does."""
+    """Make one column of each kind that both libraries support, and some that only pandas does."""
     random = np.random.default_rng(part)
     pick = random.integers(0, 5, rows)
     day = np.datetime64("2020-02-28", "ns") + pick.astype("timedelta64[D]")
@@ -344,7 +344,7 @@ def _arrow(what: str) -> pd.ArrowDtype:
 
 @pytest.mark.parametrize("which", ["both", "pandas"])
 def test_every_kind_of_column_survives(client: Client, library: Library, which: str) -> None:
-    """All of them side by side; ``tests/unit/frames`` has each kind by itself."""
+    """All kinds side by side; ``tests/unit/frames`` covers each kind alone."""
     if which == "pandas" and library.name == "cudf":
         pytest.skip("cudf has no such column")
     parts = [
@@ -434,7 +434,7 @@ def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Libr
     with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
         out = df.shuffle("key", npartitions=9).persist()
     wait(out)
-    # Dask adds an alias for each input that is there already, whatever the method.
+    # Dask adds an alias for each persisted input, whatever the method.
     aliases = df.npartitions
     new = {
         name: count - before.get(name, 0) for name, count in tasks().items() if count > before.get(name, 0)
@@ -447,7 +447,7 @@ def test_one_task_for_each_partition_and_a_barrier(client: Client, library: Libr
 
 @pytest.mark.filterwarnings("ignore:Computing mixed collections")
 def test_frames_are_computed_beside_what_is_no_frame(client: Client, library: Library) -> None:
-    """Dask puts such graphs together, and takes whatever nothing needs for a result."""
+    """Dask merges such graphs, and treats every task without dependents as a result."""
     frame = library.frame(pd.DataFrame({"key": range(40, 0, -1), "value": range(40)}))
     df = dd.from_pandas(frame, npartitions=4, sort=False)
     frames = [

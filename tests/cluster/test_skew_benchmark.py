@@ -1,4 +1,4 @@
-"""The benchmark of skewed keys and slow workers runs on a cluster, and checks what its cells result in."""
+"""Run the benchmark of skewed keys and slow workers on a cluster, and check the results of its cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of transfers and barriers come with the tasks that need them, and are fetched by none."""
+"""Send the results of transfers and barriers along with their dependents, so that no worker fetches them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from dask_gpurt.shuffle.transferred import NOTE, Transferred
 from tests.helpers.in_process import on_cluster, until
 
 PARTS, ROWS = 6, 60
-#: The active memory manager drops replicas of results that nothing needs any more, every two seconds.
+#: The active memory manager drops unneeded replicas of results every two seconds.
 WITHOUT_MANAGER: dict[str, Any] = {"distributed.scheduler.active-memory-manager.start": False}
 
 
 def frame(seed: int) -> Any:
-    """Return a collection whose shuffle is a new one for each seed."""
+    """Return a collection whose shuffle differs for each seed."""
     rows = np.arange(ROWS)
     return dd.from_pandas(pd.DataFrame({"key": rows % 7, "row": rows, "seed": seed}), npartitions=PARTS)
 
 
 def fetched(*workers: Any) -> set[str]:
-    """Return the prefixes of the keys that workers have fetched from others."""
+    """Return the prefixes of the keys that workers fetched from peers."""
     return {
         key_split(key) for worker in workers for log in worker.transfer_incoming_log for key in log["keys"]
     }
@@ -62,7 +62,7 @@ def test_no_task_of_a_shuffle_fetches_the_result_of_another() -> None:
         out = await shuffled(client, 0)
         barrier = barrier_of(scheduler)
         assert not {"shuffle-transfer", "shuffle-barrier"} & fetched(*workers)
-        assert len(barrier.who_has) == 3  # each of the workers has outputs
+        assert len(barrier.who_has) == 3  # each worker owns outputs
         replicas = sum(len(task.who_has) - 1 for task in (barrier, *barrier.dependencies))
         assert sent(scheduler) == replicas >= 2
         del out
@@ -107,7 +107,7 @@ def test_a_dask_that_is_not_known_fetches(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_result_that_is_being_fetched_is_not_taken() -> None:
-    """The scheduler counts it as a replica, and hears that it is none."""
+    """The scheduler counts it as a replica, and is then notified that it is not."""
 
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -128,7 +128,7 @@ def test_a_result_that_is_being_fetched_is_not_taken() -> None:
         assert [message["op"] for message in told] == ["release-worker-data"]
         await until(lambda: len(scheduler.tasks["one"].who_has) == 1)
         assert "one" not in b.data
-        # One that is here already stays as it is.
+        # A result that is already in memory stays unchanged.
         put_results(a, {"one": 2})
         assert a.data["one"] == 1
         assert await one == 1
@@ -145,7 +145,7 @@ def test_a_note_of_another_run_or_dispatch_tells_nothing() -> None:
     assert known is not None
     assert (known, known.__dict__) == (result, result.__dict__)
     assert Transferred.of_task(task, 5) is None
-    task.run_id = 8  # it was sent to a worker once more
+    task.run_id = 8  # it was sent to a worker again
     assert Transferred.of_task(task, 4) is None
     task.run_id, task.state = 7, "processing"
     assert Transferred.of_task(task, 4) is None

@@ -1,4 +1,4 @@
-"""On a cluster: what does not fit is done in parts, by the same tasks, and the report says so."""
+"""Split work that does not fit within the same tasks, on a cluster, and report it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.helpers.allocations import failing_allocations, larger_ones_fail
 from tests.helpers.in_process import on_cluster
 
 PARTS, ROWS = 4, 10_000
-#: Bytes of an array that can be had: less than a number for each row of a partition takes.
+#: Maximum bytes of an array: less than one integer per row of a partition takes.
 LIMIT = ROWS * 6
 
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Have steps run out of memory where they need too large an array; count how often they did."""
+    """Fail steps that need too large an array with a MemoryError; count the failures."""
     found: Counter[str] = Counter()
 
     def limited(name: str, step: Any) -> Any:
@@ -44,7 +44,7 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def sides() -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Return a large side, and one that has a match for few of its rows."""
+    """Return a large side, and one that matches few of its rows."""
     random = np.random.default_rng(0)
     left = pd.DataFrame({"key": random.permutation(PARTS * ROWS), "row": np.arange(PARTS * ROWS)})
     right = pd.DataFrame({"key": np.arange(0, PARTS * ROWS, 100), "x": random.random(PARTS * ROWS // 100)})

@@ -1,4 +1,4 @@
-"""Make sure that nothing waits for ever on a worker because something else failed or was switched off."""
+"""Assert that no task on a worker hangs because another part failed or was disabled."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ TIGHT = {
     "gpurt.memory.host": 0,
     "gpurt.exchange.pool": 4 * MIB,
 }
-#: Seconds in which what would wait for ever without the mending has to be done; none of it takes one.
+#: Timeout in seconds for operations that used to hang; none of them takes a second.
 SOON_S = 20
 
 _events: defaultdict[str, threading.Event] = defaultdict(threading.Event)
 
 
 def run(test: Callable[..., Awaitable[None]], threads: int = 1) -> None:
-    """Run a coroutine with a client, a scheduler and two workers of this process, the runtime switched on."""
+    """Run a coroutine with a client, a scheduler and two in-process workers, with the runtime enabled."""
 
     async def body(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         await dask_gpurt.enable(client)
@@ -86,7 +86,7 @@ def test_a_worker_that_is_held_back_goes_on_when_the_runtime_is_switched_off() -
 def test_data_come_from_a_peer_though_no_room_can_be_made_for_them(
     step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk that others would have to go to fails. Dask would never hear of the end of the fetch."""
+    """The disk to which other data would be evicted fails. Dask would never see the end of the fetch."""
 
     async def test(client: Any, a: Any, b: Any) -> None:
         made = client.submit(np.ones, MIB, np.uint8, workers=[a.address])
@@ -95,7 +95,7 @@ def test_data_come_from_a_peer_though_no_room_can_be_made_for_them(
         kept, at_once = tiered_buffer.reservations.replace, tiered_buffer.reservations.try_reserve
         monkeypatch.setattr(tiered_buffer.reservations, "spill_and_try", fail)
         monkeypatch.setattr(tiered_buffer.reservations, "spill_for_all", fail)
-        # Only of fetches: a task fails with what goes wrong for it.
+        # For fetches only: a task fails with its own error.
         if step == "before it comes":
             monkeypatch.setattr(
                 tiered_buffer.reservations,
@@ -137,7 +137,7 @@ def test_a_task_that_waits_for_room_runs_when_the_runtime_is_switched_off() -> N
     _events.clear()
 
     async def test(client: Any, a: Any, b: Any) -> None:
-        # What the prefix needs is known then.
+        # Teaches the estimator what the prefix needs.
         await client.submit(np.ones, 5 * MIB, np.uint8, key="hold-0", workers=[a.address])
         running = client.submit(_hold, "1", key="hold-1", workers=[a.address])
         while not _events["1 runs"].is_set():
@@ -154,7 +154,7 @@ def test_a_task_that_waits_for_room_runs_when_the_runtime_is_switched_off() -> N
     run(test, threads=2)
 
 
-# ---- what tells of it --------------------------------------------------------------------
+# ---- reports of waits --------------------------------------------------------------------
 
 
 def test_a_worker_and_the_scheduler_tell_what_waits() -> None:
@@ -190,7 +190,7 @@ def test_a_watchdog_calls_once_for_each_time_that_nothing_happens() -> None:
     with Watchdog(lambda: last[0], 0.01, stalled) as watchdog:
         assert called.wait(SOON_S)
         called.clear()
-        last[0] = 1.0  # something has happened, and nothing since
+        last[0] = 1.0  # there was activity, and none since
         assert called.wait(SOON_S)
         called.clear()
         assert not called.wait(3 * WATCHDOG_POLL_S)

@@ -1,4 +1,4 @@
-"""The runtime goes on and off as a whole, whatever comes in between: a second caller, a worker, an error."""
+"""Enable and disable the runtime as a whole despite concurrent callers, joining workers and errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.helpers.exchanges import spec_of
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
 
 ROWS = 200
-#: Bytes that do not fit into a tier of 1 MiB.
+#: Bytes that exceed a tier of 1 MiB.
 LARGE = 8 * 2**20
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
 
@@ -38,7 +38,7 @@ def another(scheduler: Any) -> Any:
 
 
 class Gate:
-    """A coroutine of the runtime that stops on workers until it is let through."""
+    """Block a coroutine of the runtime on workers until it is opened."""
 
     def __init__(self) -> None:
         self.reached, self.open = asyncio.Event(), asyncio.Event()
@@ -56,7 +56,7 @@ class Gate:
 
     @contextmanager
     def open_in_the_end(self) -> Iterator[None]:
-        """Open it after the body, whatever has failed there: a thread may wait, and the process for that."""
+        """Open the gate after the body, also on failure: a blocked thread would keep the process alive."""
         try:
             yield
         finally:
@@ -68,7 +68,7 @@ def setup_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def setup_stops_early(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Stop before the worker has an exchange, which is made on a thread."""
+    """Stop before the worker has an exchange, which is created on a thread."""
     gate, loop = Gate(), asyncio.get_running_loop()
     build = GpurtWorkerPlugin._build
 
@@ -86,10 +86,10 @@ def teardown_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 async def begun(coroutine: Any) -> asyncio.Task[Any]:
-    """Return once a task waits for something, unless it has ended."""
+    """Return once a task waits for something, or has ended."""
     task = asyncio.ensure_future(coroutine)
     for _ in range(20):
-        await asyncio.sleep(0.005)  # what goes over comms takes several rounds of the loop
+        await asyncio.sleep(0.005)  # messages over comms take several iterations of the loop
     return task
 
 
@@ -192,7 +192,7 @@ def test_off_while_it_goes_on_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
             await assert_shuffles(client, ours=False)
 
 
-# ---- those who know nothing of it ---------------------------------------------------------
+# ---- clients that do not know it ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("off", [False, True])
@@ -285,7 +285,7 @@ def test_a_worker_joins_and_another_leaves_while_it_goes_off(monkeypatch: pytest
 
 
 def test_a_worker_that_was_handed_the_plugin_too_late_stays_off() -> None:
-    """The scheduler's answer to its registration overtaken by switching off."""
+    """Disabling overtakes the scheduler's reply to the worker's registration."""
 
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -295,12 +295,12 @@ def test_a_worker_that_was_handed_the_plugin_too_late_stays_off() -> None:
         await dask_gpurt.disable(client)
         await a.plugin_add(plugin=plugin, name="gpurt")
         assert whole_state(scheduler, a, b) == before
-        await client.submit(len, "xy", workers=[a.address])  # Dask has not closed it for what it has sent
+        await client.submit(len, "xy", workers=[a.address])  # Dask has not closed it because of its message
         assert set(scheduler.workers) == {a.address, b.address}
 
 
 def test_a_worker_that_is_handed_the_plugin_twice_has_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the broadcast, and with the answer to its registration."""
+    """It gets the plugin by the broadcast, and in the reply to its registration."""
 
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -315,7 +315,7 @@ def test_a_worker_that_is_handed_the_plugin_twice_has_it_once(monkeypatch: pytes
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_worker_asks_again_whether_it_shall_join(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection breaks before the scheduler has heard the question, or before the answer arrives."""
+    """Its connection breaks before the scheduler receives the request, or before the reply arrives."""
     join, broken = Workers.join, set[str]()
 
     def breaks_once(self: Workers, worker: str, **message: Any) -> bool:
@@ -333,12 +333,12 @@ def test_a_worker_asks_again_whether_it_shall_join(heard: bool, monkeypatch: pyt
         await dask_gpurt.enable(client)
         assert broken == {a.address, b.address}
         assert_on(scheduler, a, b)
-        await dask_gpurt.disable(client)  # which waits for those that were told yes
+        await dask_gpurt.disable(client)  # waits for the workers that were accepted
         assert whole_state(scheduler, a, b) == before
 
 
 def test_nobody_waits_for_a_worker_that_asks_again_when_it_goes_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was told yes, has not heard it, and is told no."""
+    """It was accepted, the reply was lost, and its retry is refused."""
     join, known, asked = Workers.join, set[str](), asyncio.Event()
 
     def breaks_for_others(self: Workers, worker: str, **message: Any) -> bool:
@@ -509,7 +509,7 @@ def test_bags_are_grouped_while_it_is_on() -> None:
 
 @pytest.mark.parametrize("begun_before", [True, False])
 def test_a_task_ends_after_it_was_switched_off(monkeypatch: pytest.MonkeyPatch, begun_before: bool) -> None:
-    """One whose result finds no room, or one that waits for room, in tiers that are not there any more."""
+    """Its result finds no room, or it waits for room, in tiers that no longer exist."""
 
     def large(reached: Event, go: Event) -> bytes:
         reached.set()
@@ -551,7 +551,7 @@ def test_outputs_may_be_lost_more_often_than_a_shuffle_may_fail() -> None:
 
 
 def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its failure ends the run, so that another try finds none: Dask says that, and not what went wrong."""
+    """Its failure ends the run, so a retry finds no run: Dask reports that instead of the original error."""
     barrier = ShuffleWorkerPlugin._barrier
     errors = [ValueError("injected")]
 
@@ -593,7 +593,7 @@ def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.
     async def test(client: Any, scheduler: Any) -> None:
         with dask.config.set({"gpurt.memory.device": "499 TiB"}):
             async with Worker(scheduler.address, nthreads=1):
-                await until(lambda: "gpurt" not in scheduler.extensions)  # it would be on nowhere
+                await until(lambda: "gpurt" not in scheduler.extensions)  # it would be enabled nowhere
         assert caplog.text.count("the runtime stays off: 'gpurt.memory.device' comes to 499.00 TiB") == 1
         await dask_gpurt.enable(client)
         async with Worker(scheduler.address, nthreads=1) as good:
@@ -609,7 +609,7 @@ def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.
 
 
 def test_what_a_program_has_frozen_stays_so() -> None:
-    """As a program may that has its workers in its own process."""
+    """As in a program whose workers are in its own process."""
     gc.freeze()
 
     @on_cluster(workers=2)

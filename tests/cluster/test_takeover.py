@@ -1,4 +1,4 @@
-"""Programs that set Dask's method ``tasks`` run through the runtime unchanged, with the same rows."""
+"""Run programs that set Dask's method ``tasks`` through the runtime unchanged, with the same rows."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_benchmarks_of_dask_cuda_are_taken_over_and_counted(client: Client) -> N
         with dask.config.set({"gpurt.takeover": False}):
             theirs = [partitions(benchmark_merge()), partitions(benchmark_groupby())]
     added = {name: value - before.get(name, 0) for name, value in after.items()}
-    # The index of the base, the join's two sides, and the groupby.
+    # The index of the base, both sides of the join, and the groupby.
     assert added["shuffle.runs"] == 4
     assert added["shuffle.taken.configured-tasks"] == 3
     assert sum(len(part) for part in ours[0]) == 1000
@@ -123,7 +123,7 @@ def test_benchmarks_of_dask_cuda_are_taken_over_and_counted(client: Client) -> N
         assert_same_partitions(mine, others, in_order=False, index=False)
 
 
-# ---- arguments, and what is told -----------------------------------------------------------------
+# ---- arguments, and reports ----------------------------------------------------------------------
 
 
 def told(client: Client, name: str) -> float:

@@ -1,4 +1,4 @@
-"""Workers, files and tiers that fail while data is spilled."""
+"""Fail workers, files and tiers while data are spilled."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__pinned": 2 *
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return where the workers' files go.
+    """Return the directory of the workers' files.
 
-    What fails here fails in host memory, whether or not there is a GPU.
+    The failures here concern host memory, whether or not the host has a GPU.
     """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with dask.config.set({"temporary-directory": str(tmp_path)}):
@@ -35,12 +35,12 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def blocks(client: Client, count: int) -> list[Future]:
-    """Return arrays of 1 MiB, each full of its own number."""
+    """Return arrays of 1 MiB, each filled with its own number."""
     return client.map(lambda i: np.full(MIB, i, np.uint8), range(count), pure=False)
 
 
 def contents(client: Client, arrays: list[Future]) -> list[tuple[int, int, int]]:
-    """Return the least, the greatest and the number of bytes of each."""
+    """Return the minimum, the maximum and the number of bytes of each."""
     return client.gather(client.map(lambda a: (int(a.min()), int(a.max()), a.size), arrays, pure=False))
 
 
@@ -53,7 +53,7 @@ def workers(client: Client) -> list[str]:
 
 
 def where_files_go(client: Client) -> dict[str, Path]:
-    """Return the directory that each worker has for its files, once it has one."""
+    """Return the directory of each worker's files, once it exists."""
 
     def found(dask_worker: Any) -> list[Path]:
         return list(Path(dask_worker.local_directory).glob("gpurt-tier-*"))
@@ -82,7 +82,7 @@ def test_a_worker_is_killed_while_it_writes_a_file(directory: Path) -> None:
         now = where_files_go(client)
         assert now[other] == before[other]
         assert victim not in now
-        # The nanny removes the local directory of a worker that died, and so what was half written.
+        # The nanny removes a dead worker's local directory, with all partly written files.
         assert not before[victim].parent.exists()
         assert set(directory.rglob("gpurt-tier-*")) == set(now.values())
         until(lambda: set(dask_gpurt.memory_usage(client).to_pandas(names="metrics").worker) == set(now))
@@ -127,7 +127,7 @@ def test_the_cluster_is_restarted_while_workers_write_files(directory: Path) -> 
 
 
 def damage_one(client: Client, made: list[Future], directory: Path) -> tuple[int, Path]:
-    """Return flip a bit in one file; returns the number of the block in it, and the file."""
+    """Flip a bit in one file; returns the number of the block in it, and the file."""
     wait(made)
     client.run(lambda dask_worker: dask_worker.data.spill(1 << 40))
     path = min(directory.rglob("gpurt-tier-*/*"))
@@ -140,7 +140,7 @@ def damage_one(client: Client, made: list[Future], directory: Path) -> tuple[int
 
 @pytest.mark.parametrize("who", ["client", "task", "peer"])
 def test_a_file_is_damaged(directory: Path, who: str) -> None:
-    """Its objects are computed again where they are needed, and everything else goes on."""
+    """Its objects are recomputed where needed; all other work continues."""
     with cluster(workers=2, **SMALL) as client:
         here, there = workers(client)
         made = client.map(lambda i: np.full(MIB, i, np.uint8), range(24), pure=False, workers=[here])

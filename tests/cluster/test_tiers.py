@@ -1,4 +1,4 @@
-"""Workers that keep their data in the runtime's tiers."""
+"""Keep workers' data in the runtime's tiers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small(library: Library) -> Iterator[Client]:
 
 
 def parts(count: int = 24, rows: int = 1 << 17) -> list[pd.DataFrame]:
-    """Partitions, of 2 MiB each unless there are fewer rows."""
+    """Return partitions of 2 MiB each, or less with fewer rows."""
     return [
         pd.DataFrame({"key": (np.arange(rows) * (i + 7)) % 997, "value": np.arange(rows) + i})
         for i in range(count)
@@ -69,7 +69,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
 def test_shuffles_larger_than_the_tiers_above_the_disk(
     shared_cluster: SharedCluster, library: Library, operation: str
 ) -> None:
-    """On two workers whose tiers above the disk hold 4 MiB each."""
+    """Use two workers whose tiers above the disk hold 4 MiB each."""
     inputs = parts(rows=1 << 15)
 
     def run(frame: Any) -> Any:
@@ -93,14 +93,14 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
         pd.testing.assert_frame_equal(mine, other)
     assert counted["shuffle.runs"]
     assert any(name.startswith("memory.spill.bytes") for name in counted)
-    assert not counted.get("memory.unspill.unheld", 0)  # which would have been on the event loop
+    assert not counted.get("memory.unspill.unheld", 0)  # that would have been on the event loop
 
 
 def test_peers_read_what_is_spilled_without_making_it_live(small: Client, library: Library) -> None:
     here, there = small.nthreads()
     made = small.submit(np.arange, MIB, workers=[here], pure=False)
     wait(made)
-    small.amm.stop()  # when the peer has a replica, too, it may drop the one that is spilled
+    small.amm.stop()  # when the peer has a replica too, it might drop the spilled one
 
     def spill(dask_worker: Any) -> str:
         dask_worker.data.spill(1 << 40)
@@ -116,7 +116,7 @@ def test_peers_read_what_is_spilled_without_making_it_live(small: Client, librar
 
 @pytest.mark.parametrize("tier", ["pinned", "host", "disk"])
 def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None:
-    """Neither on the device nor anywhere else on the worker where it lies."""
+    """Frames are not joined on the device, nor elsewhere on the sending worker."""
     first = {f"memory__{name}": 8 * MIB if name == tier else 0 for name in ("pinned", "host")}
     rows = 2**17
     frame = pd.DataFrame({"key": np.arange(rows) % 7, "text": [str(i) for i in range(rows)]})
@@ -179,7 +179,7 @@ def test_a_task_out_of_memory_is_run_again_after_spilling(library: Library, tmp_
 
 @pytest.mark.gpu
 def test_an_allocation_that_finds_no_memory_spills_and_goes_on(tmp_path: Path) -> None:
-    """The task that asked does not fail, though what lies in the way is within its tier's limit."""
+    """The allocating task succeeds, although the spilled data were within their tier's limit."""
 
     def limit(nbytes: int) -> None:
         import rmm

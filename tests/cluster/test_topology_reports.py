@@ -1,4 +1,4 @@
-"""Report links to the scheduler, on clusters whose workers come and go."""
+"""Report links to the scheduler on clusters whose workers join and leave."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_workers_come_and_go() -> None:
         assert list(topology(scheduler).hosts) == []
         assert await client.scheduler.gpurt_topology() == {
             **{"version": 1, "hosts": {}, "workers": {}},
-            "speeds": {},  # nothing was measured
+            "speeds": {},  # no link was measured
         }
 
     run()
@@ -88,7 +88,7 @@ def test_workers_come_and_go() -> None:
 
 def test_the_next_worker_is_asked_when_the_first_goes_meanwhile() -> None:
     class Scheduler:
-        """Act as a scheduler as far as one is needed; the worker "a" does not answer any more."""
+        """Fake the parts of a scheduler that are used; the worker "a" no longer answers."""
 
         def __init__(self) -> None:
             self.workers = {name: SimpleNamespace(name=name) for name in "ab"}
@@ -173,7 +173,7 @@ def test_the_file_counts_before_what_workers_say(file: Path) -> None:
         assert picture.link(a.address, b.address) == Link.NVLINK
         assert picture.link(a.address, c.address) == Link.TCP
         assert picture.speed(a.address, c.address).bandwidth == 3e9
-        assert picture.place(d.address).host == detect.here()  # the file knows nothing of it
+        assert picture.place(d.address).host == detect.here()  # the file does not list it
         told = await client.scheduler.gpurt_topology()
         assert told["workers"][a.address] == {"host": "one", "gpu": "GPU-b"}
         assert told["workers"][c.address] == {"host": "two"}
@@ -243,12 +243,12 @@ def test_dependencies_that_dask_fetches_teach_the_link(file: Path) -> None:
         await all_placed(scheduler)
         before = topology(scheduler).learned()
         block = client.submit(np.ones, 30_000_000 // 8, workers=[a.address])
-        # By TCP as far as the file knows: c is on another host.
+        # According to the file this uses TCP: c is on another host.
         await client.submit(np.sum, block, workers=[c.address])
         await until(lambda: topology(scheduler).learned()[Link.TCP] != before[Link.TCP])
-        # Between the GPUs of a and b it takes another way than theirs.
+        # Between the GPUs of a and b comms use another path than the link between them.
         await client.submit(np.max, block, workers=[b.address])
-        # What b fetches of c it reports later, or at the same time.
+        # Fetches of b from c are reported later, or at the same time.
         tcp = topology(scheduler).learned()[Link.TCP]
         other = client.submit(np.zeros, 30_000_000 // 8, workers=[c.address])
         await client.submit(np.min, other, workers=[b.address])
@@ -276,7 +276,7 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
         workers: dict[str, Any] = {}
 
     picture = SchedulerTopology(Scheduler(), None, Metrics())
-    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # it is unknown where they are
+    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # their places are unknown
     for worker in "xy":
         picture.topology.add(worker, Place(f"host of {worker}"))
     picture.traffic("x", [("y", "shared-memory", 10**9, 100.0, 1), ("y", "unheard-of", 10**9, 100.0, 1)])

@@ -1,4 +1,4 @@
-"""A trace begins and ends on servers that come and go, and with clients that are gone."""
+"""Start and stop a trace on servers that join and leave, and with clients that are gone."""
 
 from __future__ import annotations
 
@@ -101,5 +101,5 @@ async def test_a_report_where_the_runtime_is_off_says_so(client: Any, scheduler:
         page = Path(folder, "report.html").read_text()
     assert "The runtime was off on this cluster" in page
     assert "Dask Performance Report" in unescape(page)
-    assert "client.submit(int" in unescape(page)  # the code of the caller
+    assert "client.submit(int" in unescape(page)  # the caller's code
     await dask_gpurt.enable(client)

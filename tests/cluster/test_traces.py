@@ -1,4 +1,4 @@
-"""A trace of a cluster has what its workers do, by one clock; a report has it beside Dask's own."""
+"""Trace a cluster's workers by one clock, and show the trace next to Dask's own in a report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.commands import DASK, run
 from tests.helpers.trace_format import around, check, flows, slices
 
 KIB = 2**10
-#: Shards are copied and not read where they lie, and the tiers are soon full: each step is taken.
+#: Shards are copied instead of read in place, and the tiers fill quickly: every step occurs.
 SETTINGS: dict[str, Any] = {
     "exchange__paths": ["comms"],
     "memory__tiers": True,
@@ -50,7 +50,7 @@ def make(part: int) -> pd.DataFrame:
 
 
 def shuffle() -> int:
-    """Shuffle more than the tiers hold, and return the rows that there are."""
+    """Shuffle more than the tiers hold, and return the number of rows."""
     frame = dd.from_map(make, range(PARTITIONS), meta=make(0).iloc[:0]).persist()
     wait(frame)
     shuffled = frame.shuffle("key").persist()
@@ -70,7 +70,7 @@ def test_each_phase_of_a_shuffle_is_seen(client: Client, tmp_path: Path) -> None
     counts = Counter(one.name for one in slices(trace))
     assert counts.keys() >= STEPS
     assert counts["shuffle-transfer"] == PARTITIONS
-    # A step that finds no memory is tried again.
+    # A step that runs out of memory is retried.
     assert counts["split"] >= PARTITIONS <= counts["pack"]
     assert counts["assemble"] == PARTITIONS
     waits = Counter(event["name"] for event in trace["traceEvents"] if event["ph"] == "b")
@@ -85,16 +85,16 @@ def test_each_phase_of_a_shuffle_is_seen(client: Client, tmp_path: Path) -> None
         if address != "scheduler":
             assert abs(process["clock offset in seconds"]) <= process["shortest round trip in seconds"]
 
-    # Each shard flows from where it was packed to where it was pulled, and from there to each output.
+    # Each shard flows from its packing to its pull, and from there to each output.
     assert said["flows"] == {"written": said["flows"]["written"], "missing": 0, "backwards": 0, "left out": 0}
     between = Counter((around(trace, s).name, around(trace, f).name) for s, f in flows(trace))
     assert between.keys() == {("pack", "pull"), ("pull", "assemble")} | (
-        between.keys() & {("pack", "assemble")}  # of shards that were read before they were to be pulled
+        between.keys() & {("pack", "assemble")}  # shards that were read before their pull
     )
     packed = {(s["pid"], f["pid"]) for s, f in flows(trace) if around(trace, s).name == "pack"}
-    assert len(packed) > 1  # also from worker to worker
+    assert len(packed) > 1  # also between workers
 
-    # Steps lie within the task that they belong to, and on its thread.
+    # Steps lie within their task, and on its thread.
     tasks = {one.args["task"]: one for one in slices(trace) if one.name not in STEPS and "task" in one.args}
     for step in slices(trace):
         if step.name in ("split", "pack", "assemble"):
@@ -138,7 +138,7 @@ def test_a_performance_report_has_both_parts(client: Client, tmp_path: Path) -> 
     page = (tmp_path / "report.html").read_text()
     (embedded,) = re.findall(r'srcdoc="([^"]*)"', page)
     assert "Dask Performance Report" in unescape(embedded)
-    assert "shuffle()" in unescape(embedded)  # the code that calls, as Dask shows it
+    assert "shuffle()" in unescape(embedded)  # the calling code, as Dask shows it
     for heading in ("Steps", "Steps by worker", "Transfers", "Memory", "Counters", "Faults and fallbacks"):
         assert f"<h2>{heading}</h2>" in page
     for cell in ("pack", "assemble", "shuffle-transfer", "transfer", "disk", "shuffle.rows"):

@@ -1,4 +1,4 @@
-"""Shards are compressed on the GPU that they lie on."""
+"""Compress shards on the GPU that holds them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_sections_come_out_as_they_went_in(device: Any, sizes: list[int], seed: 
     for codec in of_the_gpu(device):
         if sum(sizes):
             packed = codec.compress(codec.whole(device.from_host(given)))
-            for sent in (packed, device.to_host(packed)):  # as UCX brings it, and as TCP does
+            for sent in (packed, device.to_host(packed)):  # as received by UCX, and by TCP
                 for before, after in zip(given, codec.decompress(sent, sizes), strict=True):
                     assert bytes(device.to_host(after)) == before.tobytes()
 

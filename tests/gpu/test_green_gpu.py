@@ -1,4 +1,4 @@
-"""Green contexts on a GPU: how many SMs a kernel gets, what is ordered around it, equal results."""
+"""Use green contexts on a GPU: SMs that a kernel gets, ordering around it, equal results."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def test_what_has_to_hold_in_a_green_context(found: Any) -> None:
 def test_the_mode_fixed_confines_tasks_beside_a_run(
     found: Any, interposer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LD_PRELOAD", str(interposer))  # of the workers, which start with it
-    # With no caps for all kernels, which ``ci/gpu_residency.sh`` sets otherwise: the two exclude each other.
+    monkeypatch.setenv("LD_PRELOAD", str(interposer))  # for the workers, which start with it
+    # Without the caps for all kernels that ``ci/gpu_residency.sh`` sets: the two exclude each other.
     fixed = {
         "overlap__mode": "fixed",
         "overlap__residency": "off",
         "overlap__fixed__sms": found["sms"],
     }
 
-    def double(number: int) -> int:  # travels with the task, unlike a function of this module
+    def double(number: int) -> int:  # pickled with the task, unlike a function of this module
         import cupy
 
         return int((cupy.arange(1000) * 2).sum())

@@ -1,4 +1,4 @@
-"""The interposer on the real driver: kernels of libcudf are counted and capped, and results stay the same."""
+"""Run the interposer on the real driver: libcudf's kernels are counted and capped, results are unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAP = 4
 
 
 def paths(package: Path) -> str:
-    """Set where a process finds the package, and all else as here."""
+    """Return an environment in which a process imports the given copy of the package."""
     return os.pathsep.join([str(package), *(path for path in sys.path if path != str(ROOT))])
 
 

@@ -1,4 +1,4 @@
-"""cudf frames with and without what contiguous split is needed for, through packed buffers."""
+"""Pack cudf frames with and without the parts that contiguous split needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The priority of communication on a GPU: it changes, it counts, and what was launched keeps its order."""
+"""Change the priority of communication on a GPU: it takes effect, and launches keep their order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.clusters import cluster
 
 pytestmark = pytest.mark.gpu
 
-#: A block of ``spin`` stays as long as it is told to, and is counted as it ends; ``look`` reads the count.
+#: A block of ``spin`` runs for a given time, then increments a counter; ``look`` reads the counter.
 KERNELS = r"""
 extern "C" __global__ void spin(long long clocks, unsigned int *ended) {
     for (long long until = clock64() + clocks; clock64() < until;);
@@ -26,7 +26,7 @@ extern "C" __global__ void look(unsigned int *ended, unsigned int *seen) {
         seen[blockIdx.x] = *(volatile unsigned int *)ended;
 }
 """
-#: Blocks of compute: with 1024 threads two fit on an SM, so there are dozens of them one after the other.
+#: Blocks of compute: with 1024 threads two fit on an SM, so each SM runs dozens of them in turn.
 BLOCKS, THREADS, CLOCKS = 20_000, 1024, 200_000
 #: Blocks of communication.
 LOOKS = 132
@@ -56,7 +56,7 @@ def test_the_priority_of_a_stream_changes(device: Any) -> None:
 
 
 def blocks_before(device: Any, *, first: bool) -> int:
-    """Count the blocks of compute that end before a small kernel of communication, launched later."""
+    """Count the blocks of compute that end before a small communication kernel, which is launched later."""
     import cupy
 
     module = cupy.RawModule(code=KERNELS)
@@ -65,7 +65,7 @@ def blocks_before(device: Any, *, first: bool) -> int:
     device.prioritised = first
     _, stream = device.stream()
     with stream:
-        look((LOOKS,), (128,), (ended, seen))  # loaded
+        look((LOOKS,), (128,), (ended, seen))  # loads the kernel
     stream.synchronize()
     spin((BLOCKS,), (THREADS,), (CLOCKS, ended))
     with stream:
@@ -75,7 +75,7 @@ def blocks_before(device: Any, *, first: bool) -> int:
 
 
 def test_what_comes_first_waits_for_few_blocks_of_compute(device: Any) -> None:
-    """In turns, so that it is the change that counts, not how the stream was made."""
+    """Alternate the priorities, so that the change is measured rather than how the stream was created."""
     found = [(blocks_before(device, first=True), blocks_before(device, first=False)) for _ in range(3)]
     assert all(ahead < BLOCKS / 3 < 2 * BLOCKS / 3 < equal for ahead, equal in found), found
 

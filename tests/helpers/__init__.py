@@ -1,1 +1,1 @@
-"""Share among tests: clusters, the exchange in one process, fakes, two hosts."""
+"""Provide what tests share: clusters, the exchange in one process, fakes, two hosts."""

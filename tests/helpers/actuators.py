@@ -1,4 +1,4 @@
-"""Stand in for what confines compute: an actuator and a process whose launches are capped."""
+"""Fake the actuators that confine compute, and a process whose launches are capped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.curves import CAP4, CAP8
 
 
 class Hand:
-    """An actuator that remembers what it was asked for."""
+    """Record the settings that an actuator is asked to apply."""
 
     def __init__(self, refuses: Setting | None = None):
         self.confined = PRIORITY
@@ -38,7 +38,7 @@ class Hand:
 
 
 class Launches:
-    """The launches of a process with an H200, where nothing is launched."""
+    """Fake the launches of a process with an H200 that launches nothing."""
 
     def __init__(self) -> None:
         self.on, self.cap = False, 0
@@ -60,7 +60,7 @@ class Launches:
 
 
 class Contexts:
-    """Contexts of a device of 132 SMs, which can be taken eight at a time."""
+    """Fake the contexts of a device of 132 SMs, which are partitioned in units of eight."""
 
     total, unit = 132, 8
     entries = 0

@@ -1,7 +1,8 @@
-"""Have allocations fail: of numpy the n-th, or those that are too large; of rmm those beyond a limit.
+"""Inject allocation failures: the n-th of numpy or those above a size, and those of rmm above a limit.
 
-numpy asks a handler for the memory of arrays (NEP 49). The one here fails as ``malloc`` would, so all that
-computes on numpy runs out of memory where it really could. Each context has its own: other threads go on.
+numpy gets the memory of arrays from a handler (NEP 49). The handler here fails as ``malloc`` would, so all
+code that computes on numpy can run out of memory wherever it could in production. The handler belongs to a
+context: other threads are not affected.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-#: Bytes below which allocations succeed: what does not grow with the rows is not what memory is short for.
+#: Allocations below this many bytes succeed: they do not grow with the number of rows.
 LEAST = 1024
-#: Where numpy's table of functions for C has that which sets a handler, and the version of the handlers.
+#: Indices in numpy's C API of the functions that set and get the handler, and the version of handlers.
 _SET_HANDLER, _GET_HANDLER, _VERSION = 304, 305, 1
 _CAPSULE = b"mem_handler"
 
-# These keep the lock of the interpreter: numpy may release it as it allocates, and expects to have it.
+# PYFUNCTYPE keeps the GIL: numpy may release it while it allocates, and expects to hold it.
 _Malloc = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _Calloc = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
 _Realloc = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -34,23 +35,23 @@ class _Handler(ctypes.Structure):
         ("malloc", _Malloc),
         ("calloc", _Calloc),
         ("realloc", _Realloc),
-        ("free", ctypes.c_void_p),  # stays numpy's own: arrays are freed when nothing of Python may be left
+        ("free", ctypes.c_void_p),  # stays numpy's own: arrays may be freed after the interpreter has ended
     )
 
 
 @dataclass
 class Allocations:
-    """Count allocations, and have some fail.
+    """Count allocations, and fail some of them.
 
     Parameters
     ----------
     fails
-        Tells of the number of an allocation, from 0, and of its bytes, whether it fails.
+        Takes the number of an allocation, from 0, and its bytes; returns whether it fails.
 
     Attributes
     ----------
     count, failed
-        How many there were, and how many of them have failed.
+        Number of allocations, and of those that failed.
     """
 
     fails: Callable[[int, int], bool]
@@ -68,23 +69,23 @@ class Allocations:
 
 
 def none_fails(number: int, nbytes: int) -> bool:
-    """Have all allocations succeed: to count them."""
+    """Let all allocations succeed, to count them."""
     return False
 
 
 def nth_fails(first: int, times: int = 1) -> Callable[[int, int], bool]:
-    """Have some allocations fail, one behind the other."""
+    """Fail ``times`` consecutive allocations."""
     return lambda number, nbytes: first <= number < first + times
 
 
 def larger_ones_fail(limit: int) -> Callable[[int, int], bool]:
-    """Have allocations of more than so many bytes fail."""
+    """Fail allocations of more than ``limit`` bytes."""
     return lambda number, nbytes: nbytes > limit
 
 
 @contextmanager
 def failing_allocations(fails: Callable[[int, int], bool]) -> Iterator[Allocations]:
-    """Have some allocations of numpy arrays fail, on this thread."""
+    """Fail some allocations of numpy arrays on this thread."""
     allocations, before = Allocations(fails), _handler()
     usual = _Handler.from_address(_address(before))
 
@@ -100,7 +101,7 @@ def failing_allocations(fails: Callable[[int, int], bool]) -> Iterator[Allocatio
     handler = _Handler(
         b"failing", _VERSION, usual.ctx, _Malloc(malloc), _Calloc(calloc), _Realloc(realloc), usual.free
     )
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))  # arrays that outlive this module free by it
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(handler))  # arrays that outlive this module are freed by it
     _set_handler(_capsule(ctypes.addressof(handler)))
     try:
         yield allocations
@@ -109,7 +110,7 @@ def failing_allocations(fails: Callable[[int, int], bool]) -> Iterator[Allocatio
 
 
 def _function(number: int, *arguments: Any) -> Any:
-    """Return a function of numpy's table for C; those here return an object."""
+    """Return the result of a function of numpy's C API that returns an object."""
     umath: Any = np._core._multiarray_umath
     table = ctypes.cast(_address(umath._ARRAY_API, None), ctypes.POINTER(ctypes.c_void_p))
     return ctypes.PYFUNCTYPE(ctypes.py_object, *arguments)(table[number])
@@ -137,10 +138,11 @@ def _capsule(address: int) -> Any:
 
 @contextmanager
 def limited_gpu_memory(limit: int) -> Iterator[Allocations]:
-    """Have allocations of rmm fail that would make it more than so many bytes; only failures are counted.
+    """Fail allocations of rmm that would exceed ``limit`` bytes in total; only failures are counted.
 
-    rmm itself has to refuse. A resource whose functions are Python's cannot: libcudf gives memory back while
-    the error is on its way, and a function of Python that is called then fails with a SystemError.
+    rmm itself has to refuse. A resource that calls into Python cannot: libcudf deallocates while the
+    exception
+    propagates, and a Python function that is called then fails with a SystemError.
     """
     import rmm
 

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by its own debugging protocol over a websocket."""
+"""Drive a headless Chromium by the DevTools protocol over a websocket."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tornado.websocket import websocket_connect
 from tests.helpers.in_process import until
 from tests.helpers.waiting import LIMIT_S
 
-#: The program, None where there is none.
+#: Path of the program, or None if it is not installed.
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 MISSING = "there is no chromium on the path: apt-get install chromium"
-#: Messages of the console that tell of something wrong.
+#: Console messages that report a fault.
 WRONG = ("error", "assert")
 
 
 class Page:
-    """A page that is open.
+    """Drive an open page.
 
     Attributes
     ----------
     errors
-        What its console has of errors, exceptions and requests that failed.
+        Errors and exceptions in its console, and requests that failed.
     """
 
     def __init__(self, connection: Any):
@@ -61,7 +61,7 @@ class Page:
                 self.errors.append(json.dumps(told["entry"])[:2000])
 
     async def call(self, method: str, **params: Any) -> Any:
-        """Call a method of the protocol."""
+        """Call a method of the protocol and return its result."""
         id_ = next(self._ids)
         self._answers[id_] = answer = asyncio.get_running_loop().create_future()
         await self._connection.write_message(json.dumps({"id": id_, "method": method, "params": params}))
@@ -83,21 +83,21 @@ class Page:
         raise AssertionError(f"{expression} never held; the console has {self.errors}")
 
     async def screenshot(self, path: Path) -> None:
-        """Write what is seen to a PNG file."""
+        """Write a PNG file of the page."""
         found = await self.call("Page.captureScreenshot", format="png")
         path.write_bytes(base64.b64decode(found["data"]))
 
     def close(self) -> None:
-        """Leave the page."""
+        """Close the connection to the page."""
         self._reading.cancel()
         self._connection.close()
 
 
 @contextlib.asynccontextmanager
 async def browser(profile: Path, width: int = 1400, height: int = 1000) -> AsyncIterator[Any]:
-    """Run a browser; yields a coroutine function that opens a page by its address."""
+    """Run a browser; yields a coroutine function that opens the page at an address."""
     assert CHROMIUM is not None, MISSING
-    # A sandbox is impossible as root and in containers; what is opened is our own.
+    # The sandbox does not work as root or in containers; we open our own pages only.
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
     process = await asyncio.create_subprocess_exec(
         CHROMIUM,

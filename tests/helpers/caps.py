@@ -1,6 +1,6 @@
-"""The tests under a residency cap: ``GPURT_TEST_RESIDENCY=4``, and the interposer in ``LD_PRELOAD``.
+"""Run the tests under a residency cap: ``GPURT_TEST_RESIDENCY=4``, with the interposer in ``LD_PRELOAD``.
 
-``ci/gpu_residency.sh`` runs them so. Their results are compared as they always are.
+``ci/gpu_residency.sh`` runs them so. Results are compared as without the cap.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import pytest
 import dask_gpurt
 from dask_gpurt.overlap import CapError, Caps, Interposer, NotLoadedError, Residency
 
-#: Blocks of any kernel on an SM; 0 does not cap.
+#: Maximum number of blocks of a kernel on an SM; 0 means no cap.
 CAP = int(os.environ.get("GPURT_TEST_RESIDENCY", 0))
-#: Settings of the workers of the tests.
+#: Settings of the tests' workers.
 SETTINGS: dict[str, Any] = {"gpurt.overlap.residency": CAP} if CAP else {}
 
 _of_workers: Counter[str] = Counter()
 
 
 def confine() -> None:
-    """Cap what this process launches itself."""
+    """Cap the launches of this process."""
     if CAP:
         try:
             Residency(Interposer()).apply(Caps(CAP))
@@ -32,14 +32,14 @@ def confine() -> None:
 
 
 def count(client: Any) -> None:
-    """Keep what the workers of a cluster tell, before they end."""
+    """Add the counters of a cluster's workers, before they end."""
     if CAP:
         told = dask_gpurt.report(client)["counters"]
         _of_workers.update({name: int(told[name]) for name in told if name.startswith("residency.")})
 
 
 def summary() -> list[str]:
-    """Say how many launches were capped: a line for this process, one for the workers."""
+    """Report how many launches were capped: one line for this process, one for the workers."""
     if not CAP:
         return []
     here = {f"residency.{name}": amount for name, amount in Interposer().counters().items()}

@@ -1,4 +1,4 @@
-"""Real clusters for the tests, and the two libraries that partitions may belong to."""
+"""Start real clusters for tests, and pick between the two dataframe libraries."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from dask_gpurt.testing import Instruments
 from tests.helpers import caps
 from tests.helpers.gpus import cuda_devices
 
-#: Whether the workers of all tests check memory that changes hands, which none of them may do too early.
+#: Whether all tests' workers check for memory that changes hands too early.
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
-#: One of so many allocations fails, in a run of the tests that is about that.
+#: One allocation in this many fails, in runs of the tests with injected failures; 0 for none.
 FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
-#: The way in which Dask starts the processes of workers.
+#: Configuration key of the method by which Dask starts worker processes.
 METHOD = "distributed.worker.multiprocessing-method"
-#: Modules that each worker of a test imports, which take it most of the time until it is there.
+#: Modules that every worker of a test imports, which are most of its startup time.
 IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.plugins.worker", "dask_gpurt.shuffle.spec"]
 QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
-    # As in Dask's own tests: workers are forked from a process that has done its imports. Not where there are
-    # GPUs: these are hidden from workers on the host by their environment, which a fork does not look at.
+    # As in Dask's own tests, workers are forked from a process that has imported these modules. Not on hosts
+    # with GPUs: CUDA_VISIBLE_DEVICES hides them from workers on the CPU, which a fork would ignore.
     METHOD: "spawn" if cuda_devices() else "forkserver",
     **caps.SETTINGS,
 }
 
 
 def fork_with_imports() -> None:
-    """Have workers forked, whoever starts them, from a process that has imported all that they need."""
+    """Have all workers forked from a process that has imported their modules."""
     dask.config.set({METHOD: QUICK[METHOD]})
     if QUICK[METHOD] == "forkserver":
         get_mp_context().set_forkserver_preload(IMPORTED)
@@ -57,7 +57,7 @@ def cluster(
     handovers: bool = CHECK,
     **settings: Any,
 ) -> Iterator[Client]:
-    """Run a cluster of processes with the runtime on; ``settings`` are keys under ``gpurt``."""
+    """Run a cluster of processes with the runtime enabled; ``settings`` are keys under ``gpurt``."""
     # A process that has used CUDA cannot be forked.
     method = {METHOD: "spawn"} if backend == "cudf" else {}
     with (
@@ -75,14 +75,14 @@ def nested(settings: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def enabled(local: Any, workers: int, *, failures: int = 0, handovers: bool = False) -> Iterator[Client]:
-    """Have the runtime on for a client of a cluster of so many workers."""
+    """Enable the runtime for a client of a cluster of ``workers`` workers."""
     with Client(local) as client:
         instrument(client, failures=failures, handovers=handovers)
         dask_gpurt.enable(client)
         try:
             yield client
         finally:
-            # Dask's LocalCluster hangs when it is closed while a nanny restarts a worker.
+            # Dask's LocalCluster hangs if it is closed while a nanny restarts a worker.
             with contextlib.suppress(OSError, TimeoutError):
                 client.wait_for_workers(workers, timeout=30)
             with contextlib.suppress(OSError, TimeoutError):
@@ -93,13 +93,13 @@ def enabled(local: Any, workers: int, *, failures: int = 0, handovers: bool = Fa
 
 
 def instrument(client: Client, *, failures: int = FAILURES, handovers: bool = CHECK) -> None:
-    """Have allocations fail on workers, and memory that changes hands checked, before the runtime is on."""
+    """Inject allocation failures and checks of handovers on workers, before the runtime is enabled."""
     if failures or handovers:
         client.register_plugin(Instruments(failures, handovers=handovers))
 
 
 def told_too_early(client: Client) -> list[Any]:
-    """Return the workers' reports of memory that has changed hands too early."""
+    """Return the workers' reports of memory that changed hands too early."""
     workers = dask_gpurt.report(client)["workers"].values()
     early = Fallback.OVERLAP_HANDED_OVER_EARLY.id
     return [worker["fallbacks"][early] for worker in workers if early in worker.get("fallbacks", ())]
@@ -125,7 +125,7 @@ def processes(backend: str = "pandas", workers: int = 2, threads: int = 1, memor
 
 @dataclass
 class Library:
-    """pandas or cudf."""
+    """Build and compare collections of pandas or cudf."""
 
     name: str
 
@@ -137,26 +137,26 @@ class Library:
         return cudf.from_pandas(frame)
 
     def collection(self, parts: list[pd.DataFrame]) -> Any:
-        """Return a collection with these partitions, on the workers."""
+        """Return a collection with these partitions, in the workers' memory."""
         return self.lazy(parts).persist()
 
     def lazy(self, parts: list[pd.DataFrame]) -> Any:
-        """Return a collection with these partitions that can be computed on workers, and in this process."""
+        """Return a collection with these partitions that workers and this process can compute."""
         frames = [dask.delayed(self.frame)(part) for part in parts]
         return dd.from_delayed(frames, meta=self.frame(parts[0].iloc[:0]), verify_meta=False)
 
 
 def by_tasks(build: Callable[..., Any], *collections: Any) -> list[pd.DataFrame]:
-    """Return the partitions that Dask's ``tasks`` makes of collections that are not on workers.
+    """Return the partitions that Dask's ``tasks`` method makes of collections that are not on workers.
 
-    They are computed in this process: on a cluster that takes longer than what is compared with them.
+    They are computed in this process, since a cluster would take longer than the computation under test.
     """
     with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
         return partitions(build(*collections))
 
 
 def partitions(collection: Any) -> list[pd.DataFrame]:
-    """Return the partitions of a collection, as pandas frames."""
+    """Return the partitions of a collection as pandas frames."""
     done = collection.persist()
     wait(done)
     frames = dask.compute(*(dask.delayed(to_pandas)(part) for part in done.to_delayed()))
@@ -168,7 +168,7 @@ def to_pandas(frame: Any) -> Any:
 
 
 def canonical(frame: Any, *, index: bool = True) -> Any:
-    """Sort rows so that their order does not depend on how they came."""
+    """Sort rows, so that their order does not depend on arrival."""
     table = frame.to_frame("value") if frame.ndim == 1 else frame
     named = table.reset_index(drop=not index)
     return named.iloc[_order(named)].reset_index(drop=True)
@@ -183,7 +183,7 @@ def _order(named: pd.DataFrame) -> Any:
 
 
 def assert_same_partitions(ours: list[Any], theirs: list[Any], *, in_order: bool, index: bool = True) -> None:
-    """Compare partition by partition: the same rows; without ``index``, whatever numbers they have."""
+    """Compare partition by partition, in any order of rows; without ``index``, ignore the index."""
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         if not in_order:

@@ -1,4 +1,4 @@
-"""Small clusters for the simulator, with round figures."""
+"""Describe small clusters for the simulator, in round figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dask_gpurt.topology import Link, Place, Speed
 
 NO_OVERHEADS = Overheads(message=0, scheduler=0, task=0, transfer=0)
 GB = 10**9
-#: Bytes per second of shared memory here.
+#: Bandwidth of shared memory, in bytes per second.
 SPEED = 1e9
 
 
@@ -22,5 +22,5 @@ def machines(
 
 
 def on_one_host(workers: int) -> Cluster:
-    """Return workers that are joined by shared memory without latency."""
+    """Return workers on one host, connected by shared memory without latency."""
     return Cluster("one-host", machines(workers), speeds={Link.SHARED_MEMORY: Speed(SPEED, 0.0)})

@@ -1,4 +1,4 @@
-"""Commands as a user types them, each in a process of its own."""
+"""Run commands as a user types them, each in its own process."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-#: Seconds after which something that should have happened is given up on.
+#: Timeout in seconds for output that should have appeared.
 PATIENCE_S = 120
 
 DASK = Path(sys.executable).with_name("dask")
-#: The file that ``pip install`` brings, and a mere checkout does not.
+#: File that ``pip install`` installs, and a plain checkout lacks.
 HOOKS = Path(sys.prefix, "etc", "dask", "gpurt.yaml")
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """Return the environment without what is set there for Dask, and with ``settings``."""
+    """Return the environment without its settings of Dask, and with ``settings``."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DASK_")}
     return {**kept, "DASK_DISTRIBUTED__WORKER__MEMORY__TERMINATE": "False", **settings}
 
 
 def run(*command: str | Path, code: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, with ``settings`` in the environment."""
+    """Run a command to completion with ``settings`` in the environment."""
     done = subprocess.run(
         list(map(str, command)),
         env=environment(**settings),
@@ -41,13 +41,13 @@ def run(*command: str | Path, code: int = 0, **settings: str) -> subprocess.Comp
 
 
 def answer(script: Path, *arguments: str, **settings: str) -> Any:
-    """Return the last line that a script prints, which is JSON."""
+    """Parse the last line that a script prints as JSON."""
     done = run(sys.executable, script, *arguments, **settings)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 class Command:
-    """A command that runs on, and what it has printed."""
+    """Drive a command that keeps running, and record its output."""
 
     def __init__(self, process: subprocess.Popen[str]):
         self._lines: list[str] = []
@@ -72,7 +72,7 @@ class Command:
         return "".join(self._lines)
 
     def wait_for(self, pattern: str) -> str:
-        """Wait until something is printed that matches; returns its first group."""
+        """Block until a line of output matches; returns the match's first group."""
 
         def found() -> bool:
             return self._ended or re.search(pattern, self.printed()) is not None
@@ -85,7 +85,7 @@ class Command:
 
 
 def _runnable(command: tuple[str | Path, ...]) -> list[str]:
-    """Return ``dask``, by way of its module where the packages are there but no commands."""
+    """Return the ``dask`` command, or run its module where packages are installed without scripts."""
     if command[0] == DASK and not DASK.exists():
         command = (sys.executable, "-m", "dask", *command[1:])
     return list(map(str, command))
@@ -93,7 +93,7 @@ def _runnable(command: tuple[str | Path, ...]) -> list[str]:
 
 @contextlib.contextmanager
 def started(*command: str | Path, **settings: str) -> Iterator[Command]:
-    """Start a command, and end it and its children afterwards."""
+    """Start a command; terminates it and its children afterwards."""
     process = subprocess.Popen(
         _runnable(command),
         env=environment(**settings),
@@ -116,7 +116,7 @@ def started(*command: str | Path, **settings: str) -> Iterator[Command]:
 def cluster_of_commands(
     *, scheduler: tuple[str, ...] = (), worker: tuple[str, ...] = (), workers: int = 2, **settings: str
 ) -> Iterator[tuple[str, list[Command]]]:
-    """Run ``dask scheduler`` and a few ``dask worker``, with flags; yields the address and the workers."""
+    """Run ``dask scheduler`` and several ``dask worker`` with flags; yields the address and the workers."""
     with contextlib.ExitStack() as stack:
         head = stack.enter_context(
             started(

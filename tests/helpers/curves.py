@@ -1,4 +1,4 @@
-"""Simulated kernels beside communication, whose response to each setting is known."""
+"""Simulate kernels beside communication, with a known response to each setting."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dask_gpurt.overlap.governor import Policy
 from dask_gpurt.overlap.samples import OFF, PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 
 CAP8, CAP6, CAP4, SPLIT = Setting(residency=8), Setting(residency=6), Setting(residency=4), Setting(sms=116)
-#: What a step keeps of its speed at worst: a cap of 16 blocks, SMs of 132, one after the other.
+#: Worst-case share of its speed that a step keeps: a cap of 16 blocks, SMs of 132, one after the other.
 CANDIDATES = {SPLIT: 116 / 132 / 2, CAP8: 8 / 16, CAP6: 6 / 16, CAP4: 4 / 16, OFF: 0.5}
-#: Tasks of a step, and bytes a second of communication alone.
+#: Tasks in a step, and bandwidth of communication alone in bytes per second.
 TASKS, LINK = 20, 1e9
 
 
 @dataclass(frozen=True)
 class Work:
-    """Say what is to be done in a step, in seconds that each would take alone."""
+    """Describe the work of a step, in seconds that each part takes alone."""
 
     compute: float
     communication: float
@@ -27,7 +27,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Say how fast both progress together, each as a share of its speed alone, above 0 and at most 1."""
+    """Describe the speeds of overlapping compute and communication, as shares in (0, 1] of those alone."""
 
     compute: float
     communication: float
@@ -35,7 +35,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Course:
-    """Say how long a step takes at some speeds, and for how much of it both run, in seconds."""
+    """Describe the duration of a step at some speeds, and for how much of it both run, in seconds."""
 
     speeds: Speeds
     total: float
@@ -43,11 +43,11 @@ class Course:
 
 
 def side_by_side(work: Work, speeds: Speeds) -> Course:
-    """Do a step: both run until the first one is done, and the other goes on alone.
+    """Simulate a step: both run until the first is done; the other continues alone.
 
     For speeds that add up to more than 1 the total is the larger of
     ``K + C (1 - c) / m`` and ``C + K (1 - m) / c``, with K, C the work and c, m the speeds: in the first case
-    compute is waited for, and pays for the communication beside it; in the second it is the other way round.
+    compute is on the critical path and slowed by the communication beside it; in the second communication is.
     """
     together = min(work.compute / speeds.compute, work.communication / speeds.communication)
     left = work.compute + work.communication - together * (speeds.compute + speeds.communication)
@@ -58,18 +58,18 @@ Curve = Mapping[Setting, Speeds]
 
 
 def measured(f: float, communication: float = 0.9) -> Speeds:
-    """Return speeds that hide a share ``f`` of what could be hidden, with equal work on both sides."""
+    """Return the speeds at which a share ``f`` of equal work on both sides is hidden."""
     return Speeds(1 - communication * (1 - f), communication)
 
 
 def plain(f: float) -> Speeds:
-    """Return the same without priority: both are slowed alike."""
+    """Return the speeds without priority: both sides are slowed alike."""
     return Speeds(1 / (2 - f), 1 / (2 - f))
 
 
 #: f without control and under each setting, as measured on four H200: the first three beside copies to
 #: another GPU, the next two beside an all-reduce, the last two beside shuffles of the runtime. A cap of 8 was
-#: not measured for the first ones, nor the cap of 6 for the last: they are taken to lie between the others.
+#: not measured for the first three, nor a cap of 6 for the last two: these are interpolated.
 MEASURED: dict[str, tuple[float, dict[Setting, float]]] = {
     "join": (0.33, {PRIORITY: 0.59, SPLIT: 0.58, CAP8: 0.42, CAP6: 0.25, CAP4: 0.18}),
     "groupby": (0.20, {PRIORITY: 0.37, SPLIT: 0.27, CAP8: 0.35, CAP6: 0.32, CAP4: 0.33}),
@@ -88,16 +88,16 @@ CURVES: dict[str, Curve] = {
 
 @dataclass
 class Steps:
-    """Steps of some tasks of one kernel beside communication, under a governor.
+    """Simulate steps of tasks of one kernel beside communication, under a governor.
 
     Parameters
     ----------
     communication
-        Seconds of communication alone in a step, as a share of those of compute.
+        Seconds of communication alone in a step, relative to those of compute.
     noise
-        The relative standard deviation of what a step takes.
+        Relative standard deviation of durations.
     lumps
-        Pieces that communication counts in.
+        Number of pieces in which the bytes of a step are counted.
     """
 
     governor: Policy
@@ -112,7 +112,7 @@ class Steps:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        #: Seconds in flight under each setting, without the noise.
+        #: Seconds in flight under each setting, without noise.
         self.seconds: dict[Setting, float] = {}
         self._owed = 0.0
 
@@ -130,14 +130,14 @@ class Steps:
         return side_by_side(self.work, speeds).total
 
     def run(self, steps: int) -> float:
-        """Return the seconds that so many steps take, without the noise."""
+        """Run steps; returns their seconds, without noise."""
         return sum(self._step() for _ in range(steps))
 
     def _step(self) -> float:
         setting = self.governor.choose(self.kernel).setting
         course = side_by_side(self.work, speeds := self.curve[setting])
         beside = min(TASKS, math.ceil(course.together / self.task * speeds.compute))
-        # What the tasks take that communication was beside, of which the last one is longer than it.
+        # Duration of the tasks that overlap communication; the last of them outlasts it.
         seconds = course.together + beside * self.task - course.together * speeds.compute
         idle = course.total - TASKS * self.task - (seconds - beside * self.task)
         noise = self._noisy()
@@ -149,7 +149,7 @@ class Steps:
         return course.total
 
     def _moved(self) -> float:
-        """Return the bytes that count in a step: whole lumps, of which one may count in the next one."""
+        """Return the bytes counted in a step: whole lumps, one of which may be counted in the next step."""
         lump = self.work.communication * LINK / self.lumps
         owed, self._owed = self._owed, lump * self._random.random() if self.noise else 0.0
         return self.lumps * lump + owed - self._owed

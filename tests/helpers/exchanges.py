@@ -1,7 +1,7 @@
-"""Several workers' exchanges in one process: a network that a test controls, and a scheduler of a few lines.
+"""Run several workers' exchanges in one process, on a network that the test controls.
 
-What is real: the exchange, its pools in shared memory, the runs, and Dask's own plugin that finds runs for
-messages. What is not: connections, threads (all is done on the event loop) and time (pauses are skipped).
+Real: the exchange, its pools in shared memory, the runs, and Dask's plugin that finds runs for messages.
+Faked: connections, threads (everything runs on the event loop), time (pauses are skipped) and the scheduler.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dask_gpurt.shuffle.run import RENEW, SEALED, ShuffleRun
 
 
 class Inline(Executor):
-    """Run what it is given at once."""
+    """Run each function in ``submit``, on the calling thread."""
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -51,13 +51,13 @@ class Inline(Executor):
 
 
 class Landed:
-    """Take the place of the tiers: keep the bytes of pulled shards."""
+    """Fake the tiers: keep the bytes of pulled shards."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[np.ndarray]] = {}
         #: Whether every tier is full.
         self.full = False
-        #: How often all was to be spilled.
+        #: Number of calls to spill everything.
         self.made_room = 0
 
     def put(self, key: str, shard: Shard, sources: Sequence[Any], device: Any, bring: Any) -> None:
@@ -85,7 +85,7 @@ class AttemptFailed(Exception):
 
 @dataclass(eq=False)
 class Message:
-    """A call that is on its way."""
+    """Hold a call that is in flight."""
 
     sender: Process
     address: str
@@ -98,16 +98,16 @@ class Message:
 
 
 class Network:
-    """Messages between processes; each waits until it is delivered, or lost. Ours to choose which, and when.
+    """Carry messages between processes; each waits until the test delivers or loses it.
 
-    What the scheduler sends comes in order and is never lost while a process lives.
+    Messages of the scheduler arrive in order, and are never lost while a process lives.
     """
 
     def __init__(self) -> None:
         self.processes: dict[str, Process] = {}
         self.messages: list[Message] = []
         self.streams: defaultdict[Process, deque[tuple[str, dict[str, Any]]]] = defaultdict(deque)
-        #: Whether what is sent is delivered at once.
+        #: Whether messages are delivered immediately.
         self.direct = False
 
     async def call(self, sender: Process, address: str, op: str, content: dict[str, Any]) -> Any:
@@ -123,7 +123,7 @@ class Network:
         process = self.processes[address]
         handler = process.handlers.get(op)
         if handler is None:
-            return None  # as Dask answers
+            return None  # as Dask does
         answer = handler(**pickle.loads(pickle.dumps(content)))
         if not inspect.isawaitable(answer):
             return answer
@@ -133,11 +133,11 @@ class Network:
         return await handling
 
     async def deliver(self, message: Message, *, answered: bool = True) -> None:
-        """Deliver a message; unless ``answered``, the connection breaks before the answer is there."""
+        """Deliver a message; unless ``answered``, the connection breaks before the reply arrives."""
         self.messages.remove(message)
         try:
             answer = await self._handle(message.address, message.op, message.content)
-        except asyncio.CancelledError:  # the receiver has died meanwhile
+        except asyncio.CancelledError:  # the receiver died meanwhile
             if not message.answer.done():
                 message.answer.set_exception(CommClosedError("the connection was reset"))
             return
@@ -152,23 +152,23 @@ class Network:
                 message.answer.set_exception(CommClosedError("the connection was reset"))
 
     def lose(self, message: Message) -> None:
-        """Break the connection before a message has arrived."""
+        """Break the connection before a message arrives."""
         self.messages.remove(message)
         if not message.answer.done():
             message.answer.set_exception(CommClosedError("the connection was reset"))
 
     def stream(self, process: Process, op: str, **content: Any) -> None:
-        """Have the scheduler send something to a process."""
+        """Send a message from the scheduler to a process."""
         self.streams[process].append((op, content))
 
     async def deliver_stream(self, process: Process) -> None:
-        """Deliver the next that the scheduler has sent to a process."""
+        """Deliver the next message of the scheduler to a process."""
         op, content = self.streams[process].popleft()
         process.stream_handlers[op](**content)
 
 
 def _received(answer: Any) -> Any:
-    """Return what a comm makes of an answer: bytes of its own, and tuples of lists."""
+    """Convert a reply as a comm would: buffers to its own bytes, lists to tuples."""
     if isinstance(answer, dict):
         answer = {name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()}
     if isinstance(answer, dict) and answer.get("data"):
@@ -179,7 +179,7 @@ def _received(answer: Any) -> Any:
 
 
 class Process:
-    """A worker process: what an exchange and Dask's shuffle plugin need of one."""
+    """Fake a worker process: the attributes that an exchange and Dask's shuffle plugin use."""
 
     def __init__(self, address: str, network: Network, scheduler: Any, *, pool: int, paths: Sequence[str]):
         loop = asyncio.get_running_loop()
@@ -194,11 +194,11 @@ class Process:
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network, self._context = loop, network, contextvars.copy_context()
         self.alive, self.status = True, Status.running
-        #: Handlers that are under way, which end with their process.
+        #: Handlers in flight, which end with their process.
         self.handling: set[asyncio.Future[Any]] = set()
         settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})
         metrics = Metrics()
-        tiers: Any = None  # `Landed` takes their place
+        tiers: Any = None  # replaced by `Landed`
         self.exchange = Exchange(
             self, Pools(settings.exchange.pool, 2**30, metrics), tiers, settings, metrics
         )
@@ -236,7 +236,7 @@ class Process:
             if self.alive:
                 self._ongoing_background_tasks.call_soon(call)
 
-        # Not in the context of a task, whose allocations a test may have fail.
+        # Not in the context of a task, whose allocations a test may fail.
         self._loop.call_soon_threadsafe(soon, context=self._context)
 
     def _remove_worker(self, worker: str) -> None:
@@ -248,7 +248,7 @@ class Process:
             run.renew(owners)
 
     def die(self) -> None:
-        """End as after kill -9: without a message, and what peers have mapped stays readable."""
+        """Die as after kill -9: without a message; memory that peers have mapped stays readable."""
         self.alive = False
         del self._network.processes[self.address]
         self._network.streams.pop(self, None)
@@ -260,13 +260,13 @@ class Process:
         self._ongoing_background_tasks.close()
 
     def run_of(self, shuffle: str) -> ShuffleRun | None:
-        """Return its part of the active run of a shuffle."""
+        """Return this worker's part of the active run of a shuffle."""
         found: Any = self.shuffles.shuffle_runs._active_runs.get(ShuffleId(shuffle))
         return found
 
     @contextmanager
     def task(self, key: str, dispatch: int) -> Iterator[dict[str, Any]]:
-        """Run the body as a task that the scheduler has sent here; yield what it hears of at its end."""
+        """Run the body as a task that the scheduler dispatched; yields the metadata it reports back."""
         self.state.tasks[key] = SimpleNamespace(run_id=dispatch, metadata={})
         thread_state.key = key
         try:
@@ -278,13 +278,13 @@ class Process:
         self.exchange.close()
 
 
-#: The column that says where rows belong, and what the frames of the tests look like.
+#: Column with the output of each row, and the schema of the tests' frames.
 TARGET = "_target"
 META = pd.DataFrame({"row": np.empty(0, "int64"), TARGET: np.empty(0, "int64")})
 
 
 def frame_of(rows: Sequence[int], outputs: int) -> pd.DataFrame:
-    """Return a frame with these rows, each of which belongs to the output of its number."""
+    """Return a frame with these rows; row ``n`` belongs to output ``n % outputs``."""
     numbers = np.array(rows, "int64")
     return pd.DataFrame({"row": numbers, TARGET: numbers % outputs})
 
@@ -306,16 +306,16 @@ def spec_of(shuffle: str, outputs: int) -> ShuffleSpec:
 
 @dataclass
 class Active:
-    """A shuffle that goes on, as the scheduler sees it."""
+    """Hold the scheduler's state of an active shuffle."""
 
     spec: ShuffleSpec
     run_spec: ShuffleRunSpec[int]
     participants: set[str]
     #: Results of transfer tasks, by input.
     transferred: dict[int, Any] = field(default_factory=dict)
-    #: Outputs in memory, each with the worker that has it.
+    #: Outputs in memory, each with the worker that holds it.
     outputs: dict[int, tuple[str, pd.DataFrame]] = field(default_factory=dict)
-    #: Whether the barrier runs, or has passed; and whether it has passed.
+    #: Whether the barrier has sealed the run, and whether it is done.
     sealed: bool = False
     done: bool = False
 
@@ -326,7 +326,7 @@ class Active:
 
 
 class Scheduler:
-    """Dask's p2p extension on the scheduler with our recovery, as far as runs need them."""
+    """Fake Dask's p2p extension on the scheduler with our recovery, as far as runs need them."""
 
     def __init__(self, network: Network):
         self.network = network
@@ -347,7 +347,7 @@ class Scheduler:
         return self.active[spec.id]
 
     def end(self, shuffle: str) -> None:
-        """End a shuffle that nothing needs any more."""
+        """End a shuffle that is no longer needed."""
         ended = self.active.pop(shuffle)
         for address in ended.participants & self.network.processes.keys():
             self.network.stream(
@@ -368,12 +368,12 @@ class Scheduler:
         self.workers.add(process.address)
 
     def leaves(self, address: str, *, results_survive: bool = False) -> None:
-        """Notice that a worker has died.
+        """Handle the death of a worker.
 
         Parameters
         ----------
         results_survive
-            Whether there are copies elsewhere of what its transfer tasks have returned.
+            Whether the results of its transfer tasks have replicas elsewhere.
         """
         self.workers.discard(address)
         for process in self.network.processes.values():
@@ -393,7 +393,7 @@ class Scheduler:
     def _move(
         self, active: Active, outputs: Iterable[int], gone: Sequence[str] = (), avoiding: str | None = None
     ) -> None:
-        """Give outputs to others, or to the same again, and have the barrier run again."""
+        """Reassign outputs, possibly to the same owners, and rerun the barrier."""
         self.recoveries += 1
         idle = {output for output in outputs if output in active.outputs}
         workers = sorted(self.workers - {avoiding}) or [str(avoiding)]
@@ -401,9 +401,9 @@ class Scheduler:
         self._moved(active)
 
     def balance(self, shuffle: str, outputs: Iterable[int], owner: str) -> None:
-        """Give outputs that are not there yet to another owner, as where they turn out to be large.
+        """Move outputs that are not in memory yet to another owner, as when they turn out to be large.
 
-        The barrier runs again if it has passed: the other side of a join may be late.
+        The barrier reruns if it has passed: the other side of a join may be late.
         """
         active = self.active[shuffle]
         if to := dict.fromkeys(set(outputs) - active.outputs.keys(), owner):
@@ -411,7 +411,7 @@ class Scheduler:
             self._moved(active)
 
     def _moved(self, active: Active) -> None:
-        """Have the barrier run again, and tell the workers of the owners."""
+        """Rerun the barrier, and send the new owners to the workers."""
         active.sealed = active.done = False
         active.participants |= set(active.owners.values())
         for address in active.participants & self.network.processes.keys():
@@ -423,7 +423,7 @@ class Scheduler:
                 owners=active.owners.snapshot(),
             )
 
-    # ---- what workers ask ------------------------------------------------------------
+    # ---- what workers call -----------------------------------------------------------
 
     async def gpurt_gone(self, peers: list[str], closing: bool = False) -> list[str]:
         return [peer for peer in peers if peer not in self.workers or (closing and self._closes(peer))]
@@ -463,7 +463,7 @@ class Scheduler:
         return {"owners": active and active.owners.snapshot()}
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Take what a worker says on its stream: that a barrier, which is about to end, has sealed a run."""
+        """Handle a worker's stream message that a barrier, which is about to end, has sealed a run."""
         assert message["op"] == SEALED
         if (active := self._of(message["id"], message["run_id"])) is not None:
             active.owners.seal(message["epoch"])
@@ -493,7 +493,7 @@ class Scheduler:
 
 @contextmanager
 def without_pauses(calls: int = 4) -> Iterator[None]:
-    """Skip all pauses of the exchange, and give up after few calls."""
+    """Skip all pauses of the exchange, and limit the number of calls."""
     from dask_gpurt.exchange import calls as module
     from dask_gpurt.shuffle import run
 
@@ -513,28 +513,28 @@ _doing: set[asyncio.Future[Any]] = set()
 
 
 def _without_waiting(loop: Any, function: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Have the event loop do something: tasks run on it here, and cannot wait for it."""
+    """Schedule a coroutine on the event loop; tasks run on the loop here, so they cannot block on it."""
     doing = asyncio.ensure_future(function(*args, **options))
     _doing.add(doing)
     doing.add_done_callback(_doing.discard)
 
 
 async def quiet() -> None:
-    """Return once everything waits for something that has not been done yet."""
+    """Return once everything waits for an event that has not happened yet."""
     loop: Any = asyncio.get_running_loop()
     calm = 0
-    while calm < 3:  # what was called from another thread takes a turn to be ready
+    while calm < 3:  # callbacks from another thread need an iteration to become ready
         calm = 0 if loop._ready else calm + 1
         await asyncio.sleep(0)
 
 
 class Cluster:
-    """Processes whose messages are delivered at once, and shuffles that go through all of them.
+    """Run shuffles across processes whose messages are delivered immediately.
 
     Parameters
     ----------
     paths, pool
-        The settings of the exchanges.
+        Settings of the exchanges.
     """
 
     OUTPUTS, INPUTS, ROWS = 4, 3, 40
@@ -556,13 +556,13 @@ class Cluster:
         return process
 
     def replace(self, process: Process) -> Process:
-        """Kill a worker, and start another one at its address. The others have not heard of it yet."""
+        """Kill a worker and start another at its address. Its peers have not received the news yet."""
         process.die()
         self.scheduler.leaves(process.address)
         return self.start(process.address)
 
     async def hear(self) -> None:
-        """Have the workers hear what the scheduler has sent."""
+        """Deliver all pending messages of the scheduler."""
         for process in self.network.processes.values():
             while self.network.streams[process]:
                 await self.network.deliver_stream(process)
@@ -573,7 +573,7 @@ class Cluster:
         return range(source * self.ROWS, (source + 1) * self.ROWS)
 
     async def transfer(self, shuffle: str, source: int, process: Process) -> Any:
-        """Run a transfer task on a worker; returns its result."""
+        """Run a transfer task on a worker and return its result."""
         key = f"transfer-{source}"
         run: Any = await process.shuffles.shuffle_runs.get_or_create(ShuffleId(shuffle), key)
         with process.task(key, self.scheduler.next_dispatch()):
@@ -582,7 +582,7 @@ class Cluster:
         return result
 
     async def transfer_all(self, shuffle: str) -> list[Any]:
-        """Begin a shuffle and transfer its inputs, one worker after the other."""
+        """Begin a shuffle and transfer its inputs, one after the other, across the workers."""
         self.scheduler.begin(spec_of(shuffle, self.OUTPUTS))
         where = list(self.network.processes.values())
         return [
@@ -596,7 +596,7 @@ class Cluster:
         await run.barrier(results)
 
     async def outputs(self, shuffle: str) -> dict[int, list[int]]:
-        """Run the unpack tasks; the rows of each output."""
+        """Run the unpack tasks and return the rows of each output."""
         active = self.scheduler.active[shuffle]
         for output, address in active.owners.items():
             process = self.network.processes[address]
@@ -606,19 +606,19 @@ class Cluster:
         return {output: list(frame["row"]) for output, (_, frame) in active.outputs.items()}
 
     async def shuffle(self, shuffle: str) -> dict[int, list[int]]:
-        """Return shuffle; returns the rows of each output."""
+        """Run a whole shuffle and return the rows of each output."""
         await self.barrier(shuffle, await self.transfer_all(shuffle))
         return await self.outputs(shuffle)
 
     def expected(self) -> dict[int, list[int]]:
-        """Return the rows that a shuffle has to give for each output."""
+        """Return the expected rows of each output."""
         rows = [row for source in range(self.INPUTS) for row in self.rows(source)]
         return {
             output: [row for row in rows if row % self.OUTPUTS == output] for output in range(self.OUTPUTS)
         }
 
     async def end(self, shuffle: str) -> None:
-        """End a shuffle; nothing may be held of it."""
+        """End a shuffle, and assert that no worker keeps any of it."""
         self.scheduler.end(shuffle)
         await self.hear()
         for process in self.network.processes.values():
@@ -643,6 +643,6 @@ def in_process(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], No
 
 
 def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]]) -> None:
-    """Have ``meddle`` handle each message; it gets the usual handling first."""
+    """Let ``meddle`` handle each message; its first argument is the usual handler."""
     handle = cluster.network._handle
     cluster.network._handle = lambda *message: meddle(handle, *message)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""NVML of hosts that are not here: what ``pynvml`` answers there, as far as the runtime asks."""
+"""Fake NVML of other hosts: the functions of ``pynvml`` that the runtime calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 class FakeGpu:
     """Describe one GPU.
 
-    ``nvlinks`` names the index of the GPU at the end of each link that is up, or "switch".
+    ``nvlinks`` has the index of the GPU at the end of each active link, or "switch".
     """
 
     index: int
@@ -23,7 +23,7 @@ class FakeGpu:
     pcie: tuple[int, int] = (5, 16)
     mig: list[str] = field(default_factory=list)
     fabric: tuple[bytes, int] | None = None
-    memory: int | None = 141 * 2**30  # None where it is the host's
+    memory: int | None = 141 * 2**30  # None where the GPU shares the host's memory
 
     @property
     def uuid(self) -> str:
@@ -35,7 +35,7 @@ class FakeGpu:
 
 
 class FabricInfo(ctypes.Structure):
-    """``nvmlGpuFabricInfo_t``, as nvidia-ml-py has it."""
+    """Declare ``nvmlGpuFabricInfo_t`` as nvidia-ml-py does."""
 
     _fields_ = (
         ("clusterUuid", ctypes.c_uint8 * 16),
@@ -46,14 +46,14 @@ class FabricInfo(ctypes.Structure):
 
 
 class FakeNvml:
-    """The functions of ``pynvml`` for some GPUs.
+    """Fake the functions of ``pynvml`` for some GPUs.
 
     Parameters
     ----------
     path
-        The level of the common ancestor of two GPUs by their indices.
+        Returns the level of the common ancestor of two GPUs, by their indices.
     peers
-        Whether they may read each other's memory over the bus.
+        Whether they can read each other's memory over PCIe.
     """
 
     class NVMLError(Exception):
@@ -101,7 +101,7 @@ class FakeNvml:
         return handle if isinstance(handle, str) else handle.uuid
 
     def nvmlDeviceGetName(self, handle: FakeGpu) -> bytes:
-        return handle.name.encode()  # as older versions do
+        return handle.name.encode()  # as older versions return
 
     def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> Any:
         return SimpleNamespace(busId=handle.bus)
@@ -150,7 +150,7 @@ class FakeNvml:
     c_nvmlGpuFabricInfo_t = FabricInfo
 
     def nvmlDeviceGetGpuFabricInfo(self, handle: FakeGpu, info: Any) -> None:
-        """Fill in a structure by its address, as the C library does; refuse one that goes by value."""
+        """Fill in a structure by reference, as the C library does; rejects a structure passed by value."""
         found = ctypes.cast(info, ctypes.POINTER(FabricInfo)).contents
         if handle.fabric is not None:
             cluster, found.cliqueId = handle.fabric
@@ -159,27 +159,27 @@ class FakeNvml:
 
 
 def switched(count: int = 4, **more: Any) -> FakeNvml:
-    """Return pretend four H200 and an NVSwitch: NV18 between every two."""
+    """Fake four H200 with an NVSwitch: NV18 between every pair."""
     return FakeNvml([FakeGpu(i, ["switch"] * 18, **more) for i in range(count)])
 
 
 def pcie_only(peers: bool = True) -> FakeNvml:
-    """Return pretend four L40S on two sockets."""
+    """Fake four L40S on two sockets."""
     gpus = [FakeGpu(i, name="NVIDIA L40S", pcie=(4, 16)) for i in range(4)]
     return FakeNvml(gpus, lambda one, other: 20 if one // 2 == other // 2 else 50, lambda *pair: peers)
 
 
 def bridged() -> FakeNvml:
-    """Return pretend four A100 on PCIe cards, every two under a bridge of twelve links."""
+    """Fake four A100 PCIe cards, in pairs with a bridge of twelve links."""
     return FakeNvml([FakeGpu(i, [i ^ 1] * 12, version=4, pcie=(4, 16)) for i in range(4)])
 
 
 def integrated() -> FakeNvml:
-    """Return pretend a GB10, which names a link of PCIe that nothing goes over."""
+    """Fake a GB10, which reports a PCIe link that carries no traffic."""
     return FakeNvml([FakeGpu(0, name="NVIDIA GB10", pcie=(1, 1), memory=None)])
 
 
 def cut_up() -> FakeNvml:
-    """Return pretend two H200: the first in two instances of MIG, the second whole."""
+    """Fake two H200: the first split in two MIG instances, the second whole."""
     parts = ["MIG-11111111-0000-0000-0000-000000000000", "MIG-22222222-0000-0000-0000-000000000000"]
     return FakeNvml([FakeGpu(0, ["switch"] * 18, mig=parts), FakeGpu(1, ["switch"] * 18)])

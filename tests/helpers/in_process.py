@@ -1,4 +1,4 @@
-"""Run coroutines on clusters in this process, and see all that the runtime touches there."""
+"""Run coroutines on clusters in this process, and snapshot all state that the runtime changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dask_gpurt.topology import Topology
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S
 
-#: Two hosts: two GPUs with NVLink on the first, none on the second. Workers by name.
+#: Two hosts, two GPUs with NVLink on the first, none on the second; workers by name.
 FILE = """\
 version: 1
 speeds:
@@ -42,7 +42,7 @@ workers:
 """
 
 
-#: Dask's own limit, of 30 s, is for tests that have the machine to themselves.
+#: Dask's own limit of 30 s assumes an otherwise idle machine.
 gen_client_cluster = partial(gen_cluster, client=True, timeout=240)
 
 
@@ -72,11 +72,11 @@ async def all_placed(scheduler: Any) -> None:
     )
 
 
-# gen_cluster begins with Dask's own configuration, so that the file has to be handed to it.
+# gen_cluster starts from Dask's default configuration, so the file has to be passed to it.
 def on_cluster(
     *, workers: int = 2, processes: bool = False, file: Path | None = None, **settings: Any
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
-    """Run a coroutine with a client, a scheduler and workers, the runtime switched on."""
+    """Run a coroutine with a client, a scheduler and workers, with the runtime enabled."""
 
     def decorate(test: Callable[..., Awaitable[None]]) -> Any:
         def run() -> None:
@@ -97,12 +97,12 @@ def on_cluster(
     return decorate
 
 
-#: Attributes that Dask and copyreg themselves write into classes that are used.
+#: Attributes that Dask and copyreg cache on classes.
 CACHES = ("_instances", "__slotnames__")
 
 
 def state(local: LocalCluster) -> dict[str, Any]:
-    """Return all that the runtime touches when it is switched on."""
+    """Snapshot all state that enabling the runtime changes."""
     scheduler: Any = local.scheduler
     workers: list[Any] = list(local.workers.values())
     return {
@@ -123,12 +123,12 @@ def state(local: LocalCluster) -> dict[str, Any]:
 
 
 def on_plain_cluster(workers: int = 2, **settings: Any) -> Callable[[Callable[..., Awaitable[None]]], None]:
-    """Run a coroutine with a client, a scheduler and workers, which are afterwards as they were."""
+    """Run a coroutine with a client, a scheduler and workers; asserts that they are restored afterwards."""
 
     def run(test: Callable[..., Awaitable[None]]) -> None:
         async def body(client: Any, scheduler: Any, *crew: Any) -> None:
-            teach_method()  # which is for good
-            await dask_gpurt.disable(client)  # for clients of tests before that were closed while it was on
+            teach_method()  # which is permanent
+            await dask_gpurt.disable(client)  # for clients that earlier tests closed while it was enabled
             before = whole_state(scheduler, *crew)
             await test(client, scheduler, *crew)
             await dask_gpurt.disable(client)
@@ -146,6 +146,6 @@ def whole_state(scheduler: Any, *workers: Any) -> dict[str, Any]:
 
 
 def believed_full(scheduler: Any, worker: str) -> None:
-    """Have a scheduler believe for good that a worker has no room."""
+    """Make a scheduler believe permanently that a worker has no free memory."""
     message = Ledger(dict.fromkeys(Tier, 0)).snapshot()
     scheduler.extensions["gpurt"].memory_changed(worker, **{**message, "began": 1 << 62})

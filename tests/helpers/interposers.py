@@ -1,4 +1,4 @@
-"""The interposer, a fake driver and processes that have both."""
+"""Build the interposer and a fake driver, and start processes with both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOURCES = Path(__file__).with_name("interposer")
 INTERPOSER = ROOT / "dask_gpurt" / "overlap" / "_interposer.c"
 COMPILER = shutil.which("cc")
 
-#: The devices of the fake driver: an H200, and one of compute capability 8.6.
+#: Devices of the fake driver: an H200, and a GPU of compute capability 8.6.
 H200 = DeviceLimits(132, 32, 2048, 65536, 233472, 1024, 232448)
 SMALL = DeviceLimits(84, 16, 1536, 65536, 102400, 1024, 101376)
 
@@ -54,7 +54,7 @@ def build_driver(folder: Path, *flags: str) -> Path:
 
 
 def build_launcher(folder: Path, *flags: str) -> Path:
-    """Build the program that launches, with the interposer before the C library as if it were preloaded."""
+    """Build the launching program, linked with the interposer before the C library as if preloaded."""
     library = build_interposer(folder, *flags)
     build_driver(folder, *flags)
     linked = ("-std=gnu11", "-Wl,--no-as-needed", str(library))
@@ -62,7 +62,7 @@ def build_launcher(folder: Path, *flags: str) -> Path:
 
 
 class Process:
-    """A process; each method of ``Host`` in ``interposer/host.py`` is one here."""
+    """Control a process; each method of ``Host`` in ``interposer/host.py`` is a method here."""
 
     def __init__(self, child: subprocess.Popen[str]):
         self._child = child
@@ -87,7 +87,7 @@ class Process:
 
 @contextlib.contextmanager
 def process(driver: Path | None, *preload: Path) -> Iterator[Process]:
-    """Start a process with libraries preloaded, and end it."""
+    """Start a process with libraries preloaded; terminates it afterwards."""
     environment = {
         **os.environ,
         "LD_PRELOAD": ":".join(map(str, preload)),
@@ -110,7 +110,7 @@ def process(driver: Path | None, *preload: Path) -> Iterator[Process]:
             assert child.wait(20) == 0
 
 
-#: A cluster of one nanny. What its worker has, before and after a restart, and what the doctor says of it.
+#: Prints the state of a one-nanny cluster's worker before and after a restart, and the doctor's report.
 SCRIPT = """\
 import json, os, sys
 import dask_gpurt
@@ -143,7 +143,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the package twice, with the interposer and without it."""
+    """Copy the package twice, with and without the interposer."""
     folder = tmp_path_factory.mktemp("packages")
     for name in ("built", "bare"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")

@@ -1,4 +1,4 @@
-"""Start clusters whose compute is confined by an interposer of the test's own."""
+"""Start clusters whose compute is confined by the test's own interposer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Starting = Callable[..., Client]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starting]:
-    """Start a cluster in this process, with an interposer of the test's own."""
+    """Start a cluster in this process with the test's own interposer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("dask_gpurt.plugins.residency.Interposer", Launches)
     options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}

@@ -1,4 +1,4 @@
-"""A cluster to place tasks on: the real state of Dask's scheduler, without a running one."""
+"""Place tasks on the real state of Dask's scheduler, without running a scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GB = 10**9
 
 
 class Rooms:
-    """Room as a test says."""
+    """Fake the workers' free memory and tiers."""
 
     def __init__(self, **free: float):
         self.free: dict[str, float] = {}
@@ -38,7 +38,7 @@ class Rooms:
 
 
 class Watch(SchedulerPlugin):
-    """Tell a placement what our scheduler plugin tells it."""
+    """Forward scheduler events to a placement, as our scheduler plugin does."""
 
     def __init__(self, placement: Placement):
         self.placement = placement
@@ -54,7 +54,7 @@ class Watch(SchedulerPlugin):
 
 
 class Cluster:
-    """A bare state with placement on it; workers are named by number, eight to a host."""
+    """Hold a bare scheduler state with placement; workers are numbered, eight to a host."""
 
     def __init__(self, workers: int = 16, topology: Topology | None = None):
         self.state = bare.BareState(workers)
@@ -88,11 +88,11 @@ class Cluster:
         return ts
 
     def takes(self, prefix: str, seconds: float) -> None:
-        """Let it be known how long the tasks of a prefix take."""
+        """Set the average duration of a prefix's tasks."""
         self.state.new_task(f"{prefix}-0", None, "released").prefix.duration_average = seconds
 
     def place(self, key: str, *inputs: str, **options: Any) -> int | None:
-        """Run a task; tell which worker got it."""
+        """Submit a task; returns the number of the worker that it was assigned to."""
         ts = self.task(key, *inputs, **options)
         self.state.transitions({key: "waiting"}, "test")
         return self.addresses.index(ts.processing_on.address) if ts.processing_on else None

@@ -1,4 +1,4 @@
-"""Random programs of dask.dataframe, and all that the metadata of their expressions say."""
+"""Generate random programs of dask.dataframe, and record the metadata of all their expressions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import PlanningCache
 
-#: Of the frames of :func:`tables`; every frame has all of them, in an order of its own.
+#: Columns of :func:`tables`; every frame has all of them, in its own order.
 COLUMNS = ("key", "small", "ratio", "name", "kind", "when", "count", "flag", "text")
 
 
 class Planner:
-    """A cache that can be in use or not, with what it counts."""
+    """Hold a planning cache that tests can switch on and off, and its counters."""
 
     def __init__(self) -> None:
         self.usable = False
@@ -34,7 +34,7 @@ class Planner:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use it while this is entered."""
+        """Use the cache inside the context."""
         self.usable = True
         try:
             yield
@@ -43,7 +43,7 @@ class Planner:
 
     @contextmanager
     def fusing(self) -> Iterator[None]:
-        """Fuse computations while this is entered."""
+        """Fuse computations inside the context."""
         self.fused = True
         try:
             yield
@@ -51,7 +51,7 @@ class Planner:
             self.fused = False
 
     def count(self, what: str) -> float:
-        """Return a counter: ``planning.`` and what."""
+        """Return the counter ``planning.<what>``."""
         return float(self.metrics.snapshot()["counters"].get(f"planning.{what}", 0))
 
 
@@ -82,11 +82,11 @@ def tables(rows: int = 12) -> list[pd.DataFrame]:
 
 
 def written(folder: Path, library: str) -> list[Callable[[], Any]]:
-    """Write the tables, and return what reads them: from files, and one of each from memory."""
+    """Write the tables, and return functions that read them: from files, and one of each from memory."""
     readers: list[Callable[[], Any]] = []
     for number, table in enumerate(tables()):
         path = folder / f"table-{number}"
-        # dask_cudf reads no file whose schema has a dictionary.
+        # dask_cudf reads no file whose schema has a dictionary type.
         stored = table if library == "pandas" else table.astype({"kind": "string[pyarrow]"})
         dd.from_pandas(stored, npartitions=2).to_parquet(path)
         readers.append(_reader(path, library))
@@ -108,7 +108,7 @@ def _from_memory(table: pd.DataFrame, library: str) -> Callable[[], Any]:
 
 # ---- programs -------------------------------------------------------------------------------------
 
-#: One operation on a pool of frames: its name, and what it chooses with.
+#: One operation on a pool of frames: its name and its operands.
 Step = tuple[str, int, int, Mapping[str, Any]]
 
 _columns = st.sampled_from(COLUMNS)
@@ -144,19 +144,19 @@ _kinds = st.sampled_from(
     + ["aggregate", "reset", "distinct", "cast", "concat"]
 )
 _steps = st.tuples(_kinds, st.integers(0, 7), st.integers(0, 7), _choices)
-#: A program: its steps, each on results of others.
+#: A program: its steps, each on the results of earlier steps.
 programs = st.lists(_steps, min_size=1, max_size=7)
 
 
 def run(readers: list[Callable[[], Any]], program: list[Step]) -> tuple[Any, list[str]]:
-    """Build a program's last result, and say which steps made no sense, by their errors.
+    """Build a program's last result, and return the errors of steps that were invalid.
 
-    A frame is read when it is first used: that takes longer than most steps.
+    A frame is read on first use, since reading takes longer than most steps.
     """
     pool: list[Callable[[], Any]] = [functools.cache(read) for read in readers]
     errors = []
     for kind, first, second, chosen in program:
-        # What was made last is the likeliest operand.
+        # The latest result is the likeliest operand.
         left, right = pool[-1 - first % len(pool)](), pool[-1 - second % len(pool)]()
         try:
             result = _OPERATIONS[kind](left, right, chosen)
@@ -208,11 +208,11 @@ _OPERATIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], Any]] = {
 }
 
 
-# ---- what metadata say ----------------------------------------------------------------------------
+# ---- metadata --------------------------------------------------------------------------------------
 
 
 def planned(readers: list[Callable[[], Any]], program: list[Step]) -> dict[str, Any]:
-    """Return all that a client plans for a program: names, metadata of each expression, keys, errors."""
+    """Return a client's whole plan of a program: names, metadata of each expression, keys, errors."""
     result, errors = run(readers, program)
     found = {"errors": errors, "built": _described(result.expr)}
     try:
@@ -226,7 +226,7 @@ def planned(readers: list[Callable[[], Any]], program: list[Step]) -> dict[str, 
 
 
 def computed(readers: list[Callable[[], Any]], program: list[Step]) -> Any:
-    """Return the result of a program as a frame or series of pandas, or the error that it ends with."""
+    """Return the result of a program as a pandas frame or series, or the error that it raised."""
     result, _ = run(readers, program)
     try:
         found = result.compute()
@@ -248,7 +248,7 @@ def _metadata_of(expr: Any) -> Any:
 
 
 def described(frame: Any) -> Any:
-    """Say all about an empty frame of pandas or cudf that an operation on it may depend on."""
+    """Describe an empty frame of pandas or cudf by everything that an operation on it may depend on."""
     kind = type(frame)
     if kind.__name__ == "DataFrame":
         columns = frame.columns

@@ -1,4 +1,4 @@
-"""One cluster of processes for the tests of a module that leave it as it was."""
+"""Share one cluster of processes between the tests of a module that leave it unchanged."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from tests.helpers.waiting import until
 
 
 class SharedCluster:
-    """Keep a cluster of two processes for several tests, one after the other.
+    """Keep a cluster of two processes for consecutive tests.
 
-    The runtime goes on for each of them, with settings of its own, and off afterwards. Where a test fails, or
-    leaves something behind, the cluster is closed, and the next test has a new one.
+    The runtime is enabled for each test with its own settings, and disabled afterwards. If a test fails or
+    leaves
+    state behind, the cluster is closed, and the next test starts a new one.
 
     Parameters
     ----------
     failures
-        Counts the tests that have failed.
+        Returns the number of failed tests.
     """
 
     def __init__(self, failures: Callable[[], int]) -> None:
         self._failures = failures
         self._local: Any = None
-        #: What the cluster had when it was new.
+        #: Snapshot of the cluster when it was new.
         self._had: dict[str, Any] = {}
 
     @contextlib.contextmanager
     def client(self, backend: str = "pandas", **settings: Any) -> Iterator[Client]:
-        """Have the runtime on, as on a :func:`cluster` of its own.
+        """Enable the runtime, as on a :func:`cluster` of its own.
 
         Raises
         ------
         AssertionError
-            When something is left behind: a task, data, a run of a shuffle, a plugin, a setting.
+            If state is left behind: a task, data, a run of a shuffle, a plugin, a setting.
         """
-        # Workers with GPUs or instruments are what they are from their start on.
+        # Workers with GPUs or instruments are set up when they start, so they get a cluster of their own.
         if backend != "pandas" or FAILURES or CHECK:
             with cluster(backend, **settings) as client:
                 yield client
@@ -58,7 +59,7 @@ class SharedCluster:
                 local.close()
 
     def _start(self) -> Any:
-        # Not with the settings of a test: what a worker is started with goes before what it is told.
+        # Not with a test's settings: configuration at a worker's start takes precedence over later messages.
         with dask.config.set(QUICK):
             local = processes()
         self._had = held(local)
@@ -68,13 +69,13 @@ class SharedCluster:
         return {name: now for name, now in held(local).items() if now != self._had[name]}
 
     def close(self) -> None:
-        """End the processes."""
+        """Close the cluster."""
         if self._local is not None:
             self._local.close()
 
 
 class Lease:
-    """Hold one client for several tests, until it is ended."""
+    """Keep one client open for several tests, until it is ended."""
 
     def __init__(self, opened: Callable[[], contextlib.AbstractContextManager[Client]]):
         self._opened = opened
@@ -88,14 +89,14 @@ class Lease:
         return self._held[1]
 
     def end(self) -> None:
-        """Let go of the client; who asks for one next has another."""
+        """Close the client; the next access opens another."""
         if self._held is not None:
             (context, _), self._held = self._held, None
             context.__exit__(None, None, None)
 
 
 def held(local: Any) -> dict[str, Any]:
-    """Return what a cluster holds, and the settings of this process: all that a test may leave behind."""
+    """Snapshot the state of a cluster and the settings of this process that a test could leave behind."""
     scheduler = local.scheduler
     with Client(local, set_as_default=False) as client:
         return {

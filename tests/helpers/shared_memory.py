@@ -1,4 +1,4 @@
-"""Pools in shared memory: whose memory they count as, and a system that has little."""
+"""Measure how pools in shared memory are accounted, and fake a system with little of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PRESENT = np.uint64(1 << 63)
 
 
 def resident(mapping: HostMapping) -> int:
-    """Return the bytes of a mapped pool that count in the RSS of this process."""
+    """Return the bytes of a mapped pool that count towards the RSS of this process."""
     address = mapping.view(0, mapping.nbytes).ctypes.data
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(address // PAGE * 8)
@@ -31,7 +31,7 @@ def resident(mapping: HostMapping) -> int:
 
 
 def held(pool: HostPool) -> int:
-    """Return the bytes that the system has given to a pool, but for its header."""
+    """Return the bytes that the system has allocated to a pool, excluding its header."""
     return os.fstat(pool._fd).st_blocks * 512 - PAGE
 
 
@@ -42,7 +42,7 @@ def filled(pool: HostPool, nbytes: int, value: int = 1) -> Block:
 
 
 class Shm:
-    """Shared memory of a size that a test sets, for the pools that it has made."""
+    """Fake a /dev/shm of a size that a test sets, for the pools that it created."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int):
         self.total, self.pools = total, list[HostPool]()
@@ -62,7 +62,7 @@ class Shm:
 
 @contextlib.contextmanager
 def alone_in_shm() -> Iterator[None]:
-    """Keep tests that run beside this one from naming files in /dev/shm, and from listing them."""
+    """Keep concurrent tests from creating and listing files in /dev/shm."""
     with open(Path(tempfile.gettempdir(), "dask-gpurt-tests-shm.lock"), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

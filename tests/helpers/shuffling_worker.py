@@ -1,4 +1,4 @@
-"""Simulate a worker whose shuffles split, then move in bursts, for the governor."""
+"""Simulate a worker whose shuffles split, then move data in bursts, for the governor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.curves import CAP4, CAP8, SPLIT, Speeds
 CANDIDATES = {CAP8: 0.5, CAP4: 0.25, SPLIT: 0.44, OFF: 0.5}
 
 #: Seconds of a step on four H200 (an earlier run of ``benchmarks.overlap``): of compute and of
-#: communication alone, and of both under each setting; of the groupby's rounds the second one.
+#: communication alone, and of both under each setting. For the groupby, its second round.
 STEPS: dict[str, tuple[float, float, dict[Setting, float]]] = {
     "groupby": (0.198, 0.200, {OFF: 0.331, PRIORITY: 0.236, CAP8: 0.241, CAP4: 0.241, SPLIT: 0.251}),
     "join": (0.184, 0.176, {OFF: 0.231, PRIORITY: 0.227, CAP8: 0.234, CAP4: 0.237, SPLIT: 0.227}),
@@ -24,15 +24,15 @@ STEPS: dict[str, tuple[float, float, dict[Setting, float]]] = {
     "fp32 GEMM": (0.200, 0.166, {OFF: 0.340, PRIORITY: 0.270, CAP8: 0.272, CAP4: 0.279, SPLIT: 0.240}),
 }
 
-#: Tasks of a step, bursts that bytes come in, and the share of a run that it splits for.
+#: Tasks of a step, bursts of bytes in a run, and the share of a run spent splitting.
 TASKS, BURSTS, SPLITTING = 7, 12, 0.4
 
-#: Relative standard deviations of a run and of a task.
+#: Relative standard deviations of a run's and a task's duration.
 RUN, TASK = 0.05, 0.03
 
 
 def speeds(compute: float, communication: float, total: float) -> Speeds:
-    """Return the speeds at which a step takes so long; there are others."""
+    """Return speeds at which a step takes ``total`` seconds; the solution is not unique."""
     for moving in (0.95, 0.9, 0.8, 0.7, 0.6, 0.5):
         computing = 1 - (total - compute) * moving / communication
         if computing > 0 and communication + compute * (1 - moving) / computing <= total:
@@ -41,7 +41,7 @@ def speeds(compute: float, communication: float, total: float) -> Speeds:
 
 
 class Worker:
-    """Simulate one worker: a clock, bytes, and what confines it."""
+    """Simulate one worker: a clock, bytes moved, and the setting that confines it."""
 
     def __init__(self, name: str, governor: Governor, seed: int):
         self.name, self.governor = name, governor
@@ -67,10 +67,10 @@ class Worker:
     def counters(self) -> Mapping[str, int]:
         return {}
 
-    # ---- what happens ------------------------------------------------------------------
+    # ---- events --------------------------------------------------------------------------
 
     def leg(self, tasks: int, runs: int) -> None:
-        """Run tasks one after the other beside runs, of which the next begins as one ends."""
+        """Run tasks one after the other beside runs, each of which begins when the previous one ends."""
         control = Control(
             self.governor, self, lambda: self.moved, lambda: self.now, Decisions(lambda: self.now), Metrics()
         )
@@ -94,13 +94,13 @@ class Worker:
         control.close()
 
     def _run(self) -> list[tuple[bool, float]]:
-        """Return the seconds alone that each piece of a run takes, and whether bytes end it."""
+        """Return the pieces of a run: whether bytes arrive at its end, and its seconds alone."""
         seconds = self._noisy(self.communication, RUN)
         moving = (1 - SPLITTING) * seconds / BURSTS
         return [(False, SPLITTING * seconds), *BURSTS * [(True, moving)]]
 
     def _pass(self, task: float, pieces: deque[tuple[bool, float]]) -> tuple[float, bool]:
-        """Let time pass until a task or a piece is done: what is left of the task, whether the piece is."""
+        """Advance time until a task or a piece is done; returns the task's rest and whether the piece is."""
         at = self.speeds[self.setting] if task and pieces else Speeds(1.0, 1.0)
         ends = ([task / at.compute] if task else []) + ([pieces[0][1] / at.communication] if pieces else [])
         seconds = min(ends)

@@ -1,4 +1,4 @@
-"""Make tiers small enough to be full soon, and what tests put into them."""
+"""Make tiers small enough to fill quickly, and values to put into them."""
 
 from __future__ import annotations
 

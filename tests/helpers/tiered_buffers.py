@@ -1,4 +1,4 @@
-"""Build tiered buffers of small tiers, and what is put into them."""
+"""Build tiered buffers with small tiers, and values to put into them."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def array(fill: int, kib: int = 10) -> np.ndarray:
 
 
 def put(tiered_buffer: TieredBuffer, key: str, value: Any) -> None:
-    """Put a value as the worker does: room first."""
+    """Insert a value as the worker does: make room first."""
     tiered_buffer.reservations.reserve(key, value.nbytes, Tier.DEVICE)
     tiered_buffer[key] = value

@@ -1,4 +1,4 @@
-"""Small tables of TPC-H in which every query finds something, with values that queries ask for."""
+"""Generate small TPC-H tables for which every query returns rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pandas as pd
 
 from benchmarks.tpch.tables import ParquetTables, write_tables
 
-#: Of query 11: a part counts from 1% of the value on.
+#: For query 11: a part counts if it has at least 1% of the total value.
 SCALE = 0.01
 SUPPLIERS, PARTS, CUSTOMERS, ORDERS = 30, 120, 90, 900
 NATIONS = {
@@ -20,7 +20,7 @@ NATIONS = {
     "AMERICA": ("BRAZIL", "CANADA"),
     "MIDDLE EAST": ("SAUDI ARABIA", "IRAN"),
 }
-#: Values that queries ask for, and others.
+#: Values that queries filter by, among others.
 BRANDS = ("Brand#12", "Brand#23", "Brand#34", "Brand#45", "Brand#11")
 CONTAINERS = ("MED BOX", "SM CASE", "LG PKG", "JUMBO JAR")
 TYPES = ("LARGE BRASS", "ECONOMY ANODIZED STEEL", "PROMO PLATED TIN", "MEDIUM POLISHED COPPER")
@@ -32,7 +32,7 @@ def day(first: str, after: int) -> pd.Timestamp:
 
 
 def rows_of_tables() -> dict[str, pd.DataFrame]:
-    """Make tables whose values are those that the queries ask for, more often than in TPC-H."""
+    """Generate tables in which the values that queries filter by are more frequent than in TPC-H."""
     rng = random.Random(18)
     nations = [(name, region) for region, names in enumerate(NATIONS.values()) for name in names]
     region = pd.DataFrame({"r_regionkey": range(len(NATIONS)), "r_name": list(NATIONS)})
@@ -112,7 +112,7 @@ def orders_and_items(
         orders.append(
             {
                 "o_orderkey": key,
-                "o_custkey": rng.randrange(1, CUSTOMERS // 2),  # the others have none
+                "o_custkey": rng.randrange(1, CUSTOMERS // 2),  # half of the customers have no orders
                 "o_orderstatus": rng.choice("FO"),
                 "o_totalprice": rng.randrange(10**4, 10**8) / 100,
                 "o_orderdate": ordered,
@@ -121,7 +121,7 @@ def orders_and_items(
                 "o_comment": rng.choice(["no special deposits or requests", "requests special", "none"]),
             }
         )
-        # A few orders are for more than 300 of their parts together.
+        # Query 18 needs orders of more than 300 parts in total.
         least = 45 if key % 50 == 0 else 1
         for number, (of_part, by) in enumerate(rng.sample(offers, 8 if least > 1 else rng.randrange(1, 6))):
             shipped = ordered + pd.Timedelta(days=rng.randrange(1, 60))
@@ -154,7 +154,7 @@ def cut(frame: pd.DataFrame, pieces: int) -> Iterator[pd.DataFrame]:
 
 
 def small_tables(directory: Path, parts: int) -> ParquetTables:
-    """Write tables, the larger ones in so many parts."""
+    """Write tables; the larger ones are split into several parts."""
     pieces = {"region": 1, "nation": 1}
     frames = {name: list(cut(frame, pieces.get(name, parts))) for name, frame in rows_of_tables().items()}
     return write_tables(directory, frames, SCALE)

@@ -1,4 +1,4 @@
-"""Check traces against the Trace Event Format, as strictly as Perfetto reads it, and more."""
+"""Check traces against the Trace Event Format, at least as strictly as Perfetto reads it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-#: The phases that are written here.
+#: Phases that the runtime writes.
 PHASES = frozenset("MXibesf")
 
 
 class Slice(NamedTuple):
-    """A slice of a track; times in nanoseconds."""
+    """Describe a slice of a track; times in nanoseconds."""
 
     name: str
     pid: int
@@ -42,7 +42,7 @@ def slices(trace: Mapping[str, Any]) -> list[Slice]:
 
 
 def check(trace: Mapping[str, Any]) -> None:
-    """Fail where a trace is not what readers of the format take for granted."""
+    """Assert that a trace satisfies what readers of the format rely on."""
     events = trace["traceEvents"]
     for event in events:
         assert event["ph"] in PHASES, event
@@ -64,7 +64,7 @@ def check(trace: Mapping[str, Any]) -> None:
 
 
 def check_names(events: list[Mapping[str, Any]]) -> None:
-    """Fail where a track or a process has no name, or several."""
+    """Assert that every track and process has exactly one name."""
     named = [(e["name"], e["pid"], e["tid"]) for e in events if e["ph"] == "M"]
     assert len(named) == len(set(named))
     for event in events:
@@ -74,7 +74,7 @@ def check_names(events: list[Mapping[str, Any]]) -> None:
 
 
 def check_nesting(trace: Mapping[str, Any]) -> None:
-    """Fail where two slices of a track overlap without one being in the other."""
+    """Assert that slices of a track are disjoint or nested."""
     tracks: defaultdict[tuple[int, int], list[Slice]] = defaultdict(list)
     for one in slices(trace):
         tracks[one.pid, one.tid].append(one)
@@ -88,7 +88,7 @@ def check_nesting(trace: Mapping[str, Any]) -> None:
 
 
 def check_waits(events: list[Mapping[str, Any]]) -> None:
-    """Fail where an asynchronous slice has not one begin and one end behind it."""
+    """Assert that every asynchronous slice has one begin, followed by one end."""
     begun: dict[tuple[Any, ...], float] = {}
     for event in events:
         which = (event["pid"], event.get("cat"), event["name"], event.get("id2", {}).get("local"))
@@ -101,7 +101,7 @@ def check_waits(events: list[Mapping[str, Any]]) -> None:
 
 
 def flows(trace: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield both ends of each flow; fail where one is missing, twice there, or not inside of a slice."""
+    """Yield both ends of each flow; asserts that both exist once, each inside a slice."""
     ends: defaultdict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for event in trace["traceEvents"]:
         if event["ph"] in "sf":
@@ -119,7 +119,7 @@ def flows(trace: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping
 
 
 def around(trace: Mapping[str, Any], event: Mapping[str, Any]) -> Slice:
-    """Return the innermost slice around an end of a flow: Perfetto has the flow begin or end there."""
+    """Return the innermost slice around an end of a flow: Perfetto attaches the flow to it."""
     at = nanoseconds(event["ts"])
     found = [
         one

@@ -18,22 +18,22 @@ from tests.helpers.clusters import QUICK, instrument, nested
 
 __all__ = ["ADDRESSES", "host_of", "on_other_host", "switched_on", "two_hosts", "two_plain_hosts"]
 
-#: The scheduler's ports by protocol: the client, which is on neither host, takes the first one.
+#: The scheduler's ports by protocol; the client, which is on neither host, uses the first one.
 PORTS = {"tcp": 8786, "ucx": 8788}
-#: UCX goes by TCP over the link, within a host too: it takes two namespaces of one kernel for one host.
+#: UCX uses TCP over the link, within a host too: it takes two namespaces of one kernel for one host.
 UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 
 
 @contextlib.contextmanager
 def two_hosts(scratch: Path, **options: Any) -> Iterator[Client]:
-    """Run a cluster with the runtime on; the options are those of :func:`two_plain_hosts`."""
+    """Run a cluster with the runtime enabled; for the options see :func:`two_plain_hosts`."""
     with two_plain_hosts(scratch, **options) as client, switched_on(client):
         yield client
 
 
 @contextlib.contextmanager
 def switched_on(client: Client, **settings: Any) -> Iterator[None]:
-    """Have the runtime on; ``settings`` are keys under ``gpurt``."""
+    """Enable the runtime; ``settings`` are keys under ``gpurt``."""
     with dask.config.set(nested(settings)):
         dask_gpurt.enable(client)
     try:
@@ -47,18 +47,18 @@ def switched_on(client: Client, **settings: Any) -> Iterator[None]:
 def two_plain_hosts(
     scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp"
 ) -> Iterator[Client]:
-    """Run a cluster without the runtime, of so many workers on each of two hosts.
+    """Run a cluster without the runtime, with ``workers`` workers on each of two hosts.
 
-    The scheduler is on the first.
+    The scheduler runs on the first host.
 
     Parameters
     ----------
     scratch
-        Where the workers have their files.
+        Folder of the workers' files.
     rate
-        Bytes per second of the link between them in one direction; not limited if not given.
+        Bandwidth of the link in each direction, in bytes per second; unlimited by default.
     protocol
-        Of the comms of workers; "ucx" goes over TCP.
+        Protocol of the workers' comms; "ucx" runs over TCP.
     """
     with dask.config.set(QUICK), contextlib.ExitStack() as stack:
         try:
@@ -86,7 +86,7 @@ def _scheduler(protocol: str) -> str:
 
 
 def _doors(protocol: str) -> tuple[str, ...]:
-    """Return options of a scheduler that speaks TCP, and what its workers do."""
+    """Return the options of a scheduler that listens on TCP and on the protocol of its workers."""
     protocols = list(dict.fromkeys(("tcp", protocol)))
     ports = ",".join(str(PORTS[each]) for each in protocols)
     return "--protocol", ",".join(protocols), "--port", ports

@@ -1,4 +1,4 @@
-"""Wait for what comes about by itself, with one limit for all: a busy machine takes its time."""
+"""Wait for a condition, with one generous limit for all tests, since machines may be busy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ POLL_INTERVAL_S = 0.01
 
 
 def until(holds: Callable[[], object], found: Callable[[], object] | None = None) -> None:
-    """Return once ``holds`` is true; where it never is, fail with what was ``found`` last."""
+    """Return once ``holds`` is true; on timeout fail with the last value of ``found``."""
     deadline = time.monotonic() + LIMIT_S
     while not holds():
         assert time.monotonic() < deadline, found and found()

@@ -1,4 +1,4 @@
-"""``dask gpurt bench`` as a user types it: on a cluster of its own, and on one that runs."""
+"""Run ``dask gpurt bench`` as a user types it: on its own cluster, and on a running one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chaos: what is drawn, what is broken, and that what is wrong is found."""
+"""Test the chaos tool: what it draws, what it breaks, and that its checker finds errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_only_what_was_asked_for_is_drawn(seed: int, number: int) -> None:
 
 
 def test_objects_are_left_out_where_a_shuffle_may_be_dasks_own() -> None:
-    """Dask's transfer tasks fail with `ArrowTypeError` on a column of tuples, with the runtime off."""
+    """Even without the runtime, Dask's transfer tasks fail with `ArrowTypeError` on a column of tuples."""
     steps = [Plan(1, ["shuffle"], ["switch"]).step(number) for number in range(40)]
     drawn = {(bool(step.faults), name) for step in steps for name in step.operations[0].frame.columns}
     assert (False, "object") in drawn
@@ -204,7 +204,7 @@ async def test_messages_between_workers_are_repeated_reset_and_left_alone(
 
 @gen_client_cluster()
 async def test_what_faults_take_hold_of_is_there(c: Any, s: Any, a: Worker, b: Worker) -> None:
-    """A fault whose name is not that of the runtime any more would never hit, and nothing would be tried."""
+    """A fault that patches a renamed function of the runtime would never occur, and test nothing."""
     await dask_gpurt.enable(c)
     assert set(MESSAGES.values()) <= set(a.handlers)
     exchange = a.plugins["gpurt"].exchange
@@ -265,7 +265,7 @@ def test_a_pattern_that_matches_nothing_is_refused(option: str) -> None:
 
 
 def test_no_faults_and_all_is_well_and_a_wrong_row_is_not(tmp_path: Path) -> None:
-    """Two runs: each starts a cluster of processes, and lists /dev/shm before and after."""
+    """Only two runs: each starts a cluster of processes, and lists /dev/shm before and after."""
     size = ("--rows", "2000", "--workers", "2", "--roomy", "--json", str(tmp_path / "report"))
     done = chaos("--steps", "2", "--seed", "1", "--faults", "", *size)
     assert done.exit_code == 0, done.output

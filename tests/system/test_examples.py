@@ -59,7 +59,7 @@ def test_each_example_is_run() -> None:
 
 
 def test_the_notebook(tmp_path: Path) -> None:
-    # Its cells one after the other, as Jupyter runs them: that takes no Jupyter.
+    # Execute the cells in order, as Jupyter would; Jupyter is not needed.
     notebook = json.loads((EXAMPLES / "tpch.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert not any(cell.get("outputs") for cell in notebook["cells"])

@@ -1,4 +1,4 @@
-"""The benchmark of the exchange, run the way a user types it, and what keeps it from hanging."""
+"""Run the benchmark of the exchange as a user types it, and check that it cannot hang."""
 
 from __future__ import annotations
 

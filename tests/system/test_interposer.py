@@ -1,6 +1,6 @@
-"""The interposer against a driver without a device: what it changes, what it must not, what else is there.
+"""Run the interposer on a fake driver: what it changes, what it must not change, and other interposers.
 
-Each test has a process in which both are loaded, as in a worker; launches are seen from the driver's side.
+Each test has a process that loads both, as a worker does; the fake driver records launches.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DOORS: list[dict[str, Any]] = [
 
 
 def only(launch: dict[str, Any]) -> int:
-    """Return the shared memory of a launch that went to the driver once, and well."""
+    """Return the shared memory of a launch that reached the driver exactly once, successfully."""
     assert launch["result"] == 0
     (shared,) = launch["shared"]
     return int(shared)
@@ -75,7 +75,7 @@ def test_every_door_to_a_launch_is_met(one: Process, door: dict[str, Any]) -> No
     dynamic=st.just(0) | st.integers(0, 9_000),
     blocks=st.just(3000) | st.integers(1, 3000),
 )
-@example((0, H200), 5, 256, 64, 0, 0, 3000)  # registers let 4 stay
+@example((0, H200), 5, 256, 64, 0, 0, 3000)  # registers allow 4 blocks
 @example((1, SMALL), 5, 256, 64, 0, 0, 3000)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_of_any_kernel_no_more_blocks_than_the_cap_stay_on_an_sm(
@@ -289,7 +289,7 @@ def test_a_handle_may_become_another_kernels(one: Process) -> None:
     assert only(one.launch(picky)) == 0, "it is still the same"
 
 
-# ---- what else is there --------------------------------------------------------------
+# ---- other interposers ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
@@ -325,7 +325,7 @@ def test_two_copies_of_it_cap_once(built: Path, tmp_path: Path) -> None:
 
 
 def test_who_wraps_with_rtld_next_finds_the_next(built: Path) -> None:
-    """The C library goes by the caller, which it must not take us for."""
+    """The C library resolves by the caller's address, which must not be ours."""
     path = built / "next.so"
     with process(built / "libcuda.so.1", built / "_interposer.so", path) as wrapped:
         assert wrapped.symbol(str(path), "getppid") < 0
@@ -376,10 +376,10 @@ def test_a_library_of_another_version_is_not_touched(built: Path, tmp_path: Path
         one.load()
 
 
-# ---- small print ---------------------------------------------------------------------
+# ---- details -------------------------------------------------------------------------
 
 
 def test_the_id_of_a_name_is_that_of_the_published_hash() -> None:
-    """Two of the values that come with FNV-1a."""
+    """Two published test vectors of FNV-1a."""
     assert name_id("") == 0xCBF29CE484222325
     assert name_id("foobar") == 0x85944171F73967E8

@@ -1,4 +1,4 @@
-"""The interposer on a fake driver: a thread stays in the context that it was given."""
+"""Run the interposer on a fake driver: a thread stays in its assigned context."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The interposer while threads launch, the policy changes, modules go and processes fork; under sanitizers.
+"""Run the interposer under sanitizers while threads launch, policies change, modules unload, processes fork.
 
-The processes are C programs: of the memory of Python's the sanitizers know nothing.
+The processes are C programs: sanitizers cannot track the memory of Python's allocator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.helpers.interposers import build_launcher, compile_c, needs_compiler
 
 pytestmark = needs_compiler
 
-#: Compiler flags, and how often the process forks: the thread sanitizer is not made for forks.
+#: Compiler flags, and number of forks: the thread sanitizer does not support forks.
 SANITIZERS = {
     "none": ((), 20),
     "address": (("-fsanitize=address,undefined", "-fno-sanitize-recover=all"), 5),
@@ -24,7 +24,7 @@ SANITIZERS = {
 
 
 def has_sanitizer(folder: Path, flags: tuple[str, ...]) -> bool:
-    """Return whether a program that is built with it runs: its library may be missing."""
+    """Return whether a program built with the sanitizer runs: its library may be missing."""
     source = folder / "empty.c"
     source.write_text("int main(void) { return 0; }\n")
     try:

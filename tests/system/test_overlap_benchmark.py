@@ -1,4 +1,4 @@
-"""The benchmark of overlap: its figures, what it tells the governor, and a run on this host."""
+"""Run the benchmark of overlap on this host, and check its figures and what it reports to the governor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_each_setting_comes_first_once() -> None:
     assert all(sorted(order) == sorted(turns) for order in orders)
 
 
-# ---- what GPUs did -----------------------------------------------------------------------
+# ---- measured on GPUs ----------------------------------------------------------------------
 
 COMPUTE, OURS = gpu_timeline.DEFAULT, gpu_timeline.DEFAULT + 1
 RAN = st.builds(
@@ -97,14 +97,14 @@ def test_where_nothing_ran_there_is_nothing_to_share() -> None:
     assert set(gpu_timeline.shares([]).values()) == {0.0}
 
 
-# ---- what the governor is told -----------------------------------------------------------
+# ---- reports to the governor ---------------------------------------------------------------
 
 
 @given(compute=SECONDS, communication=SECONDS, c=st.floats(0.1, 1), m=st.floats(0.1, 1))
 def test_a_leg_tells_what_communication_has_added(
     compute: float, communication: float, c: float, m: float
 ) -> None:
-    """Both run at some speeds until one is done, and the other goes on alone, at its full speed."""
+    """Both run at some speeds until one is done; the other continues alone at full speed."""
     both = min(compute / c, communication / m)
     ends = both + compute - both * c, both + communication - both * m
     times = collectives.Times(max(ends), *ends)

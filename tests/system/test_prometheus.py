@@ -1,4 +1,4 @@
-"""A Prometheus that scrapes a running cluster has whatever the dashboard for Grafana asks for."""
+"""Scrape a running cluster with Prometheus, and evaluate every expression of the Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ scrape_configs:
   static_configs:
   - targets: {targets}
 """
-#: The window of rates, of many scrapes; Grafana takes one that suits what it shows.
+#: Window of rates, spanning many scrapes; Grafana chooses it by the time range shown.
 WINDOW = "20s"
 SMALL = {"memory__tiers": True, "memory__device": 4 * MIB, "memory__host": 2 * MIB}
 
 
 class Prometheus:
-    """A server of Prometheus, by its HTTP API."""
+    """Query a Prometheus server by its HTTP API."""
 
     def __init__(self, address: str):
         self._address = address
@@ -57,14 +57,14 @@ class Prometheus:
         return reply["data"]
 
     def values(self, expression: str) -> list[float]:
-        """Return the values of an expression at present."""
+        """Return the current values of an expression."""
         return [float(one["value"][1]) for one in self.get("query", query=expression)["result"]]
 
     def scrapes(self, targets: int) -> bool:
-        """Tell whether it has scraped so many targets, and finds them up."""
+        """Return whether it has scraped this many targets, all of them up."""
         try:
             return self.values("sum(up)") == [targets]
-        except URLError:  # it does not listen yet
+        except URLError:  # it is not listening yet
             return False
 
 
@@ -115,7 +115,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Promethe
         )
         with started(str(shutil.which("prometheus")), *flags):
             prometheus = Prometheus(address)
-            until(lambda: prometheus.scrapes(len(targets)))  # before there is anything to count
+            until(lambda: prometheus.scrapes(len(targets)))  # before any event to count
             work(client)
             yield prometheus, client
 
@@ -127,7 +127,7 @@ def test_each_expression_of_the_dashboard_has_values(scraped: tuple[Prometheus, 
         for expression in expressions()
     ]
     assert len(asked) > 20
-    # What first had a value with these labels at the last scrape has a rate only from the next one on.
+    # A series that first appeared at the last scrape has a rate only from the next scrape on.
     until(
         lambda: all(prometheus.values(one) for one in asked),
         lambda: [one for one in asked if not prometheus.values(one)],

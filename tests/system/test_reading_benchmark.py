@@ -1,4 +1,4 @@
-"""The benchmark of reads beside compute: its figures, and a run on this host."""
+"""Run the benchmark of reads beside compute on this host, and check its figures."""
 
 from __future__ import annotations
 

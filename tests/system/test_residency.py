@@ -1,6 +1,6 @@
-"""The interposer in real workers: nannies load it, the settings name a cap, the doctor says what there is.
+"""Load the interposer into real workers: by their nannies, with caps from the settings, seen by the doctor.
 
-Each test starts a cluster of its own, in an environment of its own: what differs in detail only is slow.
+Each test starts its own cluster in its own environment, which is slow: details are tested elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A simulation with the same seed gives the same figures in any process."""
+"""Check that a simulation with the same seed gives the same figures in every process."""
 
 from __future__ import annotations
 

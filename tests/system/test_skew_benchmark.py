@@ -1,4 +1,4 @@
-"""The benchmark of slow links, run the way a user types it."""
+"""Run the benchmark of slow links as a user types it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make sure that nothing waits for the whole device, or for the stream of user code: a trap would see it."""
+"""Detect any wait for the whole device or for the stream of user code with a preloaded trap."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[("trap.so",), ("_interposer.so", "trap.so"), ("trap.so", "_interposer.so")])
 def one(built: Path, request: pytest.FixtureRequest) -> Iterator[Process]:
-    """Run a process with the trap in it, alone or beside ours."""
+    """Run a process with the trap, alone or with the interposer."""
     with process(built / "libcuda.so.1", *(built / name for name in request.param)) as one:
         yield one
 
@@ -82,7 +82,7 @@ def test_no_step_of_a_shuffle_or_of_the_tiers_waits_for_too_much(built: Path) ->
     found = answer(SOURCES / "streams.py", trap, LD_PRELOAD=trap, PYTHONPATH=path)
     assert found.pop("a fault: device")[0] > 0
     assert found.pop("a fault: default stream")[1] > 0
-    # libcudf puts strings together on the stream of user code, and has to know how long they are.
+    # libcudf concatenates strings on the default stream, and needs their lengths on the host.
     assert found.pop("assemble of strings")[0] == 0
     assert found.pop("assemble of strings, hashed")[0] == 0
     too_much = {step: who for step, (device, default, who) in found.items() if device or default}

@@ -1,4 +1,4 @@
-"""``dask gpurt topology --measure``, as a user types it; what else the command shows has unit tests."""
+"""Run ``dask gpurt topology --measure`` as a user types it; the command's other output has unit tests."""
 
 from __future__ import annotations
 

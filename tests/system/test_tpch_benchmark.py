@@ -1,4 +1,4 @@
-"""The TPC-H benchmark on clusters of processes, run the way a user types it."""
+"""Run the TPC-H benchmark on clusters of processes, as a user types it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:
-    # Dask reads several small files as one partition; there have to be some for a join to be shuffled.
+    # Dask reads several small files as one partition; a join is shuffled only with several partitions.
     tables, output = small_tables(tmp_path / "tables", parts=12), tmp_path / "results.json"
     options = ["--data", str(tables.directory), "--scale", str(SCALE), "--parts", str(tables.parts)]
     options += ["--queries", "3,6", "--backend", "pandas", "--repeat", "1", "--json", str(output)]
@@ -34,7 +34,7 @@ def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:
         assert list(seconds) == list(PHASES)
         assert sum(seconds.values()) == pytest.approx(figure["warm"]["median"], rel=0.01)
         assert figure["budget"]["read_bytes"] > 0
-    # A join of several partitions is shuffled by the method that it should be.
+    # A join of several partitions has to be shuffled by the chosen method.
     assert figures[3, "gpurt"]["budget"]["shuffles"] > 0
     assert figures[3, "tasks"]["budget"]["shuffles"] == 0
     assert "hash-join-transfer" in figures[3, "p2p"]["budget"]["tasks"]

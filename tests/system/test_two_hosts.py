@@ -1,4 +1,4 @@
-"""Two hosts with a network between them: paths, lost workers, and what the runtime knows of both."""
+"""Run the runtime on two hosts with a network between them: paths, lost workers, topology."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.helpers.two_hosts import (
 pytestmark = pytest.mark.slow
 
 PARTS, ROWS = 8, 20_000
-#: Bytes per second of a link that is slow, 32 Mbit/s: beside it a codec is fast on the busiest machine.
+#: Bandwidth of a slow link in bytes per second (32 Mbit/s): a codec is faster even on a busy machine.
 SLOW = 4_000_000
 
 
@@ -54,12 +54,12 @@ def die() -> None:
 
 
 def have_codecs(found: dict[str, Any] | None) -> None:
-    """Have the codecs of Dask that are given; all of them if None."""
+    """Register the given codecs with Dask; all of them if None."""
     codecs.compressions = compressions if found is None else found
 
 
 class OfTheDevice:
-    """A codec that works where a device does, and at times has no room there."""
+    """Fake a codec that runs on a device, and at times has no room there."""
 
     name, on_host, fast = "far", False, 1e12
 
@@ -70,7 +70,7 @@ class OfTheDevice:
         return getattr(self.inner, name)
 
     def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Any]:
-        if self.refuses and isinstance(packed, np.ndarray):  # from a peer, no sample
+        if self.refuses and isinstance(packed, np.ndarray):  # from a peer, not a sample
             raise CodecError("no room")
         return self.inner.decompress(packed, sizes)
 
@@ -96,14 +96,14 @@ def assert_like_tasks(ours: list[pd.DataFrame], df: Any) -> None:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Yield two hosts with two workers each, shared by tests that leave them as they are."""
+    """Yield two hosts with two workers each, shared by tests that leave them unchanged."""
     with two_hosts(tmp_path_factory.mktemp("workers")) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def slowly_joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Yield two hosts with a worker each and a slow link, for tests that switch the runtime on and off."""
+    """Yield two hosts with one worker each and a slow link, for tests that enable and disable the runtime."""
     with two_plain_hosts(tmp_path_factory.mktemp("workers"), workers=1, rate=SLOW) as client:
         yield client
 
@@ -112,7 +112,7 @@ def test_a_shuffle_over_both(hosts: Client) -> None:
     df = collection()
     assert_like_tasks(shuffled(df), df)
     moved = counters(hosts)
-    # Of two workers each, half of all bytes change hosts, and a quarter go to the neighbour.
+    # With two workers each, half of all bytes cross hosts, and a quarter go to the neighbour.
     assert moved["exchange.bytes.comms"] == pytest.approx(2 * moved["exchange.bytes.shared-memory"], rel=0.2)
     for worker, known in dask_gpurt.report(hosts, connect=True)["workers"].items():
         for peer, path in known["paths"].items():
@@ -157,7 +157,7 @@ def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
 @pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
 def test_over_a_slow_link_shards_are_compressed(slowly_joined: Client) -> None:
     with switched_on(client := slowly_joined):
-        partitions(collection(rows=4 * ROWS).shuffle("key"))  # shows how slow it is
+        partitions(collection(rows=4 * ROWS).shuffle("key"))  # measures the link
         known = counters(client)
         df = collection(rows=6 * ROWS)
         assert_like_tasks(shuffled(df), df)
@@ -174,7 +174,7 @@ def test_where_a_codec_of_the_device_fails_shards_come_otherwise(
 ) -> None:
     with switched_on(client := slowly_joined, exchange__compression="gpu"):
         client.run(partial(have_a_codec_of_the_device, refuses))
-        partitions(collection(rows=ROWS).shuffle("key"))  # shows how slow it is
+        partitions(collection(rows=ROWS).shuffle("key"))  # measures the link
         df = collection(rows=2 * ROWS)
         assert_like_tasks(shuffled(df), df)
         assert counters(client)["exchange.compression.bytes.before"] > 0

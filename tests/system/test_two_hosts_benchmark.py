@@ -1,4 +1,4 @@
-"""The benchmark of placement on two hosts, run the way a user types it."""
+"""Run the benchmark of placement on two hosts, as a user types it."""
 
 from __future__ import annotations
 

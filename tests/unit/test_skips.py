@@ -1,4 +1,4 @@
-"""Tests of GPUs that are skipped on a host with a GPU fail the run, unless the reason is known."""
+"""Fail the run if a test of GPUs is skipped on a host with a GPU, unless the reason is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels with a fault that a tool of compute-sanitizer has to find, in a process that another one starts.
+"""Launch kernels with a fault that a tool of compute-sanitizer has to find, from a child process.
 
 compute-sanitizer --tool memcheck --target-processes all python tests/gpu/sanitizer/faulty.py memcheck
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 
-#: By tool: one writes where nothing is allocated, one reads what another warp may not have written yet.
+#: By tool: an out-of-bounds write, and a read that races with another warp's write.
 KERNELS = {
     "memcheck": """
 extern "C" __global__ void faulty(int *out) { out[1 << 28] = threadIdx.x; }

@@ -1,4 +1,4 @@
-"""Print what libcudf computes without a cap, with one, and without again; one line of JSON.
+"""Print what libcudf computes without a cap, with a cap, and without it again, as one line of JSON.
 
 LD_PRELOAD=dask_gpurt/overlap/_interposer.so python tests/helpers/interposer/capped.py 4
 """
@@ -17,12 +17,12 @@ import cupy
 from dask_gpurt.overlap import Caps, Interposer, Residency
 from dask_gpurt.overlap.occupancy import shared_for
 
-#: Threads of a block for which the driver is asked: what kernels of libcudf mostly have.
+#: Threads per block to query the driver for: those that most kernels of libcudf use.
 THREADS = (128, 256)
 
 
 def digests() -> dict[str, str]:
-    """Hash results, whatever the order of their rows."""
+    """Hash results regardless of the order of rows."""
     random = cupy.random.RandomState(1)
     key, value = (random.randint(0, 1 << bits, 1 << 23) for bits in (20, 40))
     left = cudf.DataFrame({"key": key, "value": value})
@@ -40,7 +40,7 @@ def digests() -> dict[str, str]:
 
 
 def fits(function: int, threads: int, dynamic: int) -> int | None:
-    """Return the blocks of a kernel on an SM, as the driver says; None where it does not."""
+    """Return the blocks of a kernel that fit on an SM according to the driver; None if the query fails."""
     driver, blocks = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
     arguments = (ctypes.c_void_p(function), ctypes.c_int(threads), ctypes.c_size_t(dynamic))
     error = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), *arguments)
@@ -48,7 +48,7 @@ def fits(function: int, threads: int, dynamic: int) -> int | None:
 
 
 def capped_kernels(interposer: Interposer, cap: int) -> list[dict[str, Any]]:
-    """Return what the driver says of each capped kernel, as it is and with the shared memory of the cap."""
+    """Return the driver's occupancy of each capped kernel, without and with the cap's shared memory."""
     limits, shared = interposer.limits(0), interposer._shared
     assert limits is not None
     return [

@@ -1,4 +1,4 @@
-"""The same on a worker of dask-cuda, whose nanny loads the interposer; one line of JSON."""
+"""Run ``capped.py`` on a worker of dask-cuda with the interposer preloaded; prints one line of JSON."""
 
 from __future__ import annotations
 

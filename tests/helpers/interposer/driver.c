@@ -1,6 +1,6 @@
-/* A CUDA driver without a device, for tests of the interposer: it records launches, refuses some, slows some.
+/* Fake a CUDA driver without a device, for tests of the interposer: record, refuse or delay launches.
  *
- * Built as libcuda.so.1. What begins with cu has the driver's ABI; with fake_ a test says what there is.
+ * Built as libcuda.so.1. cu* functions have the driver's ABI; tests control the driver by fake_* functions.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -66,7 +66,7 @@ void *fake_kernel(void *first, void *second) {
     return made;
 }
 
-/* The handle is another function's from now on, as when a module was unloaded and one loaded. */
+/* Reuse the handle for another function, as when a module is unloaded and another is loaded. */
 void fake_become(struct function *function, const char *name, int registers, int shared) {
     function->name = strdup(name);
     function->registers = registers;
@@ -75,7 +75,7 @@ void fake_become(struct function *function, const char *name, int registers, int
     function->most_dynamic = 49152 - shared;
 }
 
-/* Of a device; none for -1. */
+/* The context of a device, NULL for -1. */
 void *fake_context(int device) { return device < 0 ? NULL : &contexts[device]; }
 void fake_use(int device) { current = fake_context(device); }
 
@@ -197,7 +197,7 @@ static CUresult launch(void *handle, struct record record) {
         record.result = INVALID_VALUE;
     if (function->slow)
         nanosleep(&(struct timespec){0, function->slow}, NULL);
-    /* Relaxed, or the thread sanitizer would take each launch for an agreement between the threads. */
+    /* Relaxed: otherwise each launch would synchronise the threads and hide races from the sanitizer. */
     atomic_fetch_add_explicit(&function->launches, 1, memory_order_relaxed);
     records[atomic_fetch_add_explicit(&recorded, 1, memory_order_relaxed) % RECORDS] = record;
     return record.result;
@@ -285,7 +285,7 @@ CUresult cuGetProcAddress(const char *name, void **found, int cuda, uint64_t fla
         strcat(full, "_v2");
     if (!self)
         self = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    /* dlvsym, as a driver knows its own functions, whatever interposes dlsym. */
+    /* dlvsym: a driver finds its own functions, whatever interposes dlsym. */
     *found = self ? dlvsym(self, full, "FAKE") : NULL;
     return *found ? OK : INVALID_VALUE;
 }

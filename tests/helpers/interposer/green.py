@@ -1,4 +1,4 @@
-"""Check what holds of green contexts on a GPU, each a function; one line of JSON says what did not, and why.
+"""Check properties of green contexts on a GPU, one per function; one line of JSON lists the failures.
 
 LD_PRELOAD=_interposer.so python tests/helpers/interposer/green.py
 """
@@ -17,7 +17,7 @@ import cupy
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.overlap.interposer import redirect_context
 
-#: Each block says which SM it is on, and stays a while, so that all SMs get some.
+#: Each block records its SM and stays a while, so that all SMs get blocks.
 WHERE = r"""
 extern "C" __global__ void where(unsigned int *seen) {
     unsigned int sm;
@@ -26,9 +26,9 @@ extern "C" __global__ void where(unsigned int *seen) {
     for (long long until = clock64() + 20000; clock64() < until;);
 }
 """
-#: A device may lend a green context two SMs more, where a module uses dynamic parallelism.
+#: SMs by which a device may enlarge a green context, where a module uses dynamic parallelism.
 LENT = 2
-#: SMs that are taken from compute.
+#: SMs taken from compute.
 TAKEN = 16
 
 
@@ -104,7 +104,7 @@ def libcudf_gives_the_same_results(contexts: Any) -> None:
 
 
 def what_comes_to_the_host_was_computed_before(contexts: Any) -> None:
-    """Make sure that copies to the host wait: cupy uses the usual context, which waits for no other."""
+    """Check that copies to the host wait: cupy uses the primary context, which does not wait for others."""
     kernel, sms = cupy.RawKernel(WHERE, "where"), contexts.total - TAKEN
     for _ in range(200):
         with contexts.entered(sms):

@@ -1,6 +1,6 @@
-"""A process with the interposer and the fake driver in it, that does what comes as lines of JSON.
+"""Run a process with the interposer and the fake driver, which executes requests given as lines of JSON.
 
-A request names a method of :class:`Host`; the answer is what that returns, or ``{"error": ...}``.
+A request names a method of :class:`Host`; the reply is its return value, or ``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dask_gpurt.overlap.interposer import Interposer, redirect_context
 from dask_gpurt.overlap.occupancy import Caps, Residency
 
 POINTER, UNSIGNED = ctypes.c_void_p, ctypes.c_uint
-#: Stands in for the kernel's parameters, which must arrive as they are.
+#: Stand-ins for the kernel's parameters, which must arrive unchanged.
 PARAMETERS, EXTRA = 0x1234, 0x5678
 
 
@@ -103,7 +103,7 @@ class Host:
         return made
 
     def fake(self, name: str, *args: Any) -> int:
-        """Call a function of the driver, or of its test side; large numbers are pointers."""
+        """Call a function of the driver or of its test interface; large numbers are pointers."""
         done: int = getattr(self.driver, name)(
             *(POINTER(arg) if isinstance(arg, int) and arg > 2**31 else arg for arg in args)
         )
@@ -122,7 +122,7 @@ class Host:
         self.driver.fake_become(POINTER(handle), name.encode(), registers, shared)
 
     def door(self, name: str, door: str = "dlsym", flags: int = 0, cuda: int = 13000) -> Any:
-        """Return a function of the driver, as a caller asks for it."""
+        """Look up a function of the driver by ``dlsym`` or an entry point of the driver."""
         key = (name, door, flags)
         if key not in self.own:
             if door == "dlsym":
@@ -152,7 +152,7 @@ class Host:
         attributes: Sequence[int] | None = None,
         **door: Any,
     ) -> dict[str, Any]:
-        """Launch, through cuLaunchKernelEx if there are attributes; returns what the driver saw of it."""
+        """Launch, through cuLaunchKernelEx if there are attributes; returns what the driver received."""
         before = self.driver.fake_recorded()
         sizes = [UNSIGNED(n) for n in (*grid, *block, shared)]
         rest = POINTER(PARAMETERS), POINTER(EXTRA)
@@ -185,7 +185,7 @@ class Host:
     # ---- the process
 
     def same(self, first: dict[str, Any], second: dict[str, Any]) -> bool:
-        """Return whether a function is the same through two doors."""
+        """Return whether two lookups yield the same function."""
         one, other = (ctypes.cast(self.door(**door), POINTER).value for door in (first, second))
         return one == other
 
@@ -195,13 +195,13 @@ class Host:
         return found
 
     def on_a_thread(self, call: str, *args: Any, then: str) -> Any:
-        """Do two things on a thread of their own; what comes of the second."""
+        """Run two requests on a thread of their own, and return the second result."""
         with ThreadPoolExecutor(1) as thread:
             thread.submit(getattr(self, call), *args).result()
             return thread.submit(getattr(self, then)).result()
 
     def fork(self, call: str, **arguments: Any) -> Any:
-        """Do something in a child."""
+        """Run a request in a forked child."""
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
             os.write(writing, json.dumps(getattr(self, call)(**arguments)).encode())

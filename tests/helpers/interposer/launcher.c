@@ -1,7 +1,7 @@
-/* Launches from many threads, while the policy is switched and written, modules are unloaded, and the process forks.
+/* Launch from many threads while policies are switched and written, modules are unloaded, and the process forks.
  *
- *     launcher stress THREADS LAUNCHES FORKS    exits with 1, and says so, when a launch was not what it may be
- *     launcher cost THREADS LAUNCHES            prints the nanoseconds of processor time of a launch as JSON
+ *     launcher stress THREADS LAUNCHES FORKS    exits with 1 and a message after an invalid launch
+ *     launcher cost THREADS LAUNCHES            prints the CPU time of a launch in nanoseconds as JSON
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -26,7 +26,7 @@ struct record {
     int result;
 };
 
-/* The beginning of `gpurt_residency`, as Python has it. */
+/* The first fields of `gpurt_residency`, as declared in Python. */
 static struct {
     uint32_t layout, size;
     _Atomic uint32_t on, version, cap, entries;
@@ -51,7 +51,7 @@ static void *find(const char *name) {
 }
 
 static int is_allowed(unsigned shared) {
-    /* Of an H200: what makes room for 1 to 8 blocks. */
+    /* Shared memory that limits an H200 to 1 to 8 blocks. */
     static const unsigned known[] = {0, 115840, 76928, 57472, 45696, 38016, 32384, 28288, 24960};
     for (unsigned i = 0; i < sizeof known / sizeof *known; i++)
         if (shared == known[i])
@@ -145,7 +145,7 @@ static int stress(int threads, int forks) {
     return 0;
 }
 
-/* Of the processor, all threads together: others may use the machine. */
+/* CPU time of all threads, since other processes may be running. */
 static double seconds(void) {
     struct timespec now;
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);

@@ -1,4 +1,4 @@
-/* A library that wraps a function of the C library, and finds it with RTLD_NEXT. */
+/* Wrap a function of the C library, and find the original with RTLD_NEXT. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <unistd.h>

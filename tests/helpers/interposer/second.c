@@ -1,6 +1,6 @@
-/* Another interposer, which counts launches: it defines dlsym too, and wraps what ours wraps.
+/* Another interposer, which counts launches: it also defines dlsym, and wraps the same functions.
  *
- * Built with RUDE, it takes the C library's dlsym and so passes over what comes next.
+ * Built with RUDE, it calls the C library's dlsym directly, and so bypasses the next interposer.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>

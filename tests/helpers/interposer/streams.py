@@ -1,4 +1,4 @@
-"""Find what waits too long in the runtime's work on a GPU, step by step; one line of JSON.
+"""Find over-synchronisation in the runtime's work on a GPU, step by step; prints one line of JSON.
 
 LD_PRELOAD=trap.so python tests/helpers/interposer/streams.py trap.so
 """
@@ -23,12 +23,12 @@ from dask_gpurt.frames.backend import Hashed, Part
 from dask_gpurt.frames.cudf import CudfTable
 
 ROWS = 1 << 16
-#: The most that is looked at of a stack.
+#: Maximum number of stack frames.
 FRAMES = 64
 
 
 class Room:
-    """A pool."""
+    """Fake a pool."""
 
     def __init__(self, pool: Any):
         self.allocate, self.give_back = pool.allocate, pool.free
@@ -37,7 +37,7 @@ class Room:
 def shuffle(
     frame: cudf.DataFrame, device: CudaDevice, table: CudfTable, *, hashed: bool
 ) -> dict[str, Callable[[], Any]]:
-    """Split, pack and assemble a partition; its steps go in order."""
+    """Split, pack and assemble a partition; the steps run in order."""
     room, kept = Room(device.create_pool(1 << 24)), {}
     plain = frame.drop(columns="to")
     meta = plain.iloc[:0]
@@ -77,12 +77,12 @@ def tiers(device: CudaDevice) -> dict[str, Callable[[], Any]]:
 
 
 class Witness:
-    """Find what waits for too much: lines of Python, and functions of CUDA libraries."""
+    """Record the callers of synchronisations: lines of Python, and functions of CUDA libraries."""
 
     def __init__(self, trap: ctypes.CDLL):
         self._libc = ctypes.CDLL(None)
         self._libc.backtrace_symbols.restype = ctypes.POINTER(ctypes.c_char_p)
-        self._tell = ctypes.CFUNCTYPE(None)(self._look)  # as long as it may be called
+        self._tell = ctypes.CFUNCTYPE(None)(self._look)  # kept alive: the trap calls it
         trap.trap_tell(self._tell)
         self.seen: list[str] = []
 
@@ -111,12 +111,12 @@ def main(path: str) -> None:
     steps = {
         **{f"{step} of {name}": call for name, steps in shuffles.items() for step, call in steps.items()},
         **tiers(device),
-        # What it has to see.
+        # Positive controls, which it has to detect.
         "a fault: device": cupy.cuda.runtime.deviceSynchronize,
         "a fault: default stream": cupy.cuda.Stream.null.synchronize,
     }
     found = {}
-    for trapped in (False, True):  # once before, to load what has to be
+    for trapped in (False, True):  # once without the trap, to load modules and kernels
         for name, step in steps.items():
             before = trap.trap_device(), trap.trap_default()
             (trap.trap_on if trapped else trap.trap_off)()

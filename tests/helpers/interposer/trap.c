@@ -1,6 +1,6 @@
-/* Counts what waits for the whole device, or for the stream of user code, on threads that have switched the trap on.
+/* Count waits for the whole device or for the default streams, on threads that have enabled the trap.
  *
- * Preloaded, it defines dlsym, and wraps what is found there and through cuGetProcAddress.
+ * Preloaded, it defines dlsym, and wraps functions looked up there and through cuGetProcAddress.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* cuCtxSynchronize takes a context since CUDA 13, and nothing before; so do these pass on what may be none. */
+/* cuCtxSynchronize takes a context since CUDA 13; before, the forwarded argument is ignored. */
 typedef int wait(void *);
 typedef int get_proc(const char *, void **, int, uint64_t, int *);
 
@@ -23,7 +23,7 @@ int trap_off(void) { return on = 0; }
 int trap_device(void) { return for_device; }
 int trap_default(void) { return for_default; }
 
-/* Calls a function on the thread that waits for too much, before it does. */
+/* Set a function to call on the waiting thread, before a counted wait. */
 void trap_tell(void (*function)(void)) { tell = function; }
 
 static void count(atomic_int *waits, int too_much) {
@@ -42,7 +42,7 @@ static int context(void *which) {
     return real_context(which);
 }
 
-/* 0 is the default stream, 1 the legacy one, 2 that of the thread. */
+/* 0 is the default stream, 1 the legacy one, 2 the per-thread one. */
 static int waits(void *stream, int per_thread) {
     count(&for_default, (uintptr_t)stream <= 2);
     return real_stream[per_thread](stream);
@@ -77,7 +77,7 @@ static void *wrap(const char *name, int flags, void *found) {
     return found;
 }
 
-/* From CUDA 12 on "cuGetProcAddress" is answered with the second version. */
+/* Since CUDA 12 a lookup of "cuGetProcAddress" returns the second version. */
 static const char *answered(const char *name, int cuda) {
     return cuda >= 12000 && !strcmp(name, "cuGetProcAddress") ? "cuGetProcAddress_v2" : name;
 }

@@ -1,4 +1,4 @@
-"""Advise by the figures of a bench: each rule names its figure, and a page that is there."""
+"""Derive advice from a bench's figures: each rule cites its figure and an existing page."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUIET = Findings(
     ratio=None,
 )
 
-#: What is found beside that, with a part of the figure, of what to do, and of the page, for each rule.
+#: For each rule: its findings, and substrings of the figure, of the advice and of the page.
 CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"ratio": (1.5, 1.4, 1.6)}, "1.50 times as long", "switch the runtime on", "switch-on"),
     ({"ratio": (0.8, 0.7, 0.9)}, "0.80 times as long", "leave the runtime off", "measure"),

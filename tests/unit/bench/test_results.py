@@ -1,4 +1,4 @@
-"""Sum up the runs of a bench: parts that add up, ratios of rounds, and what is printed."""
+"""Summarise the runs of a bench: consistent sums, ratios per round, and printed output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the tables of the bench: the same each time, whole, and with the keys that the queries join by."""
+"""Generate the tables of the bench: reproducible, complete, and with matching join keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of timed rechunks."""
+"""Summarise timed rechunks."""
 
 from __future__ import annotations
 

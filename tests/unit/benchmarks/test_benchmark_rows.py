@@ -1,4 +1,4 @@
-"""Find the rows of benchmarks again: what was lost, changed or is out of order is an error."""
+"""Verify the rows of benchmarks: lost, changed or misordered rows are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gaps between tasks are those of a thread, in the order in which it ran them."""
+"""Measure gaps between tasks per thread, in the order of execution."""
 
 from __future__ import annotations
 

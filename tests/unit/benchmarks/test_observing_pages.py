@@ -1,4 +1,4 @@
-"""The benchmark of pages asks for all resources, of as many workers as it is told."""
+"""Check that the benchmark of pages requests all resources for the given number of workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processor time of tasks is told apart by thread, and compared with that without the runtime."""
+"""Attribute processor time of tasks to threads, and compare it with that without the runtime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The latency of a shuffle is derived from the moments of its tasks."""
+"""Derive the latency of a shuffle from the timestamps of its tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def test_moments_of_several_workers_are_told_apart() -> None:
     moments = [
         ("begin", "transfer", 1000.0),
         ("end", "transfer", 2000.0),
-        ("end", "transfer", 2500.0),  # on the other worker, and the last
+        ("end", "transfer", 2500.0),  # the last, on the other worker
         ("begin", "barrier", 2562.5),
         ("end", "barrier", 2625.0),
         ("begin", "output", 2875.0),

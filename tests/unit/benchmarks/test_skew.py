@@ -1,4 +1,4 @@
-"""The benchmark of skewed keys and slow workers: its data, checks, figures, and the process that it stops."""
+"""Test the benchmark of skewed keys and slow workers: data, checks, figures, and the stopped process."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_others_take_the_time_of_a_stopped_worker_where_processors_are_shared() 
 
 def test_a_worker_with_a_slow_link_has_an_ideal_share() -> None:
     def ideal(seconds: float, rate: int, cores: int = 16) -> float:
-        """Return it for four workers of a thread that shuffle 160 MB."""
+        """Return the ideal time for four single-threaded workers that shuffle 160 MB."""
         return ideal_with_slow_link(seconds, 160e6, rate, workers=4, threads=1, cores=cores)
 
     assert ideal(3.0, 10**9) == pytest.approx(3.0), "the link is fast enough for a quarter"
@@ -171,7 +171,7 @@ def test_cells_come_with_what_they_are_compared_with() -> None:
 
 def test_turns_end_before_the_limit_and_are_enough_for_an_interval() -> None:
     def seconds(*each: float) -> Iterator[float]:
-        """Read a clock as it begins, and before and after each turn."""
+        """Return the clock's readings: at the start, and before and after each turn."""
         now = 0.0
         yield now
         for one in each:
@@ -183,7 +183,7 @@ def test_turns_end_before_the_limit_and_are_enough_for_an_interval() -> None:
     assert list(turns(4, None)) == [0, 1, 2, 3, 4]
     assert list(turns(2, 0.0)) == [0, 1, 2]
     slow = seconds(10, 30, 10, 10)
-    assert list(turns(9, 85.0, clock=lambda: next(slow))) == [0, 1, 2, 3]  # the longest took 30, 60 are gone
+    assert list(turns(9, 85.0, clock=lambda: next(slow))) == [0, 1, 2, 3]  # the longest took 30, 60 are over
     assert list(islice(turns(9, 1e9), 5)) == [0, 1, 2, 3, 4]
 
 

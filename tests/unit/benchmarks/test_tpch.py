@@ -1,4 +1,4 @@
-"""The queries of TPC-H against DuckDB, on small tables in which every query finds something."""
+"""Compare TPC-H queries with DuckDB, on small tables for which every query returns rows."""
 
 from __future__ import annotations
 

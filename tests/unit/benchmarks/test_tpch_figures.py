@@ -1,4 +1,4 @@
-"""Divide the time of a TPC-H query, and summarise many runs."""
+"""Break down the time of a TPC-H query, and summarise repeated runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare planning as Dask does it with planning from a cache."""
+"""Compare Dask's planning with planning from the cache."""
 
 from __future__ import annotations
 

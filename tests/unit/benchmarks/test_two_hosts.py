@@ -1,4 +1,4 @@
-"""What the benchmark on two hosts makes of runs and of their recordings."""
+"""Summarise the runs of the benchmark on two hosts, and their recordings."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_the_interval_is_that_of_student_around_the_geometric_mean() -> None:
         (Interval(1.5, 1.2, 1.8), 1.1, True),
         (Interval(1.5, 1.2, 1.8), 0.9, False),
         (Interval(0.8, 0.7, 0.9), 0.7, True),
-        (Interval(1.02, 1.01, 1.03), 0.97, True),  # neither makes a difference
-        (Interval(1.1, 0.9, 1.4), 1.3, True),  # it may well be so
+        (Interval(1.02, 1.01, 1.03), 0.97, True),  # no difference
+        (Interval(1.1, 0.9, 1.4), 1.3, True),  # may be equal
         (Interval(1.1, 0.9, 1.2), 1.5, False),
     ],
 )
@@ -61,7 +61,7 @@ def test_a_cell_has_medians_and_what_the_simulator_says() -> None:
 
 
 def recording() -> Recording:
-    """Return a shuffle of two inputs on the first host, of which one output is three times as large."""
+    """Return a shuffle of two inputs on the first host, with one output three times as large."""
     before = {f"('data-1f', {n})": Recorded((), WORKERS[n], 40 * MB) for n in range(2)}
     tasks = {
         f"('shuffle-transfer-2e', {n})": Recorded((f"('data-1f', {n})",), WORKERS[n], 8, 0.1)
@@ -101,6 +101,6 @@ def test_on_a_slow_link_owners_make_the_difference_in_the_simulation() -> None:
         )
         for rate in (1e8, 1e9)
     }
-    # Dask's owners are on both hosts: 20 MB cross the link. Placement's are where the data are.
+    # Dask's owners are on both hosts: 20 MB cross the link. Placement's owners are where the data are.
     assert found[1e8]["off"] - found[1e9]["off"] == pytest.approx(0.2 - 0.02, rel=0.1)
     assert found[1e8]["on"] < found[1e8]["off"] - 0.1

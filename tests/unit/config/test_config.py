@@ -26,7 +26,7 @@ SCHEMA = yaml.safe_load(files("dask_gpurt").joinpath("gpurt-schema.yaml").read_t
 
 
 def nested(key: str, value: object) -> dict[str, Any]:
-    """Make a configuration in which nothing but ``key`` is set."""
+    """Make a configuration in which only ``key`` is set."""
     for name in reversed(key.split(".")):
         value = {name: value}
     assert isinstance(value, dict)
@@ -102,7 +102,7 @@ def test_a_cap_that_counts_always_leaves_nothing_to_choose() -> None:
 
 
 def test_defaults_are_in_dask_config() -> None:
-    dask.config.refresh()  # ``gen_cluster`` puts back what there was before the package was imported
+    dask.config.refresh()  # ``gen_cluster`` restores the configuration from before the package was imported
     for key in KEYS:
         assert dask.config.get(key, default=dask.config) is not dask.config
 

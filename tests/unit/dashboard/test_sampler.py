@@ -1,4 +1,4 @@
-"""Sample a cluster: what is kept, for how long, and at what cost."""
+"""Sample a cluster: which values are kept, for how long, and at what cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dask_gpurt.observe.shown_tiers import shown_tiers
 
 
 class Cluster:
-    """A cluster of ledgers and reports, in the place of one that computes."""
+    """Fake a cluster by its ledgers and reports."""
 
     def __init__(self, workers: int):
         self.memory = ClusterMemory()
@@ -161,7 +161,7 @@ def test_a_shuffle_goes_through_its_phases() -> None:
         assert (row["sent"], row["received"], row["done"]) == expected
         assert (row["state"], row["seconds"]) == ("running", 2.0)
     log.transition("s-o0", "memory", 3.0)
-    log.transition("s-i0", "released", 4.0)  # its result is needed no more, which undoes nothing
+    log.transition("s-i0", "released", 4.0)  # its result is released, which undoes no progress
     (row,) = log.rows(9.0)
     assert (row["state"], row["seconds"], row["done"], row["inputs"]) == ("done", 3.0, 1.0, "2 / 2")
 
@@ -233,7 +233,7 @@ def test_the_last_shuffles_are_kept_and_running_ones_first() -> None:
     assert "runs" in {row["shuffle"] for row in log.rows(1.0)}
 
 
-# ---- what workers count -------------------------------------------------------------------
+# ---- workers' counters --------------------------------------------------------------------
 
 
 def test_an_output_that_is_put_together_twice_counts_once() -> None:

@@ -1,4 +1,4 @@
-"""Whoever plans a computation knows whether it goes to a scheduler of this process."""
+"""Tell planners whether a computation goes to a scheduler of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FRAME = pd.DataFrame({"key": [1, 2, 3, 4], "row": range(4)})
 
 @pytest.fixture
 def heard() -> Any:
-    """Return a list of what is said each time that a shuffle is lowered."""
+    """Return a list that records ``runs_locally()`` whenever a shuffle is lowered."""
     said: list[bool] = []
     patches = PatchSet()
 

@@ -1,4 +1,4 @@
-"""Expressions of Dask that several threads of one process make and let go of."""
+"""Create and release Dask's expressions from several threads of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dask_gpurt.planning import PlanningCache
 
 
 class LosesBetweenLooks(WeakValueDictionary[str, Any]):
-    """Loses what it has said to have, as if another thread had let go of it right then."""
+    """Lose an entry after confirming it, as if another thread had released it in between."""
 
     def __contains__(self, name: object) -> bool:
         there = super().__contains__(name)
@@ -30,17 +30,17 @@ class LosesBetweenLooks(WeakValueDictionary[str, Any]):
 
 
 def as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have Dask's own method until the test ends, also where chaos has run in this process before."""
+    """Restore Dask's own method for a test, also where chaos has run in this process before."""
     monkeypatch.setattr(SingletonExpr, "__new__", staticmethod(inspect.unwrap(SingletonExpr.__new__)))
 
 
 def test_a_graph_is_unpickled_while_another_thread_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler in the process of its client refused the graph: KeyError, and then "lost dependencies"."""
+    """A scheduler in its client's process used to refuse the graph: KeyError, then "lost dependencies"."""
     expression = dd.from_pandas(pd.DataFrame({"x": [1, 2]}), npartitions=2).x.sum().optimize().expr
     sent = pickle.dumps(expression)
     as_shipped(monkeypatch)
     monkeypatch.setattr(type(expression), "_instances", LosesBetweenLooks({expression._name: expression}))
-    with pytest.raises(KeyError):  # else Dask has mended it, and nothing has to be replaced any more
+    with pytest.raises(KeyError):  # otherwise Dask has fixed it, and the replacement is obsolete
         pickle.loads(sent)
     find_in_one_step()
     assert pickle.loads(sent)._name == expression._name
@@ -54,7 +54,7 @@ def test_equal_expressions_stay_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_planning_is_kept_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once chaos has run in a process, the runtime is switched on there as in any other."""
+    """After chaos has run in a process, the runtime can still be enabled there."""
     as_shipped(monkeypatch)
     find_in_one_step()
     find_in_one_step()

@@ -1,4 +1,4 @@
-"""Restore what was replaced in Dask as it was, whatever others have replaced meanwhile."""
+"""Restore what was replaced in Dask, whatever other packages have replaced meanwhile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_gpurt.dask_hooks import PatchOrderError, PatchSet, Seam, UnsupportedEr
 
 
 class Dasks:
-    """Stand for a class of Dask's."""
+    """Stand in for a class of Dask."""
 
     def method(self, at: int) -> list[Any]:
         return ["Dask", at]
@@ -30,7 +30,7 @@ def ours(original: Any) -> Any:
 
 
 class Theirs:
-    """Another package that wraps a method, and puts back what it found."""
+    """Wrap a method as another package would, and later put back the method that it found."""
 
     def __init__(self, owner: Any):
         self.owner, self.found = owner, owner.method
@@ -150,7 +150,7 @@ def test_what_is_added_goes_and_what_was_there_comes_back() -> None:
 
 
 class Slotted:
-    """Stand for a state of Dask's that has no room for attributes."""
+    """Stand in for a state of Dask without room for attributes."""
 
     __slots__ = ()
 
@@ -182,7 +182,7 @@ def test_what_differs_is_not_replaced() -> None:
 
 
 class Calls:
-    """Stand for a server of Dask's."""
+    """Stand in for a server of Dask."""
 
     def call(self, key: str, *, stimulus_id: str) -> str:
         return f"{key} {stimulus_id}"
@@ -232,7 +232,7 @@ def test_a_property_is_replaced_and_comes_back() -> None:
     first.put(Dasks, "read", ours)
     second.put(Dasks, "read", ours)
     assert dasks.read == ["ours", "ours", "Dask"]
-    first.restore()  # it is below another, and passes calls on
+    first.restore()  # its wrapper is below another, and now only forwards calls
     assert dasks.read == ["ours", "Dask"]
     second.restore()
     assert vars(Dasks)["read"] is before

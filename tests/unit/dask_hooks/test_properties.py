@@ -1,4 +1,4 @@
-"""The cached properties of expressions, while the runtime is on and when it is off again."""
+"""Replace the cached properties of expressions while the runtime is enabled, and restore them afterwards."""
 
 from __future__ import annotations
 

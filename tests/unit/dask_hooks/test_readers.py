@@ -1,4 +1,4 @@
-"""Which tasks begin with a reader of Dask or dask_cudf."""
+"""Recognise tasks that begin with a reader of Dask or dask_cudf."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def roots(collection: Any) -> list[Any]:
-    """Return the tasks of a graph that depend on no other one."""
+    """Return the tasks of a graph without dependencies."""
     graph = collection.__dask_graph__()
     return [node for node in graph.values() if isinstance(node, Task) and not node.dependencies]
 
@@ -91,7 +91,7 @@ def test_a_task_that_reads_first_begins_with_a_read(
         collection = collection.map_partitions(lambda frame: frame)
     elif of == "a column":
         collection = collection["a"]
-    elif of == "fused":  # several files into one partition, since only one column of them is read
+    elif of == "fused":  # several files in one partition, since only one of their columns is read
         collection = collection[["a"]]
     found = roots(collection.optimize())
     assert found
@@ -116,7 +116,7 @@ def test_a_task_that_calls_something_else_first_does_not(folder: Path, readers: 
 
 
 class Proxy:
-    """A callable that passes on what it is asked for, and what it stands for cannot be had."""
+    """Forward attribute accesses to a target that is not available."""
 
     def __call__(self, *args: Any) -> Any:
         raise AssertionError("nothing is called in this test")
@@ -158,7 +158,7 @@ def test_a_writer_is_wrapped_unless_it_calls_a_function_of_users(
 def test_of_a_library_that_is_imported_later_the_reader_is_wrapped_then(
     patches: PatchSet, readers: Readers, calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """dask_cudf is not needed for this: a class of its name, with what is wrapped of it."""
+    """Uses a class of the same name instead of dask_cudf, with the wrapped attributes."""
     (later,) = (reader for reader in READERS if reader.seam.name.startswith("dask_cudf"))
 
     class CudfReadParquetPyarrowFS:

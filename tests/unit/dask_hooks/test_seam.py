@@ -1,4 +1,4 @@
-"""Dask's private parts are touched in ``dask_hooks`` alone."""
+"""Check that only ``dask_hooks`` uses Dask's private attributes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 import dask_gpurt
 
 PACKAGE = Path(dask_gpurt.__file__).parent
-#: The one place that may.
+#: The only package that may.
 SEAM = PACKAGE / "dask_hooks"
-#: The packages whose private parts are meant.
+#: Packages whose private attributes are checked.
 DASK = ("dask", "distributed")
-#: Private names of objects of other packages and of Python, and why they are touched; none is of Dask.
+#: Private names of other packages and of Python, and why they are used; none belongs to Dask.
 ALLOWED: Mapping[str, str] = {
     "_replace": "published by namedtuple",
     "_asdict": "published by namedtuple",
@@ -52,7 +52,7 @@ def parsed(folder: Path) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
-    """Yield the private names that classes of a module define: methods, annotations and what they store."""
+    """Yield the private names that a module's classes define: methods, annotations, and stored attributes."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -65,7 +65,7 @@ def defined(tree: ast.Module) -> Iterator[str]:
 
 @cache
 def sources_of_dask() -> Mapping[Path, str]:
-    """Return all that a server, a task, a shuffle or an expression is written in."""
+    """Return the sources of all modules that define a server, a task, a shuffle or an expression."""
     folders = (Path(distributed.__file__).parent, Path(dask.__file__).parent / "dataframe" / "dask_expr")
     return {path: path.read_text() for folder in folders for path in modules(folder)}
 
@@ -77,12 +77,12 @@ def names_of_dask(path: Path) -> frozenset[str]:
 
 @cache
 def is_of_dask(name: str) -> bool:
-    """Return whether a class of Dask's defines a name; to parse all that have not got it takes long."""
+    """Return whether a class of Dask defines a name; files without the name are not parsed, to save time."""
     return any(name in text and name in names_of_dask(path) for path, text in sources_of_dask().items())
 
 
 def touched(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """Yield private attributes of all but ``self``, ``cls`` and ``super()``: line, expression, name."""
+    """Yield private attributes of anything but ``self``, ``cls`` and ``super()``: line, expression, name."""
     for node in ast.walk(tree):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
@@ -99,7 +99,7 @@ def touched(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the imports of private modules and names of Dask's."""
+    """Yield the imports of Dask's private modules and names."""
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=names, level=0):
@@ -115,7 +115,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def complaints(tree: ast.Module, own: frozenset[str]) -> list[str]:
-    """Say what a module touches that is Dask's, or of which it is not known whose it is."""
+    """Report private attributes in a module that are Dask's, or whose owner is unknown."""
     found = [f"{line}: imports {name}" for line, name in imported(tree)]
     for line, expression, name in touched(tree):
         if name not in ALLOWED and (name not in own or is_of_dask(name)):

@@ -1,4 +1,4 @@
-"""List the ways in which the installed Dask differs from the one that is known."""
+"""List the differences between the installed Dask and the supported one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distributed.stealing import WorkStealing
 from dask_gpurt.dask_hooks import CHOICES, PARTS, Seam, State, differences, table
 from dask_gpurt.dask_hooks.comparison import hash_of_body
 
-#: All that is known of Dask.
+#: All assumptions about Dask.
 SEAMS = [seam for part in PARTS for seam in part.seams]
 
 
@@ -32,7 +32,7 @@ def test_this_dask_is_known() -> None:
             Seam("distributed.worker:Worker.execute", "self key stimulus_id", bodies=("0123456789ab",)),
             "the body of Worker.execute is [0-9a-f]{12}, expected 0123456789ab",
         ),
-        # As of a Dask that is installed without its source, or compiled.
+        # For a Dask that is installed without its source, or compiled.
         (Seam("math:sqrt", "x", bodies=("0123456789ab",)), r"the source of sqrt cannot be read \("),
     ],
 )
@@ -53,7 +53,7 @@ def test_layout_and_comments_are_no_part_of_a_body() -> None:
         return y
 
     def adorned(x: int) -> int:
-        """Say more."""
+        """Compute with a docstring and comments."""
         y = (
             x + 1  # as above
         )

@@ -1,4 +1,4 @@
-"""Choose the shuffles that go through the runtime; others stay with the method that the user named."""
+"""Choose the shuffles that go through the runtime; the rest keep the method that the user set."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_wrong_setting_is_told() -> None:
 
 
 def shuffle_of(collection: Any) -> Any:
-    """Return the shuffle of a collection, for which no method has been chosen yet."""
+    """Return the shuffle of a collection before a method has been chosen."""
     (rearranged,) = collection.expr.simplify().find_operations(RearrangeByColumn)
     (found,) = (node for node in rearranged._lower().walk() if type(node) is Shuffle)
     return found
@@ -155,7 +155,7 @@ def test_where_the_runtime_is_not_usable_tasks_are_left_alone() -> None:
 
 
 def test_frames_of_another_library_are_left_to_dask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a Dask of tomorrow has them."""
+    """As a future Dask may have them."""
     monkeypatch.setattr("dask_gpurt.dataframe.method.library", lambda frame: None)
     choices = set[tuple[str, MethodChoice]]()
     lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
@@ -168,7 +168,7 @@ def test_frames_of_another_library_are_left_to_dask(monkeypatch: pytest.MonkeyPa
 
 
 def test_frames_with_levels_of_columns_are_left_to_dask() -> None:
-    """As aggregations of several kinds have them: ``tasks`` shuffles these, and ``p2p`` refuses."""
+    """As in aggregations with several functions: ``tasks`` shuffles these, and ``p2p`` rejects them."""
     choices = set[tuple[str, MethodChoice]]()
     lowering = Lowering(lambda: True, lambda *choice: choices.add(choice))
     leveled = FRAME.set_axis(pd.MultiIndex.from_product([["of"], FRAME.columns]), axis=1)
@@ -190,7 +190,7 @@ def test_a_shuffle_in_the_place_of_tasks_has_its_description(ignore_index: bool)
     assert lowered._meta.index.dtype == shuffled._meta.index.dtype
 
 
-#: In a process in which the runtime was never on.
+#: Runs in a process in which the runtime was never enabled.
 NEVER_ON = """
 import dask, pandas as pd, dask.dataframe as dd
 from dask_gpurt.api import teach_method

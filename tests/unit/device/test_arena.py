@@ -1,4 +1,4 @@
-"""Blocks of an arena, against sets of units: none overlap, free neighbours merge, everything comes back."""
+"""Compare an arena's blocks with sets of units: disjoint, merged when free, all returned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANGE = st.tuples(st.integers(0, UNITS), st.integers(0, UNITS)).filter(lambda pa
 
 
 class Checked:
-    """An arena beside the units of its blocks, compared after each step."""
+    """Hold an arena and the units of its blocks, which are compared after each step."""
 
     def __init__(self, unit: int):
         self.unit = unit
@@ -26,7 +26,7 @@ class Checked:
         self.blocks: list[Extent] = []
 
     def take(self, blocks: list[Extent], asked: int) -> None:
-        """Take new blocks in, of at least so many bytes together and of less than a unit more."""
+        """Add new blocks with at least ``nbytes`` bytes in total, and less than a unit more."""
         before = self.taken()
         for offset, nbytes in blocks:
             assert self.arena.size(offset) == nbytes
@@ -35,7 +35,7 @@ class Checked:
         self.blocks += blocks
 
     def taken(self) -> set[int]:
-        """Return the numbers of the units in blocks; each must be in one block."""
+        """Return the numbers of the units in blocks; asserts that each is in one block only."""
         units = [
             unit
             for offset, nbytes in self.blocks
@@ -68,7 +68,7 @@ class Checked:
             self.arena.free(self.blocks.pop(number % len(self.blocks)).offset)
 
     def fewest(self, number: int) -> int:
-        """Return how many free runs so many units need at least."""
+        """Return the minimum number of free runs for this many units."""
         count = 0
         for length in sorted((stop - start for start, stop in self.free_before), reverse=True):
             if number <= 0:

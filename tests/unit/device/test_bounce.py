@@ -1,4 +1,4 @@
-"""Files through bounce buffers: what is copied late, what takes several buffers, what ends early."""
+"""Write and read files through bounce buffers: late copies, several buffers, truncated files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 
 def late(source: np.ndarray, memory: np.ndarray, begun: list[int]) -> Fence:
-    """Copy as a device does: only a thread that waits for it finds the bytes there."""
+    """Copy asynchronously, as a device does: the bytes arrive only when a thread waits for them."""
     begun.append(source.size)
 
     def wait() -> None:
@@ -49,7 +49,7 @@ def test_chunks_are_written_once_they_have_been_copied(fd: int, sizes: list[int]
     def chunks() -> Iterator[Chunk]:
         at = 0
         for source in sources:
-            assert len(begun) < number  # a buffer is filled again only once it has been written
+            assert len(begun) < number  # a buffer is reused only once it has been written
             yield Chunk(source.size, at, lambda memory, source=source: late(source, memory, begun))
             at += whole_pages(source.size)
 

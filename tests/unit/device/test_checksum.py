@@ -1,4 +1,4 @@
-"""The kernel for a GPU, compiled for the processor: it gives what zlib gives."""
+"""Compile the GPU kernel for the CPU, and compare it with zlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.device.checksum import KERNEL, PART, POWERS, THREADS, times
 
-#: CUDA's words in C++: threads run one after the other, each makes the table anew.
+#: CUDA's keywords in C++: threads run sequentially, and each rebuilds the table.
 IN_CPP = """
 #define __device__ static
 #define __global__
@@ -44,7 +44,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[np.ndarray], i
     directory: Path = tmp_path_factory.mktemp("kernel")
     source, library = directory / "kernel.cpp", directory / "kernel.so"
     source.write_text(IN_CPP % (KERNEL, THREADS))
-    # Else a call of the kernel goes to whatever is called crc32 in the process already.
+    # Otherwise a call of the kernel resolves to any crc32 that the process has already loaded.
     flags = ["-O2", "-shared", "-fPIC", "-Wl,-Bsymbolic"]
     subprocess.run([compiler, *flags, "-o", library, source], check=True, timeout=120)
     _zlib_for_all()
@@ -59,7 +59,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[np.ndarray], i
 
 
 def _zlib_for_all() -> None:
-    """Put zlib and its ``crc32`` where names of later libraries are looked up first, as cudf does."""
+    """Load zlib globally, so that later libraries resolve ``crc32`` to it first, as with cudf."""
     if hasattr(zlib, "__file__"):
         ctypes.CDLL(zlib.__file__, mode=ctypes.RTLD_GLOBAL)
 
@@ -76,7 +76,7 @@ def test_the_kernel_gives_what_zlib_gives(kernel: Any, nbytes: int, offset: int,
 
 
 def test_powers_repeat() -> None:
-    """As the kernel takes them modulo 32, a file may be of any size."""
+    """The kernel indexes powers modulo 32, so a file may have any size."""
     assert times(POWERS[-1], POWERS[-1]) == POWERS[0]
     assert times(1 << 31, POWERS[7]) == POWERS[7]
 

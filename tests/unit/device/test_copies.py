@@ -1,4 +1,4 @@
-"""Copies that are made as one, and what they may touch."""
+"""Merge copies, and check which bytes they touch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def aligned(size: int) -> np.ndarray:
 
 
 def ends(sizes: list[int], skips: list[int]) -> list[int]:
-    """Return where buffers begin that are aligned one behind the other, some blocks apart."""
+    """Return the addresses of consecutive aligned buffers with gaps of some blocks."""
     at, found = 0, []
     for size, skip in zip(sizes, skips, strict=True):
         at += skip * ALIGNMENT
@@ -66,7 +66,7 @@ def test_arrays_of_their_own_are_copied_alone_wherever_they_lie() -> None:
 
 
 class Allocated:
-    """A buffer of a device that only says where it is, and what it is a part of."""
+    """Fake a buffer of a device with only an address and an allocation."""
 
     def __init__(self, ptr: int, nbytes: int, owner: object = None):
         self.nbytes, self.owner = nbytes, owner

@@ -1,4 +1,4 @@
-"""Copies by CUDA, many in one call, from and to wherever bytes may lie."""
+"""Copy by CUDA, many ranges in one call, between all kinds of memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_pieces_fill_a_buffer_in_order() -> None:
 
 
 class Memory:
-    """Bytes in a place."""
+    """Hold bytes in one kind of memory."""
 
     def __init__(self, place: str, contents: np.ndarray):
         import cupy

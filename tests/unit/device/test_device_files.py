@@ -1,4 +1,4 @@
-"""Buffers of a device go into files and come back without being in host memory."""
+"""Write a device's buffers to files and read them back without passing through host memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data(nbytes: int, seed: int = 0) -> np.ndarray:
 
 
 def mixed(sizes: list[tuple[int, bool]]) -> Frames:
-    """Draw buffers of so many bytes, some of the device."""
+    """Draw buffers of these sizes, some of them on the device."""
     buffers = [(data(nbytes, seed), far) for seed, (nbytes, far) in enumerate(sizes)]
     return Frames(b"header", tuple([Far(array) if far else array] for array, far in buffers))
 
@@ -49,7 +49,7 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
 @settings(deadline=None, max_examples=80)
 @given(sizes=st.lists(st.tuples(st.integers(0, 9000), st.booleans()), max_size=6))
 def test_files_of_the_host_and_of_the_device(sizes: list[tuple[int, bool]]) -> None:
-    """Each buffer comes back, to the host or to where it came from, alone or with the others."""
+    """Each buffer comes back, to the host or to its origin, alone or with the rest."""
     disk, given = DiskTier(os.environ.get("TMPDIR", "/tmp"), None, FarDevice().moved), mixed(sizes)
     try:
         disk["a"] = given
@@ -110,7 +110,7 @@ def device() -> FarDevice:
 
 @pytest.fixture
 def tiered_buffer(device: FarDevice, tmp_path: Path) -> Iterator[TieredBuffer]:
-    """Yield a device of 100 KiB, above a disk."""
+    """Yield a device of 100 KiB above a disk."""
     limits = Limits(100 * KIB, 0, 0, None)
     made = TieredBuffer(
         limits,
@@ -146,7 +146,7 @@ def test_an_object_comes_up_as_it_went_down(tiered_buffer: TieredBuffer, device:
 def test_what_is_read_once_goes_to_the_device_at_once(
     tiered_buffer: TieredBuffer, device: FarDevice, far: bool
 ) -> None:
-    """Also what came to the disk from the host, like a shard that has been pulled."""
+    """Also data that the host wrote to disk, like a pulled shard."""
     array = data(20 * KIB, 1)
     frames = Frames(b"raw", ([Far(array) if far else array],))
     assert tiered_buffer.store_below("x", frames, "shards", home=Tier.DEVICE) is Tier.DISK

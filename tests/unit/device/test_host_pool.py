@@ -1,4 +1,4 @@
-"""Pools in shared memory: what of them counts as whose memory, and what the system has for them."""
+"""Account for pools in shared memory: whose pages they are, and what the system allocates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.shared_memory import PAGE, Shm, filled, held, resident
 MIB = 2**20
 
 
-# ---- of peers ------------------------------------------------------------------------
+# ---- peers' pools --------------------------------------------------------------------
 
 
 def test_pages_that_were_read_do_not_count_once_they_are_dropped() -> None:
@@ -37,17 +37,17 @@ def test_pages_that_were_read_do_not_count_once_they_are_dropped() -> None:
     assert 6 * MIB < resident(mapping) <= 7 * MIB
     device.drop_pages()
     assert resident(mapping) == 0
-    assert view.sum() == 8 * MIB  # readers go on to find the same
-    assert resident(pool) == 8 * MIB  # which counts as the memory of the process whose pool it is
+    assert view.sum() == 8 * MIB  # readers still see the same bytes
+    assert resident(pool) == 8 * MIB  # and they count towards the process that owns the pool
     mapping.drop_pages(8 * MIB - 100, 100)
     assert resident(mapping) < 8 * MIB
     del view
     mapping.close()
-    mapping.drop_pages(0, MIB)  # by a reader that was slower than its peer's end
+    mapping.drop_pages(0, MIB)  # by a reader that outlives its peer
     pool.close()
 
 
-# ---- one's own -----------------------------------------------------------------------
+# ---- own pools -----------------------------------------------------------------------
 
 
 def test_a_pool_that_is_partly_used_gives_back_what_is_free() -> None:
@@ -128,7 +128,7 @@ def test_an_idle_pool_is_trimmed_and_one_in_use_is_not(monkeypatch: pytest.Monke
     kept, gone = filled(pool, MIB), filled(pool, MIB)
     pool.free(gone)
     mine.trim_idle()
-    assert held(pool) == 2 * MIB  # a block was cut since it was made
+    assert held(pool) == 2 * MIB  # a block was cut in it
     mine.trim_idle()
     assert held(pool) == MIB
     gone = filled(pool, MIB)
@@ -141,7 +141,7 @@ def test_an_idle_pool_is_trimmed_and_one_in_use_is_not(monkeypatch: pytest.Monke
     mine.close()
 
 
-# ---- the host's ----------------------------------------------------------------------
+# ---- the host ------------------------------------------------------------------------
 
 
 def test_a_pool_with_no_block_waits_for_memory_that_another_holds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +170,7 @@ def test_a_pool_that_is_short_takes_what_its_own_free_blocks_have(
     small = [filled(pool, MIB) for _ in range(4)]
     pool.free(small[0])
     pool.free(small[2])
-    filled(pool, 2 * MIB)  # fits behind the others only
+    filled(pool, 2 * MIB)  # fits only after the others
     assert shm.used == 4 * MIB
     pool.close()
 
@@ -186,7 +186,7 @@ def test_a_block_that_never_fits_into_shared_memory_is_refused(monkeypatch: pyte
 
 
 def test_a_pool_is_made_while_shared_memory_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a worker that joins while others shuffle."""
+    """As by a worker that joins while others shuffle."""
     fallocate = os.posix_fallocate
 
     def full(fd: int, offset: int, nbytes: int) -> None:
@@ -205,7 +205,7 @@ def test_a_pool_is_made_while_shared_memory_is_full(monkeypatch: pytest.MonkeyPa
 
 def capacity(size: Size | None) -> int:
     mine = Pools(size, 2**30, Metrics())
-    mine.main = "host"  # on a worker with a GPU the setting is about the GPU
+    mine.main = "host"  # on a worker with a GPU the setting applies to the GPU
     mine.ask_for_room = mine.ask_host = lambda _: None
     try:
         return mine.outbox("host").pool.capacity

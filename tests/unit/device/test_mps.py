@@ -1,4 +1,4 @@
-"""The daemon of MPS: one for all processes of a user, ended by the last. A program stands for NVIDIA's."""
+"""Share one MPS daemon between all processes of a user; the last one stops it. A script replaces NVIDIA's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from dask_gpurt.device import mps
 from dask_gpurt.device.mps import CONTROL, LOG, PIPE, MpsError, MultiProcessService
 
-#: Runs as long as there is a file "running", and writes down what it is told.
+#: Runs while a file "running" exists, and records its commands.
 DAEMON = """#!/bin/sh
 cd "$CUDA_MPS_PIPE_DIRECTORY"
 if [ "$1" = "-d" ]; then echo start >> said; touch running; exit; fi
@@ -55,7 +55,7 @@ def test_one_daemon_serves_all_and_ends_with_the_last(directory: Path) -> None:
 
 def _join_and_die(directory: Path) -> None:
     MultiProcessService(directory).join()
-    os._exit(0)  # as after kill -9: it has not left
+    os._exit(0)  # as after kill -9: it has not signed off
 
 
 def test_a_process_that_died_keeps_no_daemon(directory: Path) -> None:

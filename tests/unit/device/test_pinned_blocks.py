@@ -1,4 +1,4 @@
-"""Blocks of pinned memory: registered once, never handed out twice, as few runs as there can be."""
+"""Allocate blocks of pinned memory: registered once, never handed out twice, in the fewest possible runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers.small_tiers import BLOCK, content, frames, pinned
 @settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 6 * BLOCK), st.integers(-8, -1)), max_size=40))
 def test_blocks_never_overlap(steps: list[int]) -> None:
-    """Sizes are allocated, negative numbers free one of what there is."""
+    """Positive numbers allocate that size, negative numbers free one of the allocated blocks."""
     pool = BlockPool(16 * BLOCK + 17, block=BLOCK)
     assert pool.capacity == 16 * BLOCK
     held: list[tuple[list[np.ndarray], int]] = []
@@ -95,7 +95,7 @@ def test_memory_is_registered_once_and_aligned() -> None:
 
 
 def test_memory_that_is_registered_stays_with_its_process() -> None:
-    """A fork would have copies of pages that a device writes to, and which of both those are is not said."""
+    """After a fork, it would be undefined which copy of a page the device writes to."""
     pool = BlockPool(4 * BLOCK, block=BLOCK, register=lambda memory: lambda: None)
     assert pool.ready.wait(10)
     (piece,) = pool.allocate(BLOCK)
@@ -103,7 +103,7 @@ def test_memory_that_is_registered_stays_with_its_process() -> None:
     child = os.fork()
     if not child:
         faulthandler.disable()
-        piece[0] = 8  # not there: the child ends
+        piece[0] = 8  # not mapped: the child crashes
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGSEGV

@@ -1,4 +1,4 @@
-"""Ranges, against sets of integers."""
+"""Compare ranges with sets of integers."""
 
 from __future__ import annotations
 

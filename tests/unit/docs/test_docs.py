@@ -29,7 +29,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.rel
 
 
 def _generator() -> Any:
-    """Load what writes the pages that come from the code; it lies beside the package."""
+    """Load the script that generates pages from the code, which is next to the package."""
     spec = spec_from_file_location("docs_pages", ROOT / "ci" / "docs_pages.py")
     assert spec is not None
     assert spec.loader is not None
@@ -39,7 +39,7 @@ def _generator() -> Any:
 
 
 docs_pages = _generator()
-#: The pages that are written from the code, by where they are in the site.
+#: Generated pages, by their path in the site.
 WRITTEN = {ROOT / "docs" / path: write() for path, write in docs_pages.PAGES.items()}
 
 
@@ -57,7 +57,7 @@ def without_blocks(page: str) -> str:
 
 
 def cells(page: str, column: int) -> list[str]:
-    """Return the cells of a column of the tables, headings left out."""
+    """Return the cells of a column of the tables, without headings."""
     rows = [line.strip("|").split("|") for line in page.splitlines() if line.startswith("|")]
     following = [*rows[1:], [""]]
     bodies = [row for row, below in zip(rows, following, strict=True) if "---" not in row[0] + below[0]]
@@ -69,7 +69,7 @@ def section(page: str, heading: str) -> str:
 
 
 def content(page: Path) -> str:
-    """Return the text of a page, from the file or from the code."""
+    """Return the text of a page, from its file or as generated."""
     return WRITTEN[page] if page in WRITTEN else page.read_text()
 
 
@@ -85,7 +85,7 @@ def fragments(said: str) -> list[str]:
 
 @cache
 def literals() -> tuple[str, ...]:
-    """Return all strings in the package, with … for what is put into them."""
+    """Return all strings in the package, with … for interpolated values."""
     return tuple(_literals())
 
 
@@ -127,7 +127,7 @@ def test_there_is_a_place_for_the_figures() -> None:
 
 
 def unresolved(page: Path) -> Iterator[str]:
-    """Yield the links of a page that lead nowhere."""
+    """Yield the broken links of a page."""
     for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(content(page))):
         if re.match(r"[a-z]+:", link):
             continue
@@ -193,7 +193,7 @@ def test_settings_has_the_defaults() -> None:
 
 
 def class_attribute(file: str, owner: str, name: str) -> Any:
-    """Read from the source, where importing it takes a GPU."""
+    """Read from the source, since importing it needs a GPU."""
     for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
         if isinstance(node, ast.ClassDef) and node.name == owner:
             for line in node.body:
@@ -243,7 +243,7 @@ def test_the_walks_name_what_is_there() -> None:
     assert [file for file in files if not (PACKAGE / file).exists() and not (ROOT / file).exists()] == []
 
 
-# ---- what is quoted ------------------------------------------------------------------
+# ---- quoted messages -----------------------------------------------------------------
 
 
 def quoted() -> list[str]:
@@ -251,7 +251,7 @@ def quoted() -> list[str]:
     page = text("docs/guides/troubleshooting.md").split("\n## Problems")[1]
     listed = re.findall(r"^- \*\*[^`*]*`(.*?)`", page, re.MULTILINE)
     tables = [said for cell in cells(page, 0) for said in re.findall(r"`(.*?)`", cell)]
-    # Dask says this one, and some are a name of ours between names of the user.
+    # One message is Dask's, and some consist of a single name between values of the user.
     return [said for said in [*listed, *tables] if not said.startswith("P2P ") and fragments(said)]
 
 

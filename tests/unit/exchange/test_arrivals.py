@@ -1,4 +1,4 @@
-"""How fast bytes can come to a worker, by the transfers to it."""
+"""Estimate how fast bytes arrive at a worker from its transfers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MB = 10**6
 
 
 def test_a_link_is_as_fast_as_all_that_comes_at_a_time() -> None:
-    """Twelve shards beside each other over a link of 2 MB/s."""
+    """Twelve concurrent shards over a link of 2 MB/s."""
     rate = ArrivalRate()
     for _ in range(12):
         rate.observe(250_000, 10.0, 11.5)
@@ -18,7 +18,7 @@ def test_a_link_is_as_fast_as_all_that_comes_at_a_time() -> None:
 
 
 def test_a_link_is_not_slow_for_the_links_of_others() -> None:
-    """Half of it comes from a worker with a slow link, and takes until long after the other half."""
+    """Half of the bytes come from a worker with a slow link, and arrive long after the other half."""
     rate = ArrivalRate()
     for at in range(8):
         rate.observe(250_000, 10 + at / 50, 10 + (at + 1) / 50)

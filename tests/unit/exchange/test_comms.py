@@ -1,4 +1,4 @@
-"""Shards that are asked for by Dask's comms: in which order, while the speed of a link is found out."""
+"""Fetch shards over Dask's comms: their order, while the speed of a link is being measured."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ME, SLOW, QUICK = "tcp://here:1", "tcp://slow:1", "tcp://quick:1"
 
 
 class Quiet(HostDevice):
-    """Act as a worker without codecs: nothing is compressed."""
+    """Fake a worker without codecs: nothing is compressed."""
 
     def host_codecs(self) -> dict[str, Codec]:
         return {name: HostCodec(name, self.to_host) for name in CODECS}
 
 
 class Worker:
-    """A worker whose peers are on other hosts, and answer when they are let."""
+    """Fake a worker whose peers are on other hosts, and reply when the test releases them."""
 
     address = ME
 
@@ -62,7 +62,7 @@ class Worker:
 
 
 def comms_of(worker: Worker) -> Comms:
-    nothing: Any = None  # fetching needs no pool
+    nothing: Any = None  # fetching uses no pool
     metrics = Metrics()
     calls = Calls(worker, metrics)
     end = Endpoint(Peer.begin(ME), worker, nothing, Links(worker), Traffic(), calls, metrics, at_once)
@@ -82,7 +82,7 @@ def shard_of(peer: str) -> Any:
 
 
 async def settled() -> None:
-    """Wait until all tasks wait."""
+    """Return once all tasks are blocked."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""Compression: where it pays, what it makes of shards, and that nothing else changes."""
+"""Compress shards where it pays; nothing else about them changes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ has_codec = pytest.mark.skipif(not CODECS, reason="neither lz4 nor zstandard is 
     ("bandwidth", "ratio", "pays"),
     [
         (12e6, 0.5, True),  # 100 Mbit/s
-        (120e6, 0.3, True),  # 1 Gbit/s, and data that shrink well
-        (120e6, 0.7, False),  # ... and data that hardly do
+        (120e6, 0.3, True),  # 1 Gbit/s, and data that compress well
+        (120e6, 0.7, False),  # ... and data that hardly compress
         (1.1e9, 0.3, False),  # 10 Gbit/s is faster than the codec
         (12e6, 1.0, False),  # noise
     ],
@@ -125,7 +125,7 @@ def test_a_sample_is_corrected_by_what_shards_show(
     assert after.decompress_rate / unpacking == pytest.approx(rate / packing)
 
 
-# ---- what transfers show of a link ---------------------------------------------------
+# ---- link estimates from transfers --------------------------------------------------
 
 
 LATENCY = 1e-3
@@ -134,7 +134,7 @@ LATENCY = 1e-3
 def after(
     shown: MeasuredBandwidth, bandwidth: float, transfers: int, *, at_once: int = 1, start: float = 0.0
 ) -> float:
-    """Let transfers of 1 MiB cross a link, so many next to each other; returns when they are over."""
+    """Simulate concurrent transfers of 1 MiB over a link; returns when they end."""
     now = start
     for _ in range(transfers // at_once):
         begin, now = now, now + LATENCY + at_once * PRIOR_BYTES / bandwidth
@@ -210,7 +210,7 @@ def test_the_first_shard_of_a_run_is_the_sample_for_it() -> None:
 
 @has_codec
 def test_the_sample_of_a_run_that_is_never_forgotten_is_not_kept_for_ever() -> None:
-    """As of a shard that is compressed while its run ends."""
+    """As with a shard that is compressed while its run ends."""
     noise, zeros = (
         sections(np.random.default_rng(0).random(100_000)),
         sections(np.zeros(MIN_SHARD_BYTES, np.uint8)),
@@ -257,7 +257,7 @@ def test_a_sample_is_bounded_and_from_both_ends(nbytes: int) -> None:
 
 
 class Refusing(HostCodec):
-    """Act as a codec of a GPU whose memory is full."""
+    """Fake a codec of a GPU whose memory is full."""
 
     on_host, fast = False, 1e12
 
@@ -275,7 +275,7 @@ def test_what_a_device_can_not_compress_goes_as_it_is_and_that_is_said() -> None
 
 
 class Held(HostCodec):
-    """Compress only once it is let, and count how often it was tried out."""
+    """Compress only once released, and count the trials."""
 
     def __init__(self) -> None:
         super().__init__(CODECS[0].name, memoryview)

@@ -1,10 +1,10 @@
-"""Each row once, whatever happens to messages, attempts, pools and processes: a machine that tries.
+"""Deliver each row exactly once, whatever happens to messages, attempts, pools and processes.
 
-Three workers transfer the inputs of two shuffles, one after the other. Messages wait until the machine has
-them delivered, in any order, or lost, before or after they have arrived. Attempts fail in the middle, since
-a pool is full, and are made again elsewhere. Outputs move to other workers, with and without a loss.
-Processes are killed, and replaced at the same address. In the end everything that waits is delivered: then
-every row is there once, nothing is held, and nothing waits.
+In this state machine three workers transfer the inputs of two shuffles, one after the other. Messages wait
+until the machine delivers them, in any order, or loses them, before or after they have arrived. Attempts
+fail in the middle, since a pool is full, and are retried elsewhere. Outputs move to other workers, with and
+without a loss. Processes are killed, and replaced at the same address. In the end all pending messages are
+delivered: then every row has arrived once, no shard is held, and no task is blocked.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from tests.helpers.exchanges import (
 
 ADDRESSES = ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
 INPUTS, OUTPUTS, ROWS = 3, 4, 400
-#: Bytes of a pool: some shards fit, or all.
+#: Bytes of a pool: room for some shards, or for all.
 SMALL, LARGE = 2**12, 2**17
 
 
 class ExactlyOnce(RuleBasedStateMachine):
-    """A cluster whose every step is chosen."""
+    """Drive a cluster whose every step is drawn by hypothesis."""
 
     @initialize(
         pool=st.sampled_from([SMALL, LARGE]),
@@ -60,7 +60,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.pauses.__enter__()
         self.wait_for_room = Outbox.wait_for_room
         Outbox.wait_for_room = _fail_in_place_of_waiting  # type: ignore[method-assign]
-        logging.disable()  # of what is tried here, everything would be told
+        logging.disable()  # injected failures would flood the log
         self.errors: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda loop, context: self.errors.append(context))
         self.background: set[asyncio.Task[Any]] = set()
@@ -86,7 +86,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.scheduler.begin(spec_of(self.shuffle, OUTPUTS))
 
     def _do(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine, and then everything that does not wait for this machine."""
+        """Run a coroutine, and then everything that is not blocked on this machine's choices."""
 
         async def run() -> Any:
             task = self.loop.create_task(coroutine)
@@ -118,7 +118,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(source=st.integers(0, INPUTS - 1), where=st.integers(0, 2), again=st.booleans())
     def transfer(self, source: int, where: int, again: bool) -> None:
-        """Run a transfer task; also once more, as when its result has got lost."""
+        """Run a transfer task, possibly again, as when its result was lost."""
         alive = self._alive()
         if alive and not self.active.sealed and (again or source not in self.active.transferred):
             self._do(self._transfer(alive[where % len(alive)], self.active, source))
@@ -153,8 +153,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             with process.task(key, dispatch) as metadata, failing_allocations(fails):
                 result = run.add_partition(frame, source)
         except (AttemptFailed, MemoryError, Reschedule, P2PConsistencyError):
-            return  # the scheduler has the task run again
-        # What the scheduler makes of that, and sends to the barrier.
+            return  # the scheduler reruns the task
+        # The form in which the scheduler passes the result to the barrier.
         ended: Any = SimpleNamespace(key=key, state="memory", run_id=dispatch, metadata=metadata)
         active.transferred[source] = Transferred.of_task(ended, run.run_id)
         assert vars(active.transferred[source]) == vars(result)
@@ -173,11 +173,11 @@ class ExactlyOnce(RuleBasedStateMachine):
             results = list(active.transferred.values())
             run: Any = await process.shuffles.shuffle_runs.get_most_recent(self.shuffle, results)
             await run.barrier(results)
-            active.done = active.sealed  # else the scheduler has had it run again meanwhile
+            active.done = active.sealed  # False if the scheduler has restarted the barrier meanwhile
         except (Reschedule, P2PConsistencyError, asyncio.CancelledError):
-            active.sealed = False  # to be run again, elsewhere if its worker has died
+            active.sealed = False  # to rerun, on another worker if this one has died
         except AsyncTaskGroupClosedError:
-            assert not process.alive  # where a task only goes on in this test
+            assert not process.alive  # only in this test a task continues on a dead worker
             active.sealed = False
 
     @precondition(lambda self: self.active.done)
@@ -186,7 +186,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self._unpack_if_there(output)
 
     async def _hear(self, process: Process) -> None:
-        """Let what the scheduler has sent to a worker arrive before a task that it sends later."""
+        """Deliver the scheduler's earlier messages to a worker before a task that is sent later."""
         while self.network.streams[process]:
             await self.network.deliver_stream(process)
 
@@ -201,7 +201,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             incoming.state is ShardState.MOVING and not incoming._landed.done()
             for incoming in incoming_shards
         ):
-            return  # its thread would wait
+            return  # its thread would block
         key = f"unpack-{output}"
         try:
             self.active.outputs[output] = process.address, run.get_output_partition(output, key)
@@ -218,7 +218,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(outputs=st.sets(st.integers(0, OUTPUTS - 1), min_size=1), where=st.integers(0, 2))
     def balance(self, outputs: set[int], where: int) -> None:
-        """Move outputs that are not there yet, though no worker was lost."""
+        """Move outputs that are not in memory yet, without losing a worker."""
         alive = self._alive()
         if alive:
             self.scheduler.balance(self.shuffle, outputs, alive[where % len(alive)].address)
@@ -262,14 +262,14 @@ class ExactlyOnce(RuleBasedStateMachine):
 
     @rule(where=st.integers(0, 2))
     def close(self, where: int) -> None:
-        """End the runs of a worker, as it does before it leaves."""
+        """End the runs of a worker, as a worker does before it leaves."""
         alive = [process for process in self._alive() if not process.shuffles.shuffle_runs.closed]
         if len(alive) > 1:
             self._do(alive[where % len(alive)].shuffles.shuffle_runs.teardown())
 
     @rule(results_survive=st.booleans())
     def notice(self, results_survive: bool) -> None:
-        """Have the scheduler notice a dead worker, and its nanny start another one at the same address."""
+        """Make the scheduler notice a dead worker, and its nanny start another at the same address."""
         for address in ADDRESSES:
             if address in self.scheduler.workers and address not in self.network.processes:
                 self._notice(address, results_survive)
@@ -322,7 +322,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         )
 
     def _nothing_waits(self) -> bool:
-        if len(self._alive()) < len(ADDRESSES):  # a death is still to be noticed
+        if len(self._alive()) < len(ADDRESSES):  # a death has yet to be noticed
             return False
         if any(process.shuffles.shuffle_runs.closed for process in self._alive()):
             return False
@@ -347,7 +347,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         self._settle()
 
     def _go_on(self) -> None:
-        """Do what a cluster without faults would do next, each step when nothing is on its way any more."""
+        """Take the next step of a cluster without faults, whenever nothing is in flight."""
         self._until(self._nothing_waits, self._deliver_all)
         alive = self._alive()
         for source in range(INPUTS):
@@ -364,10 +364,10 @@ class ExactlyOnce(RuleBasedStateMachine):
                 self._unpack_if_there(output)
 
     def _make_room(self, alive: list[Process]) -> None:
-        """Give a transfer that found the pool full what it would have got by waiting.
+        """Free the room that a transfer would have got by waiting for a full pool.
 
-        Owners have read its blocks by now, but it has ended in place of going on, and would cut the same
-        blocks again around those it left.
+        Owners have read its blocks by now, but instead of continuing it has ended, and would cut the same
+        blocks again next to the old ones.
         """
         for process in alive:
             process.outbox.reclaim_all()
@@ -390,17 +390,18 @@ class ExactlyOnce(RuleBasedStateMachine):
 
 
 def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) -> None:
-    """Ask for room as a producer that waits does, and end the attempt."""
+    """Ask for room as a waiting producer does, then end the attempt."""
     check()
     self._ask_for_room(self.readers())
     raise AttemptFailed
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-#: More than the usual number are drawn anew each time: `GPURT_TEST_EXAMPLES=10000 python -m pytest …`.
+#: Above the default, examples are random: `GPURT_TEST_EXAMPLES=10000 python -m pytest …`.
 EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
-#: Steps that fail are told as they are, in seconds. They are shrunk, which takes minutes, where examples are
-#: asked for: with `GPURT_TEST_EXAMPLES=60` the usual ones, which fail again.
+#: By default failing steps are reported unshrunk, within seconds. Shrinking, which takes minutes, is enabled
+#: by
+#: setting the number of examples: `GPURT_TEST_EXAMPLES=60` draws the default examples, which fail again.
 PHASES = list(Phase) if "GPURT_TEST_EXAMPLES" in os.environ else [Phase.generate]
 TestExactlyOnce.settings = settings(
     max_examples=EXAMPLES,

@@ -1,4 +1,4 @@
-"""Connections, peers, runs and the runtime end while exchanges are at work; nothing may be kept."""
+"""End connections, peers, runs and the runtime while exchanges are at work; nothing may leak."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_the_connection_breaks_while_a_pool_is_asked_for() -> None:
 
 @in_process
 async def test_the_runtime_is_switched_off_at_a_producer_while_a_shard_is_fetched() -> None:
-    """Dask answers None then. What was offered from there is lost, and the barrier finds that out."""
+    """Dask then replies None. Shards offered from there are lost, which the barrier detects."""
     cluster = Cluster(A, B, paths=["comms"])
 
     async def is_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
@@ -74,7 +74,7 @@ async def test_the_runtime_is_switched_off_at_an_owner_while_shards_are_offered(
 
 @in_process
 async def test_a_task_of_another_graph_ends() -> None:
-    """No shard is looked at: the event loop would be busy for 150 ms with 100,000 of them."""
+    """The check visits no shards: with 100,000 of them the event loop would block for 150 ms."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     run: Any = cluster.network.processes[A].run_of("a shuffle")
@@ -139,7 +139,7 @@ async def test_the_runtime_is_switched_off_while_a_shard_is_taken_or_an_input_is
 
 @in_process
 async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> None:
-    """Its block may hold what belongs to another run by then."""
+    """Its block may hold data of another run by then."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -154,7 +154,7 @@ async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> 
 
 
 class Pool:
-    """A mapping that says whether it is open."""
+    """A mapping that records whether it is open."""
 
     def __init__(self) -> None:
         self.open = True
@@ -211,7 +211,7 @@ async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
 
 @in_process
 async def test_the_runtime_is_switched_off_while_shards_are_held() -> None:
-    """Pools of peers would stay mapped for as long as their runs are known."""
+    """Otherwise peers' pools would stay mapped as long as their runs are known."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     b = cluster.network.processes[B]
@@ -252,7 +252,7 @@ async def test_the_runtime_is_switched_off_while_a_pool_is_mapped() -> None:
 
 @in_process
 async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it() -> None:
-    """The event loop does not wait for that."""
+    """The event loop does not block on the device."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -276,7 +276,7 @@ async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it
 
 @in_process
 async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
-    """The shard counts as lost; that it has landed all the same fails nothing."""
+    """The shard counts as lost; its late arrival raises no error."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -295,7 +295,7 @@ async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
 
 @in_process
 async def test_a_run_that_ends_as_a_shard_is_published_leaves_nothing_in_the_pool() -> None:
-    """Nothing withdraws what comes after the run has withdrawn all that was published in it."""
+    """The run has already withdrawn all that it published, so a later block would never be withdrawn."""
     cluster = Cluster(A, B)
     cluster.scheduler.begin(spec_of("shuffle", cluster.OUTPUTS))
     process = cluster.network.processes[A]

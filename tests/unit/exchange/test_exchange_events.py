@@ -1,4 +1,4 @@
-"""Events that befall an exchange, one by one: what would have been a wrong row or a hang."""
+"""Put an exchange through single events that would have caused a wrong row or a hang."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_an_offer_of_a_worker_to_itself_fails() -> None:
 
 
 def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
-    """A comm within a process hands over the memory of the producer, which reuses it after the release."""
+    """An inproc comm passes the producer's memory by reference; the producer reuses it after the release."""
     rng = np.random.default_rng(0)
     rows = pd.DataFrame({"key": rng.integers(0, 999, 60_000), "row": np.arange(60_000)})
     with (
@@ -131,7 +131,7 @@ async def test_the_barrier_asks_all_workers_at_once_and_each_once() -> None:
 
 @in_process
 async def test_the_barrier_gets_inputs_of_different_runs() -> None:
-    """Another run begins: shards of the one before are of no use, and no barrier would find them missing."""
+    """Another run begins: shards of the previous run are useless, and no barrier would find them missing."""
     cluster = Cluster(A, B)
     results = await cluster.transfer_all("a shuffle")
     a = cluster.network.processes[A]
@@ -188,7 +188,7 @@ async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
 
 @in_process
 async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() -> None:
-    cluster = Cluster(A, B, paths=["comms"])  # blocks are copied at once, and retained before they are read
+    cluster = Cluster(A, B, paths=["comms"])  # blocks are copied at once, and retained until read
     results = await cluster.transfer_all("first")
     await quiet()
     retained = {process: process.outbox.retained for process in cluster.network.processes.values()}
@@ -207,7 +207,7 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
     (late, *_) = [incoming.shard for incoming in run._receiver._unread if incoming.shard.source == 0]
-    results[0] = await cluster.transfer("a shuffle", 0, b)  # once more, elsewhere
+    results[0] = await cluster.transfer("a shuffle", 0, b)  # again, on another worker
     await b.exchange.offload(int)
     await run._receiver.receive([late])
     assert b.counted("shuffle.shards.stale") == 1
@@ -221,7 +221,7 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
 
 @in_process
 async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> None:
-    """It is refused, and its block is freed: it would fill the pool of its producer until the run is over."""
+    """It is rejected, and its block is freed; the pool would otherwise stay full until the run ends."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -239,7 +239,7 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
 
 @in_process
 async def test_a_shard_never_arrives() -> None:
-    """The barrier, which runs on A, finds out, and what is missing is transferred again."""
+    """The barrier, which runs on A, detects it, and the missing input is transferred again."""
     for owner in (A, B):
         await lose_commits_to(owner)
 
@@ -268,7 +268,7 @@ async def lose_commits_to(owner: str) -> None:
 
 @in_process
 async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
-    """It is retired, say: its exchange is closed before its connections are. The run goes on without it."""
+    """As when it is retired: its exchange closes before its connections. The run continues without it."""
     cluster = Cluster(A, B)
     results = await cluster.transfer_all("a shuffle")
     closing = cluster.network.processes[B]
@@ -283,27 +283,27 @@ async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
 
 @in_process
 async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connections_are() -> None:
-    """They hear that it leaves, and nothing is an error to it."""
+    """The callers learn that it is leaving, and the worker logs no error."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     handlers = {name for name in b.handlers if name.startswith("gpurt_")}
     b.status = Status.closing
     b.close()
-    assert handlers <= b.handlers.keys()  # else Dask logs an error for each call
+    assert handlers <= b.handlers.keys()  # otherwise Dask logs an error for each call
     for name in handlers - {"gpurt_make_room"}:
         with pytest.raises(PeerLost, match="is closing"):
             await a.exchange.calls.call(B, name, check=lambda: None, anything=1)
     assert await a.exchange.calls.call(B, "gpurt_make_room", check=lambda: None) == 0
     run: Any = a.run_of("a shuffle")
-    await a.exchange.withdraw(("a shuffle", run.run_id))  # which asks it to let go of what it was offered
+    await a.exchange.withdraw(("a shuffle", run.run_id))  # calls it to release its offered shards
     assert B not in a.outbox.readers()
     cluster.close()
 
 
 @in_process
 async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
-    """Its connections are closed, say, so that it cannot ask the scheduler what it is offered."""
+    """Its connections are closed, for example, so that it cannot query the scheduler about an offer."""
 
     def fail() -> Any:
         raise RuntimeError("ConnectionPool is closed")
@@ -313,7 +313,7 @@ async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
 
 @in_process
 async def test_whatever_a_worker_that_closes_answers_fails_no_run() -> None:
-    """Its tiers are closed, say, as it handles what it is offered."""
+    """Its tiers are closed, for example, while it handles an offer."""
     await offer_to_one_that_closes(lambda: error_message(RuntimeError("the tiers are closed")))
 
 
@@ -338,7 +338,7 @@ async def offer_to_one_that_closes(answer: Callable[[], Any]) -> None:
 
 @in_process
 async def test_a_loss_that_can_not_be_noted_fails_the_run() -> None:
-    """Nothing else would end what waits for the shard."""
+    """Nothing else would end the tasks that wait for the shard."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     run: Any = cluster.network.processes[B].run_of("a shuffle")
@@ -393,7 +393,7 @@ async def test_a_pull_for_a_producer_that_waits_for_room_fails() -> None:
 
 @in_process
 async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> None:
-    """The producer offers nothing while it waits: only a block that comes back tells it to go on."""
+    """The producer offers nothing while it waits: only a returned block wakes it up."""
     cluster = Cluster(A, B)
     cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -403,7 +403,7 @@ async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> No
     b.exchange.drain(list(a.exchange.me))
     await quiet()
     assert B not in a.outbox.readers()
-    await cluster.transfer("a shuffle", 1, a)  # of which the offer is answered with the error
+    await cluster.transfer("a shuffle", 1, a)  # its offer is answered with the error
     with pytest.raises(RuntimeError, match="no tier has room"):
         await cluster.transfer("a shuffle", 2, a)
     assert a.exchange.metrics.snapshot()["counters"].get("exchange.calls.repeated", 0) == 0
@@ -450,7 +450,7 @@ async def test_a_release_gets_lost() -> None:
 
 
 def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
-    """Have a handler of a worker never answer, as while connections are tried, or its process is stopped."""
+    """Block a worker's handler for ever, as while connections are retried, or when its process is stopped."""
     called = asyncio.Event()
 
     async def hang(handle: Any, to: str, called_op: str, content: dict[str, Any]) -> Any:
@@ -465,7 +465,7 @@ def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
 
 @in_process
 async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> None:
-    """Blocks that were published for it would fill the pool meanwhile."""
+    """Otherwise blocks that were published for it would fill the pool meanwhile."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -482,7 +482,7 @@ async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> Non
 
 @in_process
 async def test_a_worker_is_removed_while_it_is_called() -> None:
-    """The scheduler's word ends the call, and keeps others from beginning: nothing looks by itself here."""
+    """The scheduler's message ends the call, and prevents further calls; polling is disabled here."""
     cluster = Cluster(A, B)
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     called = never_answering(cluster, "gpurt_ticket", B)
@@ -518,7 +518,7 @@ async def test_another_worker_is_called_at_the_address_of_a_removed_one() -> Non
 
 @in_process
 async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing_needs() -> None:
-    """The bytes in flight would be counted for ever, and keep others from being pulled."""
+    """Otherwise the bytes in flight would be counted for ever, and block other pulls."""
     cluster = Cluster(A, B, paths=["comms"])
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     called = never_answering(cluster, "gpurt_fetch", A)

@@ -1,4 +1,4 @@
-"""For how long producers wait for memory of the host that no worker of theirs holds."""
+"""Limit how long producers wait for host memory that no worker of theirs holds."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ADDRESS = "tcp://127.0.0.1:1"
 
 
 class Loop:
-    """Run what is added to it at once."""
+    """Run callbacks immediately."""
 
     def add_callback(self, function: Callable[..., Any], *args: Any) -> None:
         asyncio.run(function(*args))
 
 
 class Clock:
-    """Stand still, until it is moved on."""
+    """Stand still, until the test advances it."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -38,7 +38,7 @@ async def _held(msg: dict[str, Any], hosts: list[str], on_error: str) -> dict[st
 
 
 def test_many_tasks_do_not_each_wait_for_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A task that was refused is tried again, and others come after it: all of them know already."""
+    """A refused task is retried, and further tasks follow: all of them are refused at once."""
     clock = Clock()
     monkeypatch.setattr(host_room, "time", clock)
     worker = SimpleNamespace(address=ADDRESS, loop=Loop(), scheduler=SimpleNamespace(broadcast=_held))
@@ -47,9 +47,9 @@ def test_many_tasks_do_not_each_wait_for_what_others_hold(monkeypatch: pytest.Mo
     while clock.now - began <= FOREIGN_PATIENCE_S:
         room.ask(1)
         clock.now += 1
-    for _ in range(20):  # for much longer than what a round has found is remembered
+    for _ in range(20):  # for much longer than the result of a round is remembered
         clock.now += ROUND_FORGOTTEN_S / 2
         with pytest.raises(MemoryError):
             room.ask(1)
     clock.now += 2 * ROUND_FORGOTTEN_S
-    room.ask(1)  # which waits again
+    room.ask(1)  # waits again

@@ -1,4 +1,4 @@
-"""How far a peer is away, as metrics have it: by the link where it is known, by the addresses else."""
+"""Classify a peer's distance for metrics: by the link if known, else by the addresses."""
 
 from __future__ import annotations
 

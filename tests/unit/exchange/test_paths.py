@@ -1,4 +1,4 @@
-"""Choose the path of shards: the one with the least time, of those that there are."""
+"""Choose the path of shards: the fastest available one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALL = frozenset(PATHS)
 
 
 class Pool(HostDevice):
-    """The host, whose pools any process maps."""
+    """Fake a host pool, which any process of the host maps."""
 
     def map(self, ticket: Any) -> Any:
         return object()

@@ -1,4 +1,4 @@
-"""What a worker tells of all that waits there."""
+"""Report everything that waits on a worker."""
 
 from __future__ import annotations
 

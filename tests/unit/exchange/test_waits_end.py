@@ -1,4 +1,4 @@
-"""Wait in shuffles only for something that is watched: failures that had gone unnoticed."""
+"""Watch everything that shuffles wait for: regressions for failures that had gone unnoticed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 
 
 def failing(cluster: Cluster, op: str, address: str, *errors: Exception) -> list[str]:
-    """Have a handler of a worker fail with each of these errors, then work; returns the calls of it."""
+    """Make a worker's handler fail with each of these errors, then work; returns its calls."""
     left, calls = list(errors), list[str]()
 
     async def fail(handle: Any, to: str, called: str, content: dict[str, Any]) -> Any:
@@ -50,7 +50,7 @@ async def settled(*processes: Process) -> None:
         await quiet()
 
 
-# ---- blocks of a producer, which another one may wait for --------------------------------
+# ---- blocks of a producer, which another producer may wait for -----------------------------
 
 
 @in_process
@@ -67,7 +67,7 @@ async def test_a_producer_fails_while_it_is_told_that_its_blocks_are_free() -> N
 
 @in_process
 async def test_a_producer_is_out_of_reach_for_long_while_its_blocks_become_free() -> None:
-    """It has not left: it waits for them, and is reached again."""
+    """It has not left: the producer waits for them, and reaches it again."""
     cluster = Cluster(A, B)
     failing(cluster, "gpurt_release", A, *[CommClosedError("the connection was reset")] * 11)
     assert await cluster.shuffle("a shuffle") == cluster.expected()
@@ -79,7 +79,7 @@ async def test_a_producer_is_out_of_reach_for_long_while_its_blocks_become_free(
 
 @in_process
 async def test_an_owner_fails_while_it_lets_go_of_a_run() -> None:
-    """What it may still read stays published until it has said so."""
+    """Shards that it may still read stay published until it has released them."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     calls = failing(cluster, "gpurt_forget", B, RuntimeError("can't start new thread"))
@@ -115,7 +115,7 @@ async def test_one_of_many_shards_can_not_be_let_go_of() -> None:
 
 @in_process
 async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies() -> None:
-    """Its reader may wait for another shard, which is pulled by the thread that lets go of this one."""
+    """Its reader may wait for another shard, which is pulled by the thread that releases this one."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -133,7 +133,7 @@ async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies() -> None:
 
 @in_process
 async def test_a_shard_is_let_go_of_while_it_is_read_after_it_has_landed() -> None:
-    """Its bytes are in a tier then, which may use their memory for something else at once."""
+    """Its bytes are in a tier then, which may reuse their memory at once."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -161,7 +161,7 @@ async def test_a_shard_is_let_go_of_while_it_is_read_after_it_has_landed() -> No
 
 @in_process
 async def test_an_input_fails_while_it_is_packed() -> None:
-    """Its first blocks, of which no owner has heard, are free again."""
+    """Its first blocks, which no owner knows of, are freed."""
     cluster = Cluster(A, B)
     cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -190,7 +190,7 @@ async def test_an_input_fails_while_it_is_packed() -> None:
 
 @in_process
 async def test_an_owner_closes_while_it_is_asked_to_let_go_of_shares() -> None:
-    """It had never heard of some of what was published for it, so nothing else frees that."""
+    """It never received some of the offers, so only the producer can free their blocks."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
@@ -230,7 +230,7 @@ async def test_the_connection_to_the_scheduler_breaks_while_owners_are_asked_for
     a, b, c = (cluster.network.processes[address] for address in (A, B, C))
     c.die()
     cluster.scheduler.leaves(C)
-    while cluster.network.streams[b]:  # and a, which has not heard of it, is offered what c should have had
+    while cluster.network.streams[b]:  # and a, which has not been notified, receives offers for c
         await cluster.network.deliver_stream(b)
     run: Any = a.run_of("a shuffle")
     answer, calls = cluster.scheduler.gpurt_owners, list[str]()
@@ -273,7 +273,7 @@ async def test_the_scheduler_fails_while_it_is_told_of_a_lost_shard() -> None:
 
 @in_process
 async def test_the_scheduler_fails_while_it_is_asked_to_begin_a_run_again() -> None:
-    """Its tasks, scheduled again, would find the same run for ever."""
+    """Its rescheduled tasks would find the same run for ever."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     run: Any = cluster.network.processes[A].run_of("a shuffle")
@@ -313,7 +313,7 @@ async def test_memory_ends_while_a_run_gets_other_owners() -> None:
 
 @in_process
 async def test_the_runtime_is_switched_off_while_something_is_handed_to_its_threads() -> None:
-    """The thread that closes has shut them down, and the event loop has not seen it yet."""
+    """The closing thread has shut them down, and the event loop has not noticed yet."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a = cluster.network.processes[A]
@@ -343,7 +343,7 @@ async def test_the_runtime_is_switched_off_while_something_is_handed_to_its_thre
 
 
 def test_a_shard_that_was_promised_room_comes_out_wrong(tmp_path: Path) -> None:
-    """The room is not promised for ever."""
+    """The reservation is released."""
     tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(2**20, 0, 0, None))
     landing = Landing(tiered_buffer, "host", Metrics())
     section = Section((0,), (0, 1), 0, 1000, b"")

@@ -1,6 +1,6 @@
-"""A run ends while its shards are read elsewhere: their blocks are not used again before that is through.
+"""End a run while its shards are read elsewhere: their blocks are reused only after the reads.
 
-Two ends of the exchange in one process, and between them a wire that holds what was sent until it is let.
+Two ends of the exchange run in one process; the wire between them holds messages until released.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OURS, OTHERS = 1, 2
 
 
 class Worker:
-    """Provide what an exchange needs of a worker.
+    """Provide the worker attributes that an exchange uses.
 
-    Replies to ``gpurt_fetch`` are read off the wire once it is let.
+    Replies to ``gpurt_fetch`` are read off the wire once released.
     """
 
     def __init__(self, address: str, all_of_them: dict[str, Worker]):
@@ -65,7 +65,7 @@ class Worker:
         return False
 
     def leaves(self) -> None:
-        """Act as if the scheduler had removed it."""
+        """Act as if the scheduler had removed this worker."""
         del self._peers[self.address]
 
     def rpc(self, peer: str) -> Any:
@@ -93,7 +93,7 @@ class Worker:
 
 
 class Landed:
-    """Take the place of the tiers: copy the bytes of shards from where they lie once that is let."""
+    """Fake the tiers: copy the bytes of shards from their source once released."""
 
     def __init__(self) -> None:
         self.found: list[np.ndarray] = []
@@ -109,7 +109,7 @@ class Landed:
 
 
 class Pair:
-    """A producer that has published one shard, and its owner."""
+    """Hold a producer that has published one shard, and its owner."""
 
     def __init__(self, *paths: str):
         workers: dict[str, Worker] = {}
@@ -129,7 +129,7 @@ class Pair:
         self.failed: list[Exception] = []
 
     def _end(self, worker: Worker, settings: config.Settings) -> Exchange:
-        tiered_buffer: Any = None  # nothing lands there
+        tiered_buffer: Any = None  # not used: shards do not land there
         metrics = Metrics()
         return Exchange(
             worker, Pools(config.Size(4 * NBYTES), 2**30, metrics), tiered_buffer, settings, metrics
@@ -139,18 +139,18 @@ class Pair:
         return self.owner.take(RUN, self.shard, await self.owner.path(self.shard), self.failed.append)
 
     def overwrite(self) -> None:
-        """Overwrite all that may be reused: the pool gives memory back, and another run takes some of it."""
+        """Overwrite all reusable memory: the pool frees memory, and another run takes some of it."""
         self.producer.pools.trim()
         self.outbox.allocate(NBYTES).buffer[:] = OTHERS
 
     async def settled(self) -> None:
-        """Wait until all that does not wait for a test is done."""
+        """Return once everything is done that does not wait for the test."""
         for _ in range(50):
             for end in (self.producer, self.owner):
                 await end.offload(int)
 
     async def ends(self, incoming: IncomingShard, *, owner_first: bool, go_on: Callable[[], object]) -> None:
-        """End the run; ``go_on`` lets readers go on, after what may be reused has been."""
+        """End the run; ``go_on`` releases the readers after reusable memory has been overwritten."""
         let_go = []
         if owner_first:
             let_go.append(asyncio.create_task(self.owner.offload(self.owner.discard, [incoming])))
@@ -161,14 +161,14 @@ class Pair:
         self.overwrite()
         go_on()
         await asyncio.gather(*let_go)
-        assert self.outbox.pool.used == NBYTES  # what the other run has
+        assert self.outbox.pool.used == NBYTES  # held by the other run
         assert not self.owner._incoming[self.producer.me]
         for end in (self.producer, self.owner):
             await asyncio.to_thread(end.close)
 
 
 class Reading:
-    """Read a shard where it lies, on a thread, until told to go on."""
+    """Read a shard in place on a thread, until released."""
 
     def __init__(self, incoming: IncomingShard):
         self._incoming = incoming

@@ -1,4 +1,4 @@
-"""Each element of a rechunk goes once, and to where Dask would take it, whatever is cut and divided."""
+"""Send each element of a rechunk once, to where Dask would put it, however chunks are cut and split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dask_gpurt.frames.boxes import Box, Chunks, Grid, Plan
 
 @st.composite
 def chunkings(draw: st.DrawFn, most: int = 9) -> tuple[Chunks, Chunks]:
-    """Draw two ways to cut an array of up to three axes, chunks without elements among them."""
+    """Draw two chunkings of an array with up to three axes, including empty chunks."""
     axes = []
     for _ in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, most))
@@ -42,7 +42,7 @@ def shape_of(chunks: Chunks, index: Sequence[int]) -> tuple[int, ...]:
 
 
 def slices_of(chunks: Chunks, index: Sequence[int]) -> tuple[slice, ...]:
-    """Return where a chunk is in its array."""
+    """Return the position of a chunk in its array."""
     starts = [int(sum(axis[:at])) for axis, at in zip(chunks, index, strict=True)]
     return tuple(
         slice(start, start + length) for start, length in zip(starts, shape_of(chunks, index), strict=True)
@@ -59,7 +59,7 @@ def test_chunks_are_numbered_as_numpy_does(shape: list[int], data: st.DataObject
 
 
 def test_what_no_new_chunk_has_is_left_out() -> None:
-    """Where no new chunk of a part has elements, Dask still gives it an old chunk that has some."""
+    """Where no new chunk of a part has elements, Dask still assigns it an old chunk that has some."""
     plan = plan_of(((3,), (1,)), ((1, 2), (0,)))
     boxes = list(plan.boxes(0, (3, 1)))
     assert [(box.output, box.shape) for box in boxes] == [(0, (1, 0)), (1, (2, 0))]
@@ -96,7 +96,7 @@ def test_an_element_is_not_divided() -> None:
 
 
 class Room:
-    """A pool that has room for blocks of so many bytes at most."""
+    """Fake a pool that has room for blocks of at most ``most`` bytes."""
 
     def __init__(self, most: int):
         self.most = most
@@ -119,7 +119,7 @@ def packed(table: Any, piece: Piece, room: Room) -> list[tuple[Piece, Any]]:
 
 
 def rechunked(array: Any, old: Chunks, new: Chunks, owners: int, room: Room) -> list[Any]:
-    """Return the new chunks of an array, by way of packed pieces for some owners."""
+    """Return the new chunks of an array, built from packed pieces for several owners."""
     table = chunk_table("numpy", lambda _: HostDevice(2**20))
     plan = plan_of(old, new)
     groups = [tuple(range(at, len(plan.new), owners)) for at in range(owners)]
@@ -191,7 +191,7 @@ def test_tiles_make_up_an_array(axes: list[int], data: st.DataObject) -> None:
 
 
 def test_chunks_of_other_types_become_what_dask_makes_of_them() -> None:
-    """Some chunks of an array are masked, others plain: Dask's own concatenation decides on the result."""
+    """Some chunks of an array are masked, some plain: Dask's concatenation decides the result's type."""
     masked = np.ma.masked_equal(np.arange(12).reshape(4, 3), 5)
     table = chunk_table("numpy", lambda _: HostDevice(2**20))
     plan = plan_of(((2, 2), (3,)), ((4,), (2, 1)))

@@ -1,6 +1,6 @@
-"""Python objects and other columns that are not plain numbers: all of their bytes lie in the pool.
+"""Pack Python objects and other non-numeric columns: all their bytes are in the pool.
 
-Headers travel inside of offers, which the event loop unpickles: their size does not depend on the data.
+Headers are part of offers, which the event loop unpickles: their size does not depend on the data.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KIB, MIB = 2**10, 2**20
 
 
 class Heap:
-    """Room without an end, or none at all for so many times."""
+    """Fake an unlimited pool that refuses the given number of first requests."""
 
     def __init__(self, refusals: int = 0) -> None:
         self.refusals = refusals
@@ -70,7 +70,7 @@ def pieces(
 
 
 def one_piece(table: PandasTable, frame: pd.DataFrame) -> Piece:
-    """Return all rows, evenly over the outputs."""
+    """Return all rows, evenly distributed over the outputs."""
     targets = np.arange(len(frame)) * OUTPUTS // max(1, len(frame))
     (piece,) = pieces(table, frame.assign(_partitions=targets), [list(range(OUTPUTS))])
     return piece
@@ -84,7 +84,7 @@ def parts_of(piece: Piece, packed: Packed) -> dict[int, Part]:
 
 
 def objects(values: Sequence[Any]) -> np.ndarray:
-    """Return an array of objects, whatever they are; numpy would look into lists."""
+    """Return an array of arbitrary objects; numpy would descend into lists."""
     array = np.empty(len(values), object)
     for at, value in enumerate(values):
         array[at] = value
@@ -92,7 +92,7 @@ def objects(values: Sequence[Any]) -> np.ndarray:
 
 
 def column(values: Sequence[Any]) -> pd.Series:
-    """Return a column of objects, also of strings, of which pandas would make a column of its own kind."""
+    """Return a column of dtype object, also for strings, for which pandas would infer its own dtype."""
     return pd.Series(objects(values), dtype=object)
 
 
@@ -116,7 +116,7 @@ ROW = st.tuples(st.integers(0, OUTPUTS - 1), CELLS, CELLS)
 
 
 def mixed(rows: Sequence[tuple[int, Any, Any]], names: Sequence[str]) -> pd.DataFrame:
-    """Draw columns of objects beside others."""
+    """Draw object columns next to others."""
     numbers = np.arange(len(rows))
     made = {
         "a": column([a for _, a, _ in rows]),
@@ -146,7 +146,7 @@ def test_rows_of_objects_are_those_of_pandas(
     for frame in inputs:
         if index == "of objects":
             frame.index = pd.Index([f"row {at}" for at in range(len(frame))], object, name="row")
-        if twice:  # labels may come more than once
+        if twice:  # labels may be duplicated
             frame.columns = pd.Index(["_partitions", *("same" for _ in names)])
     table, groups = PandasTable(HostDevice(1 << 30)), [[3, 0], [1, 2, 4]]
     parts: dict[int, list[Part]] = {output: [] for output in range(OUTPUTS)}
@@ -172,7 +172,7 @@ def test_rows_of_objects_are_those_of_pandas(
 
 
 def cells(frame: pd.DataFrame) -> tuple[list[str], list[list[str]]]:
-    """Return what is in a frame, so that nan is nan, and 1 is neither 1.0 nor True."""
+    """Return a frame's cells, so that nan equals nan, and 1 equals neither 1.0 nor True."""
     return list(frame.columns), [[repr(cell) for cell in row] for row in frame.itertuples(name=None)]
 
 
@@ -186,13 +186,13 @@ class DecimalsDtype(DecimalDtype):
 
 
 class Decimals(DecimalArray):
-    """An extension array of another library: that it holds objects is not known of it."""
+    """An extension array of another library, not known to hold objects."""
 
     dtype = DecimalsDtype()
 
 
 class Subclass(pd.DataFrame):
-    """A frame that pickles in its own way."""
+    """A frame with its own pickling."""
 
     @property
     def _constructor(self) -> Any:
@@ -256,16 +256,16 @@ def test_the_header_is_small_and_rows_are_their_own(table: PandasTable, name: st
     start, stop = piece.offsets[2:4]
     found = table.assemble([part], frame[:0], ignore_index=False)
     whole = table.assemble(list(parts_of(piece, packed).values())[:2], frame[:0], ignore_index=False)
-    packed.block.buffer[:] = 255  # as when a pool gives the block to another shard
+    packed.block.buffer[:] = 255  # as when a pool reuses the block for another shard
     assert_frame_equal(found, frame.iloc[start:stop])
-    wanted = pd.concat([frame[a:b] for a, b in list(pairwise(piece.offsets))[:2]])  # in its own dtypes
+    wanted = pd.concat([frame[a:b] for a, b in list(pairwise(piece.offsets))[:2]])  # with its own dtypes
     assert_frame_equal(whole, wanted, check_categorical=False)
 
 
 def test_an_index_that_is_that_of_the_columns_too() -> None:
     labels = pd.Index(["a", "b", "c"], dtype=object)
     frame = pd.DataFrame(objects(range(9)).reshape(3, 3))
-    frame._mgr.axes = [labels, labels]  # as some version of pandas has it of one index for both
+    frame._mgr.axes = [labels, labels]  # as some pandas versions do if both axes share an index
     packed = Chunks(frame, (0, 2, 3)).pack(Heap())
     read: Pickled = pickle.loads(packed.header)
     for at, rows in enumerate((frame[:2], frame[2:])):
@@ -278,7 +278,7 @@ made, pickled = list[int](), list[int]()
 
 
 class Counted:
-    """An object that tells when it is pickled, and when it is made of a pickle."""
+    """An object that counts its picklings and unpicklings."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -319,14 +319,14 @@ def test_objects_are_pickled_once_however_often_the_pool_is_full(table: PandasTa
             table.pack(piece, room)
     table.pack(piece, room)
     assert sorted(pickled) == list(range(50))
-    for half in piece.halves(table.cut):  # whose rows are others than what was pickled
+    for half in piece.halves(table.cut):  # whose rows differ from the pickled ones
         (part, *_) = parts_of(half, table.pack(half, Heap())).values()
         start, stop = part.offsets[:2]
         assert len(table.assemble([part], piece.rows.frame[:0], ignore_index=False)) == stop - start
 
 
 def test_objects_beside_what_has_to_be_copied_are_not_pickled_again(table: PandasTable) -> None:
-    """Arrow's memory still lies in the buffer after rows were brought together."""
+    """Arrow's memory is still in the buffer after rows were concatenated."""
     frame = pd.DataFrame({"a": [Counted(at) for at in range(2000)], "text": COLUMNS["arrow strings"][:2000]})
     piece = one_piece(table, frame)
     parts = list(parts_of(piece, table.pack(piece, Heap())).values())
@@ -346,7 +346,7 @@ def test_classes_that_only_cloudpickle_knows(table: PandasTable) -> None:
     assert [type(one).__name__ for one in found["a"]] == ["Local"] * 10
 
 
-# ---- accounts ------------------------------------------------------------------------------
+# ---- accounting ----------------------------------------------------------------------------
 
 
 def shard_of(piece: Piece, packed: Packed) -> Shard:
@@ -355,7 +355,7 @@ def shard_of(piece: Piece, packed: Packed) -> Shard:
 
 
 def test_the_ledger_sees_shards_of_objects(table: PandasTable, tmp_path: Any) -> None:
-    """10 MB of bytes: an offer of them is small, and in the tiers of their owner they are 10 MB."""
+    """10 MB of bytes: their offer is small, and in the owner's tiers they are 10 MB."""
     piece = one_piece(table, pd.DataFrame({"a": objects([bytes(at % 2000) for at in range(10_000)])}))
     packed = table.pack(piece, Heap())
     shard = shard_of(piece, packed)
@@ -366,7 +366,7 @@ def test_the_ledger_sees_shards_of_objects(table: PandasTable, tmp_path: Any) ->
         HostDevice(1 << 30),
     )
     landing = Landing(tiered_buffer, "host", Metrics())
-    for number in range(2):  # the second one finds no room beside the first
+    for number in range(2):  # the second finds no room next to the first
         landing.put(f"shard-{number}", shard, [packed.block.buffer], device, device.land)
     assert tiered_buffer.ledger.cell(Tier.DEVICE, SHARDS) > 9 * MIB
     assert tiered_buffer.ledger.cell(Tier.DISK, SHARDS) > 9 * MIB
@@ -382,7 +382,7 @@ def test_the_ledger_sees_partitions_of_objects(tmp_path: Any) -> None:
 
 
 def truth(value: Any, seen: set[int]) -> int:
-    """Return the bytes of an object and of all that it holds, each once."""
+    """Return the bytes of an object and of everything that it refers to, each counted once."""
     if id(value) in seen:
         return 0
     seen.add(id(value))

@@ -1,4 +1,4 @@
-"""pandas frames of plain numbers go through a packed buffer as all others do, without pickle."""
+"""Pack pandas frames of plain numbers through the same buffers, without pickle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTPUTS = 7
 
 
 class Heap:
-    """Room without an end."""
+    """Fake an unlimited pool."""
 
     def allocate(self, nbytes: int) -> Block:
         return Block(0, nbytes, np.empty(nbytes, np.uint8))
@@ -45,7 +45,7 @@ def frame_of(index: pd.Index, seed: int = 0) -> pd.DataFrame:
         },
         index=index,
     )
-    frame.columns = ["key", "flag", "x", "small", "x"]  # labels may come twice
+    frame.columns = ["key", "flag", "x", "small", "x"]  # labels may be duplicated
     return frame
 
 
@@ -96,7 +96,7 @@ def test_rows_go_where_dask_sends_them(index: pd.Index, ignore_index: bool, by: 
     found = outputs(table, frames, [[2, 3, 5], [0, 1], [4, 6]], ignore_index=ignore_index)
     for frame, wanted in zip(found, expected(frames), strict=True):
         assert_frame_equal(frame, wanted.reset_index(drop=True) if ignore_index else wanted)
-        assert len(frame._mgr.blocks) == 4  # one for each dtype, in memory of their own
+        assert len(frame._mgr.blocks) == 4  # one for each dtype, each with its own memory
 
 
 def test_dtypes_that_differ_are_brought_together() -> None:
@@ -145,7 +145,7 @@ def test_rows_go_into_the_ranges_that_dask_says(divisions: Any, ignore_index: bo
     for frame, other, wanted in zip(found, unordered, expected(frames), strict=True):
         wanted = wanted.reset_index(drop=True) if ignore_index else wanted
         assert_frame_equal(other, wanted)
-        # Keys are there many times: in which order these come is up to the sort.
+        # Keys are duplicated: their relative order depends on the sort.
         assert_frame_equal(frame, wanted)
 
 
@@ -176,7 +176,7 @@ def test_numbers_are_ordered_as_by_a_stable_sort(drawn: tuple[str, int, list[int
     highest = int(np.iinfo(dtype).max)
     numbers = np.array([lowest + step % (highest - lowest + 1) for step in steps], dtype)
     order = order_of(numbers)
-    if order is None:  # only where they are far apart
+    if order is None:  # only if the values are widely spread
         assert int(numbers.max()) - int(numbers.min()) >= 2**56
     else:
         assert order.tolist() == np.argsort(numbers, kind="stable").tolist()

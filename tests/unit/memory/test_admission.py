@@ -1,4 +1,4 @@
-"""Admit tasks when memory is short, and estimate what they need."""
+"""Admit tasks when memory is short, and estimate their needs."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ History = tuple[Step, ...]
 
 
 class Explored:
-    """All that can happen to a few holders that share some room, one thing after another."""
+    """Enumerate everything that can happen to a few requests that share memory, in any order."""
 
     def __init__(self, needs: dict[MemoryRequest, int], room: int):
         self.needs, self.room = needs, room
 
     def replay(self, history: History) -> tuple[Admission, set[MemoryRequest], set[MemoryRequest]]:
-        """Return the state after a history: which requests have begun, and which have finished."""
+        """Return the state after a history, the requests that have begun, and those that have finished."""
         admission, began, done = Admission(), set[MemoryRequest](), set[MemoryRequest]()
         for what, who in history:
             if what == "ask":
@@ -95,12 +95,12 @@ class Explored:
         return admission, began, done
 
     def steps(self, history: History) -> list[Step]:
-        """Return what can happen next. A task that has seceded may need tasks of its own: it ends last."""
+        """Return the possible next steps. A seceded task may wait for tasks of its own: it ends last."""
         admission, began, done = self.replay(history)
         asks = [("ask", who) for who in self.needs if who not in began]
         running = [who for who in self.needs if who in admission.running]
         seceded = [who for who in began - done if who not in admission.running]
-        # Only when no other is left: whatever it waits for has to have had its turn.
+        # Only when no other step is left: all that it may wait for must have had its turn.
         ends = seceded if not asks and not running else []
         leaves = [("finish", who) for who in running]
         leaves += [("secede", who) for who in running if who.kind == TASK]
@@ -126,7 +126,7 @@ def holders(tasks: tuple[int, ...], fetches: tuple[int, ...] = (), sends: tuple[
     ],
 )
 def test_in_no_state_do_all_wait(needs: dict[MemoryRequest, int], room: int) -> None:
-    """In every reachable state where requests wait, a task goes on, or the first to ask may."""
+    """In every reachable state where requests wait, a task runs, or the first to ask is admitted."""
     explored = Explored(needs, room)
     states: set[Any] = set()
     histories: list[History] = [()]
@@ -143,7 +143,7 @@ def test_in_no_state_do_all_wait(needs: dict[MemoryRequest, int], room: int) -> 
         moving = [
             step
             for step in steps
-            if step[0] != "ask" or explored.replay((*history, step))[1] > began  # one got in
+            if step[0] != "ask" or explored.replay((*history, step))[1] > began  # a request was admitted
         ]
         assert moving, f"stuck after {history}"
         histories += [(*history, step) for step in steps]
@@ -216,8 +216,8 @@ def test_the_time_of_the_next_request_begins_when_the_one_before_it_gives_up() -
 
 
 PATIENCE_S = 5
-#: What may happen in a step: a request of a kind comes, something that runs ends, a request is withdrawn, or
-#: nothing but time passes.
+#: Possible events of a step: a request of some kind arrives, a running request ends, a request is withdrawn,
+#: or only time passes.
 events = st.one_of(
     st.tuples(st.just("come"), st.sampled_from([TASK, FETCH, SEND])),
     st.tuples(st.just("end"), st.integers(0, 9)),
@@ -228,7 +228,7 @@ events = st.one_of(
 
 @given(st.lists(st.tuples(events, st.booleans()), max_size=60))
 def test_whatever_comes_goes_or_stays_for_ever_each_request_is_admitted_in_its_time(steps: Any) -> None:
-    """One step a second, in which each request asks. What runs ends only where a step says so."""
+    """One step takes a second, in which each request asks. Running requests end only where a step says so."""
     admission, now, numbers = Admission(PATIENCE_S), 0, itertools.count()
     due: dict[MemoryRequest, int] = {}
 

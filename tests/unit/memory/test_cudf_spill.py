@@ -1,4 +1,4 @@
-"""cudf spills by itself: what it moves counts where it lies, and is left there."""
+"""Account for buffers that cudf itself spills: they count where they are, and are left there."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 class Spillable:
-    """Act as cudf's owner of a buffer: one and the same wherever the bytes are."""
+    """Fake cudf's owner of a buffer, which stays the same object wherever its bytes are."""
 
     def __init__(self, nbytes: int):
         self.size = nbytes
@@ -36,7 +36,7 @@ class Spillable:
 
 
 class Column:
-    """Act as pylibcudf's column, and as cudf's around it."""
+    """Fake pylibcudf's column and cudf's column around it."""
 
     dtype = np.dtype(np.uint8)
 
@@ -56,7 +56,7 @@ class Column:
 
 
 class Frame:
-    """Act as a frame of cudf's."""
+    """Fake a frame of cudf."""
 
     __module__ = "cudf.of.this.test"
 
@@ -78,7 +78,7 @@ class Manager:
 
 @pytest.fixture
 def buffers(monkeypatch: pytest.MonkeyPatch) -> list[Spillable]:
-    """Return three buffers of 10 KiB that a manager looks after."""
+    """Return three buffers of 10 KiB that a spill manager tracks."""
     made = [Spillable(10 * KIB) for _ in range(3)]
     module = SimpleNamespace(get_global_manager=lambda: Manager(*made))
     monkeypatch.setitem(sys.modules, "cudf.core.buffer.spill_manager", module)
@@ -137,7 +137,7 @@ def test_what_cudf_spills_leaves_the_account_of_the_device(
 def test_memory_that_cudf_copies_as_it_is_read_counts(
     buffers: list[Spillable], tiered_buffer: TieredBuffer
 ) -> None:
-    """Two frames share a buffer; cudf gives the one that is read a buffer of its own."""
+    """Two frames share a buffer; cudf gives the frame that is read its own buffer."""
     a, b, _ = buffers
     tiered_buffer["x"], tiered_buffer["y"] = Frame(a), Frame(a)
     held = tiered_buffer.hold(["x"])
@@ -164,7 +164,7 @@ def test_what_is_not_on_the_device_is_not_spilled(
 
 @pytest.mark.gpu
 def test_the_account_agrees_with_cudf() -> None:
-    """Objects that cudf has spilled are counted in host memory, survive our own spills, and stay the same."""
+    """Objects that cudf has spilled count as host memory, survive our own spills, and stay unchanged."""
     sizes = {"memory__device": 64 * MIB, "memory__pinned": 64 * MIB, "memory__host": 64 * MIB}
 
     def spill_half() -> int:

@@ -1,4 +1,4 @@
-"""Limit how often a worker tells the scheduler what its tiers hold."""
+"""Limit how often a worker reports its tiers to the scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dask_gpurt.plugins.memory_reports import REPORT_INTERVAL_S, Reporter
 
 
 class FakeWorker:
-    """Remembers what is sent, and what is to be called later; it happens when the test says so."""
+    """Record messages and delayed calls; the test decides when a call happens."""
 
     def __init__(self, heartbeat: float):
         self.metrics: dict[str, Any] = {}
@@ -27,7 +27,7 @@ class FakeWorker:
         )
 
     def wait(self) -> float:
-        """Let the next call happen; tell how late it is."""
+        """Run the next delayed call; returns its delay."""
         delay, call = self.waiting.pop()
         call()
         return delay
@@ -46,7 +46,7 @@ def test_the_larger_the_cluster_the_rarer_the_messages_of_busy_workers(
             reporter.changed()
         return worker.wait()
 
-    assert change(1) == REPORT_INTERVAL_S  # a change after a long silence is told at once
+    assert change(1) == REPORT_INTERVAL_S  # a change after a long silence is reported at once
     assert change(2) == pytest.approx(pause, abs=0.02)
     assert [message["cells"] for message in worker.sent] == [
         [["host", "partitions", nbytes], ["host", "shards", nbytes]] for nbytes in (1, 2)

@@ -1,4 +1,4 @@
-"""Check the rules of memory without a cluster: what is evicted first, the sizes of tiers, owned bytes."""
+"""Check the rules of memory without a cluster: eviction order, sizes of tiers, owned bytes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_the_user_gave_dask_cuda_counts() -> None:
 def test_the_memory_of_an_integrated_gpu_is_given_out_once(settings: dict[str, Any]) -> None:
     found = resolved(integrated=True, **settings)
     assert 0 < found.device + found.pinned + found.host <= 100 * GIB
-    assert found.host > 0  # results that are not on the GPU have a place too
+    assert found.host > 0  # results on the host need room too
 
 
 def test_an_integrated_gpu_and_host_objects_share_what_a_gpu_of_its_own_would_have() -> None:
@@ -169,7 +169,7 @@ def test_what_does_not_pickle_is_named_and_not_logged(caplog: pytest.LogCaptureF
     assert not caplog.records
     with pytest.raises(TypeError):
         dask_pickle.dumps(i for i in range(3))
-    assert [record.name for record in caplog.records] == ["distributed.protocol.pickle"]  # as ever
+    assert [record.name for record in caplog.records] == ["distributed.protocol.pickle"]  # as in Dask
 
 
 def test_what_pickle_makes_something_else_of_stays_live() -> None:
@@ -206,7 +206,7 @@ def test_frames_that_share_their_columns_count_once() -> None:
 
 @pytest.mark.parametrize("hold", [lambda *held: {"data": held[0], "label": [held[1]]}, lambda *held: (held,)])
 def test_a_collection_counts_the_frames_that_it_holds_once_with_those(hold: Any) -> None:
-    # XGBoost has Dask put the frames and labels of a partition into a dict, which is a key of its own.
+    # XGBoost makes Dask put the frames and labels of a partition into a dict, which is another key.
     frame, label = pd.DataFrame({"a": np.arange(10**5)}), pd.Series(np.arange(10.0**5))
     together = total(frame, label)
     assert together < total(frame, label, hold(frame, label)) < 1.01 * together
@@ -222,19 +222,19 @@ def test_a_collection_of_many_objects_is_not_looked_through() -> None:
     assert list(contents(words[1:])) == words[1:]
     assert list(contents(words)) == []
     assert owned(words).keys() == {id(words)}
-    words[:] = [words]  # in itself
+    words[:] = [words]  # a self-reference
     assert list(contents(words)) == []
 
 
 class Sizeless:
-    """An object that cannot tell its size."""
+    """An object whose size cannot be determined."""
 
     def __sizeof__(self) -> int:
         raise RuntimeError("no size")
 
 
 class WithoutModule:
-    """An object of a type that says that it has no module."""
+    """An object of a type whose module is None."""
 
 
 WithoutModule.__module__ = None  # type: ignore[assignment]
@@ -288,7 +288,7 @@ roots_of_7 = st.dictionaries(st.integers(0, 5), st.just(7))
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), roots_of_7, st.frozensets(st.integers(0, 5)))))
 def test_the_union_under_changes(steps: list[tuple[str, dict[int, int], frozenset[int]]]) -> None:
-    """Keys come and go, and what they own lies somewhere else now and then."""
+    """Keys are added and removed, and their memory moves now and then."""
     known, model, charged = Owned(), dict[str, dict[int, int]](), Counter[str]()
     for key, roots, elsewhere in steps:
         for heir, nbytes in known.discard(key).items():
@@ -302,7 +302,7 @@ def test_the_union_under_changes(steps: list[tuple[str, dict[int, int], frozense
         for one, nbytes in known.set_elsewhere(elsewhere).items():
             charged[str(one)] += nbytes
         seen = set(elsewhere)
-        for owner, mine in model.items():  # in order: the first is charged
+        for owner, mine in model.items():  # in order: the first owner is charged
             assert charged[owner] == 7 * len(set(mine) - seen)
             seen |= set(mine)
         union = {address for roots in model.values() for address in roots}
@@ -320,7 +320,7 @@ cells = st.tuples(st.sampled_from(list(Tier)), st.sampled_from(["partitions", "s
 
 @given(st.lists(st.tuples(cells, st.booleans(), st.booleans())))
 def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], bool, bool]]) -> None:
-    """Messages may be lost, doubled and overtaken by older ones: a snapshot brings it all together."""
+    """Messages may be lost, duplicated and reordered: a snapshot restores agreement."""
     ledger, cluster_memory, sent = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory(), []
     for (tier, kind, nbytes), tell, arrives in steps:
         ledger.set(tier, kind, nbytes)
@@ -341,7 +341,7 @@ def test_the_picture_is_the_account(steps: list[tuple[tuple[Tier, str, int], boo
 
 
 def test_a_new_ledger_of_a_worker_comes_in_the_place_of_the_old_one() -> None:
-    """As when the runtime is switched off and on, while the scheduler still has a heartbeat from before."""
+    """As when the runtime is disabled and enabled, while the scheduler still has an old heartbeat."""
     old, new, cluster_memory = (
         Ledger(dict.fromkeys(Tier, 100)),
         Ledger(dict.fromkeys(Tier, 100)),
@@ -365,7 +365,7 @@ steps_of_prefixes = st.lists(
 
 @given(steps_of_prefixes)
 def test_prefixes_in_the_picture(steps: list[tuple[Tier, str, int, int]]) -> None:
-    """A few prefixes go by their name, and the rest together; nothing counts twice, or not at all."""
+    """The largest prefixes are listed by name, the rest in sum; every byte counts exactly once."""
     with mock.patch.object(ledger_module, "MAX_PREFIXES", 3):
         ledger, cluster_memory, model = (
             Ledger(dict.fromkeys(Tier, 100)),
@@ -405,7 +405,7 @@ def test_a_prefix_has_its_own_name_again_once_others_are_gone() -> None:
     assert ledger.prefixes(Tier.DISK)[OTHERS] == 2
     last = Label(PARTITIONS, f"p{MAX_PREFIXES + 1}")
     ledger.add(Tier.DISK, Label(PARTITIONS, "p0"), -1)
-    ledger.changes()  # what is gone has been told
+    ledger.changes()  # the removal has been reported
     ledger.add(Tier.DISK, last, 1)
     assert ledger.prefixes(Tier.DISK)[OTHERS] == 3  # as long as it has bytes there
     ledger.add(Tier.DISK, last, -2)
@@ -429,7 +429,7 @@ def test_a_report_has_only_the_prefixes_that_have_changed() -> None:
 
 def test_what_are_no_partitions_goes_by_its_kind() -> None:
     ledger, cluster_memory = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory()
-    ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task of this name
+    ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task with this name
     ledger.add(Tier.HOST, Label(SHARDS), 2)
     ledger.add(Tier.DEVICE, Label("reservations"), 3)
     ledger.set(Tier.HOST, "unmanaged", 4)

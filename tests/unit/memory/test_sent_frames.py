@@ -1,4 +1,4 @@
-"""Compare what Dask sends of an object that has been taken apart with what it sends of the object itself."""
+"""Compare Dask's messages of an object that was taken apart with those of the object itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.objects import OBJECTS, same, scattered
 
 
 def over_the_wire(sent: Any) -> Any:
-    """Return what a peer makes of it that knows Dask only."""
+    """Return the object as received by a peer that knows Dask only."""
     return loads([bytes(frame) for frame in dumps({"x": to_serialize(sent)}, frame_split_size=5000)])["x"]
 
 
@@ -34,7 +34,7 @@ def test_frames_are_sent_as_the_object_would_be(which: int, cuts: list[int]) -> 
 
 
 class OnDevice:
-    """Have a serializer for the device, and one for the host with the same frames."""
+    """Have a serializer for the device, and another for the host with the same frames."""
 
     def __init__(self, memory: np.ndarray, came: str = ""):
         self.memory, self.came = memory, came
@@ -42,7 +42,7 @@ class OnDevice:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Name the library of those objects."""
+    """Name the library of these objects."""
     for family in (cuda_serialize, dask_serialize):
         family.register(OnDevice)(lambda x: ({"shape": x.memory.shape}, [x.memory.ravel().data]))
     dask_deserialize.register(OnDevice)(
@@ -60,7 +60,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def of_device(value: Any) -> Frames:
-    """Return a value as it lies below the device tier."""
+    """Return a value as stored below the device tier."""
     header, buffers = serialize(value, serializers=("cuda", "dask", "pickle"))
     arrays = tuple([np.frombuffer(buffer, np.uint8)] for buffer in buffers)
     return Frames(pickle.dumps(("device", header, [True] * len(arrays))), arrays)

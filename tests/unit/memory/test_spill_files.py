@@ -1,4 +1,4 @@
-"""Files of spilled objects: read back as they were written, or an error that says why not."""
+"""Read files of spilled objects back unchanged, or raise an error that explains why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that runs out of memory is tried again, then split: the rule alone."""
+"""Retry work that runs out of memory, then split it: the rule alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def halves(rows: Rows) -> Sequence[Rows]:
 
 
 class Worker:
-    """Note what the rule has it do; ``fits`` tells whether rows do, and knows the number of the attempt."""
+    """Record the rule's calls; ``fits`` takes the number of the attempt and its rows."""
 
     def __init__(self, fits: Callable[[int, Rows], bool]):
         self._fits = fits
@@ -48,14 +48,14 @@ class Worker:
 @given(rows=st.integers(0, 3000), capacity=st.integers(0, 3000))
 def test_parts_are_no_smaller_than_needed_and_in_order(rows: int, capacity: int) -> None:
     worker = Worker(lambda _, part: len(part) <= capacity)
-    smallest = rows >> MAX_HALVINGS  # or one more, as halves of odd numbers differ
+    smallest = rows >> MAX_HALVINGS  # or one more, since halves of odd numbers differ
     if capacity < max(1, smallest):
         with pytest.raises(MemoryError):
             worker.run(Rows(max(1, rows)))
         assert len(worker.attempts) <= MAX_HALVINGS + 2
         return
     if smallest <= capacity <= smallest + 1 and rows > capacity:
-        return  # it depends on where the odd ones are
+        return  # depends on the position of odd halves
     parts = worker.run(Rows(rows))
     assert [row for part in parts for row in part] == list(range(rows))
     assert all(len(part) <= capacity for part in parts)
@@ -90,7 +90,7 @@ def test_it_is_given_up_after_so_many_halves() -> None:
 
 
 class Held:
-    """Stand for what work has in memory."""
+    """Hold memory, as work does."""
 
 
 def test_what_has_failed_holds_nothing_when_room_is_made() -> None:
@@ -124,7 +124,7 @@ def test_a_part_is_begun_when_the_one_before_has_been_used() -> None:
 
 
 class TooLarge(Exception):
-    """Tell that no room would help."""
+    """Fail in a way that freeing memory cannot cure."""
 
 
 def test_what_is_too_large_is_split_as_often_as_it_takes() -> None:
@@ -146,7 +146,7 @@ def test_what_is_too_large_is_split_as_often_as_it_takes() -> None:
 
 
 class ChangedNothing(MemoryError):
-    """Tell that work may be tried again."""
+    """Fail without side effects, so that work can be retried."""
 
 
 @pytest.mark.parametrize("error", [MemoryError, ChangedNothing])

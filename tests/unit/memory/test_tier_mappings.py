@@ -1,4 +1,4 @@
-"""The lower tiers are mappings that hold what a dict would, until they are full."""
+"""Compare the lower tiers with a dict: they hold the same items until they are full."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = st.lists(st.integers(0, 1500), max_size=4)
 
 
 class Mappings(RuleBasedStateMachine):
-    """Compare one tier with a dict: the same operations, the same content, limits kept."""
+    """Compare one tier with a dict: same operations, same content, limits respected."""
 
     @initialize(kind=st.sampled_from(["pinned", "host", "disk"]))
     def start(self, kind: str) -> None:

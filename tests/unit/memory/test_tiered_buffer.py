@@ -1,4 +1,4 @@
-"""The tiered buffer against a plain dict, and what only a tiered buffer does."""
+"""Compare the tiered buffer with a plain dict, and test what only a tiered buffer does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiered_buffer(tmp_path: Any) -> Iterator[TieredBuffer]:
 
 
 class AgainstDict(RuleBasedStateMachine):
-    """Read back what was put, wherever it lay meanwhile, with no tier over its limit."""
+    """Read back all values, whatever tier they went through, with no tier over its limit."""
 
     keys = st.sampled_from("abcdefgh")
 
@@ -164,7 +164,7 @@ def test_what_becomes_live_is_counted_even_if_it_goes_again(tiered_buffer: Tiere
 
 
 def test_what_has_left_the_live_tiers_is_counted(tiered_buffer: TieredBuffer) -> None:
-    """By this an allocation that has failed knows that it is worth another try."""
+    """A failed allocation uses it to decide whether to retry."""
     put(tiered_buffer, "a", array(1))
     put(tiered_buffer, "b", array(2))
     assert tiered_buffer.removals == 0
@@ -206,7 +206,7 @@ def test_full_everywhere_loses_nothing(tmp_path: Any) -> None:
 
 
 def test_a_shard_that_the_device_has_no_room_for_lands_below(tiered_buffer: TieredBuffer) -> None:
-    """Though the tiered buffer had: the allocator knows better."""
+    """The tiered buffer had room, but the allocator did not."""
     metrics, given = Metrics(), array(1)
     landing = Landing(tiered_buffer, "host", metrics)
     section = Section((0,), (0, 1), 0, given.nbytes, b"")
@@ -231,7 +231,7 @@ def test_serving_overrides_what_lies_there(tiered_buffer: TieredBuffer) -> None:
 
 
 def test_many_threads(tmp_path: Any) -> None:
-    """Readers, spillers and writers at once: none sees anything but what was put."""
+    """Concurrent readers, spillers and writers see only values that were put."""
     tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(50 * KIB, 30 * KIB, 30 * KIB, None))
     wrong: list[Any] = []
 

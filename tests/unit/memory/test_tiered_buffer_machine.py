@@ -1,4 +1,4 @@
-"""The tiered buffer against a plain dict: tiny tiers, work between the phases of a move, full tiers."""
+"""Compare the tiered buffer with a dict: tiny, full tiers, and operations between the phases of a move."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ SEEDS, SIZES, AMOUNTS = st.integers(0, 99), st.integers(1, 20), st.integers(0, 6
 
 
 class Gate:
-    """Stop a thread for a test, or refuse what is to be stored."""
+    """Block a thread for the test, or refuse a store."""
 
     closed, refuse_after = False, -1
 
     def pass_through(self) -> None:
         if self.closed:
-            self.closed = False  # for the first one only
+            self.closed = False  # for the first thread only
             self._reached.set()
             assert self._opened.wait(30)
 
@@ -54,11 +54,11 @@ class Gate:
 
     @contextmanager
     def stopping(self, work: Callable[[], Any]) -> Iterator[Future[Any]]:
-        """Do the work on a thread: as far as the gate before the block, the rest of it afterwards."""
+        """Run the work on a thread: up to the gate before the block, the rest after it."""
         self._reached, self._opened, self.closed = threading.Event(), threading.Event(), True
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(work)
-            done.add_done_callback(lambda _: self._reached.set())  # it may not come by
+            done.add_done_callback(lambda _: self._reached.set())  # it may never reach the gate
             assert self._reached.wait(30)
             self.closed = False
             try:
@@ -69,7 +69,7 @@ class Gate:
 
 
 class Gated:
-    """A tier behind a gate: writers stop when they have stored."""
+    """Gate a tier: writers block after they have stored."""
 
     gate: Gate
 
@@ -115,19 +115,19 @@ def assert_identical(found: Any, expected: Any) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Read back what was put, with the account right, and leave nothing behind."""
+    """Check that values read back, that accounts are right, and that nothing is left behind."""
 
-    # ---- what differs on a GPU ---------------------------------------------------------------
+    # ---- overridden for a GPU -----------------------------------------------------------------
 
     def device(self) -> Any:
         return HostDevice(1 << 30)
 
     def home(self, value: Any) -> Tier:
-        """Return the tier that an object is in when nothing has moved it."""
+        """Return the tier of an object that nothing has moved."""
         return Tier.DEVICE
 
     def here(self, value: Any) -> Any:
-        """Return an object where tasks would have it."""
+        """Return an object in the memory where tasks would have it."""
         return value
 
     def back(self, value: Any) -> Any:
@@ -162,7 +162,7 @@ class Machine(RuleBasedStateMachine):
         self.promised: dict[str, int] = {}
         self.held: list[tuple[Any, set[str]]] = []
 
-    # ---- what a dict does --------------------------------------------------------------------
+    # ---- operations of a dict ----------------------------------------------------------------
 
     def store(self, key: str, value: Any, expected: Any) -> None:
         self.tiered_buffer[key], self.model[key] = value, expected
@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(KeyError):
                 del self.tiered_buffer[key]
 
-    # ---- what only a tiered buffer does -------------------------------------------------------------
+    # ---- operations of a tiered buffer only ----------------------------------------------------------
 
     @rule(keys=st.sets(KEYS, max_size=3), live=st.booleans())
     def hold(self, keys: set[str], live: bool) -> None:
@@ -246,7 +246,7 @@ class Machine(RuleBasedStateMachine):
         self.tiered_buffer.reservations.cancel(key)
         self.promised.pop(key, None)
 
-    # ---- others at work, and failures --------------------------------------------------------
+    # ---- concurrent operations, and failures ---------------------------------------------------
 
     @rule(
         data=st.data(), actions=st.lists(st.sampled_from(["put", "put_view", "delete", "hold"]), max_size=4)
@@ -265,7 +265,7 @@ class Machine(RuleBasedStateMachine):
             assert_identical(self.back(reader.result()), expected)
 
     def act(self, data: st.DataObject, actions: list[str]) -> None:
-        """Do only what does not wait for the thread at the gate."""
+        """Run only operations that do not wait for the thread at the gate."""
         for action in actions:
             key, of = data.draw(KEYS), data.draw(KEYS)
             if action == "put":
@@ -291,7 +291,7 @@ class Machine(RuleBasedStateMachine):
         with mock.patch.object(os, "pwrite", mock.Mock(wraps=os.pwrite, side_effect=answers)):
             self.tiered_buffer.spill(nbytes)
 
-    # ---- what always holds -------------------------------------------------------------------
+    # ---- invariants --------------------------------------------------------------------------
 
     def live(self) -> dict[str, Any]:
         return self.tiered_buffer.copies(set(self.model) - set(self.tiered_buffer.not_live(self.model)))
@@ -348,14 +348,14 @@ class Machine(RuleBasedStateMachine):
 
 
 class MachineOfTwoHomes(Machine):
-    """The same where, as beside a GPU, some objects are in host memory from the start."""
+    """Run the same machine with objects that start in host memory, as beside a GPU."""
 
     def home(self, value: Any) -> Tier:
         return Tier.DEVICE if hasattr(value, "shape") else Tier.HOST
 
 
 class MachineOnGpu(Machine):
-    """The same of objects in the memory of a GPU."""
+    """Run the same machine with objects in GPU memory."""
 
     def device(self) -> Any:
         from dask_gpurt.device.cuda import CudaDevice
@@ -373,7 +373,7 @@ class MachineOnGpu(Machine):
             return cudf.from_pandas(value)
         if value.flags.c_contiguous:
             return cupy.asarray(value)
-        return cupy.repeat(cupy.asarray(value), 2, axis=0)[::2]  # rows apart stay apart
+        return cupy.repeat(cupy.asarray(value), 2, axis=0)[::2]  # strided rows stay strided
 
     def back(self, value: Any) -> Any:
         if hasattr(value, "to_pandas"):

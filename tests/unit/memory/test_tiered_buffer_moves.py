@@ -1,4 +1,4 @@
-"""Let things happen to a key while it is on its way from tier to tier, one test for each event."""
+"""Interrupt the move of a key between tiers by each possible event."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ ALL = 1 << 30
 
 @pytest.fixture
 def tiered_buffer(tmp_path: Path) -> TieredBuffer:
-    """Return a device of 20 KiB, above a disk."""
+    """Return a tiered buffer with a device of 20 KiB above a disk."""
     return new_tiered_buffer(str(tmp_path), Limits(20 * KIB, 0, 0, None))
 
 
 @pytest.fixture
 def spilled(tiered_buffer: TieredBuffer) -> TieredBuffer:
-    """Return one with ``x`` in a file."""
+    """Return the tiered buffer with ``x`` in a file."""
     tiered_buffer["x"] = array(1)
     tiered_buffer.spill(ALL)
     return tiered_buffer
 
 
 def on_thread(function: Callable[[], Any]) -> None:
-    """Run something as another thread does, which must not have to wait for this one."""
+    """Run a function on another thread; asserts that it does not wait for this one."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(20)
@@ -46,7 +46,7 @@ def on_thread(function: Callable[[], Any]) -> None:
 
 @pytest.fixture
 def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[], Any]], None]:
-    """Have something done once: before a file is read, or after one was written."""
+    """Run a function once: before a file is read, or after a file was written."""
 
     def do(when: str, function: Callable[[], Any]) -> None:
         todo, name = [function], "__getitem__" if when == "reading" else "__setitem__"
@@ -70,7 +70,7 @@ def files(directory: Path) -> list[Path]:
 
 
 def assert_gone(directory: Path) -> None:
-    """No file is left; the tier removes them on a thread of its own."""
+    """Assert that no file is left; the tier removes files on its own thread."""
     until(lambda: not files(directory), lambda: files(directory))
 
 
@@ -178,7 +178,7 @@ def test_an_adopted_key_leaves_the_mapping_before_us(tiered_buffer: TieredBuffer
 def test_trifles_may_go_above_the_limit_until_they_are_more_than_one(tmp_path: Path) -> None:
     tiered_buffer = new_tiered_buffer(
         str(tmp_path), Limits(640 * KIB, 0, 0, None)
-    )  # of which a trifle is 10 KiB
+    )  # of which 10 KiB are within the slack
     tiered_buffer["x"] = array(1, 640)
     assert not tiered_buffer.reservations.try_reserve("large", 11 * KIB, Tier.DEVICE)
     taken = [tiered_buffer.reservations.try_reserve(str(i), 3 * KIB, Tier.DEVICE) for i in range(5)]
@@ -189,7 +189,7 @@ def test_trifles_may_go_above_the_limit_until_they_are_more_than_one(tmp_path: P
 
 
 def test_room_is_promised_once(tiered_buffer: TieredBuffer) -> None:
-    """Another promise comes between the look at the room and our own promise."""
+    """Another reservation comes between making room and reserving it."""
     tiered_buffer["x"] = array(1)
     make_room, todo = (
         tiered_buffer._spiller.make_room,
@@ -214,7 +214,7 @@ def test_room_is_promised_once(tiered_buffer: TieredBuffer) -> None:
 def test_what_is_read_takes_room_that_its_reader_has_reserved(
     tiered_buffer: TieredBuffer, reserved: int, left: list[str]
 ) -> None:
-    """10 KiB are read next to 10 KiB in ``x``, and nothing is promised twice."""
+    """10 KiB are read next to 10 KiB in ``x``, and no byte is reserved twice."""
     kind, me = "shards", ("task", "me")
     tiered_buffer.store_below("shard", raw_frames([array(2)]), kind, home=Tier.DEVICE)
     tiered_buffer["x"] = array(1)
@@ -257,7 +257,7 @@ def test_it_is_closed_while_it_spills(tiered_buffer: TieredBuffer, monkeypatch: 
 
     def put(self: DiskTier, name: str, frames: Any) -> None:
         closing.start()
-        closing.join(0.2)  # it waits for this very move
+        closing.join(0.2)  # it waits for this move
         assert closing.is_alive()
         real(self, name, frames)
 
@@ -271,7 +271,7 @@ def test_it_is_closed_while_it_spills(tiered_buffer: TieredBuffer, monkeypatch: 
 def test_a_key_goes_while_it_is_spilled_and_all_is_closed_meanwhile(
     tiered_buffer: TieredBuffer, meanwhile: Any, tmp_path: Path
 ) -> None:
-    """The thread that spills finds its copy gone already, which is no error."""
+    """The spilling thread finds its copy gone, which is not an error."""
     tiered_buffer["x"] = array(1)
 
     def ends() -> None:

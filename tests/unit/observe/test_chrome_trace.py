@@ -1,4 +1,4 @@
-"""Whatever was recorded, what is written is a trace that readers of the format take."""
+"""Write traces that satisfy readers of the format, whatever was recorded."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_what_was_taken_and_did_not_arrive_is_lost() -> None:
     process.receive(recording=1.0, arrived=10, taken=10, lost=0)
     process.receive(recording=1.0, arrived=5, taken=25, lost=2)  # ten are missing, two were overwritten
     assert process.lost == 12
-    process.receive(recording=7.0, arrived=3, taken=4, lost=0)  # the worker was restarted at its address
+    process.receive(recording=7.0, arrived=3, taken=4, lost=0)  # a restarted worker at the same address
     assert process.lost == 13
     process.receive(recording=7.0, arrived=1, taken=5, lost=0)
     assert process.lost == 13
@@ -175,13 +175,13 @@ def test_the_checker_finds_what_is_wrong() -> None:
         lambda e: e["ph"] == "f",
         lambda e: e["ph"] == "e",  # a wait without its end
         lambda e: e["name"] == "thread_name",
-        lambda e: e["ph"] == "X" and e["name"] == "pack",  # a flow that begins in no slice
+        lambda e: e["ph"] == "X" and e["name"] == "pack",  # a flow that begins outside any slice
     ):
         broken = written()
         broken["traceEvents"] = [event for event in broken["traceEvents"] if not damage(event)]
         with pytest.raises(AssertionError):
             check(broken)
-    for begin, is_right in ((1e6, True), (0.5e6, False)):  # behind the other slice, and half in it
+    for begin, is_right in ((1e6, True), (0.5e6, False)):  # after the other slice, and overlapping it
         overlapping = written()
         (pack,) = [event for event in overlapping["traceEvents"] if event["name"] == "pack"]
         overlapping["traceEvents"].append({**pack, "ts": begin})

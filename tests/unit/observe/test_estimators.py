@@ -1,4 +1,4 @@
-"""Moments, lines and ratios over a window; the test for a change is tested with the governor that uses it."""
+"""Estimate moments, lines and ratios over a window; change detection is tested with the governor."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def test_the_past_is_forgotten_by_size_and_not_by_number(piece: float) -> None:
     estimate = WindowedRatio(1.0 * 10.0, 10.0, 10.0)
     for _ in range(round(50 / piece)):
         estimate.observe(2.0 * piece, piece)
-    # After five windows less than a hundredth of the difference is left, in whatever pieces they came.
+    # After five windows less than a hundredth of the difference is left, however it was split.
     assert 1.99 < estimate.ratio < 2.0

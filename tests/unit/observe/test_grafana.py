@@ -1,4 +1,4 @@
-"""The dashboard for Grafana is the one that is written, and its expressions name what there is."""
+"""Check that the Grafana dashboard is up to date, and that its expressions name existing metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from dask_gpurt.observe.metrics import METRICS, READINGS, Metric, Server
 from tests.helpers.grafana import FILE, expressions, generator
 
-#: What the pages show, by name.
+#: Metrics on the pages, by name.
 SHOWN: dict[str, Metric] = {
     metric.family(server): metric
     for metric in (*METRICS.values(), *READINGS.values())

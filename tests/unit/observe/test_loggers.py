@@ -1,4 +1,4 @@
-"""Loggers have the names of modules, so that Dask's section ``logging`` selects rooms."""
+"""Check that loggers are named after modules, so that Dask's ``logging`` section selects rooms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_logger_of_a_module_has_its_name() -> None:
             match node:
                 case ast.Assign(targets=[ast.Name(id="logger")], value=ast.Call(args=[named])):
                     found[str(path.relative_to(PACKAGE))] = ast.unparse(named)
-    # Another package's logger is silenced, and what falls back is told by its room.
+    # One silences another package's logger, the other reports fallbacks under the room they occur in.
     others = {"simulate/simulation.py", "observe/counting.py"}
     assert {path for path, named in found.items() if named != "__name__"} == others
     assert len(found) > 10

@@ -1,4 +1,4 @@
-"""The table of metrics and that of fallbacks: what is in them, what is refused, how they are put together."""
+"""Check the tables of metrics and fallbacks: their entries, what they reject, how they are merged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ each_metric = pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
 
 
 def used(method: str) -> Iterator[str]:
-    """Return the names that the package counts by a method, however it is handed over."""
+    """Return the names that the package passes to a method, directly or through a partial."""
     for file in PACKAGE.rglob("*.py"):
         for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
             given = [call.func, *call.args]  # or as partial(metrics.add, name)
@@ -63,7 +63,7 @@ def test_whatever_is_counted_is_in_the_table(method: str, kind: Kind) -> None:
 
 def test_whatever_is_in_the_table_is_counted() -> None:
     names = {name for method in ("add", "peak", "seconds") for name in used(method)}
-    # Launches are counted by the interposer itself.
+    # The interposer counts launches itself.
     assert set(METRICS) - names == {"residency.{outcome}"}
 
 
@@ -145,7 +145,7 @@ def test_ids_and_texts_of_fallbacks_are_their_own() -> None:
 
 
 def reported() -> RuntimeReport:
-    """Return a report of two workers, of which one did not answer."""
+    """Return a report of two workers, one of which did not answer."""
     metrics = Metrics()
     metrics.add("exchange.bytes.{path}", 2 * 2**20, "comms", "same-host")
     metrics.add("exchange.bytes.{path}", 1 * 2**20, "comms", "other-host")
@@ -250,7 +250,7 @@ def test_families_are_named_as_dask_names_its_own(
 
 
 class ServerOfNoPage:
-    """Have no more than what is shown of a server."""
+    """Provide only the server attributes that the page uses."""
 
     address = "tcp://a:1"
 

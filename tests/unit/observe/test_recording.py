@@ -1,4 +1,4 @@
-"""A ring of events keeps the last ones, counts those that it loses, and costs nothing when there is none."""
+"""Keep the last events in a ring, count lost events, and cost nothing when not recording."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_timed_metric_is_a_step_of_its_thread() -> None:
     metrics.recording = Recording()
     with metrics.seconds("shuffle.seconds.packing", 7):
         pass
-    with metrics.seconds("exchange.seconds.pulling"):  # coroutines time it too, so that it is no step
+    with metrics.seconds("exchange.seconds.pulling"):  # coroutines time it too, so it is not a step
         pass
     (event,) = metrics.recording.take(10).events
     assert (event.kind, event.step, event.args) == (Kind.SPAN, "pack", {"input": 7})
@@ -158,7 +158,7 @@ def test_ranges_are_named_after_the_prefix_of_the_task() -> None:
     nvtx = pytest.importorskip("nvtx", reason="the package nvtx is not installed")
     ranges = Ranges.find()
     assert ranges is not None
-    ranges.push("pack", "('shuffle-transfer-0123456789abcdef', 3)")  # with no tool attached nothing happens
+    ranges.push("pack", "('shuffle-transfer-0123456789abcdef', 3)")  # a no-op without an attached tool
     ranges.pop()
     said: list[dict[str, Any]] = []
     Ranges(lambda **given: said.append(given), nvtx.pop_range).push("pack", "('shuffle-transfer-0123', 3)")

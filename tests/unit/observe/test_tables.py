@@ -1,4 +1,4 @@
-"""What a user prints: tables with units and all columns, and frames for programs."""
+"""Print tables with units and all columns, and return frames to programs."""
 
 from __future__ import annotations
 

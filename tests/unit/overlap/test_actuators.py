@@ -1,4 +1,4 @@
-"""Confine compute to SMs, with contexts of the test's own, and use two actuators as one."""
+"""Confine compute to SMs with the test's own contexts, and combine two actuators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The governor beside simulated kernels: it finds the best setting, and finding it costs next to nothing."""
+"""Run the governor on simulated kernels: it finds the best setting at almost no cost."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from tests.helpers.curves import (
 )
 
 each_kernel = pytest.mark.parametrize("kernel", CURVES)
-#: Of a step; on H200s 3 to 8 per cent.
+#: Noise of a step; 3 to 8 per cent on H200s.
 noises = pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
-#: Steps after which it has found what it will use, when trying may lose what it likes, and when it may not.
+#: Steps until the choice has settled, with and without an unlimited budget for trials.
 CALIBRATED, ENOUGH = 120, 1200
-#: A calibration may lose all of its time by trying.
+#: Budget of a calibration: all of its time may be lost to trials.
 FREE = 1.0
 
 
@@ -53,7 +53,7 @@ def governed(
     return Steps(Governor(CANDIDATES, known, budget), kernel, CURVES[kernel], **options)  # type: ignore[arg-type]
 
 
-# ---- what the simulated kernels do ----------------------------------------------------
+# ---- the simulated kernels --------------------------------------------------------------
 
 speeds = st.builds(Speeds, st.floats(0.05, 1), st.floats(0.05, 1))
 work = st.builds(Work, st.floats(0.1, 10), st.floats(0.1, 10))
@@ -94,12 +94,12 @@ def test_a_slower_kernel_pays_only_where_communication_is_waited_for() -> None:
     assert side_by_side(mostly_communication, slowed).total < side_by_side(mostly_communication, gentle).total
 
 
-# ---- what is measured ------------------------------------------------------------------
+# ---- measurements -----------------------------------------------------------------------
 
 
 @given(work, speeds)
 def test_a_step_costs_what_communication_adds_to_compute_alone(work: Work, speeds: Speeds) -> None:
-    """However much of either is left when the other one is done."""
+    """However much of either side is left when the other is done."""
     known, run = OverlapStatistics(), Steps(Fixed(PRIORITY), "join", {PRIORITY: speeds}, noise=0.0)
     run.communication = work.communication / work.compute
     for _ in range(MIN_SOLO_SAMPLES):
@@ -113,7 +113,7 @@ def test_a_step_costs_what_communication_adds_to_compute_alone(work: Work, speed
 
 @given(work, speeds)
 def test_steps_in_the_middle_tell_what_is_waited_for_at_the_end(work: Work, speeds: Speeds) -> None:
-    """Steps in which both run all the time, and those of communication alone, tell how long all takes."""
+    """Steps of full overlap, and steps of communication alone, predict the duration of a whole step."""
     if speeds.compute + speeds.communication < 1:
         return
     known = OverlapStatistics()
@@ -155,7 +155,7 @@ def test_it_comes_within_3_percent_of_the_best_fixed_setting(
 
 @pytest.mark.parametrize("noise", [0.02, 0.05, 0.1])
 def test_a_calibration_finds_the_best_fixed_setting_soon(noise: float) -> None:
-    """Nearly all of many runs are within 3 per cent after 60 steps, and all are nearly."""
+    """After 60 steps nine in ten runs are within 3 per cent of the best, and all are close."""
     found = []
     for kernel in CURVES:
         for seed in range(10):
@@ -170,7 +170,7 @@ def test_a_calibration_finds_the_best_fixed_setting_soon(noise: float) -> None:
 @each_kernel
 @noises
 def test_it_is_never_slower_than_no_control_by_more_than_1_percent(kernel: str, noise: float) -> None:
-    """In the long run: as long as nothing is known there is priority, which a few kernels do not like."""
+    """In the long run: unknown kernels run with priority, which slows a few of them."""
     steps = governed(kernel, noise=noise)
     without, usual = (steps.under(of) for of in (UNCONTROLLED[kernel], CURVES[kernel][PRIORITY]))
     taken = 0.0
@@ -202,7 +202,7 @@ def test_a_cap_that_doubles_overlap_is_kept() -> None:
 
 
 def test_nothing_is_tried_where_nothing_is_to_be_gained() -> None:
-    """With next to no communication a step takes as long as its compute, whatever confines it."""
+    """With next to no communication a step takes as long as its compute, under any setting."""
     steps = governed("elementwise", budget=FREE, communication=0.002, noise=0.0)
     steps.run(30)
     assert set(steps.seconds) == {PRIORITY}
@@ -221,7 +221,7 @@ def test_without_candidates_there_is_priority_only() -> None:
 
 
 def test_a_setting_holds_for_a_whole_step() -> None:
-    """A run splits, moves and waits: settings that were used in other parts of one cannot be compared."""
+    """A run splits, moves and waits: settings used in different parts of a run cannot be compared."""
     governor = governed("join", budget=FREE).governor
     Steps(governor, "join", CURVES["join"]).run(MIN_STEPS)
     chosen = []
@@ -278,7 +278,7 @@ def test_fixed_is_fixed() -> None:
 
 @st.composite
 def curves(draw: st.DrawFn) -> Curve:
-    """Draw responses in which confined compute keeps its share at least, and communication loses nothing."""
+    """Draw responses in which confined compute keeps at least its share, and communication loses nothing."""
     reference = Speeds(draw(st.floats(0.1, 1)), draw(st.floats(0.2, 1)))
     if reference.compute + reference.communication < 1:
         reference = Speeds(1 - reference.communication, reference.communication)
@@ -313,7 +313,7 @@ def test_a_whole_run_is_slower_than_priority_only_by_at_most_1_percent(
 
 
 def test_the_books_are_what_was_lost() -> None:
-    """Every loss against priority only is a loss by trying, since that is the best for a join."""
+    """Priority is the best setting for a join, so any time lost against it is lost to trials."""
     steps = governed("join", noise=0.02)
     taken = steps.run(ENOUGH)
     governor = steps.governor
@@ -336,7 +336,7 @@ def test_what_changes_is_learnt_anew(noise: float) -> None:
 
 
 def test_a_setting_that_was_bad_gets_another_chance() -> None:
-    """A change that does not show in what is used is found since what has not been used is forgotten."""
+    """Changes of an unused setting are detected because its old measurements become stale."""
     steps = governed("join", noise=0.02)
     steps.run(ENOUGH)
     steps.curve = {**CURVES["join"], CAP4: Speeds(0.9, 0.95)}
@@ -386,7 +386,7 @@ def test_a_part_is_known_as_exactly_as_the_whole_that_it_was_taken_from() -> Non
     assert part.uncertainty == whole.uncertainty
 
 
-# ---- several kernels, and what is remembered --------------------------------------------
+# ---- several kernels, and persistence --------------------------------------------------
 
 
 def test_each_kernel_gets_its_own_setting() -> None:
@@ -455,7 +455,7 @@ def test_what_was_not_the_same_throughout_counts_as_work_only() -> None:
 
 
 def test_what_is_never_alone_is_held_against_one_speed() -> None:
-    """Its first step compiles, say: costs so far are not against how fast it is from then on."""
+    """Its first step compiles, for example: past costs do not count against its later speed."""
     governor = Governor({OFF: 0.5}, budget=0.0)
     for seconds in (30.0, *30 * [1.0]):
         governor.learn_step(StepSample(0.0, 1e9, {"fused": OverlapSample(1.0, seconds)}))

@@ -1,4 +1,4 @@
-"""The governor on a worker whose shuffles split, then move in bursts, event by event."""
+"""Run the governor on a simulated worker whose shuffles split, then move data in bursts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_a_shuffle_adds_is_measured_however_it_moves(name: str, setting: Se
 
 
 def test_what_starves_communication_shows_though_tasks_hardly_notice_it() -> None:
-    """The shuffles of a leg are late then, and all wait for the last of them, when no task runs any more."""
+    """The shuffles of a leg are late then, and all wait for the last of them when no task runs any more."""
     starved = {
         PRIORITY: (0.92, 0.46),
         OFF: (0.95, 0.35),

@@ -39,7 +39,7 @@ def test_known_amounts_on_an_h200(cap: int, shared: int) -> None:
         (256, 255, 0, 1),
         (128, 0, 48 * 1024, 4),  # shared memory
         (640, 96, 120_000, 1),  # a ring kernel of NCCL
-        (33, 32, 0, 32),  # a warp more than it has threads for
+        (33, 32, 0, 32),  # one warp more than fits by threads
     ],
 )
 def test_known_residencies_on_an_h200(threads: int, registers: int, shared: int, blocks: int) -> None:
@@ -62,13 +62,13 @@ def test_shared_memory_for_a_cap_gives_that_cap_where_more_would_fit(
     shared = shared_for(limits, cap)
     natural = residency(limits, threads, registers, 0)
     assert residency(limits, threads, registers, shared) == min(cap, natural)
-    # And it is the least: with one unit less, one more block fits.
+    # It is the minimum: with one unit less, one more block fits.
     assert limits.shared // (shared + limits.reserved - 128) > cap
     assert shared <= limits.opt_in
 
 
 class Launches:
-    """Remembers what was written."""
+    """Record what is written."""
 
     def __init__(self, limits: DeviceLimits | None = H200):
         self.on = False

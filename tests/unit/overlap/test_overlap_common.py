@@ -1,4 +1,4 @@
-"""Average what several workers have learnt into what each of them decides from."""
+"""Average the statistics of several workers into those that each of them decides by."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_without_the_others_a_worker_decides_from_its_own() -> None:
 
 
 def used(name: str, seed: int, share: bool) -> set[Setting]:
-    """Return what four workers use after sixteen shuffles."""
+    """Return the settings that four workers use after sixteen shuffles."""
     governors = [Governor(CANDIDATES, budget=1.0) for _ in range(4)]
     workers = [Worker(name, governor, 100 * seed + rank) for rank, governor in enumerate(governors)]
     for _ in range(4):
@@ -107,7 +107,7 @@ def used(name: str, seed: int, share: bool) -> set[Setting]:
     for governor in governors:
         governor.budget = 0.0
     for worker in workers:
-        worker.leg(1, 1)  # the step in which they hear of it ends
+        worker.leg(1, 1)  # ends the step in which they receive the average
     return {governor.choose(name).setting for governor in governors}
 
 

@@ -1,4 +1,4 @@
-"""Confine and measure tasks beside a shuffle, with a clock and a link of the test's own."""
+"""Confine and measure tasks beside a shuffle, with the test's own clock and link."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.curves import CAP4, CAP8, CURVES, SPLIT, TASKS, Curve
 
 
 class Deciding:
-    """Decides as the test says, and keeps what it is told."""
+    """Decide as the test says, and record all samples."""
 
     def __init__(self, **settings: Setting):
         self.settings = settings
@@ -37,7 +37,7 @@ class Deciding:
 
 
 class Bench:
-    """A worker without Dask: time passes and bytes move when the test says so."""
+    """Fake a worker without Dask: the test advances time and moves bytes."""
 
     def __init__(self, hand: Hand | None = None, governor: Governor | None = None, **settings: Setting):
         self.now = self.moved = 0.0
@@ -120,7 +120,7 @@ def test_tasks_alone_and_all_of_a_step_are_measured() -> None:
 
 
 def test_a_step_ends_between_tasks() -> None:
-    """With a run always in flight, the next one begins in the middle of a task."""
+    """A run is always in flight, so the next step begins in the middle of a task."""
     bench = Bench()
     bench.control.in_flight(1, 0)
     for runs in (2, 1):
@@ -133,7 +133,7 @@ def test_a_step_ends_between_tasks() -> None:
 
 
 def test_a_task_that_only_a_part_of_a_step_was_beside_counts_whole() -> None:
-    """Communication has added to it the time that it takes longer than alone."""
+    """Communication has added the difference to the task's duration alone."""
     bench = Bench()
     bench.control.begins("a", "join", 10)
     bench.passes(1)
@@ -253,7 +253,7 @@ def test_the_governor_finds_its_setting_by_what_is_reported(kernel: str, found: 
 
 
 def one_step(bench: Bench, kernel: str, curve: Curve) -> list[Setting]:
-    """Run as many seconds of tasks as of communication; returns what the tasks beside it were confined to."""
+    """Run as many seconds of tasks as of communication; returns the settings of the tasks beside it."""
     left, confined = float(TASKS), []
     bench.control.in_flight(1, 0)
     for _ in range(TASKS):

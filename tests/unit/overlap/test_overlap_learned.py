@@ -1,4 +1,4 @@
-"""The file of what was learnt, and the command that shows it."""
+"""Write and read the file of learned statistics, and print it by the command."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def broken(**changes: Any) -> bytes:
 
 
 def knowing(alone: list[Any]) -> dict[str, Any]:
-    """Return statistics of a kernel of which something is said of its speed alone."""
+    """Return statistics of a kernel, given something about its speed alone."""
     kernel = {"steps": 1, "usual": 0.0, "work": 1.0, "alone": alone, "beside": {}}
     return {**OverlapStatistics().plain(), "kernels": {"join": kernel}}
 

@@ -1,4 +1,4 @@
-"""Tasks that come in one graph: what is about to be placed counts where its inputs are."""
+"""Place the tasks of one graph: tasks about to be placed count as load where their inputs are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.placed_cluster import GB, Cluster
 
 
 def graph_on(cluster: Cluster, homes: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return where the tasks of a graph go, each with one input, by where these are and how large."""
+    """Place the tasks of a graph, each with one input; takes the inputs' workers and sizes."""
     graph: dict[Any, Task] = {}
     for i, (home, nbytes) in enumerate(zip(homes, sizes, strict=True)):
         cluster.data(f"data-{i}", home, nbytes=nbytes)
@@ -58,7 +58,7 @@ def test_what_was_expected_and_is_gone_counts_no_more() -> None:
 
 def test_a_worker_with_few_large_inputs_hands_over_small_ones() -> None:
     cluster = Cluster(2)
-    for i in range(20):  # tasks take as long as their inputs are large
+    for i in range(20):  # durations are proportional to the inputs' sizes
         cluster.data(f"seen-{i}", 0, nbytes=(1 + i) * GB // 1000)
         cluster.task(f"use-seen{i}", f"seen-{i}", duration=0.01)
         cluster.state.transitions({f"use-seen{i}": "waiting"}, "test")

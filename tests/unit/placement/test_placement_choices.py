@@ -1,4 +1,4 @@
-"""Choose the worker of a task with inputs, and check what holds for every choice."""
+"""Choose the worker of a task with inputs, and check the invariants of every choice."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_of_many_holders_that_one_is_looked_at_which_has_the_least_work_however_
 
 
 def test_a_worker_with_aliases_has_what_waits_for_them_to_do() -> None:
-    """Persisted data come as aliases, which take no time; as soon as they are there their readers run."""
+    """Persisted data are aliases, which take no time; their dependents run as soon as they are ready."""
     cluster = Cluster(2)
     cluster.data("x", 0)
     cluster.busy(0, 3)
@@ -185,7 +185,7 @@ def test_what_is_on_its_way_is_not_sent_again() -> None:
     cluster.place("two", "x", "big")
     rows = {row["worker"]: row for row in cluster.placement.explain("two")}
     assert rows[cluster.addresses[2]]["missing"] == 0
-    assert rows[cluster.addresses[2]]["moving"] > 0  # until it has come
+    assert rows[cluster.addresses[2]]["moving"] > 0  # until it has arrived
 
 
 def test_the_disk_is_slower_than_the_other_host() -> None:
@@ -241,7 +241,7 @@ def test_a_worker_leaves_between_its_report_and_the_decision() -> None:
     cluster = Cluster()
     cluster.data("x", 5)
     cluster.busy(5, 3)
-    for number in (0, 1, 2):  # Dask says nothing of workers that pause
+    for number in (0, 1, 2):  # Dask sends no event for workers that pause
         cluster.ws(number).status = Status.paused
         cluster.state.running.discard(cluster.ws(number))
         cluster.state.idle_task_count.discard(cluster.ws(number))
@@ -292,7 +292,7 @@ def test_inputs_move_only_for_tasks_that_take_longer(seconds: float, moves: bool
     assert (cluster.place("short-1", "x", duration=seconds) != 0) == moves
 
 
-# ---- what holds for every choice ------------------------------------------------------
+# ---- invariants of every choice -------------------------------------------------------
 
 
 def graphs(seed: int) -> dict[Any, list[Any]]:
@@ -351,7 +351,7 @@ def test_never_a_live_tier_too_small_for_a_task_while_another_holds_it(
         cluster.placement.on_memory_reported(cluster.addresses[number])
     for i, (size, holder) in enumerate(inputs):
         cluster.data(f"x{i}", holder, nbytes=size * GB)
-    cluster.data("y-1", nbytes=result * GB)  # what is known of the prefix
+    cluster.data("y-1", nbytes=result * GB)  # teaches the size of the prefix's results
     chosen = cluster.place("y-2", *[f"x{i}" for i in range(len(inputs))])
     together = sum(size for size, _ in inputs) + result
     assert chosen is not None

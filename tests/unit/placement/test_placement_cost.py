@@ -1,4 +1,4 @@
-"""Compute the cost of a task on a worker, and compare the choice with a person's."""
+"""Compute the cost of a task on a worker, and compare choices with those made by hand."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_the_least_loaded_are_those_that_a_scan_would_find(
     taken: list[tuple[str, str, int]], number: int
 ) -> None:
     loads: LoadIndex[str] = LoadIndex()
-    known: dict[str, int] = {}  # in the order in which workers got their loads
+    known: dict[str, int] = {}  # in the order in which workers received their loads
 
     def compare() -> None:
         for place in places:

@@ -1,4 +1,4 @@
-"""The durations of tasks, predicted from those of others, and work that is pending on workers."""
+"""Predict the durations of tasks from earlier ones, and track pending work on workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement chooses only while workers differ, and leaves the choice to Dask otherwise."""
+"""Engage placement only while workers differ; Dask chooses otherwise."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_data_lie_unevenly_by_threads() -> None:
     assert not lie_unevenly([Holding(4 * MB, 1), Holding(3 * MB, 1)])
     assert lie_unevenly([Holding(9 * MB, 1), Holding(MB, 1)])
     assert not lie_unevenly([Holding(9 * MB, 9), Holding(MB, 1)])
-    assert not lie_unevenly([Holding(900, 1), Holding(100, 1)])  # it takes no time to move them
+    assert not lie_unevenly([Holding(900, 1), Holding(100, 1)])  # moving them takes no time
 
 
 def test_headroom_differs_unless_all_or_none_are_short() -> None:
@@ -70,7 +70,7 @@ def test_headroom_differs_unless_all_or_none_are_short() -> None:
 
 
 class Gated:
-    """A bare scheduler with a gate, and a clock that a test moves."""
+    """Hold a bare scheduler with a gate, and a clock that the test advances."""
 
     def __init__(self, workers: int = 4, *, hosts: int = 1):
         self.state = bare.BareState(workers)
@@ -96,12 +96,12 @@ class Gated:
         self.gate.on_graph([])
 
     def transfers(self, nbytes: int, seconds: float) -> None:
-        """Let the link between the first two workers show how fast it is."""
+        """Report transfers that show the bandwidth of the link between the first two workers."""
         for _ in range(20):
             self.topology.observe(self.addresses[0], self.addresses[1], nbytes, seconds, by_comms=True)
 
     def task(self, number: int, seconds: float, nbytes: int) -> None:
-        """Run a task on a worker, of which the gate is told."""
+        """Run a task on a worker, and report it to the gate."""
         key = ("work", self.state.n_tasks)
         self.state.submit(*bare.graph_of({key: []}))
         ((_, address),) = self.state.run()
@@ -132,7 +132,7 @@ def test_on_equal_workers_dasks_own_methods_stay() -> None:
 def test_a_link_that_is_found_to_be_slow_engages_it() -> None:
     gated = Gated(hosts=2)
     gated.later()
-    assert gated.gate.reason is None  # 1.1 GB/s between hosts, for two workers, beside 1 within
+    assert gated.gate.reason is None  # 1.1 GB/s between hosts, shared by two workers, beside 1 within
     gated.transfers(10 * MB, 1.0)
     gated.later()
     assert gated.gate.reason is Reason.LINKS
@@ -142,7 +142,7 @@ def test_a_link_that_is_found_to_be_slow_engages_it() -> None:
 
 def test_a_link_on_which_results_take_long_engages_it_whatever_of_that_is_latency() -> None:
     gated = Gated(hosts=2)
-    gated.transfers(MB // 2, 0.04)  # too small to tell the bandwidth
+    gated.transfers(MB // 2, 0.04)  # too small to measure the bandwidth
     gated.later()
     assert gated.gate.reason is Reason.LINKS
 
@@ -184,7 +184,7 @@ def test_reports_of_memory_do_not_keep_it_from_looking_at_data() -> None:
     gated.state.add_replica(ts, gated.state.workers[gated.addresses[0]])
     gated.now += RECHECK_S
     gated.gate.on_memory_reported(gated.addresses[0])
-    assert gated.gate.reason is None  # tasks that run make data uneven all the time
+    assert gated.gate.reason is None  # running tasks make data uneven all the time
     gated.later(0)
     assert gated.gate.reason is Reason.RESIDENCY
 

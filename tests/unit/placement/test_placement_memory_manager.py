@@ -1,4 +1,4 @@
-"""Dask's active memory manager with our choices: on bare states, and on running clusters."""
+"""Run Dask's active memory manager with our choices: on bare states, and on running clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORKERS = 12
 
 
 class Suggest(ActiveMemoryManagerPolicy):
-    """A policy that makes a suggestion of a test."""
+    """Make the suggestion of a test, as a policy."""
 
     def __init__(self, *suggestions: Suggestion):
         self.suggestions = suggestions
@@ -38,13 +38,13 @@ class Suggest(ActiveMemoryManagerPolicy):
 
 
 class Bare(bare.BareState):  # type: ignore[name-defined, misc]
-    """A state with an active memory manager, which notes what it asks workers for."""
+    """Hold a state with an active memory manager, and record its requests to workers."""
 
     def __init__(self, workers: int = WORKERS):
         super().__init__(workers)
         self.addresses = list(self.workers)
         self.rooms, self.metrics = Rooms(), Metrics()
-        for ws in self.workers.values():  # what Dask's manager reads of a heartbeat
+        for ws in self.workers.values():  # values that Dask's manager reads from heartbeats
             ws.metrics = {"memory": 0, "spilled_bytes": {"memory": 0, "disk": 0}}
         self.manager = ActiveMemoryManagerExtension(
             self, policies=set(), measure="managed", register=False, start=False
@@ -68,7 +68,7 @@ class Bare(bare.BareState):  # type: ignore[name-defined, misc]
         self.running.discard(self.ws(number))
 
     def suggest(self, *suggestions: tuple[Any, ...]) -> list[int | None]:
-        """Return which workers the manager chooses for some suggestions of one run."""
+        """Return the workers that the manager chooses for several suggestions of one run."""
         policy = Suggest(*(Suggestion(*each) for each in suggestions))
         self.manager.policies = {policy}
         policy.manager = self.manager
@@ -79,7 +79,7 @@ class Bare(bare.BareState):  # type: ignore[name-defined, misc]
         return dict(self.metrics.snapshot()["fallbacks"])
 
     def request_acquire_replicas(self, address: str, keys: Any, *, stimulus_id: str) -> None:
-        pass  # it has not come yet
+        pass  # it has not arrived yet
 
     def request_remove_replicas(self, address: str, keys: Any, *, stimulus_id: str) -> None:
         for key in keys:
@@ -88,7 +88,7 @@ class Bare(bare.BareState):  # type: ignore[name-defined, misc]
 
 @pytest.fixture
 def state() -> Bare:
-    """Make workers, of which 0 to 7 are one NVLink domain, and others are on another host with RDMA."""
+    """Make workers: 0 to 7 form one NVLink domain, the rest are on another host with RDMA."""
     state = Bare()
     state.placement.bind()
     return state
@@ -99,7 +99,7 @@ def test_replicas_go_where_there_is_room_over_the_cheapest_link(state: Bare) -> 
     state.rooms.free.update(dict.fromkeys(state.addresses[:8], 0.0))
     assert state.suggest(("replicate", x)) == [8]
     state.rooms.free[state.addresses[5]] = 2 * GB
-    assert state.suggest(("replicate", x)) == [8]  # it was asked already
+    assert state.suggest(("replicate", x)) == [8]  # it was requested already
     assert state.suggest(("replicate", state.data("y", 2))) == [5]
     assert not state.fallbacks()
 

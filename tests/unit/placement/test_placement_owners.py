@@ -1,4 +1,4 @@
-"""Choose the owners of a shuffle's outputs, by room and by links, on bare states and on clusters."""
+"""Choose the owners of a shuffle's outputs by memory and by links, on bare states and on clusters."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_no_worker_is_overfull_while_others_have_room(
     counts = Counter(assign(wanted, sites, nbytes).values())
     for site, room, part in zip(sites, rooms, parts, strict=True):
         assert part * nbytes <= room * (1 + 1e-6) + 1e-6 * nbytes
-        assert abs(counts[site.worker] - part * len(wanted)) <= 1 + 1e-6  # outputs are not cut
+        assert abs(counts[site.worker] - part * len(wanted)) <= 1 + 1e-6  # outputs are indivisible
 
 
 @given(outputs, some_sites, st.floats(1, 1e12), st.sampled_from([2.0**k for k in range(21)]))
@@ -109,7 +109,7 @@ def two_hosts(state: Cluster) -> Topology:
 
 
 def owned(on: Cluster, inputs: dict[int, int], **attributes: Any) -> Counter[int]:
-    """Count how many of 80 outputs each worker owns, when workers hold so many inputs of 1 GB."""
+    """Count how many of 80 outputs each worker owns, given the number of 1 GB inputs on each worker."""
     names = []
     for number, count in inputs.items():
         for i in range(count):

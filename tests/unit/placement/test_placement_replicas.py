@@ -1,4 +1,4 @@
-"""Choose the workers that take a replica or drop one: the rules, and a person's choice in some situations."""
+"""Choose the workers that receive or drop a replica: the rules, and situations decided by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINNED, DISK = (Route.over(SHIPPED[link]) for link in (Link.PINNED, Link.DISK))
 
 
 def over(*links: Link) -> float:
-    """Return the seconds that the data take over some links."""
+    """Return the seconds that the data take over several links."""
     return sum(SHIPPED[link].seconds(NBYTES) for link in links)
 
 
@@ -34,7 +34,7 @@ def replica(worker: str, reach: float, memory: FreeMemory, spill: Route = PINNED
 
 ROOMY, SHORT, FULL = space(40), space(1), space(1, below=0)
 
-#: In each the first one takes it.
+#: In each situation the first worker receives the replica.
 TAKING = {
     "over NVLink before TCP": [
         Recipient("b", over(Link.NVLINK), ROOMY),
@@ -74,7 +74,7 @@ TAKING = {
     ],
 }
 
-#: In each the first one goes.
+#: In each situation the first worker drops the replica.
 GOING = {
     "the live one that is in the way, where another lies live with room": [
         replica("a", 0, SHORT),

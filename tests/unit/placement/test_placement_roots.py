@@ -1,4 +1,4 @@
-"""Root tasks: near those that will be needed together with them, and where there is room."""
+"""Place root tasks near the data that their dependents also need, and where there is memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.placed_cluster import GB, Cluster, run
 
 
 def loads(tasks: int) -> dict[Any, list[Any]]:
-    """Make root tasks, and nothing else."""
+    """Make a graph of root tasks only."""
     return {("load", i): [] for i in range(tasks)}
 
 
@@ -61,7 +61,7 @@ def test_the_queue_moves_when_no_worker_has_room() -> None:
 
 
 def submit_roots(cluster: Cluster, homes: dict[int, int]) -> list[int]:
-    """Submit root tasks of 10 s, by the places of their siblings; return where they go."""
+    """Submit root tasks of 10 s, given the workers of their siblings; returns their workers."""
     graph: dict[Any, Task] = {}
     for i, home in homes.items():
         cluster.data(f"kept-{i}", home)
@@ -74,7 +74,7 @@ def submit_roots(cluster: Cluster, homes: dict[int, int]) -> list[int]:
 
 
 def roots_with_kept_siblings(homes: list[int]) -> list[int]:
-    """Return where root tasks of 10 s go on four workers, two slots each, by the places of their siblings."""
+    """Place root tasks of 10 s on four workers with two slots each, given the workers of their siblings."""
     cluster = Cluster(4)
     cluster.takes("root", 10.0)
     return submit_roots(cluster, dict(enumerate(homes)))
@@ -98,7 +98,7 @@ def test_roots_that_leave_slots_do_not_wait_near_a_sibling(number: int) -> None:
 
 
 def test_roots_whose_results_have_been_used_fill_no_slots() -> None:
-    """So the next one does not wait near its sibling, on the one worker that is still busy."""
+    """So the next root does not wait near its sibling, on the only worker that is still busy."""
     cluster = Cluster(4)
     cluster.takes("root", 10.0)
     homes = dict(enumerate([3, 3, 2, 2, 1, 1, 0, 0]))

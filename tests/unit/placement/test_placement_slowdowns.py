@@ -1,4 +1,4 @@
-"""Estimate how much slower than others a worker is, and tell it from chance."""
+"""Estimate how much slower than others a worker is, beyond noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def after(ratios: list[float], usual: float = 1.0) -> float:
 
 def test_who_has_done_nothing_is_like_the_others() -> None:
     assert WorkerSlowdown().of("a") == 1
-    assert after([3.0]) == 1  # that may have been the worker or the task
+    assert after([3.0]) == 1  # one sample cannot tell a slow worker from a slow task
 
 
 @pytest.mark.parametrize("slowdown", [0.5, 2.0, 4.0])

@@ -1,4 +1,4 @@
-"""Fused tasks compute the same, have the keys that are asked for, and leave barriers alone."""
+"""Fuse tasks without changing results, requested keys or barriers."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def fuse_chains(tasks: Mapping[Key, Any], keys: set[Key]) -> dict[Key, Any]:
 
 
 def calls(*values: Any) -> tuple[Any, ...]:
-    """Return what a task was called with, which tells the whole graph below it."""
+    """Return the arguments that a task was called with, which identify the whole graph below it."""
     return values
 
 
 def graph(tasks: Mapping[str, tuple[str, ...]]) -> dict[Key, Any]:
-    """Return a graph of tasks by key, with the keys that each needs."""
+    """Return a graph of tasks by key, with the dependencies of each."""
     return {key: Task(key, calls, key, *map(TaskRef, needed)) for key, needed in tasks.items()}
 
 
 def spec(own: bool) -> Any:
-    """Return the description of a shuffle by the runtime, or of one by Dask."""
+    """Return the spec of a shuffle by the runtime, or of one by Dask."""
     frame = pd.DataFrame({"key": [0]})
     described = DataFrameShuffleSpec(
         id=ShuffleId("shuffle"),
@@ -66,13 +66,13 @@ def barrier(key: str, *needed: str, own: bool = True) -> P2PBarrierTask:
 def shuffled(
     inputs: Mapping[str, tuple[str, ...]], outputs: Mapping[str, tuple[str, ...]], own: bool = True
 ) -> dict[Key, Any]:
-    """Return a graph whose tasks ``transfer-…`` are awaited by a barrier, which all others can follow."""
+    """Return a graph whose ``transfer-…`` tasks feed a barrier, on which the other tasks may depend."""
     transfers = [key for key in inputs if key.startswith("transfer")]
     return graph(inputs) | {"barrier": barrier("barrier", *transfers, own=own)} | graph(outputs)
 
 
 def parts(task: Any) -> set[Key]:
-    """Return the keys of the tasks that one is made of."""
+    """Return the keys of the tasks that are fused into a task."""
     return set(task.args[0]) if task.func.__name__ == "_execute_subgraph" else {task.key}
 
 
@@ -104,7 +104,7 @@ def test_a_read_is_fused_with_its_transfer_and_an_output_with_what_follows() -> 
 
 
 def test_what_other_computations_may_have_too_is_left() -> None:
-    """One that needs the filter itself has a sum by the same name, which is not the same task."""
+    """A computation that needs the filter itself has a sum of the same name, which is a different task."""
     tasks = graph({"read": (), "filter": ("read",), "sum": ("filter",)})
     assert fuse_chains(tasks, {"sum"}) == tasks
 
@@ -135,7 +135,7 @@ def test_what_two_tasks_need_is_computed_once() -> None:
 
 
 def test_an_output_is_not_fused_with_the_transfer_of_the_next_shuffle() -> None:
-    """Each of the two has to stay a task that its own barrier knows."""
+    """Each has to remain a task that its own barrier recognises."""
     tasks = shuffled({"transfer-0": ()}, {"output-0": ("barrier",), "map-0": ("output-0",)})
     tasks |= graph({"transfer-next": ("map-0",)}) | {"next": barrier("next", "transfer-next")}
     tasks |= graph({"output-next": ("next",)})
@@ -156,7 +156,7 @@ def test_that_data_and_aliases_stay_alone() -> None:
 
 
 def test_a_result_of_before_is_found_by_its_key() -> None:
-    """A future is needed by its key, and the scheduler has it."""
+    """A future is referred to by its key, which the scheduler knows."""
     tasks = shuffled({"map": ("future",), "transfer": ("map",)}, {"output": ("barrier",)})
     fused = fuse_chains(tasks, {"output"})
     assert parts(fused["transfer"]) == {"map", "transfer"}
@@ -225,7 +225,7 @@ def test_a_plan_of_steps_on_partitions_has_a_task_for_each() -> None:
 
 
 def test_a_plan_without_shuffles_is_of_dask_alone() -> None:
-    """So any scheduler can compute it, also one of another client, without the runtime."""
+    """So any scheduler can compute it without the runtime, also that of another client."""
     found = fuse(plan((table().value * 2 + 1).abs()))
     assert {type(expr).__module__.partition(".")[0] for expr in found.walk()} == {"dask"}
 
@@ -241,7 +241,7 @@ def test_fused_plans_have_the_same_results(collections: int) -> None:
 
 
 def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
-    """Where a sort puts a row follows from a sample, which Dask draws by the names of expressions."""
+    """A sort partitions by a sample, which Dask seeds by the names of expressions."""
     numbers = dd.from_pandas(pd.DataFrame({"key": [n * n % 997 for n in range(4000)]}), npartitions=4)
     quantiles = new_collection(RepartitionQuantiles(((numbers.key + 1) * 2).expr, 5))
     found = plan(quantiles)
@@ -252,7 +252,7 @@ def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
 
 
 def test_what_several_partitions_need_is_computed_once() -> None:
-    """Dask's own rule would have the small side of this join computed for each partition of the other."""
+    """Dask's own rule would recompute the small side of this join for each partition of the other side."""
     computed = []
 
     def small(number: int) -> pd.DataFrame:
@@ -261,7 +261,7 @@ def test_what_several_partitions_need_is_computed_once() -> None:
 
     meta = small(0).iloc[:0]
     computed.clear()
-    with dask.config.set({"dataframe.convert-string": False}):  # nothing between the read and the join
+    with dask.config.set({"dataframe.convert-string": False}):  # no operation between the read and the join
         found = fuse(plan(table().merge(dd.from_map(small, [1], meta=meta), on="key")))
     (joined,) = dask.get(tasks_of(found), list(flatten(found.__dask_keys__())))
     assert len(joined) == 4
@@ -269,7 +269,7 @@ def test_what_several_partitions_need_is_computed_once() -> None:
 
 
 def test_what_the_user_has_fused_needs_the_tasks_of_the_changed_plan() -> None:
-    """``optimize()`` of a collection leaves operations that are fused, with the names of what they need."""
+    """``optimize()`` of a collection leaves fused operations, which refer to other tasks by name."""
     optimised = ((table().value * 2) + 1).optimize()
     changed = rebuild(optimised.expr, partial(with_operand, parameter="npartitions", value=1))
     assert changed._name != optimised.expr._name
@@ -278,7 +278,7 @@ def test_what_the_user_has_fused_needs_the_tasks_of_the_changed_plan() -> None:
 
 
 def test_a_plan_of_many_steps_is_rebuilt() -> None:
-    """One that Dask computes is not too deep for Python's stack."""
+    """A plan that Dask can compute is not too deep for Python's stack."""
     steps = table()
     for number in range(sys.getrecursionlimit()):
         steps = steps[["key", "value"]] if number % 2 else steps.rename(columns=str)

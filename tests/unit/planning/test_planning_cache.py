@@ -1,4 +1,4 @@
-"""What is kept of planning holds no data, sees what has changed, has an end, and goes with the runtime."""
+"""Check that the planning cache holds no data, detects changes, is bounded, and ends with the runtime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.planned import Planner
 
 @pytest.fixture(scope="module", autouse=True)
 def _collect_only_what_is_new() -> None:
-    """Leave out of collections what was there before: late in a run they would take a second each."""
+    """Freeze existing objects: late in a run a garbage collection of them would take a second each."""
     gc.freeze()
 
 
@@ -65,7 +65,7 @@ def test_a_query_is_planned_once(planner: Planner, tmp_path: Path) -> None:
 
 
 def test_a_step_that_makes_no_sense_fails_each_time(planner: Planner, tmp_path: Path) -> None:
-    """Dask holds other metadata for such an expression afterwards, with which it goes on where it is kept."""
+    """Dask leaves wrong metadata on such an expression, and would use them if it were cached."""
     table = dd.read_parquet(write(tmp_path / "table"))
     grouped = table.groupby("key").agg({"value": ["min", "max"]})
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_operations_on_frames_alike_are_described_once(planner: Planner, tmp_pat
     computed = planner.count("metadata.computed")
     other = table[table.value > 2][["key"]]
     assert planner.count("metadata.computed") == computed
-    other.expr._meta.index.name = "own"  # each expression has a frame of its own
+    other.expr._meta.index.name = "own"  # each expression has its own frame
     assert table[table.value > 3][["key"]].expr._meta.index.name is None
 
 
@@ -169,7 +169,7 @@ def test_where_it_is_not_usable_dask_plans(planner: Planner, tmp_path: Path) -> 
 
 
 def test_dask_is_as_it_was_afterwards(tmp_path: Path) -> None:
-    # Parts whose body is known are replaced, and one constant; the others are called.
+    # Known bodies and one constant are replaced; the other functions are called.
     seams = dask_hooks.PLANNING.seams
     replaced = [part for part in seams if part.bodies or part.attribute == "_CACHED_PLAN_SIZE"]
     before = [vars(each.owner())[each.attribute] for each in replaced]

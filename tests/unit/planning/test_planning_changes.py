@@ -1,4 +1,4 @@
-"""Changes between two queries of the same name are seen: of files, functions, accessors and settings."""
+"""Detect changes between two queries of the same name: of files, functions, accessors and settings."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def planner() -> Iterator[Planner]:
 def computed(make: Callable[[], Any]) -> tuple[list[str], dict[str, list[Any]]]:
     """Return the columns that Dask plans with, and the rows.
 
-    Nothing of it is left afterwards: Dask itself finds expressions by name as long as they are referenced.
+    Drops all references afterwards: Dask itself finds live expressions by name.
     """
     table = make().assign(new=1)
     found = list(table.columns), table.compute().to_dict("list")
@@ -47,7 +47,7 @@ def computed(make: Callable[[], Any]) -> tuple[list[str], dict[str, list[Any]]]:
 
 
 class Sparing(LocalFileSystem):
-    """Say nothing of a file that is listed by its own name, as file systems of the web do."""
+    """Return no details of a file when it is listed by its own name, as file systems over HTTP do."""
 
     protocol = "gpurt-sparing"
 
@@ -59,7 +59,7 @@ class Sparing(LocalFileSystem):
 
 
 class Sizes(LocalFileSystem):
-    """Tell sizes of files and no more, as a server without tags does."""
+    """Return sizes of files only, as a server without ETags does."""
 
     protocol = "gpurt-sizes"
 

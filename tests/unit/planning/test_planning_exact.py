@@ -1,4 +1,4 @@
-"""Whatever is planned with what was kept, is planned as Dask does: each name, dtype, category, index, key."""
+"""Check that plans from the cache equal Dask's: each name, dtype, category, index and key."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hypothesis import HealthCheck, given, settings
 from tests.helpers.clusters import Library
 from tests.helpers.planned import Planner, Step, computed, planned, programs, written
 
-#: More than the usual number are drawn anew each time: `GPURT_TEST_EXAMPLES=1000 python -m pytest …`.
+#: Above the default, examples are random: `GPURT_TEST_EXAMPLES=1000 python -m pytest …`.
 EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> None:
-    """Keep what is there already out of the collections between programs."""
+    """Freeze existing objects, so that collections between programs do not scan them."""
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def planner(library: Library, readers: list[Callable[[], Any]]) -> Iterator[Planner]:
-    """One cache for all programs: what one has left is there for the next, as long as no setting changes."""
+    """Share one cache between all programs: entries of one are used by the next, while no setting changes."""
     planner = Planner()
     planner.cache.install()
     with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": library.name}):
@@ -48,7 +48,7 @@ def test_programs_are_planned_as_dask_does(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gc.collect()  # else Dask finds the expressions of the run before
+        gc.collect()  # otherwise Dask finds the previous run's expressions
         expected = planned(readers, program)
         with planner.used():
             first = planned(readers, program)

@@ -1,4 +1,4 @@
-"""How many tasks leave their slot, by how long their reads wait."""
+"""Choose how many tasks leave their slot from how long their reads wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tasks leave their slot, and with how many threads files are read."""
+"""Choose the tasks that leave their slot, and the number of threads that read files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_task_that_reads_leaves_its_slot_and_counts_until_it_ends() -> None:
     assert aside.begin_read("a") == "a"
     assert "a" in aside
     assert aside.begin_read("b") is None
-    assert aside.begin_read("a") is None  # reads again
+    assert aside.begin_read("a") is None  # a second read in the same task
     assert aside.end("a") == "b"
     assert "a" not in aside
     assert "b" in aside
@@ -26,7 +26,7 @@ def test_a_task_that_reads_leaves_its_slot_and_counts_until_it_ends() -> None:
 def test_the_one_that_has_read_first_leaves_first() -> None:
     aside = ReadsAside(2)
     assert [aside.begin_read(key) for key in "abcd"] == ["a", "b", None, None]
-    assert aside.end("c") is None  # it has ended in its slot
+    assert aside.end("c") is None  # it ended in its slot
     assert aside.end("b") == "d"
     assert aside.end("a") is None
 

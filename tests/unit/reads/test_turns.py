@@ -1,4 +1,4 @@
-"""Turns in computing: threads of this process, which wait for events and for nothing else."""
+"""Take turns in computing on threads of this process, ordered by events only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.waiting import LIMIT_S, until
 
 
 class Crew:
-    """Threads that take turns, each of which does what it is told."""
+    """Run threads that take turns, each at the test's command."""
 
     def __init__(self, turns: int):
         self.metrics = Metrics()
@@ -24,7 +24,7 @@ class Crew:
         self.pool = ThreadPoolExecutor(8)
 
     def compute(self, ends: threading.Event) -> tuple[threading.Event, Future[None]]:
-        """Have a thread take a turn, and keep it until an event; the event that it has begun, and its end."""
+        """Make a thread take a turn until an event; returns the event that it has begun, and its end."""
         begun = threading.Event()
 
         def run() -> None:
@@ -36,7 +36,7 @@ class Crew:
         return begun, self.pool.submit(run)
 
     def queue(self, length: int) -> None:
-        """Wait until so many threads wait."""
+        """Wait until this many threads are queued."""
         until(lambda: len(self.turns._waiting) == length)
 
 
@@ -130,7 +130,7 @@ def test_nobody_waits_once_they_are_closed() -> None:
 def test_a_turn_of_which_nobody_makes_use_is_not_waited_for(
     busy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The holder computes, or waits; the next one looks at it several times."""
+    """The holder computes, or waits; the next thread polls it several times."""
     monkeypatch.setattr(module, "TURN_PATIENCE_S", 1.0)
     crew, ends, begun, looked = Crew(1), threading.Event(), threading.Event(), threading.Event()
     look, looks = crew.turns._processor_seconds, count()

@@ -1,4 +1,4 @@
-"""Balance outputs: estimate their bytes from a part of the inputs, and move the fewest that will do."""
+"""Balance outputs: estimate their bytes from part of the inputs, and move as few as possible."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORKERS = ["a", "b", "c", "d"]
 
 
 def input_of(sizes: dict[int, int], seconds: float = 1.0) -> InputSizes:
-    """Return what an input tells that has so many rows of 8 bytes for each output."""
+    """Return the sizes reported for an input that has these numbers of 8-byte rows for each output."""
     offsets = [0]
     for rows in sizes.values():
         offsets.append(offsets[-1] + rows)
@@ -70,7 +70,7 @@ def test_an_output_that_is_heavy_in_a_few_inputs_is_so_in_all() -> None:
 
 
 def test_sorted_inputs_do_not_make_their_outputs_heavy() -> None:
-    """Each output comes from one input: the first half of them does not tell of the outputs to come."""
+    """Each output comes from one input: the first half of the inputs says nothing about later outputs."""
     outputs = OutputBytes(range(16), 16)
     for source in range(8):
         outputs.add(source, input_of({output: 1000 * (output == source) for output in range(16)}))
@@ -105,7 +105,7 @@ def test_of_nothing_nothing_is_known() -> None:
 
 
 def speed_after(seconds: list[float], usual: float = 0.02, before: Sequence[float] = ()) -> float:
-    """Return the speed in a run of whose transfers each took so many seconds, and of one before."""
+    """Return the estimated speed in a run with transfers of these durations, after a previous run."""
     speeds = WorkerSpeeds()
     for run, each in [(0, each) for each in before] + [(1, each) for each in seconds]:
         speeds.observe("a", each, usual, run)
@@ -157,7 +157,7 @@ def test_transfers_that_take_no_time_tell_nothing() -> None:
 
 
 def test_a_worker_that_becomes_slow_is_found_so_whatever_it_was_before() -> None:
-    """Stopped for 20 ms of 40, after runs at full speed: these do not make it faster."""
+    """Stopped for 20 ms of 40 after runs at full speed, which must not raise the estimate."""
     chance = random.Random(0)
     for _ in range(99):
         seconds = [chance.choice([0.012, 0.032, 0.032]) for _ in range(12)]
@@ -166,7 +166,7 @@ def test_a_worker_that_becomes_slow_is_found_so_whatever_it_was_before() -> None
 
 @given(factor=st.floats(0.8, 1.0), number=st.integers(3, 8))
 def test_a_worker_that_was_slow_and_is_not_any_more_keeps_its_outputs(factor: float, number: int) -> None:
-    """Even right after it was slow, and with transfers that are a little slower than the usual one."""
+    """Even right after it was slow, and with transfers slightly slower than the usual ones."""
     speed = speed_after([0.02 / factor] * number, before=[0.04] * 32)
     assert factor * 0.999 <= speed <= 1
     nbytes = dict.fromkeys(range(32), 10.0 * MIB)
@@ -254,7 +254,7 @@ def test_a_move_makes_the_last_worker_earlier_and_none_overfull(
 def test_what_is_balanced_stays(
     cluster: tuple[dict[int, float], dict[int, str], list[Capacity]],
 ) -> None:
-    """To give the largest outputs away first is not the best there is, but not twice as long as that."""
+    """Giving away the largest outputs first is not optimal, but within a factor of two."""
     nbytes, owners, workers = cluster
     workers = [worker._replace(room=float("inf")) for worker in workers]
     moves = balanced(nbytes, owners, workers)
@@ -301,7 +301,7 @@ def test_one_heavy_output_alone_can_not_be_helped() -> None:
 
 
 def test_threads_put_outputs_together_beside_each_other() -> None:
-    """A worker of four threads is done with a heavy output and three light ones as soon as with the first."""
+    """Four threads finish a heavy output and three light ones as soon as the heavy one alone."""
     nbytes = {0: 100.0 * MIB, 1: 50.0 * MIB, 2: 50.0 * MIB, 3: 50.0 * MIB, 4: MIB, 5: MIB, 6: MIB, 7: MIB}
     owners = dealt(8, ["a", "b"])
     assert not balanced(nbytes, owners, [Capacity("a", 4.0), Capacity("b", 4.0)]).to

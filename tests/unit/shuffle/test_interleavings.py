@@ -1,9 +1,9 @@
-"""Events that come while the thread of a task is at any of its calls.
+"""Interrupt a task's thread with an event at each of its calls.
 
 A transfer or an unpack task runs on a thread, the messages of its run on the event loop. Here the thread
-stops as it enters its n-th function of the package, until an event is over: a new run begins, a peer is
+stops on entering its n-th function of the package, until an event is over: a new run begins, a peer is
 replaced, outputs move, the input is transferred elsewhere, or the worker closes. Then the shuffle is
-finished: every row has to be there once, and nothing may be held.
+finished: every row has to arrive exactly once, and no shard may be held.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tests.helpers.exchanges import Active, Cluster, Process, frame_of, spec_of,
 A, B, C = (f"tcp://{name}:1" for name in "abc")
 SHUFFLE = "shuffle"
 PACKAGE = str(Path(dask_gpurt.__file__).parent)
-#: Seconds after which a thread goes on before an event is over: it holds a lock that the event waits for.
+#: Timeout in seconds after which a stopped thread continues: it may hold a lock that the event waits for.
 LOCKED_S = 0.02
-#: Positions from one stop to the next. All, which takes minutes: `GPURT_TEST_EXAMPLES=1 python -m pytest …`.
+#: Stride between positions. `GPURT_TEST_EXAMPLES=1 python -m pytest …` tests all, which takes minutes.
 STRIDE = 1 if "GPURT_TEST_EXAMPLES" in os.environ else 11
 NEVER = contextlib.nullcontext()
-#: How a task ends that the scheduler sends again.
+#: Errors of a task that the scheduler sends again.
 AGAIN = (Reschedule, P2PConsistencyError)
 
 Event = Callable[["Wide", Process], Coroutine[Any, Any, None]]
@@ -76,7 +76,7 @@ EVENTS = [new_run, peer_replaced, outputs_move, transferred_elsewhere, worker_cl
 
 
 class Stop:
-    """Have something done on the event loop as this thread enters its n-th function of the package."""
+    """Run an event on the event loop when this thread enters its n-th function of the package."""
 
     def __init__(self, position: int, event: Callable[[], Coroutine[Any, Any, None]]):
         self._left, self._event = position, event
@@ -100,7 +100,7 @@ class Stop:
         self._left -= 1
 
     async def is_over(self) -> bool:
-        """Wait for the event; return whether the task has come to this position at all."""
+        """Wait for the event; returns whether the task reached this position at all."""
         if self._begun is None:
             return False
         await asyncio.wrap_future(self._begun)
@@ -108,7 +108,7 @@ class Stop:
 
 
 def on_loop(loop: asyncio.AbstractEventLoop) -> Callable[..., Any]:
-    """Take the place of Dask's ``sync``: tasks run on threads here, and on the event loop itself."""
+    """Replace Dask's ``sync``: here tasks run on threads, but also on the event loop itself."""
     kept = run_module.sync
 
     def sync(of_worker: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -122,7 +122,7 @@ def on_loop(loop: asyncio.AbstractEventLoop) -> Callable[..., Any]:
 
 
 async def transfer(cluster: Wide, source: int, process: Process, stop: Any = NEVER) -> None:
-    """Run a transfer task on a thread; note its result as the scheduler does."""
+    """Run a transfer task on a thread, and record its result as the scheduler does."""
     key = f"transfer-{source}"
     try:
         run: Any = await process.shuffles.shuffle_runs.get_or_create(ShuffleId(SHUFFLE), key)
@@ -136,14 +136,14 @@ async def transfer(cluster: Wide, source: int, process: Process, stop: Any = NEV
         result = await asyncio.to_thread(task)
     except AGAIN:
         return
-    # A result counts if its worker is alive, and the input has not been transferred elsewhere meanwhile.
+    # A result counts if its worker is alive, and the input was not transferred elsewhere meanwhile.
     latest = active.transferred.get(source)
     if process.alive and (latest is None or latest.attempt < result.attempt):
         active.transferred[source] = result
 
 
 async def unpack(cluster: Wide, output: int, stop: Any = NEVER) -> None:
-    """Run an unpack task on a thread; note its result as the scheduler does."""
+    """Run an unpack task on a thread, and record its result as the scheduler does."""
     active = cluster.scheduler.active[SHUFFLE]
     process = cluster.network.processes[active.owners[output]]
     run: Any = process.run_of(SHUFFLE)
@@ -163,7 +163,7 @@ async def unpack(cluster: Wide, output: int, stop: Any = NEVER) -> None:
 
 
 async def pass_barrier(cluster: Wide) -> Active:
-    """Do what the scheduler would do until the barrier has passed."""
+    """Act as the scheduler would until the barrier has passed."""
     for _ in range(10):
         await cluster.hear()
         active = cluster.scheduler.active[SHUFFLE]
@@ -183,7 +183,7 @@ async def pass_barrier(cluster: Wide) -> Active:
 
 
 async def finish(cluster: Wide) -> None:
-    """Finish the shuffle; nothing may be held of it."""
+    """Finish the shuffle, and assert that no shard is held."""
     for _ in range(10):
         active = await pass_barrier(cluster)
         for output in set(range(cluster.OUTPUTS)) - active.outputs.keys():
@@ -202,7 +202,7 @@ async def finish(cluster: Wide) -> None:
 
 
 async def start(pool: int) -> Wide:
-    """Start three workers, and a shuffle of which one input has been transferred."""
+    """Start three workers, and a shuffle with one transferred input."""
     run_module.sync = on_loop(asyncio.get_running_loop())
     cluster = Wide(A, B, C, pool=pool)
     cluster.scheduler.begin(spec_of(SHUFFLE, cluster.OUTPUTS))
@@ -236,7 +236,7 @@ async def interrupt_unpack(position: int, event: Event, pool: int) -> bool:
 
 
 def stop_everywhere(interrupt: Callable[[int, Event, int], Awaitable[bool]], event: Event, pool: int) -> int:
-    """Stop at one position after the other; return the first that is not reached any more."""
+    """Stop at one position after the other; returns the first that is never reached."""
 
     async def reaches(position: int) -> bool:
         return await asyncio.wait_for(interrupt(position, event, pool), 30)

@@ -1,4 +1,4 @@
-"""Joins in pieces give the frame that the whole join gives, whatever allocation fails."""
+"""Join in pieces with the same result as the whole join, whatever allocation fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KIB = 2**10
 
 
 def side(rows: int, keys: int, seed: int, dtype: str) -> pd.DataFrame:
-    """Return a frame with keys that come often, some null where they can be, and a column of each kind."""
+    """Return a frame with frequent keys, some null where possible, and a column of each kind."""
     random = np.random.default_rng(seed)
     key = pd.Series(random.integers(0, keys, rows))
     if dtype == "float64":
@@ -48,7 +48,7 @@ def join_of(how: str, left: Any, right: Any, **options: Any) -> Any:
 
 
 class Memory:
-    """Count what a join asks for when memory is short."""
+    """Count the requests of a join that is short of memory."""
 
     def __init__(self) -> None:
         self.rooms = self.splits = 0
@@ -115,7 +115,7 @@ def test_whatever_allocations_fail_the_rows_are_the_same(
 
 
 def selective(how: str) -> tuple[Any, Any]:
-    """Return two sides of which few rows of a large one have a match."""
+    """Return two sides; few rows of the large one have a match."""
     large, small = side(40_000, 1_000_000, 0, "int64"), side(100, 1_000_000, 1, "int64")
     small.loc[:49, "key"] = large["key"][::800].to_numpy()
     return large[["key", "ratio"]], small[["key"] if how == "leftsemi" else ["key", "small"]]
@@ -123,7 +123,7 @@ def selective(how: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("how", ["inner", "leftsemi"])
 def test_a_join_that_does_not_fit_is_made_of_pieces(how: str) -> None:
-    """Memory is short for an array of as many rows as the probe side has; the result has few."""
+    """Memory is short for an array of the probe side's length; the result has few rows."""
     left, right = selective(how)
     join, memory = join_of(how, left, right), Memory()
     wanted = join(left, right)
@@ -150,7 +150,7 @@ def test_an_outer_join_is_tried_again_and_not_split() -> None:
 
 @pytest.mark.parametrize("how", ["left", "right", "outer"])
 def test_a_side_without_rows_has_the_categories_of_the_other(how: str) -> None:
-    """Dask describes categories that it does not know as strings, whatever they are."""
+    """Dask describes unknown categories as strings, whatever they are."""
     rows = pd.DataFrame({"key": pd.Categorical([3, 5, 3]), "row": [0, 1, 2]})
     unknown = pd.DataFrame({"key": pd.Categorical([], categories=["__UNKNOWN_CATEGORIES__"])})
     meta = unknown.assign(row=0).merge(unknown.assign(other=0), on="key")

@@ -1,4 +1,4 @@
-"""What new owners of outputs have to read once more, and over which links."""
+"""Compute the bytes that new owners of outputs have to read again, by link."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ WORKERS = ["a", "b", "c", "d"]
 
 
 def links(**rates: float) -> dict[str, Link]:
-    """Return links of workers on hosts of their own, each of which makes a quarter of the inputs."""
+    """Return links between workers on separate hosts, each of which makes a quarter of the inputs."""
     return {worker: Link(f"host-{worker}", rates.get(worker, 20.0 * MB), 0.25) for worker in WORKERS}
 
 
-#: Ten outputs of a MB for each.
+#: Ten outputs of 1 MB for each worker.
 NBYTES = dict.fromkeys(range(40), 1.0 * MB)
 OWNERS = {output: WORKERS[output // 10] for output in NBYTES}
 

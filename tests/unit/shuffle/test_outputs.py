@@ -1,4 +1,4 @@
-"""The scheduler sees from a task which output of a shuffle it assembles, whatever Dask has fused it with."""
+"""Infer on the scheduler which output of a shuffle a task assembles, whatever Dask has fused it with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rechunked(chunks: tuple[int, int]) -> dict[Any, Any]:
 
 
 def barrier_of(*graphs: dict[Any, Any], fused: Any = ()) -> Any:
-    """Return the barrier of the first graph as a scheduler has it, with all that depends on it."""
+    """Return the barrier of the first graph as the scheduler holds it, with all its dependents."""
     nodes = {key: node for graph in graphs for key, node in graph.items()}
     (barrier,) = (node for node in graphs[0].values() if isinstance(node, P2PBarrierTask))
     dependents = [node for node in (*nodes.values(), *fused) if barrier.key in node.dependencies]
@@ -43,7 +43,7 @@ def test_an_output_is_found_in_what_it_is_fused_with() -> None:
 
 
 def test_an_output_of_another_rechunk_is_not_taken_for_ones_own() -> None:
-    """A task may have chunks of two rechunks, which are numbered in grids of their own."""
+    """A task may have chunks of two rechunks, each with its own grid of indices."""
     mine, other = rechunked((4, 4)), rechunked((8, 3))
     first = min(key for key in mine if isinstance(key, tuple) and key[0].startswith("rechunk-p2p"))
     last = max(key for key in other if isinstance(key, tuple) and key[0].startswith("rechunk-p2p"))

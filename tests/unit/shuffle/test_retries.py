@@ -1,4 +1,4 @@
-"""Count the runs of a shuffle that count."""
+"""Count the consecutive failed runs and losses of a shuffle."""
 
 from __future__ import annotations
 
@@ -100,10 +100,10 @@ def test_what_is_missing_after_a_move_without_a_loss_does_not_count() -> None:
     losses.moves("a")
     losses.loses("a", ["x"], [], ["transfer-1", "transfer-2"])
     assert losses["a"] == 0
-    losses.loses("a", ["x"], [], ["transfer-1"])  # but it does when it is missing again
+    losses.loses("a", ["x"], [], ["transfer-1"])  # it counts if it is missing again
     assert losses["a"] == 1
     losses.moves("a")
-    losses.loses("a", ["x"], [A], [])  # and so does a worker that is lost
+    losses.loses("a", ["x"], [A], [])  # as does a lost worker
     assert losses["a"] == 2
 
 

@@ -1,4 +1,4 @@
-"""Transfers with too little memory are made in parts of one attempt; each row arrives once, in its order."""
+"""Split transfers that run out of memory within one attempt; each row arrives once, in order."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def plain(rows: int, seed: int) -> pd.DataFrame:
 
 
 def mixed(rows: int, seed: int) -> pd.DataFrame:
-    """Return a frame that is pickled, of which some columns are objects."""
+    """Return a frame that is pickled because some columns are objects."""
     frame = plain(rows, seed)
     frame.insert(1, "text", [f"row {row} " + "x" * (row % 50) for row in frame["row"]])
     frame.insert(
@@ -59,7 +59,7 @@ def mixed(rows: int, seed: int) -> pd.DataFrame:
 
 
 def hashed(rows: int, seed: int, by: str) -> Hashed:
-    """Return a partition of which Dask, or the backend, makes the targets as it is split."""
+    """Return a partition whose targets Dask, or the backend, computes during the split."""
     frame = mixed(rows, seed).drop(columns=TARGET)
 
     def assign(some: pd.DataFrame) -> pd.DataFrame:
@@ -82,21 +82,21 @@ def assigned(partition: Any) -> pd.DataFrame:
 
 @dataclass
 class Outcome:
-    """What a shuffle has come to: its outputs, and what was counted."""
+    """Hold the result of a shuffle: its outputs and counters."""
 
     outputs: list[pd.DataFrame] = field(default_factory=list)
-    #: Transfers that have run out of memory all the same, and were made again.
+    #: Transfers that ran out of memory nevertheless, and were retried.
     given_up: int = 0
-    #: Allocations that failed, and how often room was made and something was split for them.
+    #: Failed allocations, and how often room was made and work was split for them.
     failed: int = 0
     rooms: int = 0
     split: int = 0
-    #: Shards of which each transfer task consisted.
+    #: Number of shards of each transfer task.
     shards: list[int] = field(default_factory=list)
 
 
 async def transfer(cluster: Cluster, process: Process, partition: Any, source: int, outcome: Outcome) -> Any:
-    """Run a transfer task, until it has succeeded; as a worker that has spilled does, and the scheduler."""
+    """Run a transfer task until it succeeds, as the scheduler and a worker that has spilled would."""
     key = f"transfer-{source}"
     run: Any = await process.shuffles.shuffle_runs.get_or_create(ShuffleId("shuffle"), key)
     while True:
@@ -114,7 +114,7 @@ async def transfer(cluster: Cluster, process: Process, partition: Any, source: i
 def shuffled(
     partitions: list[Any], fails: Callable[[int, int], bool], *, ignore_index: bool = False
 ) -> Outcome:
-    """Shuffle partitions over two workers; ``fails`` tells which allocations of the first transfer fail."""
+    """Shuffle partitions over two workers; ``fails`` picks the failing allocations of the first transfer."""
     meta = assigned(partitions[0])[:0]
     spec = ShuffleSpec(
         id=ShuffleId("shuffle"),
@@ -189,7 +189,7 @@ def test_whatever_allocations_fail_each_row_arrives_once(
 def test_what_was_packed_and_could_not_be_published_fails_the_attempt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pool is full with one piece, which is to be published as the next one is packed."""
+    """One piece fills the pool, and is published only when the next piece is packed."""
     settled = 0
 
     def settle(table: PandasTable) -> None:

@@ -1,4 +1,4 @@
-"""``dask gpurt simulate``, as a user types it."""
+"""Run ``dask gpurt simulate`` as a user types it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_picture(tmp_path: Path) -> None:
     with image.open(path) as picture:
         assert picture.format == "PNG"
         colours = {colour for _, colour in picture.convert("RGB").getcolors(2**24)}
-    # Work is drawn, and bytes over NVLink.
+    # The colours of compute, and of bytes over NVLink, appear.
     assert {(0x3B, 0x6F, 0xD4), (0x22, 0xA0, 0x6B)} <= colours
 
 

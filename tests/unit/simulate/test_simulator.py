@@ -1,4 +1,4 @@
-"""The simulator: what it is told to model takes as long as a person would reckon, and Dask does the rest."""
+"""Simulate graphs: modelled durations match hand calculations, and Dask makes all decisions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def work(name: str, *needs: Work, seconds: float = 1.0, nbytes: int = 0) -> Work
 
 
 def workload(*works: Work, wanted: Sequence[Work] = ()) -> Workload:
-    """Return a workload of one graph, of which the tasks that no other needs are wanted."""
+    """Return a workload of one graph, whose results are the tasks without dependents."""
     needed = {need for one in works for need in one.needs}
     ends = [one.key for one in wanted] or [one.key for one in works if one.key not in needed]
     return Workload("made-up", [Submission(works, frozenset(ends))])
@@ -52,11 +52,11 @@ def run(cluster: Cluster, *works: Work, **options: Any) -> Simulation:
     return simulation
 
 
-# ---- shuffles of the runtime, and what decisions take -----------------------------------
+# ---- shuffles of the runtime, and the duration of decisions -----------------------------
 
 
 def shuffle(inputs: Sequence[Work], nbytes: int, outputs: int = 2) -> list[Work]:
-    """Return transfers, their barrier, and outputs that take so many bytes of each transfer."""
+    """Return transfers, their barrier, and outputs that take this many bytes of each transfer."""
     transfers = [
         Work(Name(f"('transfer', {number})"), (one.key,), 1.0, 0) for number, one in enumerate(inputs)
     ]
@@ -79,7 +79,7 @@ def pinned(name: str, worker: int, nbytes: int) -> Work:
 def test_shards_go_to_the_owners_of_outputs_and_these_wait_for_them() -> None:
     data = [pinned(f"data{number}", number, 200 * MB) for number in range(2)]
     done = run(on_one_host(2), *data, *shuffle(data, 100 * MB))
-    # Each worker sends the other one a shard of 100 MB, both at once.
+    # Each worker sends the other a shard of 100 MB, both at once.
     assert done.result.bytes == {"shared-memory": 200 * MB}
     assert done.result.makespan == pytest.approx(1 + 100 * MB / SPEED + 1, rel=1e-3)
 
@@ -124,7 +124,7 @@ def test_decisions_take_the_time_of_the_scheduler() -> None:
     done = Simulation(on_one_host(2), workload(*chain), overheads=slow)
     assert done.run().makespan == pytest.approx(4 * 1.5)
     wide = Simulation(on_one_host(4), workload(*[work(letter) for letter in "abcd"]), overheads=slow)
-    # One worker after the other hears of its task.
+    # The workers receive their tasks one after the other.
     assert wide.run().makespan == pytest.approx(4 * 0.5 + 1)
 
 
@@ -136,7 +136,7 @@ def test_each_submission_has_an_end() -> None:
     assert done.ends == pytest.approx([1, 3])
 
 
-# ---- graphs that a person can reckon -------------------------------------------------
+# ---- graphs that can be calculated by hand -------------------------------------------
 
 
 def test_a_chain_takes_the_sum_of_its_tasks() -> None:
@@ -188,11 +188,11 @@ def test_a_graph_that_needs_a_kept_one_begins_when_that_is_done() -> None:
     assert simulation.runs == {kept.key: 1, query.key: 1}
 
 
-# ---- what decides is Dask ------------------------------------------------------------
+# ---- decisions by Dask ---------------------------------------------------------------
 
 
 def test_the_scheduler_keeps_root_tasks_back() -> None:
-    """Without its queue all are sent out at once, and results pile up before what takes them runs."""
+    """Without its queue all roots are sent at once, and results pile up before their dependents run."""
     scale = Scale(partitions=64, memory=64 * 10**9, workers=8)
     reduction = WORKLOADS["tree-reduction"](scale, random.Random(0))
     peaks = {}
@@ -203,7 +203,7 @@ def test_the_scheduler_keeps_root_tasks_back() -> None:
 
 
 def imbalance() -> list[Work]:
-    """Make many tasks, in groups too small to be queued, whose small input one worker has."""
+    """Make many tasks, in groups too small to be queued, whose small input is on one worker."""
     origin = work("origin", nbytes=10, seconds=0.1)
     return [
         origin,
@@ -269,7 +269,7 @@ def test_a_worker_that_joins_takes_work() -> None:
     alone = run(on_one_host(1), *tasks)
     helped = run(on_one_host(1), *tasks, changes=[Join(5.0, machines(1)[0])])
     assert alone.result.makespan == pytest.approx(20)
-    # Five are done when it comes; the others are shared.
+    # Five are done when it joins; the rest are shared.
     assert helped.result.makespan == pytest.approx(13, abs=1.1)
     assert helped.result.workers == 2
 
@@ -294,7 +294,7 @@ def test_a_worker_that_is_not_there_can_not_leave() -> None:
         simulation.run()
 
 
-# ---- what always holds ---------------------------------------------------------------
+# ---- invariants ----------------------------------------------------------------------
 
 
 @st.composite
@@ -336,7 +336,7 @@ def test_no_graph_is_faster_than_it_can_be(
 
 
 def test_dask_may_steal_tasks_that_take_no_time() -> None:
-    """Its stealing takes a length of nothing for that of a task that has seceded."""
+    """Its stealing mistakes a duration of zero for that of a seceded task."""
     first, works = Name("('task0-t', 0)"), []
     for number in range(13):
         prefix, needs = ("task1", (first,)) if number in (3, 5, 12) else ("task0", ())
@@ -370,7 +370,7 @@ def test_bytes_come_from_who_has_them_also_when_workers_leave(
 
 
 def _until_done_or_given_up(simulation: Simulation) -> bool:
-    """Return run; Dask gives a task up after the fourth worker that it took along."""
+    """Return whether the run completes; Dask gives a task up after four workers died with it."""
     try:
         simulation.run()
     except WorkloadFailed:

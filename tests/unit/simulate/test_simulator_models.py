@@ -1,4 +1,4 @@
-"""Simulate links that transfers share, and tiers that data goes down."""
+"""Simulate links that transfers share, and tiers through which data are spilled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEEDS = {Link.SHARED_MEMORY: Speed(100.0, 0.0), Link.TCP: Speed(10.0, 0.0), Lin
 
 
 class Wire:
-    """A network of workers a0, a1, …, b0, …: letters are hosts."""
+    """Simulate a network of workers a0, a1, …, b0, …: letters are hosts."""
 
     def __init__(self, *, rdma: bool = False, **options: object):
         self.clock = Clock()
@@ -61,7 +61,7 @@ def test_two_from_one_worker_share_its_port() -> None:
     wire = Wire()
     wire.send("x", "a0", "a1", 100)
     wire.send("y", "a0", "a2", 200)
-    # Half each until the first is done at 2 s; then the other has 100 bytes left.
+    # Half the bandwidth each until the first is done at 2 s; then the other has 100 bytes left.
     assert wire.run() == {"x": pytest.approx(2), "y": pytest.approx(3)}
 
 
@@ -69,7 +69,7 @@ def test_one_that_comes_later_slows_the_first_down() -> None:
     wire = Wire()
     wire.send("x", "a0", "a1", 200)
     wire.send("y", "a2", "a1", 50, at=1.0)
-    # 100 bytes alone, then half the pace for a second, then the last 50 alone.
+    # 100 bytes alone, then half the rate for a second, then the last 50 alone.
     assert wire.run() == {"x": pytest.approx(2.5), "y": pytest.approx(2)}
 
 
@@ -139,7 +139,7 @@ def test_no_port_gives_more_than_it_has(sends: list[tuple[int, int, int, float]]
             if mine:
                 first = min(send[3] for send, _ in mine)
                 last = max(arrived for _, arrived in mine)
-                # More than 16 at a port are told late of those that come and go.
+                # With more than 16 transfers at a port, rates are updated late when transfers begin and end.
                 slack = 1 + 1 / 16 if len(mine) > 16 else 1
                 moved = sum(send[2] for send, _ in mine)
                 assert moved <= 100 * (last - first) * slack + 1e-3
@@ -160,7 +160,7 @@ def test_what_was_used_longest_ago_goes_down_first() -> None:
     mine.hold(["b"], 0)
     mine["d"] = 40
     assert mine.tier("c") is Tier.PINNED
-    # The pinned tier holds 50: what came there first went on to the host.
+    # The pinned tier holds 50: its first entries were moved on to the host.
     assert mine.tier("a") is Tier.HOST
     assert mine.spilled == 40 + 40 + 40
 
@@ -177,7 +177,7 @@ def test_to_use_a_key_takes_the_time_to_get_it_up() -> None:
     mine = tiers()
     for key in "abc":
         mine[key] = 40
-    # a comes up in 1 + 40 / 10 s, and b goes down in as long.
+    # a is read in 1 + 40 / 10 s, and b is spilled in as long.
     assert mine.hold(["a"], 0) == pytest.approx(10)
     assert mine.hold(["a"], 0) == 0
     assert [mine.tier(key) for key in "abc"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE]
@@ -211,7 +211,7 @@ def test_what_is_lent_stays_where_it_lies() -> None:
     mine = tiers()
     for key in "abc":
         mine[key] = 40
-    held, seconds = mine.lend("ab")  # a is below, and is read in 1 + 40 / 10 s
+    held, seconds = mine.lend("ab")  # a is spilled, and is read in 1 + 40 / 10 s
     assert (held, seconds) == (["b"], pytest.approx(5))
     assert [mine.tier(key) for key in "abc"] == [Tier.PINNED, Tier.DEVICE, Tier.DEVICE]
     assert mine.fits("c", 20)
@@ -219,7 +219,7 @@ def test_what_is_lent_stays_where_it_lies() -> None:
 
 
 def runtime_tiers(next_use: Mapping[Any, int], pinned: int = 50) -> RuntimeTiers:
-    """Make tiers of 100 bytes and less, with the priorities at which keys are needed next."""
+    """Make tiers of at most 100 bytes, with the priorities at which keys are needed next."""
 
     def soonest(key: Any) -> tuple[int, ...] | None:
         return (next_use[key],) if key in next_use else None
@@ -232,7 +232,7 @@ def test_the_runtime_spills_what_is_needed_last() -> None:
     for key in "abc":
         mine[key] = 40
     assert [mine.tier(key) for key in "abc"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE]
-    # No task needs d, so that it goes before a and c; the pinned tier has no room for it.
+    # No task needs d, so it is evicted before a and c; the pinned tier has no room for it.
     mine["d"] = 30
     assert [mine.tier(key) for key in "abcd"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE, Tier.HOST]
 
@@ -248,9 +248,9 @@ def test_what_the_runtime_has_spilled_stays_where_it_is() -> None:
 def test_a_worker_of_the_runtime_keeps_what_its_next_task_reads(
     worker: type[VirtualWorker], spilled: int
 ) -> None:
-    """Three kept results of 40 bytes are read one by one where two fit: LRU spills each before it is read."""
+    """Three kept results of 40 bytes are read in turn where two fit: LRU would spill each before its read."""
     kept = [Work(Name(f"('kept', {i})"), (), 1.0, 40) for i in range(3)]
-    # Of different names, so that Dask does not hold them back in its queue of root tasks.
+    # With different names, so that Dask does not hold them back in its queue of root tasks.
     read = [Work(Name(f"('read{i}', 0)"), (kept[i].key,), 1.0, 0) for i in range(3)]
     submissions = [
         Submission(kept, frozenset(one.key for one in kept), keep=True),
@@ -298,7 +298,7 @@ def test_what_fits_leaves_a_worker_within_its_memory(
 
 
 def joins(pairs: list[tuple[int, int]], nbytes: int) -> Workload:
-    """Make kept data, and then tasks that each take two of them and leave as much."""
+    """Make kept data, then tasks that each take two of them and produce as much."""
     kept = [Work(Name(f"('kept', {i})"), (), 0.1, nbytes) for i in range(12)]
     made = [
         Work(Name(f"('join', {i})"), (kept[a].key, kept[b].key), 1.0, 2 * nbytes)
@@ -311,7 +311,7 @@ def joins(pairs: list[tuple[int, int]], nbytes: int) -> Workload:
 def joined(pairs: list[tuple[int, int]], worker: type[VirtualWorker], workers: int = 3) -> Result:
     machines = [Machine(Place("host0", device=f"gpu{i}"), Capacity(100, 0, 100_000)) for i in range(workers)]
     cluster = Cluster("small", machines, speeds=dict.fromkeys(Link, Speed(10.0, 0.0)))
-    # A message of several keys would be larger than a worker.
+    # One key per message: several keys would exceed a worker's memory.
     with dask.config.set({"distributed.worker.transfer.message-bytes-limit": 24}):
         return Simulation(cluster, joins(pairs, 24), worker=worker).run()
 
@@ -324,14 +324,14 @@ some_pairs = st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pai
 def test_with_the_tiers_of_the_runtime_no_worker_waits_for_ever_or_is_over(
     pairs: list[tuple[int, int]], workers: int
 ) -> None:
-    """Each task needs 96 of 100 bytes: beside one nothing may come, and nothing that is live may go."""
+    """Each task needs 96 of 100 bytes: beside one no data may arrive, and no live data may be evicted."""
     result = joined(pairs, TieredWorker, workers)
     assert result.runs == result.tasks
     assert result.over_memory == 0
 
 
 def test_room_is_promised_when_a_fetch_begins_and_not_when_a_peer_sends() -> None:
-    """A task began while the request was on its way, and then there was no room for what came."""
+    """Otherwise a task could begin while the request was in flight, and there was no room for the reply."""
     pairs = [(7, 0), (4, 1), (2, 0), (0, 3), (1, 0), (2, 1), (2, 1), (1, 0)]
     assert joined(pairs, TieredWorker, 2).over_memory == 0
 
@@ -392,7 +392,7 @@ def test_tiers_add_up_and_are_over_only_by_what_is_held(
 
 
 def test_a_spilled_input_delays_its_task() -> None:
-    """Two results of 80 bytes do not fit 100: for the task that needs both, one has to come up again."""
+    """Two results of 80 bytes do not fit 100: one has to be read back for the task that needs both."""
     machine = Machine(Place("host0", device="gpu0"), Capacity(100, 0, 1000))
     cluster = Cluster("one", [machine], speeds={Link.PAGEABLE: Speed(10.0, 0.0)})
     a, b = (Work(Name(f"('{name}', 0)"), (), 1.0, 80) for name in "ab")
@@ -403,7 +403,7 @@ def test_a_spilled_input_delays_its_task() -> None:
     assert result.spilled == 160
     assert result.over_memory == 1
     assert result.worst_memory == pytest.approx(1.6)
-    # 8 s down before the second task, and 8 s up before the third.
+    # 8 s to spill before the second task, and 8 s to read before the third.
     assert result.makespan == pytest.approx(3 + 16)
 
 

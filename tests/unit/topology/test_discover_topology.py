@@ -1,4 +1,4 @@
-"""Detect a host: by NVML, played by a fake one, and from files as the kernel has them."""
+"""Detect a host by a fake NVML, and by files as the kernel provides them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def links(found: Host) -> list[list[str]]:
 
 
 def joined(found: Host, *visible: str | None) -> Topology:
-    """Start a process for each of ``CUDA_VISIBLE_DEVICES``, called after its number."""
+    """Add a worker for each of ``CUDA_VISIBLE_DEVICES``, named after its number."""
     topology = Topology()
     for number, devices in enumerate(visible):
         topology.add(str(number), found.place("h", found.find(devices)))
@@ -43,7 +43,7 @@ def test_four_gpus_and_a_switch() -> None:
     assert [gpu.nvlink for gpu in found.gpus] == [Lanes(4, 18)] * 4
     assert found.gpus[0].name == "NVIDIA H200"
     assert [len(domain) for domain in found.nvlink_domains()] == [4]
-    # The host of which the shipped figure is: what is promised for it is that very figure.
+    # This host is the source of the shipped figure, so its estimate is that very figure.
     speed = joined(found, "0", "1").speed("0", "1")
     assert speed == SHIPPED[Link.NVLINK]
 
@@ -72,7 +72,7 @@ def test_pairs_under_a_bridge_are_domains() -> None:
 
 
 def test_a_mesh_with_gaps_has_domains_without_any() -> None:
-    # A cube: each GPU reaches the three others of its face, and the one across.
+    # A cube: each GPU reaches the other three of its face, and the GPU across.
     faces = [[0, 1, 2, 3], [4, 5, 6, 7]]
     gpus = [FakeGpu(i, [j for j in faces[i // 4] if j != i] + [(i + 4) % 8], version=2) for i in range(8)]
     found = host(FakeNvml(gpus))
@@ -85,7 +85,7 @@ def test_a_mesh_with_gaps_has_domains_without_any() -> None:
 def test_the_bus_of_an_integrated_gpu_is_not_its_way_to_memory() -> None:
     found = host(integrated())
     assert found.gpus[0].pcie is None
-    # No speed is made up of that: a generation 1 x1 would be 200 times slower than the shipped one.
+    # No speed is derived from that: a generation 1 x1 would be 200 times slower than the shipped one.
     assert joined(found, "0").tier_speed(Link.PINNED, "0") == SHIPPED[Link.PINNED]
 
 
@@ -139,7 +139,7 @@ def test_an_old_driver_that_knows_less() -> None:
         ("", None),
         ("-1", None),
         ("7", None),
-        ("GPU-unheard-of,0", None),  # CUDA stops at the first that is not there
+        ("GPU-unheard-of,0", None),  # CUDA stops at the first missing device
         (",0", None),
     ],
 )
@@ -193,7 +193,7 @@ def test_numa_nodes(sys: Path) -> None:
 
 
 def test_the_memory_of_a_gpu_that_is_a_node_of_its_own_is_not_the_hosts(tmp_path: Path) -> None:
-    # As on GH200: 480 GB beside the processor, 96 GB of the GPU that the system can use too.
+    # As on GH200: 480 GB at the CPU, and 96 GB of the GPU that the system can use too.
     folder = tmp_path / "devices/system/node"
     for node, processors, kilobytes in ((0, "0-71", 500_000_000), (1, "", 100_000_000)):
         (folder / f"node{node}").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""How much memory a GPU has, and how many workers `gpurt.compute.concurrency: auto` starts on it."""
+"""Compute the memory of a GPU, and the workers that `gpurt.compute.concurrency: auto` starts on it."""
 
 from __future__ import annotations
 

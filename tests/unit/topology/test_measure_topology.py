@@ -1,4 +1,4 @@
-"""Trials of links: what is on this host, and GPUs of a CUDA that is played."""
+"""Measure links: those of this host, and those of a fake CUDA's GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_slow_nic_limits_tcp() -> None:
 
 
 class FakeRuntime:
-    """CUDA for the GPUs of a fake NVML, in some order: copies last as long as their ends say."""
+    """Fake CUDA for the GPUs of a fake NVML, in some order: the ends of a copy determine its duration."""
 
     memcpyDefault = 4
 

@@ -1,4 +1,4 @@
-"""The picture of links: which one joins two workers, how fast it is, and what it learns."""
+"""Look up links: which link joins two workers, its speed, and what it learns from transfers."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_workers_that_come_move_and_go_leave_nothing_behind(moves: list[tuple[st
     assert all(topology.described(host) == (host in topology.hosts) for host in "abc")
 
 
-# ---- what transfers show -------------------------------------------------------------
+# ---- learning from transfers ---------------------------------------------------------
 
 
 def hosts(count: int) -> Topology:
@@ -217,7 +217,7 @@ def test_a_host_that_departs_learns_for_itself() -> None:
         topology.observe("x", "y", 100 * MIB, 100 * MIB / 1.5e9)
     assert topology.speed("x", "y").bandwidth == pytest.approx(1.5e9, rel=0.05)
     assert topology.speed("p", "q") == SHIPPED[Link.SHARED_MEMORY]
-    assert topology.tier_speed(Link.DISK, "x") == SHIPPED[Link.DISK]  # not worth a figure of its own
+    assert topology.tier_speed(Link.DISK, "x") == SHIPPED[Link.DISK]  # near the shipped speed
     topology.remove("x")
     topology.remove("y")
     topology.add("x", Place("a"))
@@ -308,7 +308,7 @@ def test_the_first_transfer_between_two_gpus_takes_longer_and_tells_nothing_of_t
     assert topology.connection_setup(Link.NVLINK, "w0", "w1") == 0
     assert topology.learned() == before
     assert not topology.overrides
-    # The other way, and with others, they have not met; but what it took is learned.
+    # The reverse direction and other pairs have no connection yet, but the measured setup time is learned.
     expected = first + FIRST_TRANSFER_WEIGHT * (0.5 - SHIPPED[Link.NVLINK].seconds(512 * MIB) - first)
     for pair in (("w1", "w0"), ("w0", "w2"), ("w2", "w1")):
         assert topology.connection_setup(Link.NVLINK, *pair) == pytest.approx(expected)

@@ -1,4 +1,4 @@
-"""Show a topology by ``dask gpurt topology``, and say so where there is nothing to show."""
+"""Print a topology by ``dask gpurt topology``, and explain an empty one."""
 
 from __future__ import annotations
 

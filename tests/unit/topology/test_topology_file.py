@@ -1,4 +1,4 @@
-"""Topology files: what is written is read back, and what makes no sense is refused with its line."""
+"""Write and read topology files, and reject invalid entries with their line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_file_in_the_documentation_is_one() -> None:
     assert worker == ("dgx-1", found.hosts["dgx-1"].gpus[1].id)
 
 
-# ---- what is refused -----------------------------------------------------------------
+# ---- invalid files -------------------------------------------------------------------
 
 
 def wrong(old: str, new: str) -> str:

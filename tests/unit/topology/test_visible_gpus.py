@@ -1,4 +1,4 @@
-"""The number of workers that a cluster of this machine gets by default."""
+"""Check the number of workers that a cluster on this machine gets by default."""
 
 from __future__ import annotations
 
