@@ -47,7 +47,7 @@ LOADED = {
     # A replacement worker would never arrive at the barrier: fail at once when a worker is lost.
     "distributed.scheduler.allowed-failures": 0,
 }
-#: While the governor learns: factor on legs with both, and one turn in as many measures each alone.
+#: While the governor learns: factor on legs with both; one turn in as many also runs compute alone.
 MOSTLY = 4
 #: Shuffles to time for an estimate of how many fill a leg.
 FEW = 3
