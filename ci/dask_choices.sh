@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# distributed's own tests of its scheduler, work stealing and the active memory manager, with our placement in every scheduler.
-# The first argument is a checkout of dask/distributed at the version that is installed: a wheel has no tests.
+# Run distributed's own tests of its scheduler, work stealing and active memory manager, with our placement in every scheduler.
+# The first argument is a checkout of dask/distributed at the installed version, as wheels contain no tests.
 # GPURT_SUITE_BASELINE=1 leaves placement off. Further arguments go to pytest.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -9,7 +9,7 @@ shift
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 cd "$scratch"
-# Only the tests: the package has to be the one that is installed.
+# Only the tests, so that the installed package is imported.
 mkdir distributed && cp -r "$checkout/distributed/tests" distributed/
 
 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" python -m pytest -c /dev/null --rootdir "$scratch" \

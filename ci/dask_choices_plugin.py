@@ -1,10 +1,10 @@
-"""A pytest plugin that has our placement make the choices in the tests of distributed's own scheduler.
+"""A pytest plugin that runs the tests of distributed's own scheduler with our placement.
 
-Every scheduler that such a test starts gets a placement that knows what Dask knows: one bandwidth for all
-links, which is Dask's, with the latency of TCP, and the memory that Dask counts. Tests that then choose
-otherwise are in ``EXPECTED``, with the reason.
+Every scheduler in these tests gets a placement with the same knowledge as Dask: Dask's one bandwidth for all
+links, the latency of TCP, and the memory that Dask counts. Tests with intentionally different choices are
+listed in ``EXPECTED``, with the reason.
 
-``GPURT_SUITE_BASELINE=1`` leaves placement off: what fails then, fails in Dask.
+``GPURT_SUITE_BASELINE=1`` leaves placement off: tests that fail then fail in Dask itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dask_gpurt.topology import SHIPPED, Link, Speed, Topology
 
 BASELINE = os.environ.get("GPURT_SUITE_BASELINE") == "1"
 
-#: Tests that choose otherwise on purpose, by a part of their node id, and why. They depend on time.
+#: Reasons for intentionally different choices, by part of the test's node id. They depend on timing.
 EXPECTED: dict[str, str] = {
     "::test_decide_worker_coschedule_order_neighbors": (
         "an idle worker takes a task with one input of 800 bytes from a busy one: Dask sends no such input"
@@ -38,7 +38,7 @@ _metrics: list[Metrics] = []
 
 
 class _OneSpeed(Topology):
-    """Have all links as fast as Dask believes that they are, at that time."""
+    """Give all links Dask's current estimate of the bandwidth."""
 
     def __init__(self, scheduler: Any):
         super().__init__()
@@ -49,7 +49,7 @@ class _OneSpeed(Topology):
 
 
 class _Events(SchedulerPlugin):
-    """Tell a placement what Dask has no seam for."""
+    """Forward scheduler events to a placement for which Dask has no other hook."""
 
     name = "gpurt-placement"
 
@@ -82,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name in ("ci1", "memray", "ipython", "leaking", "workerstate", "slow", "gpu", "flaky"):
         config.addinivalue_line("markers", name)
-    # Certificates are with the tests, which are not part of an installed distributed.
+    # Certificates are beside the tests, which an installed distributed does not contain.
     utils_test.certs_dir = str(Path(config.rootpath) / "distributed" / "tests")
     if not BASELINE:
         Scheduler.start_unsafe = _start_with_placement

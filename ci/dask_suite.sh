@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Dask's own shuffle tests, as they are installed, on a real cluster with the runtime enabled.
-# GPURT_SUITE_BASELINE=1 leaves the runtime off. Arguments go to pytest, for example -n 0 for one cluster in place of two.
+# Run Dask's own installed shuffle tests on a real cluster with the runtime enabled.
+# GPURT_SUITE_BASELINE=1 leaves the runtime off. Arguments go to pytest, for example -n 0 for one cluster instead of two.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 scratch=$(mktemp -d)

@@ -1,11 +1,11 @@
 """A pytest plugin that sends Dask's own shuffle tests through the runtime on a real cluster.
 
-The tests ship inside the installed ``dask``, and most of them compute on the synchronous scheduler. Here
-that scheduler is the client of a :class:`~distributed.LocalCluster`, and a test that goes through the shuffle
-methods one by one takes the runtime's method too. The session fails if no shuffle went through the runtime.
+The tests ship inside the installed ``dask``, and most of them compute on the synchronous scheduler. Here that
+scheduler is replaced by the client of a :class:`~distributed.LocalCluster`, and tests that are parametrized
+by shuffle method include the runtime's. The session fails if no shuffle went through the runtime.
 
-``GPURT_SUITE_BASELINE=1`` leaves the runtime off, takes ``p2p`` in its place and runs every test: what fails
-then, fails in Dask.
+``GPURT_SUITE_BASELINE=1`` leaves the runtime off, uses ``p2p`` instead and runs every test: tests that fail
+then fail in Dask itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BASELINE = os.environ.get("GPURT_SUITE_BASELINE") == "1"
 OLD, NEW = "dask/dataframe/tests/test_shuffle.py", "dask/dataframe/dask_expr/tests/test_shuffle.py"
 _by_tasks = "shuffles by tasks, whatever is on: it takes longest of all, and never meets the runtime"
 
-#: Tests that are left out, as most cannot work on such a cluster: by the start of their node id, and why.
+#: Reasons for deselecting tests, most of which cannot work on such a cluster, by the start of their node id.
 DESELECTED: dict[str, str] = {
     f"{OLD}::test_disk_shuffle_with_unknown_compression": (
         "expects the workers to see a setting that the test makes in the client's process"
@@ -35,9 +35,9 @@ DESELECTED: dict[str, str] = {
 }
 
 if sys.version_info < (3, 12):
-    # Before 3.12 all objects of a class share the lock of a functools.cached_property. The client holds that
-    # of `divisions` while it waits for the quantiles, the scheduler needs it to make their graph, and in a
-    # LocalCluster both are in one process. Dask hangs alike without the runtime.
+    # Before 3.12 all objects of a class share the lock of a functools.cached_property. The client holds the
+    # lock of `divisions` while it waits for the quantiles, and the scheduler needs it to build their graph.
+    # In a LocalCluster both are in one process and deadlock, with or without the runtime.
     _lock = "client and scheduler of one process deadlock on cached_property's lock (Python 3.11)"
     DESELECTED |= {
         f"{OLD}::test_set_index_sorts": _lock,
@@ -58,10 +58,10 @@ _original_assert_eq = _util.assert_eq
 
 
 def _assert_eq(a: Any, b: Any, *args: Any, **kwargs: Any) -> None:
-    """Compare as Dask's tests do, with the divisions known beforehand.
+    """Compare as Dask's tests do, but compute the divisions beforehand.
 
-    They make the graph while no expression may be pickled. That can take divisions, which the client computes
-    by an expression that it sends. Once the graph was made outside, they are cached.
+    Dask's tests build the graph while pickling expressions is forbidden. Building it may need divisions,
+    which the client computes by sending a pickled expression. Building the graph once before caches them.
     """
     for collection in (a, b):
         if hasattr(collection, "dask"):
@@ -70,7 +70,7 @@ def _assert_eq(a: Any, b: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _only_hands_out(config: pytest.Config) -> bool:
-    """Return whether the tests run in other processes, of pytest-xdist, with a cluster each."""
+    """Return whether the tests run in worker processes of pytest-xdist, each with its own cluster."""
     return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
 
 
@@ -90,7 +90,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         dask_gpurt.enable(client)
     for name in ("sync", "synchronous", "single-threaded"):
         named_schedulers[name] = client.get
-    # The test modules import it by name, and are not imported yet.
+    # Patch it before the test modules are imported, as they import it by name.
     _util.assert_eq = _assert_eq
 
 
@@ -121,7 +121,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def _end(client: Client, config: pytest.Config) -> None:
-    """Count the runs of this process, and close its cluster."""
+    """Count this process's runs, and close its cluster."""
     try:
         if not BASELINE and not config.option.collectonly:
             import dask_gpurt
@@ -137,7 +137,7 @@ def _end(client: Client, config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Add up what the processes of pytest-xdist have counted."""
+    """Add up the counts of pytest-xdist's processes."""
     stash = node.config.stash
     stash[_runs] = stash.get(_runs, 0) + getattr(node, "workeroutput", {}).get(RUNS, 0)
 

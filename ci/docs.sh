@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Build the site, strictly: a broken link or a missing reference fails. The first argument is the folder for it.
+# Build the site in strict mode, which fails on broken links and references. The first argument is the output folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python -m pip install -e ".[docs]"

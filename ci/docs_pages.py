@@ -1,7 +1,7 @@
-"""Write the pages of the documentation that come from the code: settings, command line, API and JSON API.
+"""Generate the pages of the documentation from the code: settings, command line, API and JSON API.
 
 MkDocs loads this file as a hook (``hooks`` in ``mkdocs.yml``). The functions that write a page need neither
-MkDocs nor a GPU, so that ``tests/unit/docs/test_docs.py`` compares them with the code."""
+MkDocs nor a GPU, so that ``tests/unit/docs/test_docs.py`` can compare them with the code."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _values(schema: Mapping[str, Any], default: Any = None) -> str:
     if "const" in schema:
         return f"`{schema['const']}`"
     if "enum" in schema:
-        # YAML reads a bare `off` as false, which the schema allows beside the string.
+        # YAML reads an unquoted `off` as false, which the schema allows besides the string.
         return ", ".join(f"`{value}`" for value in schema["enum"] if value is not False)
     if schema["type"] == "array":
         return f"a list out of {_values(schema['items'])}"
@@ -92,7 +92,7 @@ def _values(schema: Mapping[str, Any], default: Any = None) -> str:
 
 
 def _default(value: Any) -> str:
-    # As it has to be written in YAML: the string "off" in quotes, since a bare one is false.
+    # In YAML syntax. The string "off" needs quotes, since unquoted it is false.
     text = json.dumps(value) if value == "off" else yaml.safe_dump(value)
     return text.removesuffix("\n").removesuffix("\n...")
 
@@ -139,7 +139,7 @@ def _option(context: click.Context, option: click.Option) -> str:
 
 
 def cli_page() -> str:
-    """Return the reference of the command line, from the commands themselves."""
+    """Return the reference of the command line, from the click commands."""
     sections = [CLI_INTRODUCTION]
     for name, command in commands().items():
         context = click.Context(command, info_name=f"dask gpurt {name}")
@@ -222,7 +222,7 @@ def _json_type(schema: Mapping[str, Any]) -> str:
 
 
 def _json_fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the row of each field, and of the fields inside of it."""
+    """Yield the row of each field and of its nested fields."""
     for name, field in schema.get("properties", {}).items():
         yield f"| `{path}{name}` | {_json_type(field)} | {field.get('description', '')} |"
         for one in field.get("anyOf", [field]):
@@ -272,7 +272,7 @@ def metrics_tables() -> dict[str, str]:
 
 
 def _metric_row(metric: Any) -> str:
-    pages = [server for server in metric.servers if server != "client"]  # which has none
+    pages = [server for server in metric.servers if server != "client"]  # a client has no page
     name = re.sub(r"\{.*?\}", "…", metric.name)
     families = ", ".join(f"`{metric.family(server)}`" for server in pages)
     labels = ", ".join(f"`{label}`" for label in metric.all_labels)
@@ -280,7 +280,7 @@ def _metric_row(metric: Any) -> str:
 
 
 def write_metrics_tables() -> None:
-    """Write the tables into the page that they are part of."""
+    """Replace the tables in ``docs/reference/metrics.md``."""
     page = ROOT / "docs" / "reference" / "metrics.md"
     text = page.read_text()
     for heading, table in metrics_tables().items():
@@ -290,11 +290,11 @@ def write_metrics_tables() -> None:
 
 
 def root_page(name: str) -> str:
-    """Return a page that lies beside the documentation, its links as seen from there."""
+    """Return a page from the root of the repository, with links relative to the documentation."""
     return (ROOT / name).read_text().replace("](docs/", "](")
 
 
-#: The pages that are written here, by where they are in the documentation.
+#: Functions that generate pages, by path in the documentation.
 PAGES: dict[str, Callable[[], str]] = {
     "reference/settings.md": settings_page,
     "reference/cli.md": cli_page,
@@ -306,13 +306,13 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to pages beside the documentation to where they are in the site."""
+    """Redirect links to pages outside the documentation to their copies in the site."""
     up = "../" * page.file.src_uri.count("/")
     return markdown.replace(f"]({up}../CONTRIBUTING.md", f"]({up}contributing.md")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages to those that MkDocs has found."""
+    """Add the generated pages to MkDocs' files."""
     from mkdocs.structure.files import File
 
     for path, write in PAGES.items():
@@ -320,5 +320,5 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-if __name__ == "__main__":  # the other pages are not part of the repository
+if __name__ == "__main__":  # other pages are generated only when the site is built
     write_metrics_tables()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The GPU tests with a residency cap on the kernels of all libraries, in the tests and on their workers: results are
-# compared as always. The last lines tell how many launches were capped.
+# Run the GPU tests with a residency cap on the kernels of all libraries, in the tests and on their workers. Results are
+# compared as usual. The last lines show the number of capped launches.
 #
-# The first argument is the cap, 4 if there is none; further ones go to pytest.
+# The first argument is the cap, 4 by default; further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export GPURT_REQUIRE_GPU=1 GPURT_TEST_RESIDENCY=${1:-4}

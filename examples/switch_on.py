@@ -1,4 +1,4 @@
-"""Switch the runtime on in each way; existing Dask code follows without a change."""
+"""Switch the runtime on by configuration and in code; existing Dask code runs unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def count_by_customer() -> pd.DataFrame:
 
 
 def by_config() -> pd.DataFrame:
-    """Set it before the client is made; a yaml file or DASK_GPURT__ENABLED=true does the same."""
+    """Set ``gpurt.enabled`` before making the client; a YAML file or DASK_GPURT__ENABLED=true works too."""
     with (
         dask.config.set({"gpurt.enabled": True}),
         Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client,
@@ -29,7 +29,7 @@ def by_config() -> pd.DataFrame:
 
 
 def in_code() -> pd.DataFrame:
-    """Switch it on for a client that runs already, and off again."""
+    """Switch the runtime on for an existing client, and off again."""
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
         dask_gpurt.enable(client)
         counts = count_by_customer()

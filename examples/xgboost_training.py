@@ -1,7 +1,7 @@
-"""Train XGBoost on a shuffled frame, and keep one copy of it: plain dask.dataframe and xgboost.dask.
+"""Train XGBoost on a shuffled frame without extra copies: plain dask.dataframe and xgboost.dask.
 
-A shuffle brings all rows of a customer together, so that features of a customer can be computed without
-leaving a partition. Training needs ``pip install xgboost``, or ``xgboost-cpu``.
+A shuffle brings all rows of a customer into one partition, where features of that customer can be computed.
+Training needs ``pip install xgboost`` or ``xgboost-cpu``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = ["customer", *FEATURES, "mean", "label"]
 
 
 def make_orders(part: int, rows: int = 20_000) -> pd.DataFrame:
-    """Make some orders, of customers whose habits the label depends on."""
+    """Make orders whose label depends on the customer."""
     random = np.random.default_rng(part)
     frame = pd.DataFrame(random.random((rows, len(FEATURES)), np.float32), columns=FEATURES)
     customer = random.integers(0, 1000, rows).astype(np.float32)
@@ -33,23 +33,23 @@ def make_orders(part: int, rows: int = 20_000) -> pd.DataFrame:
 
 
 def with_mean(orders: Any) -> Any:
-    """Add the mean of each customer, all of whose orders lie in this partition."""
+    """Add each customer's mean of ``x1``; all orders of a customer lie in this partition."""
     mean = orders.groupby("customer")["x1"].mean().rename("mean").astype("float32").reset_index()
     return orders.merge(mean, on="customer")[COLUMNS]
 
 
 def features_of(orders: Any) -> Any:
-    """Return all columns but the last, without a copy: these, next to each other, are a view."""
+    """Return all columns but the last as a view: a slice of adjacent columns copies nothing."""
     return orders.iloc[:, :-1]
 
 
 def label_of(orders: Any) -> Any:
-    """Return the last column, without a copy."""
+    """Return the last column as a view."""
     return orders.iloc[:, -1]
 
 
 def training_frame(parts: int, rows: int) -> Any:
-    """Return the frame to train on, which is not computed yet."""
+    """Build the frame to train on, lazily."""
     orders = dd.from_map(make_orders, range(parts), rows=rows)
     meta = orders._meta.assign(mean=np.float32(0))[COLUMNS]
     return orders.shuffle("customer").map_partitions(with_mean, meta=meta)
@@ -61,14 +61,14 @@ def train(client: Client, frame: Any, rounds: int = 20, *, copies: bool = False)
     Parameters
     ----------
     client
-        Of the cluster.
+        A client of the cluster.
     frame
         A dask.dataframe.
     rounds
-        Trees.
+        Number of trees.
     copies
-        Whether to do it in the way that first comes to mind: select columns, which pandas copies, and have a
-        ``DaskDMatrix`` made, for which each worker puts its partitions together once more.
+        Train in the obvious but costly way: select columns by name, which pandas copies, and build a
+        ``DaskDMatrix``, for which each worker concatenates its partitions once more.
 
     Returns
     -------
@@ -77,7 +77,7 @@ def train(client: Client, frame: Any, rounds: int = 20, *, copies: bool = False)
     """
     from xgboost import dask as dxgb
 
-    # Persisted first: features and label would each compute their own shuffle.
+    # Without this, features and label would each compute a shuffle of their own.
     frame = frame.persist()
     wait(frame)
     if copies:
@@ -95,15 +95,15 @@ def train(client: Client, frame: Any, rounds: int = 20, *, copies: bool = False)
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has had."""
+    """Return the peak resident memory of this process, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--rows", type=int, default=20_000, help="orders in each of 16 partitions")
-    arguments.add_argument("--copies", action="store_true", help="with the copies that one easily makes")
-    arguments.add_argument("--off", action="store_true", help="without the runtime")
+    arguments.add_argument("--copies", action="store_true", help="train with avoidable copies")
+    arguments.add_argument("--off", action="store_true", help="run without the runtime")
     given = arguments.parse_args()
     with Client(n_workers=2, threads_per_worker=1, dashboard_address=None) as client:
         if not given.off:

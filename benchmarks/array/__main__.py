@@ -2,18 +2,17 @@
 
     python -m benchmarks.array --size 2GiB --chunks 16 --workers 2 --repeat 5 --json results.json
 
-The array is of random float64, cut into rows, and is on the workers before the clock starts. ``rechunk`` cuts
-it into columns, ``transpose`` its transpose into rows. Timed is building the graph, ``persist`` and ``wait``.
-The methods take turns; each turn begins with another one. ``gpurt`` is ``p2p`` on a cluster with the runtime
-on. The others run on a cluster where it never was on, which has the same array: ``p2p`` is Dask's own as
-shipped, which writes to files, ``p2p-memory`` is the same with ``distributed.p2p.storage.disk: false``, and
-``tasks`` has no barrier. One cluster computes at a time. With ``--backend cupy`` each worker has a GPU, which
-it shares with a worker of the other cluster.
+The array holds random float64, is chunked by rows, and is on the workers before the clock starts. ``rechunk``
+rechunks it by columns, ``transpose`` rechunks its transpose by rows. The timed part is building the graph,
+``persist`` and ``wait``. The methods take turns, and each turn starts with a different method. ``gpurt`` is
+``p2p`` on a cluster with the runtime on. The other methods run on a second cluster where it was never on and
+which has the same array: ``p2p`` is Dask's own as shipped, which writes to files, ``p2p-memory`` is the same
+with ``distributed.p2p.storage.disk: false``, and ``tasks`` has no barrier. One cluster computes at a time.
+With ``--backend cupy`` each worker has a GPU, which it shares with a worker of the other cluster.
 
-Besides seconds it tells processor seconds, of all workers and of the process of client and scheduler, since
-these say more on a machine that computes other things too. Ratios are medians of the turns, each method
-against ``gpurt`` in the same turn, with the 95% interval of medians of drawn turns. A checksum of every
-chunk has to be the same for all methods.
+Besides wall time it reports the CPU time of all workers and of the process of client and scheduler, which is
+more reliable on a machine with other load. Ratios compare each method with ``gpurt`` in the same turn: the
+median of the turns, with a 95% bootstrap interval. The checksums of all chunks must agree between methods.
 """
 
 from __future__ import annotations
@@ -46,25 +45,25 @@ from dask_gpurt.cli.environment import environment
 
 OURS = "gpurt"
 METHODS = (OURS, "p2p", "p2p-memory", "tasks")
-#: What is timed, of an array of rows: with its number of chunks, and the method of Dask's.
+#: The timed operations, given an array chunked by rows, its number of chunks and Dask's method.
 OPERATIONS: Mapping[str, Callable[[da.Array, int, str], da.Array]] = {
     "rechunk": lambda rows, chunks, how: rows.rechunk((-1, rows.shape[1] // chunks), method=how),
     "transpose": lambda rows, chunks, how: rows.T.rechunk((rows.shape[0] // chunks, -1), method=how),
 }
-#: Draws for the intervals of ratios.
+#: Bootstrap samples for the intervals of ratios.
 RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Run:
-    """Record one timed run; ``turn`` 0 is the first one of its method and operation, and counts for nothing.
+    """Record one timed run; ``turn`` 0, the first of its method and operation, is a discarded warm-up.
 
     Attributes
     ----------
     seconds, processor_seconds
-        By the clock; and of all processes together.
+        Wall time; and CPU time of all processes together.
     peak_bytes
-        Of the tier and worker where it was highest.
+        Peak of each tier, on the worker where it was highest.
     """
 
     operation: str
@@ -83,7 +82,7 @@ def measure(
     operations: Sequence[str],
     repeat: int,
 ) -> list[Run]:
-    """Run every operation with every method, each with its client, taking turns."""
+    """Run every operation with every method on that method's client, in turns."""
     runs = []
     arrays: dict[Client, da.Array] = {}
     for client in set(clients.values()):
@@ -110,7 +109,7 @@ def measure(
 
 
 def random_rows(size: int, chunks: int) -> da.Array:
-    """Return a square array of about ``size`` bytes, in so many chunks of whole rows."""
+    """Return a square array of about ``size`` bytes, in ``chunks`` chunks of whole rows."""
     side = math.isqrt(size // 8) // chunks * chunks
     return da.random.default_rng(7).random((side, side), chunks=(side // chunks, side))
 
@@ -118,7 +117,7 @@ def random_rows(size: int, chunks: int) -> da.Array:
 def timed_run(
     client: Client, operation: str, method: str, turn: int, rows: da.Array, chunks: int
 ) -> tuple[Run, list[int]]:
-    """Time an operation with one method; also return the checksums of its chunks."""
+    """Time an operation with one method, and return the run and the checksums of its chunks."""
     client.run(gc.collect)
     take_peaks(client)
     with client.as_current(), dask.config.set({"distributed.p2p.storage.disk": method != "p2p-memory"}):
@@ -134,18 +133,18 @@ def timed_run(
 
 
 def processor_seconds(client: Client) -> float:
-    """Return the processor seconds of all processes so far."""
+    """Return the CPU time of all processes so far, in seconds."""
     return time.process_time() + sum(client.run(time.process_time).values())
 
 
 def checksum(block: Any) -> int:
-    """Return the checksum of a chunk of numpy's or cupy's, its shape included."""
+    """Return the checksum of a numpy or cupy chunk, its shape included."""
     block = block.get() if hasattr(block, "get") else block
     return zlib.crc32(np.ascontiguousarray(block), zlib.crc32(repr(block.shape).encode()))
 
 
 def figures(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the medians of each operation and method, and how they compare with the runtime's."""
+    """Return the medians of each operation and method, and their ratios to ``gpurt``."""
     found = []
     for operation, method in dict.fromkeys((run.operation, run.method) for run in runs):
         mine = _warm(runs, operation, method)
@@ -170,7 +169,7 @@ def _warm(runs: Sequence[Run], operation: str, method: str) -> list[Run]:
 
 
 def compare(values: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
-    """Compare runs in pairs; the interval is that of medians of drawn pairs."""
+    """Return the median ratio of paired runs, with a 95% bootstrap interval."""
     ratios = [value / our for value, our in zip(values, ours, strict=True)]
     random = Random(0)
     drawn = sorted(median(random.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
@@ -182,7 +181,7 @@ def compare(values: Sequence[float], ours: Sequence[float]) -> dict[str, Any]:
 
 @contextmanager
 def _client(workers: int, backend: str, protocol: str | None, pool: int) -> Iterator[Client]:
-    """Yield the client of a cluster of its own."""
+    """Start a cluster and yield its client."""
     with (
         _cluster(workers, backend, protocol, pool) as cluster,
         Client(cluster, set_as_default=False) as client,
@@ -211,8 +210,14 @@ def _cluster(workers: int, backend: str, protocol: str | None, pool: int) -> Spe
 @click.option("--chunks", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--backend", type=click.Choice(["numpy", "cupy"]), default="numpy", show_default=True)
-@click.option("--protocol", help="Of the workers' addresses, such as ucx; Dask's default otherwise.")
-@click.option("--pool", default="24GiB", show_default=True, callback=in_bytes, help="Of each GPU worker.")
+@click.option("--protocol", help="Protocol of the workers, such as ucx.  [default: Dask's]")
+@click.option(
+    "--pool",
+    default="24GiB",
+    show_default=True,
+    callback=in_bytes,
+    help="Size of rmm's pool on each GPU worker.",
+)
 @click.option("--methods", default=",".join(METHODS), show_default=True, callback=split_list(METHODS))
 @click.option("--operation", default=",".join(OPERATIONS), callback=split_list(list(OPERATIONS)))
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Warm runs.")

@@ -1,7 +1,7 @@
-"""Count the messages and the rounds of the event loop in a process that has a whole cluster in it.
+"""Count messages and iterations of the event loop in a process that runs a whole cluster.
 
-The counts are kept here, and not where they are read: what a benchmark sends to workers is pickled with
-copies of its own globals.
+The counts live in a module of their own: functions of a benchmark's ``__main__`` are pickled with copies of
+their globals when they are sent to workers.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _counts = Counter[str]()
 
 
 def messages() -> int:
-    """Return how many messages have been written to connections over tcp."""
+    """Return the number of messages written to TCP connections."""
     return _counts["messages"]
 
 
 def turns() -> int:
-    """Return how many rounds event loops have made."""
+    """Return the number of iterations of event loops."""
     return _counts["turns"]
 
 
 @contextmanager
 def counting() -> Iterator[None]:
-    """Count messages and rounds from here to the end of the block."""
+    """Count messages and iterations until the end of the block."""
     loop: Any = BaseSelectorEventLoop
     write: Any = TCP.write
     turn = loop._run_once

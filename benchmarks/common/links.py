@@ -1,4 +1,4 @@
-"""Measure the limit of a shuffle: all workers of one host copy from each other, as fast as they can."""
+"""Measure the upper bound of a shuffle: all workers of one host copy from each other at full speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _offered: list[int] = []
 
 
 def link_limit(client: Client, backend: str) -> dict[str, Any]:
-    """Measure the link between the workers, all of them copying at once.
+    """Measure the bandwidth between workers while all of them copy at once.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def link_limit(client: Client, backend: str) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``bytes_per_second`` of all workers together, and ``what`` was measured.
+        ``bytes_per_second`` of all workers together, and ``what``, a description of the measurement.
     """
     workers = list(client.nthreads())
     if backend == "pandas":
@@ -55,7 +55,7 @@ def _measure_shared_memory(client: Client, workers: Sequence[str]) -> dict[str, 
 
 def _measure_peer_copies(client: Client, workers: Sequence[str]) -> dict[str, Any]:
     handles = _on_each(client, workers, _offer_block, range(len(workers)))
-    # Each GPU starts with another peer, so that no one is read by all at once.
+    # Each GPU starts with a different peer, so that no GPU is read by all at once.
     peers = [[*handles[i + 1 :], *handles[:i]] for i in range(len(workers))]
     try:
         rates = _on_each(client, workers, _copy_from_peers, peers)
@@ -92,7 +92,7 @@ def _copy_from_file(file: str) -> float:
 
 def _offer_block(_: int) -> bytes:
     runtime = importlib.import_module("cupy").cuda.runtime
-    # Memory out of a pool cannot always be mapped by a peer; memory of cudaMalloc can.
+    # A peer cannot always map memory from a pool; it can map memory of cudaMalloc.
     _offered.append(runtime.malloc(BLOCK))
     return bytes(runtime.ipcGetMemHandle(_offered[-1]))
 
@@ -119,7 +119,7 @@ def _copy_on_device(_: int) -> float:
 
 
 def _copy_rate(sources: Sequence[int]) -> float:
-    """Copy a block from each source, on a stream for each, time and again; return bytes per second."""
+    """Copy repeatedly from each source, on a stream each; return bytes per second."""
     cuda = importlib.import_module("cupy").cuda
     target = cuda.runtime.malloc(BLOCK * len(sources))
     streams = [cuda.Stream(non_blocking=True) for _ in sources]
@@ -136,7 +136,7 @@ def _copy_rate(sources: Sequence[int]) -> float:
 
     try:
         copy(2)
-        # Long enough that the workers overlap although they do not start at the same instant.
+        # Long enough for the workers to overlap although they do not start at the same time.
         return copy(50 * ROUNDS)
     finally:
         cuda.runtime.free(target)

@@ -1,4 +1,4 @@
-"""Bytes that have changed their worker."""
+"""Count bytes transferred between workers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dask_gpurt.cli.demo import exchange_bytes
 
 
 def moved(client: Client) -> int:
-    """Return the bytes that workers have got from others until now: inputs of tasks, and shards."""
+    """Return the bytes that workers have received so far: inputs of tasks, and shards."""
     shards = sum(nbytes for path, nbytes in exchange_bytes(client).items() if path != "local")
     return sum(client.run(fetched).values()) + shards
 
 
 def fetched(dask_worker: Any) -> int:
-    """Return the bytes of inputs that a worker has got from others."""
+    """Return the bytes of task inputs that a worker has fetched."""
     return sum(transfer["total"] for transfer in dask_worker.transfer_incoming_log)

@@ -1,4 +1,4 @@
-"""Peak memory per tier, sampled inside the workers while something is timed."""
+"""Sample the peak memory per tier inside the workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class PeakMemory(WorkerPlugin):
-    """Sample the memory of a worker on a thread of its own, and remember the highest figure of each tier."""
+    """Sample a worker's memory on a separate thread, and keep the peak of each tier."""
 
     name = "peak-memory"
 
@@ -47,7 +47,7 @@ class PeakMemory(WorkerPlugin):
 
 
 def shared_memory_in_use() -> int:
-    """Tell how many bytes the files in ``/dev/shm`` hold, of all processes of this host."""
+    """Return the bytes in ``/dev/shm``, of all processes on this host."""
     if not SHARED_MEMORY.exists():
         return 0
     room = os.statvfs(SHARED_MEMORY)
@@ -55,10 +55,10 @@ def shared_memory_in_use() -> int:
 
 
 def take_peaks(client: Client) -> dict[str, int]:
-    """Return the peak of each tier since the last call, of the worker where it was highest.
+    """Return the peak of each tier since the last call, on the worker where it was highest.
 
-    ``host`` is the resident memory of a process, in which the shared memory that it touched counts too;
-    ``shm`` is all that ``/dev/shm`` holds; ``device`` is what the driver says is in use, pools included.
+    ``host`` is the resident memory of a process, including shared memory that it has touched; ``shm`` is the
+    use of ``/dev/shm``; ``device`` is the use that the driver reports, including pools.
     """
     taken = client.run(lambda dask_worker: dask_worker.plugins[PeakMemory.name].take())
     peaks: dict[str, int] = {}

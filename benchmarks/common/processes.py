@@ -1,4 +1,4 @@
-"""Processes of a benchmark: what they yield is handed over, and they meet at a barrier."""
+"""Run generators in child processes, and synchronise the processes at a barrier."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ import psutil
 from rich.console import Console
 
 SPAWN = get_context("spawn")
-#: Seconds that processes have to end in; so much of a time limit is kept for that.
+#: Seconds that processes have to exit; part of each time limit is reserved for this.
 GRACE = 5.0
 
 
 class Barrier:
-    """Let processes of one host meet: each counts its arrivals in its own line of a mapped file.
+    """Synchronise processes of one host: each counts its arrivals in its own line of a mapped file.
 
-    Left by an exception it is broken, and the others raise with the same reason when they arrive.
+    A process that leaves the context by an exception breaks the barrier. All others then raise
+    ``BrokenBarrierError`` with its traceback when they arrive.
     """
 
     LINE = 8  # of 8 bytes: no two processes write to the same cache line
-    PAUSE_S = 20e-6  # in which the threads that copy can run
+    PAUSE_S = 20e-6  # lets copying threads run
     BROKEN = np.iinfo(np.int64).min
 
     def __init__(self, file: Path, rank: int, parties: int):
@@ -37,12 +38,12 @@ class Barrier:
 
     @classmethod
     def prepare(cls, file: Path, parties: int) -> Path:
-        """Make the file."""
+        """Create the file."""
         np.zeros((parties, cls.LINE), np.int64).tofile(file)
         return file
 
     def meet(self) -> None:
-        """Wait for all the others."""
+        """Block until all processes have arrived."""
         self._arrivals[self._rank] += 1
         mine = int(self._arrivals[self._rank])
         while (self._arrivals < mine).any():
@@ -60,7 +61,7 @@ class Barrier:
 
 
 class Child:
-    """A process that runs a generator and hands over what it yields."""
+    """Run a generator in a process of its own, and receive its values."""
 
     def __init__(self, generator: Callable[..., Iterator[Any]], *arguments: Any):
         self.pipe, theirs = SPAWN.Pipe(duplex=False)
@@ -69,7 +70,7 @@ class Child:
         theirs.close()
 
     def receive(self) -> Any:
-        """Wait for the next value; EOFError after the last one."""
+        """Block until the next value; raise ``EOFError`` after the last one."""
         try:
             failed, value = self.pipe.recv()
         except EOFError:
@@ -85,13 +86,13 @@ class Child:
         """Receive all values, within ``limit`` seconds."""
         deadline = time.monotonic() + limit
         with suppress(EOFError):
-            # Also when there is always another value.
+            # The deadline also ends a generator that always has another value ready.
             while (left := deadline - time.monotonic()) > 0 and self.pipe.poll(left):
                 yield self.receive()
             raise TimeoutError(f"it was not done after {limit:.0f} s")
 
     def end(self) -> None:
-        """End the process, and those that it started, where they have not ended."""
+        """Kill the process and its descendants, if they are still running."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.process.pid)
             for one in [process, *process.children(recursive=True)]:
@@ -101,7 +102,7 @@ class Child:
 
 
 def hand_over(pipe: Any, generator: Callable[..., Iterator[Any]], *arguments: Any) -> None:
-    """Send what a generator yields, and what it raises as text, which any process can read."""
+    """Send a generator's values, and an exception as text, which any process can unpickle."""
     try:
         for value in generator(*arguments):
             pipe.send((False, value))
@@ -110,7 +111,7 @@ def hand_over(pipe: Any, generator: Callable[..., Iterator[Any]], *arguments: An
 
 
 def one_of_each(children: Sequence[Child]) -> list[Any]:
-    """Receive the next value of every child, from whichever has one; the first failure is raised."""
+    """Receive the next value of every child, in any order; raise the first failure."""
     values: dict[int, Any] = {}
     waiting: dict[Any, int] = {child.pipe: rank for rank, child in enumerate(children)}
     while waiting:
@@ -121,5 +122,5 @@ def one_of_each(children: Sequence[Child]) -> list[Any]:
 
 
 def say(line: str) -> None:
-    """Tell how it goes, apart from the results."""
+    """Print a line of progress to stderr."""
     Console(stderr=True).print(line, style="dim", highlight=False)

@@ -1,4 +1,4 @@
-"""The rows that benchmarks move, and the fingerprints by which they are found again in any order."""
+"""Make rows for benchmarks, and fingerprints that identify sets of rows in any order."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ROW_BYTES = 16
 GIB = 2**30
 #: The modulus of sums.
 WRAP = 2**64
-#: A prime: the multiples of it are a permutation of the keys below any number that it does not divide.
+#: A prime. Its multiples modulo n are a permutation of the numbers below n unless it divides n.
 STRIDE = 1_000_000_007
 #: The factor from a key to its weight.
 WEIGHT = 0x9E3779B97F4A7C1
 
 
 class Fingerprint(NamedTuple):
-    """Tell one set of rows from another, in any order: sums modulo 2**64, and the range of the keys."""
+    """Identify a set of rows regardless of order: sums modulo 2**64, and the range of the keys."""
 
     rows: int
     key: int
@@ -41,7 +41,7 @@ def make_random(part: int, rows: int, highest: int, backend: str) -> Any:
 
 
 def make_unique(part: int, rows: int, total: int, backend: str) -> Any:
-    """Make a partition of a permutation of the keys below ``total``; the key tells the weight."""
+    """Make a partition of a permutation of the keys below ``total``; the weight follows from the key."""
     position = arrays_of(backend).arange(part * rows, (part + 1) * rows, dtype="int64")
     key = position * STRIDE % total
     return importlib.import_module(backend).DataFrame({"key": key, "weight": key * WEIGHT})
@@ -70,7 +70,7 @@ def fingerprint(frame: Any) -> Fingerprint:
 
 
 def fingerprints(frame: Any) -> list[Fingerprint]:
-    """Take the fingerprints of all partitions, where they are."""
+    """Take the fingerprints of all partitions, on the workers."""
     taken = [delayed(fingerprint)(part) for part in frame.to_delayed(optimize_graph=False)]
     return list(compute(*taken))
 
@@ -86,9 +86,9 @@ def totals(parts: Sequence[Fingerprint]) -> tuple[int | None, ...]:
 
 
 def check(parts: Sequence[Fingerprint], expected: tuple[int | None, ...], sorts: bool) -> None:
-    """Raise unless the partitions of a result hold the expected rows, in order where it has to be sorted.
+    """Raise unless the partitions hold the expected rows and, if ``sorts``, are in the order of their key.
 
-    What is expected of a total is None where nothing is known.
+    Expected totals of None are not checked.
     """
     found = totals(parts)
     known = [(one, other) for one, other in zip(found, expected, strict=True) if other is not None]

@@ -1,4 +1,4 @@
-"""Sample the stacks of the workers' threads while something is timed."""
+"""Sample the stacks of the workers' threads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dask.utils import key_split
 from distributed import Client, Worker, WorkerPlugin
 
 INTERVAL = 0.005
-#: Seconds without a sample that are worth a note: a thread has kept Python's lock.
+#: Seconds without a sample that count as a gap: another thread held the GIL.
 GAP = 0.03
-#: Functions of threads that have nothing to do.
+#: Innermost functions of idle threads.
 IDLE = ("_worker (thread.py", "select (selectors.py", "_watch (profile.py", "_recv (connection.py")
-#: The number of frames of the package that are named.
+#: Number of frames of the package to name.
 DEPTH = 3
 
 
 class Samples(WorkerPlugin):
-    """Count the places of each kind of thread, the innermost frame and the nearest ones of this package."""
+    """Count where each kind of thread is: its innermost frame, and the nearest frames of this package."""
 
     name = "samples"
 
@@ -81,11 +81,11 @@ def _named(frame: FrameType) -> str:
 
 
 def take_samples(client: Client) -> dict[str, Any]:
-    """Return the busiest places of all workers since the last call, and when no thread could look.
+    """Return the busiest places of all workers since the last call, and the longest gaps between samples.
 
-    ``places`` have the share of the time of one thread and one worker: 2.0 of a pool is two threads all the
-    time. ``gaps`` are the longest times for which Python's lock was not to be had, with where the threads
-    were just afterwards.
+    The ``share`` of a place is the mean number of threads there per worker: 2.0 means two threads of a pool
+    all the time. ``gaps`` are the longest times for which the sampler could not take the GIL, with the places
+    of the threads right afterwards.
     """
     taken = client.run(lambda dask_worker: dask_worker.plugins[Samples.name].take()).values()
     counts = sum((counts for counts, _ in taken), Counter())
@@ -99,7 +99,7 @@ def take_samples(client: Client) -> dict[str, Any]:
 
 
 def take_tasks(client: Client, since: float) -> list[dict[str, Any]]:
-    """Return how often and how long each kind of step was made, and from when to when after ``since``."""
+    """Return count, total seconds, first start and last stop of each kind of step, relative to ``since``."""
     found: dict[str, dict[str, Any]] = {}
     for task in client.get_task_stream(start=since):
         for step in task["startstops"]:

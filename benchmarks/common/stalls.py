@@ -1,4 +1,4 @@
-"""Sample how long the event loop of a worker is blocked while something is timed."""
+"""Sample how long the event loop of a worker is blocked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL = 0.005
 
 
 class LoopStalls(WorkerPlugin):
-    """Notes by how much a callback that is due every 5 ms comes late."""
+    """Record the delay of a callback that is due every 5 ms."""
 
     name = "loop-stalls"
 
@@ -30,7 +30,7 @@ class LoopStalls(WorkerPlugin):
 
     def _tick(self) -> None:
         now = time.perf_counter()
-        # Dues that were missed altogether are skipped, so what counts is the time between two.
+        # Tornado skips missed calls, so measure the time between two calls.
         self.late.append(max(0.0, now - self._last - INTERVAL))
         self._last = now
 
@@ -51,5 +51,5 @@ def take_stalls(client: Client) -> dict[str, float]:
 
 
 def take_stacks(client: Client) -> dict[str, dict[str, str]]:
-    """Return where each thread of each worker is, for a run that does not come to an end."""
+    """Return the stacks of all threads of each worker, to diagnose a run that hangs."""
     return dict(client.run(thread_stacks))

@@ -1,1 +1,1 @@
-"""Time the exchange alone, and what compression makes of its shards."""
+"""Time the exchange alone, and compare codecs on its shards."""

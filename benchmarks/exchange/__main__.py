@@ -1,12 +1,12 @@
-"""Time the exchange alone, without Dask's scheduler, beside RapidsMPF where it is installed.
+"""Time the exchange alone, without Dask's scheduler, and compare with RapidsMPF if it is installed.
 
     python -m benchmarks.exchange --size 64GiB --partitions 64 --workers 4 --repeat 5 --json results.json
 
-The data are random int64 keys with an int64 payload. The workers of a real cluster meet at a barrier, hash
-and publish their inputs, meet again, put their outputs together, and meet a last time: that is timed, and
-nothing in it waits for the scheduler. RapidsMPF gets the same sizes and counts, in processes of its own,
-between two legs of ours. Every result is checked, after the clock has stopped. When ``--timeout`` is near,
-what has been measured so far is printed.
+The data are random int64 keys with an int64 payload. The timed part begins and ends at a barrier of the
+workers of a real cluster: they hash and publish their inputs, meet at another barrier, and assemble their
+outputs, without waiting for the scheduler. RapidsMPF runs with the same sizes and counts in processes of its
+own, between two legs of ours. Every result is checked after the clock has stopped. Shortly before
+``--timeout`` the program stops and prints the results so far.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dask_gpurt.cli.environment import environment
 
 
 def measure(plan: Plan, sides: Sequence[str], deadline: float) -> dict[str, Any]:
-    """Run the legs one after another; one that fails or takes too long does not keep the others back."""
+    """Run the legs one after another; a leg that fails or times out does not prevent the rest."""
     found: dict[str, Any] = {"turns": [], "errors": [], "report": {"workers": {}}, "link_limit": None}
     for leg, side in enumerate(sides):
         left = deadline - time.monotonic()
@@ -52,8 +52,8 @@ def measure(plan: Plan, sides: Sequence[str], deadline: float) -> dict[str, Any]
 
 
 def run_leg(plan: Plan, side: str, leg: int, limit: float, found: dict[str, Any]) -> None:
-    """Run a leg and put what it tells into ``found`` as it comes."""
-    # Not on a disk, where a page cannot be written to while it is written back.
+    """Run a leg and add its results to ``found`` as they arrive."""
+    # In memory: on a disk, writing to a mapped page blocks while the page is written back.
     with tempfile.TemporaryDirectory(prefix="gpurt-exchange-", dir="/dev/shm") as folder:
         child = Child(LEGS[side], plan, Path(folder))
         turns = itertools.count()
@@ -69,7 +69,7 @@ def run_leg(plan: Plan, side: str, leg: int, limit: float, found: dict[str, Any]
 
 
 def choose_sides(backend: str, rapidsmpf: bool) -> list[str]:
-    """Choose ours, RapidsMPF, and ours again; ours alone where RapidsMPF cannot run."""
+    """Return the sides of the legs: ours before and after RapidsMPF, or ours alone if that cannot run."""
     missing = [name for name in ("rapidsmpf", "cudf_streaming") if find_spec(name) is None]
     if not rapidsmpf or backend != "cudf" or missing:
         return ["gpurt"]
@@ -77,7 +77,7 @@ def choose_sides(backend: str, rapidsmpf: bool) -> list[str]:
 
 
 def describe(plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the results as they are written: figures, what they depend on, and all that was measured."""
+    """Return the results to write: figures, the environment, and all measurements."""
     about, limit, workers = environment(), found["link_limit"], found["report"]["workers"].values()
     for name in ("rapidsmpf", "rapidsmpf-cu13", "rapidsmpf-cu12"):
         with suppress(PackageNotFoundError):
@@ -105,7 +105,7 @@ def describe(plan: Plan, found: Mapping[str, Any]) -> dict[str, Any]:
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True, help="Warm turns.")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
-@click.option("--rapidsmpf/--no-rapidsmpf", default=True, show_default=True, help="Compare with it.")
+@click.option("--rapidsmpf/--no-rapidsmpf", default=True, show_default=True, help="Compare with RapidsMPF.")
 @click.option("--index/--no-index", default=False, show_default=True, help="Move the index too.")
 @click.option("--rmm-pool-size", type=click.FloatRange(0, 1), default=0.6, show_default=True)
 @click.option("--timeout", type=click.FloatRange(min=2 * GRACE), default=300.0, show_default=True)

@@ -1,8 +1,8 @@
-"""Compare codecs on the bytes of a shard: ratio, speed, and the links over which they pay.
+"""Compare codecs on the bytes of a shard: ratio, speed, and the links on which they pay off.
 
     python -m benchmarks.exchange.compression --size 64MiB
 
-The codecs are those of the device that this process computes on, with those of the host beside them.
+The codecs are those of this process's device and those of the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GB = 1e9
 
 
 def columns(nbytes: int) -> dict[str, np.ndarray]:
-    """Return the columns as shuffles move them, of which some shrink and some do not."""
+    """Return columns as shuffles move them, some compressible and some not."""
     rows, random = nbytes // 8, np.random.default_rng(0)
     return {
         "keys below a million": random.integers(0, 1_000_000, rows),
@@ -38,14 +38,14 @@ def columns(nbytes: int) -> dict[str, np.ndarray]:
 
 
 def limit(figures: Sample) -> float:
-    """Return the bytes per second of the fastest link on which a codec pays."""
+    """Return the speed of the fastest link on which a codec pays off, in bytes per second."""
     return max(0.0, PAYING_TIME_SHARE - figures.ratio) / (
         1 / figures.compress_rate + 1 / figures.decompress_rate
     )
 
 
 def measure(codec: Any, device: Any, column: np.ndarray, repeat: int) -> dict[str, float]:
-    """Return medians of a few trials with a whole column."""
+    """Return the medians of ``repeat`` trials with a whole column."""
     [buffer] = device.from_host([np.ascontiguousarray(column).view(np.uint8)])
     trials = [sample(codec, codec.whole([buffer])) for _ in range(repeat)]
     median = Sample(

@@ -1,4 +1,4 @@
-"""Summarise the turns of the exchange by leg, and print them."""
+"""Summarise turns of the exchange by leg, and print the figures."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dask_gpurt.cli.report import speedups
 def summarise(turns: Sequence[Mapping[str, Any]], plan: Plan, limit: float | None) -> list[dict[str, Any]]:
     """Derive the figures of each leg from its warm turns.
 
-    The share of the link limit counts the bytes that have to change their worker: all but one part in
-    ``workers``. Phases and what the runtime counted are means, of a turn on a worker.
+    The share of the link limit counts the bytes that have to move to another worker: all but one part in
+    ``workers``. Phases and counters are means per turn and worker.
     """
     figures = []
     crossing = (plan.workers - 1) / plan.workers if plan.workers > 1 else 1.0
@@ -58,7 +58,7 @@ def warm_turns(turns: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str
 
 
 def compare(turns: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Tell how many times as fast as the other side ours is, by the medians of all warm turns."""
+    """Return our speedup over the other side, by the medians of all warm turns."""
     seconds: dict[str, list[float]] = {}
     for warm in warm_turns(turns).values():
         seconds.setdefault(warm[0]["side"], []).extend(turn["seconds"] for turn in warm)
@@ -66,7 +66,7 @@ def compare(turns: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def print_summary(results: Mapping[str, Any]) -> None:
-    """Print a line per leg, what the runtime counted, and what went wrong."""
+    """Print a line per leg, the runtime's counters, and errors."""
     parameters, limit = results["parameters"], results["link_limit"]
     console = Console(highlight=False, markup=False)
     console.print(
@@ -103,7 +103,7 @@ def _summary_table(figures: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _counted(counters: Mapping[str, float]) -> Iterator[str]:
-    """Say which way the bytes went, and where threads spent their time."""
+    """Describe how the bytes were moved, and where threads spent their time."""
     moved = [
         f"{n / GIB:.3f} GiB {name.removeprefix(BYTES_PREFIX)}"
         for name, n in counters.items()

@@ -1,6 +1,6 @@
-"""Turns of the benchmark of the exchange, timed in step, and the legs that they make up.
+"""Run the turns of the exchange benchmark in step on all workers, grouped into legs.
 
-A leg runs in a process of its own and yields what it finds out.
+Each leg runs in a process of its own and yields its results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.exchange.sides import Frame, Gpurt, Plan, RapidsMPF, Side, wait_
 from dask_gpurt.cli.cluster import local_cluster
 
 PHASES = ("produce", "settle", "consume", "wait")
-#: Settings with which UCX served RapidsMPF best between the GPUs of one host; the user's own come first.
+#: The best settings of UCX for RapidsMPF between the GPUs of one host; the user's environment overrides them.
 UCX = {"UCX_TLS": "^rdmacm", "UCX_RNDV_FRAG_MEM_TYPES": "cuda", "UCX_MAX_RNDV_RAILS": "1"}
 
 
@@ -36,8 +36,8 @@ def play(side: Side, plan: Plan, turn: int, inputs: Mapping[int, Frame], barrier
     Returns
     -------
     dict
-        The ``stamps`` at which the phases began and the last one ended, what was counted meanwhile,
-        and what the rows ``given`` and ``received`` add up to.
+        The ``stamps`` at which the phases began and the last one ended, the increments of the ``counters``,
+        and the totals of the rows ``given`` and ``received``.
     """
     side.begin(turn)
     gc.collect()
@@ -68,7 +68,7 @@ def add_up(frames: Iterable[Frame]) -> list[int]:
 
 
 def combine(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Make one record of what all processes tell of a turn; raise when rows got lost or changed."""
+    """Combine the records of all processes of a turn; raise if rows were lost or changed."""
     given, received = (
         [sum(column) % WRAP for column in zip(*(part[which] for part in parts), strict=True)]
         for which in ("given", "received")
@@ -93,7 +93,7 @@ def combine(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def gpurt_leg(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
     """Shuffle with the runtime on a fresh cluster."""
     file = Barrier.prepare(folder / "barrier", plan.workers)
-    # A worker that is lost would not take its place at the barrier again: say so at once.
+    # A replacement worker would never arrive at the barrier: fail at once when a worker is lost.
     config = dask.config.set({"distributed.scheduler.allowed-failures": 0})
     cluster = local_cluster(plan.backend, plan.workers, plan.protocol, plan.rmm_pool_size)
     with config, cluster as started, Client(started) as client:
@@ -113,7 +113,7 @@ def gpurt_leg(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
                 for rank, address in enumerate(addresses)
             ]
             for future in as_completed(futures):
-                future.result()  # one that failed while others wait shall be seen
+                future.result()  # raise a failure while other workers still wait at the barrier
             yield "turn", combine(client.gather(futures))
             yield "report", dask_gpurt.report(client).to_dict()
 
@@ -121,7 +121,7 @@ def gpurt_leg(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
 def gpurt_turn(
     plan: Plan, turn: int, rank: int, addresses: Sequence[str], frames: Sequence[Frame], file: Path
 ) -> dict[str, Any]:
-    """Shuffle once; the task of one worker."""
+    """Shuffle once, as the task of one worker."""
     inputs = dict(zip(plan.sources(rank), frames, strict=True))
     with Barrier(file, rank, plan.workers) as barrier:
         return play(Gpurt(plan, addresses, inputs, barrier), plan, turn, inputs, barrier)
@@ -145,7 +145,7 @@ def rapidsmpf_leg(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def rapidsmpf_rank(plan: Plan, rank: int, folder: Path) -> Iterator[dict[str, Any]]:
-    """Shuffle time and again; one of the processes."""
+    """Run all turns of one rank."""
     with Barrier(folder / "barrier", rank, plan.workers) as barrier:
         side = RapidsMPF(plan, rank, folder / "root", barrier)
         for turn in range(plan.repeat + 1):

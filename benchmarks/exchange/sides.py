@@ -1,4 +1,4 @@
-"""The two sides of the benchmark of the exchange: the runtime, and RapidsMPF."""
+"""Implement the sides of the exchange benchmark: the runtime, and RapidsMPF."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ class Plan:
 
 
 class Side(Protocol):
-    """The part of one process in a shuffle; ``begin``, ``frame`` and ``end`` are not timed."""
+    """One process's part in a shuffle; ``begin``, ``frame`` and ``end`` are not timed."""
 
     def begin(self, turn: int) -> None: ...
 
     def produce(self, source: int) -> None:
-        """Hash an input partition and give its rows away."""
+        """Hash an input partition and hand its rows to the exchange."""
 
     def settle(self) -> None:
-        """Do what is needed between the last input and the first output."""
+        """Complete the step between the last input and the first output."""
 
     def consume(self) -> dict[int, Any]:
-        """Put the output partitions of this process together, in whatever form comes first."""
+        """Assemble the output partitions of this process, in the side's own form."""
 
     def frame(self, partition: int, output: Any) -> Frame:
-        """Make an output a frame; raise when it has rows of another partition."""
+        """Convert an output to a frame; raise if it has rows of another partition."""
 
     def counters(self) -> Mapping[str, float]:
-        """Tell what the process has counted so far."""
+        """Return the counters of this process so far."""
 
     def end(self) -> None: ...
 
 
 class Gpurt:
-    """A run of ours on a worker, made and ended here instead of by tasks."""
+    """A shuffle run of the runtime on a worker, created and closed here instead of by tasks."""
 
     def __init__(self, plan: Plan, addresses: Sequence[str], inputs: Mapping[int, Frame], barrier: Barrier):
         self.plan = plan
@@ -101,20 +101,20 @@ class Gpurt:
         self.run: ShuffleRun = sync(self.worker.loop, self._register, spec, turn + 1, worker_for)
 
     async def _register(self, spec: ShuffleSpec, run_id: int, worker_for: dict[int, str]) -> ShuffleRun:
-        """Put a run where Dask's handlers look for the one that a message is for."""
+        """Create a run, and register it where Dask's handlers look up the run of a message."""
         run = spec.create_run_on_worker(run_id, None, worker_for, self.plugin)
         self.plugin.shuffle_runs._active_runs[spec.id] = run
         self.plugin.shuffle_runs._runs.add(run)
         return run
 
     def _with_targets(self, frame: Frame) -> Frame:
-        """Have Dask say where rows belong."""
+        """Add a column with the target partitions that Dask computes."""
         return AssignPartitioningIndex.operation(
             frame, ["key"], TARGETS, self.plan.partitions, self.meta, False
         )
 
     def produce(self, source: int) -> None:
-        # What a transfer task of a shuffle by columns gets: the hash is part of its work.
+        # The same as in a transfer task of a shuffle by columns, which includes hashing.
         frame = HashTargets.operation(
             self.inputs[source], ["key"], TARGETS, self.plan.partitions, self.meta, False
         )
@@ -127,12 +127,12 @@ class Gpurt:
         sync(self.worker.loop, self._seal)
 
     async def _seal(self) -> None:
-        """Do what the barrier task does: each input has one attempt, and all have been offered now."""
+        """Seal the run as the barrier task does: all inputs have been offered, each in one attempt."""
         shares = self.run._receiver._shares.values()
         inputs = {source: one.attempt for share in shares for source, one in share.inputs._inputs.items()}
         if (missing := self.run._receiver.seal(inputs)) or (shares and len(inputs) != self.plan.partitions):
             raise RuntimeError(
-                f"{len(inputs)} of {self.plan.partitions} inputs are there; not whole: {missing}"
+                f"{len(inputs)} of {self.plan.partitions} inputs arrived; incomplete: {missing}"
             )
 
     def consume(self) -> dict[int, Frame]:
@@ -145,7 +145,7 @@ class Gpurt:
 
     def frame(self, partition: int, output: Frame) -> Frame:
         if not (self._with_targets(output)[TARGETS] == partition).all():
-            raise ValueError(f"output partition {partition} has rows of another one")
+            raise ValueError(f"output partition {partition} has rows of another partition")
         return output
 
     def counters(self) -> Mapping[str, float]:
@@ -168,7 +168,7 @@ class RapidsMPF:
         self.resource = self._make_resource()
         self.comm = self._connect(rank, root, barrier)
         self.inputs = {source: plan.source(source) for source in plan.sources(rank)}
-        if plan.index:  # which RapidsMPF does not move, except as a column
+        if plan.index:  # RapidsMPF moves an index only as a column
             self.inputs = {source: frame.reset_index() for source, frame in self.inputs.items()}
         self.tables = {source: frame.to_pylibcudf()[0] for source, frame in self.inputs.items()}
 
@@ -244,7 +244,7 @@ class RapidsMPF:
 
 
 def wait_for_gpu(backend: str) -> None:
-    """Wait until the GPU has done what was asked of it on the user's stream."""
+    """Block until the GPU has completed the work on the user's stream."""
     if backend == "cudf":
         from rmm.pylibrmm.stream import DEFAULT_STREAM
 

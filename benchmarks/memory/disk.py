@@ -1,4 +1,4 @@
-"""Measure a disk alone: several processes write a file each, past the page cache, and read it back.
+"""Measure a disk alone: several processes each write a file with direct I/O and read it back.
 
 python -m benchmarks.memory.disk --directory /tmp --processes 4 --size 4GiB
 """
@@ -19,7 +19,7 @@ BLOCK = 16 * 2**20
 
 
 def timed(path: Path, size: int, *, write: bool) -> tuple[float, float]:
-    """Write or read a file; returns when that began and ended."""
+    """Write or read a file, and return the start and end times."""
     flags = os.O_WRONLY | os.O_CREAT if write else os.O_RDONLY
     block = mmap.mmap(-1, BLOCK)
     block.write(os.urandom(BLOCK))
@@ -35,7 +35,7 @@ def timed(path: Path, size: int, *, write: bool) -> tuple[float, float]:
 
 
 def speed(directory: Path, processes: int, size: int) -> dict[str, float]:
-    """Return the bytes per second of all processes together, written and read."""
+    """Return the write and read bandwidth of all processes together, in bytes per second."""
     files = [directory / f"disk-speed-{number}" for number in range(processes)]
     figures = {}
     with ProcessPoolExecutor(processes) as pool:

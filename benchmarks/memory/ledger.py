@@ -2,11 +2,12 @@
 
     python -m benchmarks.memory.ledger --workers 256 --rate 1000 --seconds 8 --repeats 5 --json results.json
 
-The scheduler has a process of its own, with the runtime switched on. Real workers, many in a process, reach
-it over TCP; of the ledger of each, ``--rate`` cells change in a second, all cells in turn, and of partitions
-those of eight task prefixes. Legs with changes take turns with legs in which nothing is reported. After each
-leg with changes the scheduler's account has to become what the ledgers say. What was reached is counted and
-held against what was asked for: late workers put more changes in fewer messages, which flatters it.
+The scheduler has a process of its own, with the runtime switched on. Real workers, many in a process, connect
+to it over TCP. In each worker's ledger ``--rate`` cells change per second, all cells in turn; those of
+partitions cover eight task prefixes. Legs with changes alternate with legs in which nothing is reported.
+After each leg with changes the scheduler's account must become equal to the ledgers. The achieved load is
+compared with the requested one: late workers put more changes in fewer messages, which makes the ledgers look
+cheaper.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from dask_gpurt.memory.ledger import KINDS, PARTITIONS, ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 
 SPAWN = get_context("spawn")
-#: Processes that the workers are spread over.
+#: Number of processes for the workers.
 PROCESSES = 2
-#: Seconds of a leg before it is measured: those of a heartbeat, after which the reporters know the cluster.
+#: Seconds before a leg is measured: a heartbeat, after which the reporters know the cluster.
 SETTLE = 3.0
-#: Seconds in which the scheduler's account has to be right.
+#: Seconds within which the scheduler's account must agree with the ledgers.
 PATIENCE_S = 10.0
-#: The part of the load without which nothing is shown to be cheap.
+#: Share of the requested load below which the benchmark proves nothing.
 REACHED = 0.9
 #: The targets: a share of a core, and microseconds for a change on the worker and in ``ClusterMemory.apply``.
 MOST_SHARE, MOST_MICROSECONDS = 0.2, 2.0
@@ -77,18 +78,18 @@ def bench(plan: Plan) -> Iterator[Bench]:
 
 
 def start(stack: ExitStack, function: Callable[..., Any], *args: Any) -> tuple[psutil.Process, Connection]:
-    """Start a process, and a pipe to it."""
+    """Start a process with a pipe to it."""
     here, there = SPAWN.Pipe()
     process = SPAWN.Process(target=run, args=(function, there, *args), daemon=True)
     process.start()
-    there.close()  # so that a process that has died is not waited for
+    there.close()  # so that recv raises EOFError when the process dies
     stack.callback(process.join)
     stack.callback(process.terminate)
     return psutil.Process(process.pid), here
 
 
 class Bench:
-    """Measure one leg: ``scheduler`` is a process, ``pipes`` lead to those of the workers."""
+    """Measure legs: ``scheduler`` is a process, and ``pipes`` lead to the processes of the workers."""
 
     def __init__(self, plan: Plan, scheduler: psutil.Process, pipes: Sequence[Connection], client: Client):
         self.plan = plan
@@ -103,7 +104,7 @@ class Bench:
         return [pipe.recv() for pipe in self.pipes]
 
     def leg(self, changing: bool) -> dict[str, float]:
-        """Measure for a while; what is counted is per second, and processes are shares of a core."""
+        """Measure one leg; counts are per second, and CPU times are shares of a core."""
         if changing:
             self._ask("begin")
         time.sleep(SETTLE)
@@ -123,16 +124,16 @@ class Bench:
         return {**counted, "scheduler": cpu.user + cpu.system, "clock": time.perf_counter()}
 
     def _check(self, truth: Truth) -> None:
-        """Wait until the scheduler knows the last change of each cell."""
+        """Block until the scheduler knows the last change of each cell."""
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             if known(self.client) == truth:
                 return
-        raise ValueError(f"after {PATIENCE_S} s the scheduler's account is not what the ledgers say")
+        raise ValueError(f"after {PATIENCE_S} s the scheduler's account still differs from the ledgers")
 
 
 def known(client: Client) -> Truth:
-    """Return the scheduler's account, in the same form."""
+    """Return the scheduler's account, in the form of the workers'."""
     prefixes: dict[Any, dict[str, int]] = defaultdict(dict)
     by_prefix = dask_gpurt.memory_usage(client, by="prefix").to_pandas(names="metrics")
     for row in by_prefix[by_prefix["kind"] == PARTITIONS].itertuples():
@@ -144,7 +145,7 @@ def known(client: Client) -> Truth:
 
 
 def measure_change(changes: int = 100_000) -> float:
-    """Time what a change costs the worker.
+    """Time a change on the worker.
 
     Returns
     -------
@@ -159,7 +160,7 @@ def measure_change(changes: int = 100_000) -> float:
 
 
 def measure_apply(cells: int, rounds: int = 200, workers: int = 256) -> float:
-    """Time ``ClusterMemory.apply`` alone, with messages of so many cells as they come off the wire.
+    """Time ``ClusterMemory.apply`` alone, with deserialized messages of ``cells`` cells.
 
     Returns
     -------
@@ -183,7 +184,7 @@ def measure_apply(cells: int, rounds: int = 200, workers: int = 256) -> float:
 
 
 def summarise(legs: Sequence[Mapping[str, float]], plan: Plan) -> dict[str, Any]:
-    """Derive what the ledgers cost from the medians of both kinds of legs."""
+    """Derive the cost of the ledgers from the medians of both kinds of legs."""
     with_, without = (
         {name: statistics.median(leg[name] for leg in legs if leg["changing"] == kind) for name in legs[0]}
         for kind in (True, False)
@@ -207,7 +208,7 @@ def summarise(legs: Sequence[Mapping[str, float]], plan: Plan) -> dict[str, Any]
 
 
 def judge(share: float, microseconds: float, loaded: float) -> str:
-    """Say whether the targets are met; what is too much at part of the load is too much."""
+    """Return whether the targets are met; a miss at partial load is a miss too."""
     load = f"with {loaded:.0%} of the load"
     if share > MOST_SHARE or microseconds > MOST_MICROSECONDS:
         return f"Target missed, {load}"
@@ -215,7 +216,7 @@ def judge(share: float, microseconds: float, loaded: float) -> str:
 
 
 def print_summary(results: Mapping[str, Any]) -> None:
-    """Print a line for each leg, what the ledgers cost, and the verdict."""
+    """Print a line per leg, the cost of the ledgers, and the verdict."""
     line = "{scheduler:6.1%} of a core for the scheduler, {senders:6.1%} for the workers, changes: "
     for leg in results["legs"]:
         click.echo((line + ("yes" if leg["changing"] else "no")).format(**leg))

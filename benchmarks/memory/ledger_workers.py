@@ -1,4 +1,4 @@
-"""The processes of the benchmark of the ledgers: a scheduler, and workers whose ledgers change."""
+"""Run the processes of the ledger benchmark: a scheduler, and workers whose ledgers change."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from dask_gpurt.plugins.memory_reports import Reporter
 #: By worker and tier: bytes by kind, and by prefix.
 Truth = dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]]
 CELLS = tuple(itertools.product(Tier, KINDS))
-#: Of partitions, each in turn.
+#: Task prefixes of partitions, used in turn.
 PREFIXES = tuple(f"prefix-{letter}" for letter in "abcdefgh")
-#: Seconds between two looks at how many changes are due.
+#: Seconds between two checks of how many changes are due.
 TICK = 0.001
-#: Seconds, in the place of those after which a worker writes its own figures over ours.
+#: Seconds between polls; keeps a worker from overwriting the benchmark's figures with its own.
 NEVER = 1e6
-#: Of the workers, not of the scheduler: what they do for themselves takes the cores that make the changes.
+#: Settings of the workers only: their background work would compete with the changes for cores.
 QUIET = {
     "gpurt.exchange.pool": "1 MiB",
     "distributed.worker.profile.enabled": False,
@@ -39,7 +39,7 @@ QUIET = {
 
 
 def change(ledger: Ledger, step: int, number: int) -> None:
-    """Make one change: of each cell in turn, and in each round of another prefix."""
+    """Change one cell: all cells in turn, with a different prefix in each round."""
     turn, cell = divmod(step, len(CELLS))
     tier, kind = CELLS[cell]
     if kind == PARTITIONS:
@@ -49,7 +49,7 @@ def change(ledger: Ledger, step: int, number: int) -> None:
 
 
 class Senders:
-    """The workers of one process, and what they are asked to do."""
+    """Run the commands of the benchmark on the workers of one process."""
 
     def __init__(self, workers: Sequence[Any], rate: float):
         self.workers = workers
@@ -57,11 +57,11 @@ class Senders:
         self.made = 0
 
     def tiers(self) -> list[Any]:
-        """Return the runtime's tiers of the workers."""
+        """Return the tiers plugin of each worker."""
         return [worker.plugins["gpurt"].tiers for worker in self.workers]
 
     async def begin(self) -> None:
-        """Report, and change."""
+        """Start reporting and changing."""
         for worker, own in zip(self.workers, self.tiers(), strict=True):
             own.reporter = Reporter(worker, own.ledger)
         self.changes = asyncio.create_task(self._change())
@@ -83,14 +83,14 @@ class Senders:
             reporter.changed()
 
     async def count(self) -> dict[str, float]:
-        """Tell what was done so far, and how many messages a second are due when nothing is late."""
+        """Return the totals so far, and the messages due per second if no worker is late."""
         streams = [worker.batched_stream for worker in self.workers]
         sent = sum(stream.message_count - len(stream.buffer) for stream in streams)
         due = sum(1 / (own.reporter.pause + TICK) for own in self.tiers())
         return {"changes": self.made, "messages": sent, "senders": time.process_time(), "due": due}
 
     async def halt(self) -> Truth:
-        """Change no more; tell what the ledgers say, by worker and tier."""
+        """Stop changing, and return the contents of the ledgers by worker and tier."""
         self.changes.cancel()
         return {
             (worker.address, str(tier)): (
@@ -102,33 +102,33 @@ class Senders:
         }
 
     async def end(self) -> None:
-        """Report no more, not with heartbeats either."""
+        """Stop reporting, including with heartbeats."""
         for own in self.tiers():
             own.reporter.close()
 
 
 async def schedule(pipe: Connection) -> None:
-    """Be the scheduler; send its address."""
+    """Run the scheduler, and send its address."""
     async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler:
         pipe.send(scheduler.address)
         await scheduler.finished()
 
 
 async def send(pipe: Connection, address: str, count: int, rate: float) -> None:
-    """Be ``count`` workers that do what comes through the pipe."""
+    """Run ``count`` workers that execute the commands from the pipe."""
     tiers.PRESSURE_POLL_INTERVAL_S = NEVER
     with dask.config.set(QUIET):
         async with AsyncExitStack() as stack:
             workers = [Worker(address, nthreads=1, dashboard=False, memory_limit=0) for _ in range(count)]
             await asyncio.gather(*map(stack.enter_async_context, workers))
             senders = Senders(workers, rate)
-            gc.freeze()  # or each collection goes over all that so many workers are made of
+            gc.freeze()  # keeps collections from traversing the objects of so many workers
             pipe.send(len(workers))
             while name := await asyncio.to_thread(pipe.recv):
                 pipe.send(await getattr(senders, name)())
 
 
 def run(function: Callable[..., Any], *args: Any) -> None:
-    """Be a process."""
+    """Run a coroutine function as the main function of a process."""
     logging.getLogger("distributed").setLevel(logging.WARNING)
     asyncio.run(function(*args))

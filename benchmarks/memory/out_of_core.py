@@ -1,16 +1,16 @@
-"""Shuffle, merge and sort more than fits into memory, kept in several ways, and check every result.
+"""Shuffle, merge and sort more data than fits into memory by several methods, and check every result.
 
     python -m benchmarks.memory.out_of_core --size 2GiB --partitions 64 --device 64MiB --pool 64MiB
 
-The rows are made by tasks, go through the operation, and are reduced to fingerprints: nothing has to be kept
-but what the operation itself keeps. Contenders take turns, each run on a cluster of its own:
+Tasks make the rows, which go through the operation and are reduced to fingerprints: only the operation itself
+keeps data. Contenders take turns, each run on a cluster of its own:
 
 ``gpurt``
-    this runtime with its tiers;
+    The runtime with its tiers.
 ``tasks``
-    Dask's task-based shuffle with the worker's own spilling: of dask-cuda on GPUs, else of Dask;
+    Dask's task-based shuffle with dask-cuda's spilling on GPUs, and Dask's otherwise.
 ``p2p``
-    Dask's own, which keeps shards on disk, with the worker's own spilling.
+    Dask's p2p shuffle, which keeps shards on disk, with the same spilling.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from dask_gpurt.cli.cluster import choose_backend
 from dask_gpurt.cli.environment import environment
 
 CONTENDERS = ("gpurt", "tasks", "p2p")
-#: The share of the data that is run first with ``--warm``: one of so many.
+#: With ``--warm``, one part in this many of the data is run first.
 WARM = 16
-#: Bytes that a worker takes before it has any data: Python, and its libraries.
+#: Bytes of a worker without data: Python and its libraries.
 INTERPRETER = 2**28
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes per worker. ``rmm`` is all that a GPU gives besides the exchange pool, by CUDA's own pool."""
+    """Bytes per worker. ``rmm`` limits CUDA's own pool, which has all GPU memory but the exchange pool."""
 
     device: int
     pinned: int
@@ -60,12 +60,12 @@ class Budget:
 
     @property
     def kept(self) -> int:
-        """Return the bytes that a worker keeps in memory, of the device and of the host."""
+        """Return the bytes that a worker keeps in memory, on the device and on the host."""
         return self.device + self.pinned + self.host
 
     @property
     def limit(self) -> int:
-        """Return the memory limit of a worker without a GPU, twice what it keeps: tasks have copies."""
+        """Return the memory limit of a worker without a GPU: twice the kept bytes, as tasks make copies."""
         return 2 * self.kept + self.pool + INTERPRETER
 
 
@@ -84,12 +84,12 @@ class Plan:
     budget: Budget
 
     def build(self, operation: str, part: int = 1) -> Any:
-        """Describe an operation, on one of so many parts of the data."""
+        """Build an operation on the data, or on one of ``part`` parts."""
         return OPERATIONS[operation](self.size // part, max(1, self.partitions // part), self.backend)
 
 
 def turns(operations: Sequence[str], contenders: Sequence[str], repeat: int) -> Iterator[Run]:
-    """List the runs, each turn of which another contender begins."""
+    """Yield the runs; each turn starts with a different contender."""
     for operation in operations:
         for turn in range(repeat):
             first = turn % len(contenders)
@@ -99,7 +99,7 @@ def turns(operations: Sequence[str], contenders: Sequence[str], repeat: int) -> 
 
 @contextmanager
 def cluster(contender: str, plan: Plan) -> Iterator[Client]:
-    """Yield a cluster in which a contender has its budget."""
+    """Start a cluster with a contender's budget, and yield its client."""
     budget = plan.budget
     settings = {
         "dataframe.shuffle.method": contender,
@@ -109,7 +109,7 @@ def cluster(contender: str, plan: Plan) -> Iterator[Client]:
         "gpurt.exchange.pool": budget.pool,
     }
     if contender != "gpurt" and plan.backend == "pandas":
-        # Of what Dask manages so much stays in memory; its other thresholds are those that it ships.
+        # Dask keeps this share of managed memory; its other thresholds stay at their defaults.
         settings["distributed.worker.memory.target"] = budget.kept / budget.limit
     with (
         dask.config.set(settings),
@@ -125,7 +125,7 @@ def cluster(contender: str, plan: Plan) -> Iterator[Client]:
 
 
 async def _pinned(dask_worker: Any) -> None:
-    """Wait until the pinned tier has been registered, which takes seconds for tens of GiB."""
+    """Block until the pinned tier is registered, which takes seconds for tens of GiB."""
     tiers = dask_worker.plugins["gpurt"].tiers
     await tiers.offload(tiers.pinned.ready.wait)
 
@@ -142,16 +142,16 @@ def _local(contender: str, plan: Plan) -> Any:
         protocol=plan.protocol,
         device_memory_limit=budget.device,
         memory_limit=2 * (budget.pinned + budget.host),
-        rmm_async=True,  # a pool in one piece could have room, but none that is large enough
+        rmm_async=True,  # a contiguous pool could fragment
         rmm_maximum_pool_size=budget.rmm,
     )
 
 
 def timed_run(client: Client, run: Run, plan: Plan, sums: tuple[int | None, ...], timeout: float) -> None:
-    """Time an operation and check its result; what goes wrong is noted in the run."""
+    """Time an operation and check its result; record an error in the run."""
     if plan.samples:
         client.register_plugin(Samples())
-        client.get_task_stream()  # from here on
+        client.get_task_stream()  # starts recording
     take_peaks(client)
     take_stalls(client)
     start, began = time.perf_counter(), time.time()
@@ -212,8 +212,8 @@ def collected(plan: Plan, runs: Sequence[Run], output: Path | None) -> dict[str,
 @click.option("--pinned", default="64MiB", show_default=True, callback=in_bytes, help="Pinned tier.")
 @click.option("--host", default="0", show_default=True, callback=in_bytes, help="Host tier.")
 @click.option("--pool", default="64MiB", show_default=True, callback=in_bytes, help="Exchange pool.")
-@click.option("--rmm", callback=in_bytes, help="All that rmm may take of a GPU.")
-@click.option("--samples", is_flag=True, help="Look where the threads are; costs some time.")
+@click.option("--rmm", callback=in_bytes, help="Limit of rmm on a GPU.")
+@click.option("--samples", is_flag=True, help="Sample the threads' stacks; costs some time.")
 @click.option("--warm", is_flag=True, help="Run a small part first in each cluster, unmeasured.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds after which a run has failed.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
@@ -232,10 +232,10 @@ def main(
     for run in turns(operation, contenders, plan.repeat):
         runs.append(run)
         with cluster(run.contender, plan) as client:
-            if plan.warm:  # modules, kernels, connections and mappings, which the first shuffle waits for
+            if plan.warm:  # loads modules and kernels, makes connections and mappings
                 wait(plan.build(run.operation, WARM).persist())
             timed_run(client, run, plan, sums[run.operation], timeout)
-            # What does not come to an end may not let its cluster close either.
+            # Written before the cluster closes, which may hang after a run that hangs.
             results = collected(plan, runs, output)
         said = f"{run.seconds:.2f} s" if run.seconds else run.error
         Console(stderr=True).print(f"{run.operation}, {run.contender}, run {run.turn}: {said}", style="dim")

@@ -17,7 +17,7 @@ from benchmarks.common.rows import GIB
 
 @dataclass
 class Run:
-    """Record one timed run; ``error`` says why there are no figures."""
+    """Record one timed run; ``error`` is the reason for missing figures."""
 
     operation: str
     contender: str
@@ -27,9 +27,9 @@ class Run:
     peak_bytes: Mapping[str, int] | None = None
     stalls: Mapping[str, float] | None = None
     counters: Mapping[str, float] | None = None
-    #: Where the threads were, when that was asked for.
+    #: Sampled stacks of the threads, with ``--samples``.
     samples: Mapping[str, Any] | None = None
-    #: Of a run that took too long: what the tiers held, and where each thread was.
+    #: After a run that failed: the contents of the tiers, and the stack of each thread.
     held: Sequence[Any] | None = None
     stacks: Mapping[str, Mapping[str, str]] | None = None
 
@@ -59,7 +59,7 @@ def summarise(runs: Sequence[Run], size: int) -> list[dict[str, Any]]:
 
 
 def print_summary(results: Mapping[str, Any]) -> None:
-    """Print a line for each operation and contender, and what moved between the tiers."""
+    """Print a line per operation and contender, and the bytes moved between tiers."""
     console = Console()
     console.print({name: value for name, value in results["parameters"].items() if name != "budget"})
     console.print({name: format_bytes(n) for name, n in results["parameters"]["budget"].items() if n})

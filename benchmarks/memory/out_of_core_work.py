@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.common.rows import ROW_BYTES, STRIDE, WEIGHT, WRAP, arrays_of
 
-#: Rows whose products are summed at once: as many as a cache holds.
+#: Rows whose products are summed at once; they fit into a cache.
 PIECE = 1 << 16
 
 
@@ -25,24 +25,24 @@ def make(part: int, rows: int, total: int, backend: str) -> Any:
 
 
 def collection(size: int, partitions: int, backend: str) -> Any:
-    """Describe a frame of ``size`` bytes; its rows are made when they are needed."""
+    """Return a lazy frame of ``size`` bytes."""
     rows = size // ROW_BYTES // partitions
     meta = make(0, 1, 1, backend).iloc[:0]
     return dd.from_map(make, range(partitions), args=[rows, rows * partitions, backend], meta=meta)
 
 
 def shuffled(size: int, partitions: int, backend: str) -> Any:
-    """Shuffle by key, the index too, which is half as much again."""
+    """Shuffle by key, including the index, half as many bytes again."""
     return collection(size, partitions, backend).shuffle("key")
 
 
 def shuffled_without_index(size: int, partitions: int, backend: str) -> Any:
-    """Shuffle by key, and number the rows anew where the method does that."""
+    """Shuffle by key and drop the index, if the method supports that."""
     return collection(size, partitions, backend).shuffle("key", ignore_index=True)
 
 
 def merged(size: int, partitions: int, backend: str) -> Any:
-    """Merge two frames of half the size whose keys are the same."""
+    """Merge two frames of half the size with the same keys."""
     left = collection(size // 2, partitions, backend)
     right = left.assign(weight=left.key * WEIGHT)[["key", "weight"]]
     return left.merge(right, on="key", broadcast=False)
@@ -71,11 +71,13 @@ def expected(operation: str, size: int, partitions: int) -> tuple[int | None, ..
 
 
 def sum_of_products(rows: int) -> int:
-    """Return the sum of key times payload, with numpy in pieces: what the workers are compared with."""
+    """Return the expected sum of key times payload, computed with numpy in pieces."""
 
     def of_piece(start: int) -> int:
         position = np.arange(start, min(start + PIECE, rows), dtype="int64")
         return int((position * STRIDE % rows * position).astype("u8").sum(dtype="u8"))
 
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # 128 GiB would take one core longer than the shuffle
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as threads:  # on one core 128 GiB would take longer than the shuffle
         return sum(threads.map(of_piece, range(0, rows, PIECE))) % WRAP

@@ -1,10 +1,9 @@
-"""Measure how fast objects move from the device into the lower tiers and back while it computes.
+"""Measure the bandwidth between the device and the lower tiers while the device computes.
 
     python -m benchmarks.memory.spill --size 4GiB --object 256MiB --disk /tmp
 
-A tiered buffer as a worker has it, without a worker: frames are put on the device, spilled, and made live
-again, in turns with the plain copies that show what the bus does. On a host without a GPU it measures copies
-in memory.
+Frames are put into a worker's tiered buffer (without a worker), spilled, and made live again, in turns with
+plain copies that show the bandwidth of the bus. On a host without a GPU it measures copies in memory.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ GB = 1e9
 
 
 def new_tiered_buffer(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> TieredBuffer:
-    """Return a tiered buffer of whose memory tiers at most one has a size, so that all objects go there."""
+    """Return a tiered buffer with at most one memory tier, into which all objects are spilled."""
     pool = BlockPool(pinned, register=getattr(device, "register", None))
     pool.ready.wait()
     return TieredBuffer(
@@ -60,7 +59,7 @@ def new_tiered_buffer(device: Any, directory: str, pinned: int, host: int, files
 
 
 def disk_tiered_buffers(device: Any, directory: Path) -> dict[str, TieredBuffer]:
-    """Return tiered buffers without memory tiers, one for each way into files."""
+    """Return tiered buffers without memory tiers, one per way to write files."""
     tiered_buffers = {"disk tier": new_tiered_buffer(device, str(directory), 0, 0)}
     if not device.on_host:
         from dask_gpurt.device.cuda_files import CudaFiles
@@ -85,7 +84,7 @@ def frames(on_host: bool, size: int, each: int) -> list[Any]:
 
 @contextlib.contextmanager
 def busy(on_host: bool, wanted: bool) -> Iterator[Callable[[], int]]:
-    """Keep the device computing on a thread of its own; gives the count of rounds so far."""
+    """Keep the device computing on a separate thread; yield a function that counts its rounds."""
     stop, rounds = threading.Event(), [0]
 
     def compute() -> None:
@@ -112,7 +111,7 @@ def busy(on_host: bool, wanted: bool) -> Iterator[Callable[[], int]]:
 
 
 def turn(tiered_buffer: TieredBuffer, objects: list[Any]) -> dict[str, float]:
-    """Return the bytes per second down and up, of one turn."""
+    """Return the bytes per second down and up in one turn."""
     for at, frame in enumerate(objects):
         tiered_buffer[f"x{at}"] = frame
     nbytes = tiered_buffer.live_bytes(Tier.DEVICE)
@@ -159,7 +158,7 @@ def main(size: str, each: str, repeat: int, disk: Path | None, output: Path | No
     if not device.on_host:
         import rmm
 
-        # cudaMalloc and cudaFree would wait for all kernels: a pool is what people use.
+        # As in production: cudaMalloc and cudaFree would wait for all kernels.
         rmm.reinitialize(pool_allocator=True, initial_pool_size=6 * nbytes)
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as directory:

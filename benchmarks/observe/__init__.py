@@ -1,1 +1,1 @@
-"""Measure what it costs to watch a cluster."""
+"""Measure the cost of observing a cluster."""

@@ -1,12 +1,11 @@
-"""Measure what the dashboard costs the scheduler, with workers that are only said to be there.
+"""Measure the cost of the dashboard for the scheduler, with simulated workers.
 
     python -m benchmarks.observe.dashboard --workers 2,64,256 --json dashboard.json
 
-Each worker reports full tiers, 20 task prefixes and 8 runs, anew before each sample; the histories are full,
-100 shuffles are known, and each worker has sent bytes to each other. It prints milliseconds of processor time
-of a sample, of an update of each part of the page with its message to the browser, of unpacking what a
-heartbeat has more, and of a thousand transitions of tasks; and the shares of a core, at the intervals at
-which they come.
+Before each sample each worker reports new figures for full tiers, 20 task prefixes and 8 runs; the histories
+are full, 100 shuffles are known, and each worker has sent bytes to every worker. It prints the CPU time in
+milliseconds of a sample, of an update of each part of the page with its message to the browser, of unpacking
+the addition to a heartbeat, and of a thousand task transitions; and the shares of a core at their intervals.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ from dask_gpurt.plugins.stats_sync import SharedStatistics
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20
-#: Candidates of each decision of placement.
+#: Candidates per placement decision.
 COMPARED = 8
-#: Transitions of tasks of which nothing is shown.
+#: Timed transitions of tasks that the dashboard does not show.
 TRANSITIONS = 100_000
 
 
 class Reports:
-    """Workers that report what they never did.
+    """Feed a collector with the reports of simulated workers.
 
     Attributes
     ----------
     collector
-        Takes what they report.
+        Receives the reports.
     """
 
     def __init__(self, workers: int):
@@ -84,7 +83,7 @@ class Reports:
             self.collector.take_traffic(address, totals)
 
     def report(self) -> None:
-        """Have each worker report other figures than before."""
+        """Report new figures for each worker."""
         self._round += 1
         for number, (address, ledger) in enumerate(self._ledgers.items()):
             for tier in Tier:
@@ -95,7 +94,7 @@ class Reports:
             self._states[address].metrics[METRIC] = self.progress(number)
 
     def progress(self, worker: int) -> Mapping[str, Any]:
-        """Return the report of a worker on its runs."""
+        """Return a worker's report on its runs."""
         n = self._round
         figures = vars(Figures(n, n, n, n, 0.1, 0.2, 0.3, 2, 10, worker, 6))
         latest = range(MAX_SHUFFLES - MAX_RUNS, MAX_SHUFFLES)
@@ -119,7 +118,7 @@ def _decisions(addresses: list[str]) -> History:
 
 
 def measure(workers: int, repeat: int) -> dict[str, Any]:
-    """Return milliseconds of processor time for a number of workers."""
+    """Return milliseconds of CPU time with ``workers`` workers."""
     reports = Reports(workers)
     collector = reports.collector
     sampler = collector.sampler
@@ -130,7 +129,7 @@ def measure(workers: int, repeat: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {"sample": [], **{path: [] for path in components}}
     for at in range(MAX_POINTS + 1):
         sampler.sample(float(at), collector)
-    for at in range(repeat + 1):  # the first one makes what later ones find
+    for at in range(repeat + 1):  # the first round creates state and is discarded
         reports.report()
         began = time.thread_time()
         sampler.sample(float(MAX_POINTS + 1 + at), collector)
@@ -146,7 +145,7 @@ def measure(workers: int, repeat: int) -> dict[str, Any]:
 
 
 def _update(component: Any, document: Document) -> float:
-    """Return the processor seconds of an update, with the message to a browser."""
+    """Return the CPU seconds of an update, including the message to a browser."""
     events: list[DocumentPatchedEvent] = []
 
     def note(event: Any) -> None:
@@ -164,7 +163,7 @@ def _update(component: Any, document: Document) -> float:
 
 
 def _heartbeat(report: Mapping[str, Any]) -> float:
-    """Return the milliseconds that the report adds to unpacking a heartbeat."""
+    """Return the milliseconds that a report adds to unpacking a heartbeat."""
     frames = dumps(report)
     began = time.thread_time()
     for _ in range(1000):
@@ -181,9 +180,9 @@ def _transition(collector: Collector) -> float:
 
 
 def shares(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of a core: of samples, of all parts of the page while it is open, and of heartbeats.
+    """Return the shares of a core of samples, of all parts of an open page, and of heartbeats.
 
-    Dask has all workers together send at most 200 heartbeats a second, and one each half of a second.
+    Dask limits heartbeats to two per second and worker, and to 200 per second in total.
     """
     pause = max(SAMPLE_INTERVAL_S, row["sample"] / 1e3 / MAX_SHARE)
     heartbeats = min(2 * row["workers"], 200)

@@ -1,10 +1,10 @@
-"""Measure the processor time that replies of the JSON API, and pages for Prometheus, take from event loops.
+"""Measure the CPU time on event loops of the JSON API's replies and of pages for Prometheus.
 
     python -m benchmarks.observe.pages --workers 2,64,256 --repeat 50 --json results.json
 
-A real scheduler runs a shuffle, with placement on. Besides its two workers it is told what the tiers of so
-many others hold, each with partitions of 20 prefixes in two tiers. Replies are made on its event loop as for
-a request, and written as JSON. ``report`` and ``topology`` know the two workers alone.
+A real scheduler with two workers runs a shuffle, with placement on. Its memory ledger is filled with the
+tiers of further, simulated workers, each with partitions of 20 prefixes in two tiers. Replies are made on its
+event loop as for a request, and encoded as JSON. ``report`` and ``topology`` cover the two real workers only.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from dask_gpurt.memory.ledger import Label, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.plugins.json_api import RESOURCES, JsonApi, Query
 
-#: Prefixes of tasks with partitions on each worker, and how many tasks the shuffle has of each kind.
+#: Task prefixes with partitions on each worker, and tasks of each kind in the shuffle.
 PREFIXES, PARTITIONS = 20, 200
 
 Figure = dict[str, Any]
 
 
 def populate(runtime: Any, workers: int) -> None:
-    """Tell a scheduler what the tiers of so many workers hold, as their heartbeats would."""
+    """Apply ledgers of ``workers`` simulated workers to a scheduler, as their heartbeats would."""
     for number in range(workers):
         ledger = Ledger(dict.fromkeys(Tier, 2**40))
         for prefix in range(PREFIXES):
@@ -51,7 +51,7 @@ def populate(runtime: Any, workers: int) -> None:
 
 
 async def figure(reply: Callable[[], Awaitable[Any]], repeat: int) -> Figure:
-    """Return the milliseconds that a reply takes of the processor, with its encoding, and its bytes."""
+    """Return the CPU milliseconds of a reply and its encoding, and its bytes."""
     taken, text = [], ""
     for _number in range(repeat):
         began = time.thread_time()
@@ -74,7 +74,7 @@ async def replies(runtime: Any, repeat: int) -> dict[str, Figure]:
 
 
 async def page() -> str:
-    """Return the page for Prometheus of the process that this runs in."""
+    """Return the page for Prometheus of this process."""
     return generate_latest().decode()
 
 
@@ -84,7 +84,7 @@ async def on_worker(repeat: int) -> Figure:
 
 
 def measure(client: Client, workers: int, repeat: int) -> dict[str, Figure]:
-    """Return all figures of a cluster with so many workers."""
+    """Return all figures of a cluster with ``workers`` simulated workers added."""
 
     async def measured(dask_scheduler: Any) -> dict[str, Figure]:
         runtime = dask_scheduler.extensions["gpurt"]
@@ -108,7 +108,9 @@ def show(figures: dict[int, dict[str, Figure]]) -> None:
 
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--workers", default="2,64,256", show_default=True, help="Numbers of workers, ascending.")
-@click.option("--repeat", type=click.IntRange(min=2), default=50, show_default=True, help="Of each reply.")
+@click.option(
+    "--repeat", type=click.IntRange(min=2), default=50, show_default=True, help="Measurements of each reply."
+)
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(workers: str, repeat: int, output: Path | None) -> None:
     numbers = [int(number) for number in workers.split(",")]

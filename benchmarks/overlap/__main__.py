@@ -1,16 +1,16 @@
-"""Measure the gain of overlap: compute beside communication, under each setting and the governor.
+"""Measure the gain of overlapping compute and communication, under each setting and the governor.
 
     python -m benchmarks.overlap --parts collectives,workers,pipeline --json results.json --plot results.png
 
 collectives
-    Matrix products and elementwise work beside NCCL's all-to-all and all-reduce, with PyTorch.
+    Matrix products and elementwise kernels beside NCCL's all-to-all and all-reduce, with PyTorch.
 workers
     Groupby, join, sort, string split and matrix products beside running shuffles of the runtime.
 pipeline
-    Ten shuffles with a groupby and a join after each, through Dask: under each mode, and both alone.
+    Ten shuffles through Dask, each followed by a groupby and a join: under each mode, and each part alone.
 
-Settings take turns, and in each round both are timed alone as well. Every part runs in a process of its own
-that has to be done within its time; each cell is written to ``--json`` as soon as it is measured. Without the
+Settings take turns, and each round also times compute and communication alone. Every part runs in a process
+of its own with a time limit; each cell is written to ``--json`` as soon as it is measured. Without the
 interposer, which ``pip install`` builds, nothing is capped.
 """
 
@@ -45,9 +45,9 @@ from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment
 
 PARTS = ("collectives", "workers", "pipeline")
-#: Part by part: the most seconds, without ``--timeouts``.
+#: Default of ``--timeouts``: seconds for each part.
 SECONDS = (90.0, 120.0, 120.0)
-#: Parameters of a rehearsal on the host, in the place of a GPU.
+#: Parameters of a rehearsal on the host, without a GPU.
 REHEARSAL = {
     "seconds": 0.05,
     "task": 0.01,
@@ -61,7 +61,7 @@ REHEARSAL = {
 
 
 class Results:
-    """Keep the measurements, in a file as well."""
+    """Collect the measurements, and write them to a file."""
 
     def __init__(self, plan: Plan, path: Path | None):
         self.path = path
@@ -74,7 +74,7 @@ class Results:
         }
 
     def add(self, part: str, kind: str, value: Any) -> None:
-        """Take what a part tells, and write everything."""
+        """Add a result of a part, and write everything."""
         known = self.found["parts"].setdefault(part, {})
         if kind == "cell":
             name, measured = value
@@ -91,13 +91,13 @@ class Results:
         self.write()
 
     def fail(self, part: str, error: str) -> None:
-        """Take why a part ended early."""
+        """Record why a part ended early."""
         self.found["errors"].append({"part": part, "error": error})
         say(f"{part}: {error.strip().splitlines()[-1]}")
         self.write()
 
     def write(self) -> None:
-        """Write everything that is known so far."""
+        """Write all results so far."""
         write(self.found, self.path)
 
     def cells(self) -> dict[str, dict[str, Any]]:
@@ -106,9 +106,9 @@ class Results:
 
 
 def measure(part: str, program: Callable[[Path], tuple[Any, ...]], seconds: float, results: Results) -> None:
-    """Run a part within its time; what it has told by then counts."""
+    """Run a part within its time limit; results that arrive by then count."""
     began = time.monotonic()
-    # Not on a disk, where a page cannot be written to while it is written back.
+    # In memory: on a disk, writing to a mapped page blocks while the page is written back.
     with tempfile.TemporaryDirectory(prefix="gpurt-overlap-", dir="/dev/shm") as folder:
         child = Child(*program(Path(folder)))
         try:
@@ -122,7 +122,7 @@ def measure(part: str, program: Callable[[Path], tuple[Any, ...]], seconds: floa
 
 
 def print_results(results: Results) -> None:
-    """Print a table for each part, and what went wrong."""
+    """Print a table for each part, and errors."""
     console = Console(highlight=False, markup=False)
     for part, cells in results.cells().items():
         print_cells(part, cells)
@@ -148,7 +148,7 @@ def _pipeline_table(found: Mapping[str, Any]) -> Table:
 
 
 def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
-    """Make a click callback for a comma-separated list of numbers."""
+    """Return a click callback that parses a comma-separated list of numbers."""
 
     def split(_: Any, parameter: click.Parameter, text: str) -> tuple[Any, ...]:
         try:
@@ -161,24 +161,32 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
 
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--parts", default=",".join(PARTS), show_default=True, callback=split_list(PARTS))
-@click.option("--cells", default=",".join(CELLS), callback=split_list(CELLS), help="Of collectives.")
-@click.option("--workloads", default=",".join(NAMES), callback=split_list(NAMES), help="Of workers.")
+@click.option("--cells", default=",".join(CELLS), callback=split_list(CELLS), help="Cells of collectives.")
+@click.option(
+    "--workloads", default=",".join(NAMES), callback=split_list(NAMES), help="Workloads of workers."
+)
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds.")
-@click.option("--seconds", default=0.2, show_default=True, help="Of compute alone in a leg.")
+@click.option("--seconds", default=0.2, show_default=True, help="Compute alone in a leg.")
 @click.option("--task", default=0.025, show_default=True, help="Seconds of a task.")
 @click.option("--learn", default=6.0, show_default=True, help="Seconds to learn a cell in.")
 @click.option("--caps", default="8,6,4", show_default=True, callback=numbers(int), help="Residency caps.")
 @click.option("--sms", default="116", show_default=True, callback=numbers(int), help="SMs for compute.")
-@click.option("--size", default="16GiB", show_default=True, callback=in_bytes, help="Of a shuffle.")
+@click.option("--size", default="16GiB", show_default=True, callback=in_bytes, help="Bytes of a shuffle.")
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--rows", type=click.IntRange(min=16), default=2**26, show_default=True, help="To compute on.")
-@click.option("--side", type=click.IntRange(min=1), default=8192, show_default=True, help="Of matrices.")
-@click.option("--collective", default="896MiB", show_default=True, callback=in_bytes, help="On each GPU.")
-@click.option("--modes", default=",".join(MODES), callback=split_list(MODES), help="Of pipeline.")
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
-@click.option("--timeline", is_flag=True, help="Tell what GPUs do in the pipeline, by PyTorch's profiler.")
+@click.option(
+    "--rows", type=click.IntRange(min=16), default=2**26, show_default=True, help="Rows of a frame."
+)
+@click.option("--side", type=click.IntRange(min=1), default=8192, show_default=True, help="Side of a matrix.")
+@click.option(
+    "--collective", default="896MiB", show_default=True, callback=in_bytes, help="Bytes on each GPU."
+)
+@click.option("--modes", default=",".join(MODES), callback=split_list(MODES), help="Modes of pipeline.")
+@click.option(
+    "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads per worker."
+)
+@click.option("--timeline", is_flag=True, help="Record GPU activity in the pipeline with PyTorch's profiler.")
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--rmm-pool-size", type=click.FloatRange(0, 1), default=0.5, show_default=True)
 @click.option(
@@ -186,11 +194,13 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
     default=",".join(f"{seconds:g}" for seconds in SECONDS),
     show_default=True,
     callback=numbers(float),
-    help="Seconds of collectives, workers and pipeline.",
+    help="Seconds for collectives, workers and pipeline.",
 )
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
-@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="A PNG file.")
-@click.option("--draw", type=click.Path(exists=True, path_type=Path), help="Only plot and print these.")
+@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="PNG file to draw.")
+@click.option(
+    "--draw", type=click.Path(exists=True, path_type=Path), help="Only plot and print these results."
+)
 def main(
     parts: Sequence[str],
     cells: Sequence[str],
@@ -225,7 +235,7 @@ def main(
 
 
 def make_plan(parameters: Mapping[str, Any]) -> Plan:
-    """Make the plan of the options; what is left at its default is small where the host rehearses."""
+    """Make the plan from the options; for a rehearsal on the host the defaults are small."""
     backend = choose_backend(parameters["backend"])
     workers = parameters["workers"] or default_workers(backend)
     plan = Plan(**{**parameters, "backend": backend, "workers": workers})
@@ -239,5 +249,5 @@ def make_plan(parameters: Mapping[str, Any]) -> Plan:
 
 
 if __name__ == "__main__":
-    # By its own name, by which all the processes find what is sent to them.
+    # Import under the full name, so that other processes can unpickle functions of this module.
     importlib.import_module("benchmarks.overlap.__main__").main()

@@ -1,25 +1,25 @@
-"""Time what lies between two tasks of a worker, with the runtime and without.
+"""Time the gap between two tasks of a worker, with the runtime and without.
 
     python -m benchmarks.overlap.between_tasks --tasks 2000 --repeat 10 --json results.json
     python -m benchmarks.overlap.between_tasks --workloads chain,frames --workers 2
 
-One cluster has the runtime switched on and off in turns, so that both meet the same machine. Tasks do next to
-nothing:
+One cluster has the runtime switched on and off in turns, so that both run under the same load. Tasks do next
+to nothing:
 
 ``chain``
-    each needs the one before it, so the scheduler has to hear of the one before it sends the next;
+    each task needs the previous one, so the scheduler must learn of its end before it sends the next;
 ``independent``
-    none needs another, and the scheduler sends a worker one more than it computes;
+    independent tasks, of which the scheduler sends a worker one more than it computes;
 ``ready``
-    none needs another, and the worker has all of them;
+    independent tasks, all of which are on the worker;
 ``frames``
-    as ``chain``, of small frames with many columns, each with another frame beside it, as in joins;
+    as ``chain``, with small frames of many columns and a second frame as input, as in joins;
 ``shuffle``
     shuffles of a few rows, by the runtime or by Dask's p2p.
 
-A gap is the time from the end of a task's function to the begin of the next one's on the same thread, as
-workers tell the scheduler. Beside it stands the processor time of the workers and of the process that has the
-scheduler and the client, by task: on a host that others use too it differs less from run to run.
+A gap is the time from the end of a task's function to the start of the next one on the same thread, as
+workers report it to the scheduler. The CPU time per task, of the workers and of the process with scheduler
+and client, is shown too: on a host with other load it varies less from run to run.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from dask_gpurt.cli.environment import environment
 
 #: Columns and rows of a frame.
 COLUMNS, ROWS = 16, 10
-#: Draws for the intervals of ratios.
+#: Bootstrap samples for the intervals of ratios.
 RESAMPLES = 2000
 
 
 def pass_on(value: Any, *_: Any) -> Any:
-    """Return what came."""
+    """Return the argument."""
     return value
 
 
@@ -67,12 +67,12 @@ def make_frame(seed: int) -> pd.DataFrame:
 
 
 def next_frame(frame: pd.DataFrame, _: pd.DataFrame) -> pd.DataFrame:
-    """Return another frame with the same columns."""
+    """Return a copy of a frame."""
     return frame.copy()
 
 
 def chain(client: Client, tasks: int, _: bool) -> None:
-    """Compute tasks of which each needs the one before."""
+    """Compute a chain of tasks."""
     value = delayed(pass_on)(random.random())
     for _number in range(tasks - 1):
         value = delayed(pass_on)(value)
@@ -80,18 +80,18 @@ def chain(client: Client, tasks: int, _: bool) -> None:
 
 
 def independent(client: Client, tasks: int, _: bool) -> None:
-    """Compute tasks that need nothing."""
+    """Compute independent tasks."""
     wait(client.map(pass_on, [random.random() for _number in range(tasks)], pure=False))
 
 
 def ready(client: Client, tasks: int, _: bool) -> None:
-    """Compute tasks that need nothing, and that the scheduler keeps none of in its queue."""
-    workers = list(client.scheduler_info(n_workers=-1)["workers"])  # named, no task is queued
+    """Compute independent tasks that bypass the scheduler's queue."""
+    workers = list(client.scheduler_info(n_workers=-1)["workers"])  # restricted tasks are never queued
     wait(client.map(pass_on, [random.random() for _number in range(tasks)], pure=False, workers=workers))
 
 
 def frames(client: Client, tasks: int, _: bool) -> None:
-    """Compute frames of which each needs the one before, and one that all of them need."""
+    """Compute a chain of frames, all of which also need one further frame."""
     seed = random.randrange(2**31)
     frame, other = delayed(make_frame)(seed), delayed(make_frame)(seed + 1)
     for _number in range(tasks - 2):
@@ -100,7 +100,7 @@ def frames(client: Client, tasks: int, _: bool) -> None:
 
 
 def shuffle(client: Client, tasks: int, on: bool) -> None:
-    """Compute shuffles one after the other, of 32 inputs and outputs each."""
+    """Compute shuffles of 32 inputs and outputs, one after the other."""
     partitions = 32
     for _number in range(max(1, tasks // (2 * partitions))):
         seed = random.randrange(2**31)
@@ -120,17 +120,17 @@ WORKLOADS: dict[str, Callable[[Client, int, bool], None]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One workload, once.
+    """Record one run of a workload.
 
     Attributes
     ----------
     on
-        Whether the runtime was.
+        Whether the runtime was on.
     gap_ms
-        Milliseconds between two tasks of a thread: the median, and nine of ten are below the second.
+        Milliseconds between two tasks of a thread: median and 90th percentile.
     wall_us, workers_us, rest_us
-        Microseconds for each task: from the begin to the end, and of the processors by the workers and by the
-        process of scheduler and client.
+        Microseconds per task: wall time, and CPU time of the workers and of the process with scheduler and
+        client.
     """
 
     workload: str
@@ -143,7 +143,7 @@ class Run:
 
 
 def gaps(steps: Iterable[Step]) -> list[float]:
-    """Return the seconds between two tasks of a thread, of all threads."""
+    """Return the seconds between consecutive tasks of each thread."""
     by_thread: dict[tuple[str, int], list[Step]] = {}
     for step in steps:
         if step.action == "compute":
@@ -183,7 +183,7 @@ def _processor_seconds(client: Client) -> float:
 
 
 def compare(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return for each workload and figure the medians, on and off, and their ratio with its 95% interval."""
+    """Return the medians on and off, and their ratio with a 95% interval, by workload and figure."""
     compared: dict[str, dict[str, dict[str, Any]]] = {}
     for workload in dict.fromkeys(run.workload for run in runs):
         of = [run for run in runs if run.workload == workload]
@@ -196,7 +196,7 @@ def compare(runs: Sequence[Run]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def ratio(on: list[float], off: list[float]) -> dict[str, Any]:
-    """Compare runs in pairs; the interval is that of medians of drawn pairs."""
+    """Return the median ratio of paired runs, with a 95% bootstrap interval."""
     draw, pairs = random.Random(0), list(zip(on, off, strict=True))
     ratios = sorted(
         statistics.median(a / b for a, b in draw.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES)
@@ -221,7 +221,9 @@ def show(compared: dict[str, dict[str, dict[str, Any]]]) -> None:
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--tasks", type=click.IntRange(min=100), default=2000, show_default=True, help="Of a run.")
+@click.option(
+    "--tasks", type=click.IntRange(min=100), default=2000, show_default=True, help="Tasks of a run."
+)
 @click.option("--repeat", type=click.IntRange(min=2), default=10, show_default=True, help="Pairs of runs.")
 @click.option("--workers", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
@@ -240,7 +242,7 @@ def main(
                 if on:
                     dask_gpurt.enable(client)
                 for workload in workloads:
-                    WORKLOADS[workload](client, 100, on)  # the first of its kind loads and learns
+                    WORKLOADS[workload](client, 100, on)  # warms up
                     runs.append(measure(client, workload, tasks, on))
                 if on:
                     dask_gpurt.disable(client)

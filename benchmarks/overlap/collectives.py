@@ -1,9 +1,9 @@
-"""Matrices and arrays beside collectives of NCCL, one process for each GPU.
+"""Measure matrix and elementwise kernels beside NCCL collectives, in one process per GPU.
 
-Communication is what PyTorch asks NCCL for, at the usual priority or at a high one; compute is confined by
-the interposer, which is preloaded into the processes, or to some of the SMs. The governor is told what was
-measured of a leg, as the largest of all processes, so that all of them choose the same. ``--backend pandas``
-rehearses with numpy on the host, where the collectives are copies and nothing is confined.
+PyTorch issues the collectives, at normal or at high stream priority. Compute is confined by the interposer,
+which is preloaded into the processes, or to some of the SMs. The governor of each process learns the longest
+times of all processes, so that all of them choose the same setting. ``--backend pandas`` rehearses with numpy
+on the host, where the collectives are copies and nothing is confined.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ COMPUTE = ("bf16 GEMM", "fp32 GEMM", "elementwise")
 CELLS = tuple(f"{compute} / {collective}" for collective in COLLECTIVES for compute in COMPUTE)
 #: NVLink multicast stays off.
 NCCL = {"NCCL_NVLS_ENABLE": "0"}
-#: A rehearsal has a thread for each of the two.
+#: A rehearsal has one thread for compute and one for communication.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-#: Values of the array of the elementwise workload, for each row and column of the matrices.
+#: The elementwise array has this many values per element of the matrices.
 ELEMENTS = 4
-#: The length of a leg in tasks, and the rounds for each of the plan's: legs are short here, and many.
+#: Factors on the length of a leg and on the plan's rounds: legs are short here, and many.
 LEG, ROUNDS = 1.5, 3
-#: Seconds after which a collective that a process does not join is given up.
+#: Timeout in seconds of a collective that some process does not join.
 LOST = 60
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds until all was done, and until compute and communication each were."""
+    """Seconds until everything, compute, and communication were done."""
 
     total: float
     compute: float
@@ -62,14 +62,14 @@ class Side(Protocol):
     share: SmShare | None
 
     def choose(self, cell: str) -> None:
-        """Choose the cell to compute and communicate."""
+        """Prepare the compute and the collective of a cell."""
 
     def run(self, computes: int, collectives: int, *, first: bool) -> Times:
-        """Start so many of each at a time and wait; the longest times of all processes."""
+        """Run so many of each concurrently, and return the longest times of all processes."""
 
 
 class Torch:
-    """A GPU."""
+    """Run kernels and NCCL collectives on a GPU, with PyTorch."""
 
     def __init__(self, plan: Plan, rank: int, folder: Path):
         torch: Any = import_module("torch")
@@ -90,7 +90,7 @@ class Torch:
             False: self.dist.new_group(backend="nccl"),
             True: self.dist.new_group(backend="nccl", pg_options=options),
         }
-        # What a context confines is its default stream; collectives wait for the stream they are called on.
+        # A green context confines its default stream. Collectives wait for the stream they are called on.
         self.computing, self.calling = torch.cuda.default_stream(), torch.cuda.Stream()
         self.share = _share(rank, plan.sms)
         self.sent = torch.randn(plan.collective // 4, device=self.device)
@@ -120,7 +120,7 @@ class Torch:
         return self.dist.all_to_all_single(self.received, self.sent, group=group, async_op=True)
 
     def _all_reduce(self, group: Any) -> Any:
-        # The same sums again and again would not stay finite, but take as long.
+        # Repeated sums overflow to infinity, which does not change their duration.
         return self.dist.all_reduce(self.sent, group=group, async_op=True)
 
     def run(self, computes: int, collectives: int, *, first: bool) -> Times:
@@ -146,7 +146,7 @@ class Torch:
         return Times(*longest.tolist())
 
     def _launched(self, computes: int, begin: Any, computed: Any) -> None:
-        """Start so many, between two events, confined if the share of the SMs says so."""
+        """Launch ``computes`` kernels between two events, confined if there is a share of the SMs."""
 
         def launch() -> None:
             with self.torch.cuda.stream(self.computing):
@@ -162,7 +162,7 @@ class Torch:
 
 
 class Rehearsal:
-    """A process without a GPU: both are copies and products of numpy."""
+    """Run numpy copies and products instead, in a process without a GPU."""
 
     def __init__(self, plan: Plan, rank: int, folder: Path):
         self.board = Board(folder / "board", rank, plan.workers)
@@ -203,11 +203,11 @@ class Cell:
         self.computes = max(2, round(self.leg / once))
         self.collectives = max(2, round(self.computes * once / collective))
         self.work, self.moved = float(self.computes), float(self.collectives * plan.collective)
-        #: Seconds that each took alone when it was measured last.
+        #: The last measured times of each alone.
         self.alone = Times(0.0, self.computes * once, self.collectives * collective)
 
     def measure_alone(self) -> Times:
-        """Measure each alone; the total is that of one after the other."""
+        """Measure each alone; the total is their sum."""
         compute = self.side.run(self.computes, 0, first=True).total
         communication = self.side.run(0, self.collectives, first=True).total
         self.alone = Times(compute + communication, compute, communication)
@@ -215,21 +215,21 @@ class Cell:
 
     def together(self, setting: Setting, *, first: bool = True) -> Times:
         """Measure both together under a setting."""
-        self.actuator.apply(replace(setting, first=True))  # which comes first is said by the group
+        self.actuator.apply(replace(setting, first=True))  # the process group sets the priority
         try:
             return self.side.run(self.computes, self.collectives, first=first)
         finally:
             self.actuator.clear()
 
     def governed(self, governor: Governor) -> Times:
-        """Measure both together as a governor says, and tell it what came of it."""
+        """Measure both together under a governor's choice, and report the times to it."""
         setting = governor.choose(self.name).setting
         times = self.together(setting, first=setting.first)
         governor.learn_step(step(self.name, setting, times, self.work, self.moved))
         return times
 
     def learn(self) -> Governor:
-        """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
+        """Let a governor explore for a while; return one with the normal budget that has its statistics."""
         candidates = {**(self.plan.candidates() if self.caps else {}), NO_PRIORITY: SERIAL_SPEED_SHARE}
         candidates |= self.side.share.settings() if self.side.share else {}
         governor = Governor(candidates, budget=LEARNING)
@@ -241,7 +241,7 @@ class Cell:
         return Governor(candidates, governor.known)
 
     def rounds(self, governor: Governor) -> Iterator[Round]:
-        """Measure all settings time and again, each alone before."""
+        """Yield rounds: compute and communication alone, then together under each setting."""
         settings = self.plan.settings(caps=self.caps is not None, contexts=self.side.share is not None)
         for turn in range(ROUNDS * self.plan.repeat):
             alone = self.measure_alone()
@@ -255,20 +255,20 @@ class Cell:
 
 
 def _share(rank: int, sms: Sequence[int]) -> SmShare | None:
-    """Return the actuator that confines to so many SMs; None where it is off or not possible."""
+    """Return the actuator that confines compute to SMs; None if it is off or unavailable."""
     if not sms:
         return None
     contexts = import_module("dask_gpurt.device.green").GreenContexts(rank, redirect_context)
     try:
         for number in sms:
             contexts.try_out(number)
-    except NotLoadedError:  # which is told of the caps
+    except NotLoadedError:  # already reported for the caps
         return None
     return SmShare(contexts, _not_confined, sms)
 
 
 def _not_confined(reason: str) -> None:
-    raise RuntimeError(f"compute was to be confined and was not: {reason}")
+    raise RuntimeError(f"compute could not be confined: {reason}")
 
 
 def step(name: str, setting: Setting, times: Times, work: float, moved: float) -> StepSample:
@@ -277,15 +277,15 @@ def step(name: str, setting: Setting, times: Times, work: float, moved: float) -
     Parameters
     ----------
     times
-        Of both together.
+        Times of both together.
     work, moved
-        Of compute, and bytes of communication, in the whole leg.
+        Work of compute and bytes of communication in the whole leg.
     """
     return StepSample(times.total - times.compute, moved, {name: OverlapSample(work, times.compute, setting)})
 
 
 def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> Iterator[Any]:
-    """Measure cells; one of the processes."""
+    """Measure cells in one of the processes."""
     kind = Torch if plan.backend == "cudf" else Rehearsal
     side: Side = kind(plan, rank, folder)
     try:
@@ -308,7 +308,7 @@ def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> I
 
 
 def collectives_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
-    """Measure cells in a process for each GPU; each that is done is told of at once."""
+    """Measure cells in one process per GPU, and yield each cell when it is done."""
     os.environ.update(environment(plan.backend))
     Board.prepare(folder / "board", plan.workers)
     ranks = []
@@ -324,7 +324,7 @@ def collectives_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator
 
 
 def environment(backend: str) -> Mapping[str, str]:
-    """Return the environment of the processes, with the interposer where there is one."""
+    """Return the environment of the processes, with the interposer preloaded if it is built."""
     found = NCCL if backend == "cudf" else ONE_THREAD
     try:
         return {**found, "LD_PRELOAD": with_preload(os.environ.get("LD_PRELOAD", ""), library())}

@@ -1,13 +1,13 @@
-"""Count the tasks a second that threads, or processes, of one GPU get done beside each other.
+"""Measure the throughput of concurrent threads, or processes, on one GPU, in tasks per second.
 
     python -m benchmarks.overlap.concurrency --output concurrency.json
     python -m benchmarks.overlap.concurrency --backend pandas --rows 100000 --seconds 1   # what it does
 
-A task is that of a user's program: a join, an assignment and a groupby in the DataFrame layer, which pass no
+A task is typical of a user's program: a join, an assignment and a groupby of the DataFrame API, which pass no
 stream. Threads share one process and its default stream, or have a default stream each
 (``CUDF_PER_THREAD_STREAM``); memory comes from a pool, or from the driver's (``async``). Processes share the
 GPU in turns, or under MPS where it runs. Each cell is measured ``--repeat`` times, the cells in turns.
-Whatever runs beside it, each task has to give the sum that it gives alone.
+Each task must return the same sum as when it runs alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.common.commandline import split_list, write
 from benchmarks.common.processes import Barrier, Child, one_of_each, say
 from dask_gpurt.cli.environment import environment
 
-#: Rows of the larger side of a join that have the same key, about.
+#: Average rows per key in the larger side of a join.
 ALIKE = 8
 #: Share of the GPU's memory that all pools of a cell have together.
 POOLS = 0.5
@@ -40,14 +40,14 @@ POOLS = 0.5
 
 @dataclass(frozen=True)
 class Cell:
-    """Describe one way of running tasks beside each other.
+    """Describe one way of running tasks concurrently.
 
     Attributes
     ----------
     processes, threads
         Processes on the GPU, and threads of each that run tasks.
     streams
-        ``default`` for one stream a process, ``per-thread`` for one a thread.
+        ``default`` for one stream per process, ``per-thread`` for one per thread.
     memory
         ``pool`` or ``async``.
     """
@@ -64,7 +64,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Work:
-    """Tasks of some sizes, and how long each measurement lasts."""
+    """Hold the sizes of tasks and the length of a measurement."""
 
     backend: str
     rows: tuple[int, ...]
@@ -73,14 +73,14 @@ class Work:
 
 
 def task(left: Any, right: Any) -> Any:
-    """Join, assign and group as a query does; the sum of the result."""
+    """Join, assign and group as a query does, and return the sum of the result."""
     joined = left.merge(right, on="key")
     joined = joined.assign(value=joined["value"] * 2 + joined["weight"])
     return joined.groupby("group")["value"].sum().sum()
 
 
 def inputs(backend: str, rows: int, seed: int) -> tuple[Any, Any]:
-    """Make both sides of a join, whose values are whole so that sums are exact."""
+    """Make both sides of a join, with integer values so that sums are exact."""
     library = importlib.import_module(backend)
     arrays = importlib.import_module({"cudf": "cupy", "pandas": "numpy"}[backend])
     random, distinct = arrays.random.RandomState(seed), max(1, rows // ALIKE)
@@ -97,9 +97,9 @@ def inputs(backend: str, rows: int, seed: int) -> tuple[Any, Any]:
 
 
 def run_process(cell: Cell, work: Work, barrier: Path, rank: int) -> Iterator[int]:
-    """Yield the tasks done in each measurement, size by size: one process of a cell."""
+    """Yield the tasks that one process of a cell completes in each measurement, size by size."""
     if cell.streams == "per-thread":
-        os.environ["CUDF_PER_THREAD_STREAM"] = "1"  # read as cudf is imported
+        os.environ["CUDF_PER_THREAD_STREAM"] = "1"  # read when cudf is imported
     if work.backend == "cudf":
         _take_memory(cell)
     with Barrier(barrier, rank, cell.processes) as meeting:
@@ -124,7 +124,7 @@ def _take_memory(cell: Cell) -> None:
 
 
 def _together(sides: list[tuple[Any, Any]], expected: list[int], seconds: float) -> list[int]:
-    """Run tasks on a thread for each pair of sides for so long; the tasks that each has done."""
+    """Run tasks on one thread per pair of sides for ``seconds``; return the tasks done by each."""
     done, wrong = [0] * len(sides), []
     ready = threading.Barrier(len(sides))
 
@@ -143,12 +143,12 @@ def _together(sides: list[tuple[Any, Any]], expected: list[int], seconds: float)
     for thread in threads:
         thread.join()
     if wrong:
-        raise ValueError(f"tasks beside each other gave {wrong[0][0]} in place of {wrong[0][1]}")
+        raise ValueError(f"concurrent tasks returned {wrong[0][0]}, not {wrong[0][1]}")
     return done
 
 
 def measure(cell: Cell, work: Work, folder: Path) -> dict[int, list[float]]:
-    """Return the tasks a second of all processes of a cell: rows to measurements."""
+    """Return the tasks per second of all processes of a cell, by rows and measurement."""
     barrier = Barrier.prepare(folder / f"{time.monotonic_ns()}.barrier", cell.processes)
     children = [Child(run_process, cell, work, barrier, rank) for rank in range(cell.processes)]
     try:
@@ -162,7 +162,7 @@ def measure(cell: Cell, work: Work, folder: Path) -> dict[int, list[float]]:
 
 
 def cells(backend: str, most: int, streams: list[str], memories: list[str]) -> list[Cell]:
-    """List all cells: one thread, then more of them, then processes of one thread."""
+    """List all cells: a single thread, several threads, then several single-threaded processes."""
     if backend == "pandas":
         streams, memories = streams[:1], memories[:1]
     counts = [count for count in (1, 2, 4) if count <= most]
@@ -173,9 +173,9 @@ def cells(backend: str, most: int, streams: list[str], memories: list[str]) -> l
 @click.command(context_settings={"show_default": True})
 @click.option("--backend", type=click.Choice(["cudf", "pandas"]), default="cudf")
 @click.option("--rows", multiple=True, type=int, default=[100_000, 1_000_000, 10_000_000])
-@click.option("--seconds", default=1.0, help="Of a measurement.")
+@click.option("--seconds", default=1.0, help="Seconds of a measurement.")
 @click.option("--repeat", default=3)
-@click.option("--most", default=4, help="Threads, or processes.")
+@click.option("--most", default=4, help="Maximum of threads or processes.")
 @click.option("--streams", default="default,per-thread", callback=split_list(["default", "per-thread"]))
 @click.option("--memory", default="pool,async", callback=split_list(["pool", "async"]))
 @click.option("--output", type=click.Path(path_type=Path))
@@ -189,7 +189,7 @@ def main(
     memory: list[str],
     output: Path | None,
 ) -> None:
-    """Count the tasks a second that threads, or processes, of one GPU get done."""
+    """Measure the throughput of threads or processes on one GPU, in tasks per second."""
     found: list[dict[str, Any]] = []
     with TemporaryDirectory() as folder:
         for cell in cells(backend, most, streams, memory):
@@ -205,7 +205,7 @@ def main(
 
 
 def show(found: list[dict[str, Any]], rows: tuple[int, ...]) -> None:
-    """Print a line for each cell: tasks a second, and the factor over one thread of one process."""
+    """Print tasks per second of each cell, and the speedup over one thread of one process."""
     table = Table("processes", "threads", "streams", "memory", *(f"{count:,} rows" for count in rows))
     base = found[0].get("tasks a second")
     for one in found:

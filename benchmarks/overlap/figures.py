@@ -1,6 +1,6 @@
-"""Summarise compute and communication beside each other: figures, a table and a plot.
+"""Summarise overlapped compute and communication: figures, a table and a plot.
 
-The share of what could be hidden that was hidden is f = (S - T) / (S - max(C, M)), with C and M the times of
+The share of the hideable time that was hidden is f = (S - T) / (S - max(C, M)), with C and M the times of
 compute and communication alone, S their sum, and T the time of both together: 0 is one after the other, 1 is
 the longer one alone.
 """
@@ -17,9 +17,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-#: The setting in which nothing is done, and the one that chooses for itself.
+#: The setting without control, and the adaptive one.
 OFF, ADAPTIVE = "off", "adaptive"
-#: The plot: pixels of a bar, between the bars of two cells, and of the picture.
+#: Plot dimensions in pixels: a bar, the space between cells, and the margins.
 BAR, BETWEEN, LEFT, RIGHT, TOP = 14, 26, 260, 900, 40
 INK, FAINT = "#222222", "#dddddd"
 COLOURS = ("#9aa0a6", "#3b6fd4", "#2aa7c9", "#22a06b", "#e2803a", "#8a63d2", "#c9475f")
@@ -34,17 +34,17 @@ class Round:
     together: Mapping[str, float]
 
     def hidden(self, setting: str) -> float:
-        """Return f: the share of what could be hidden that was."""
+        """Return f: the share of the hideable time that was hidden."""
         both = self.compute + self.communication
         return (both - self.together[setting]) / (both - max(self.compute, self.communication))
 
     def saved(self, setting: str) -> float:
-        """Return the share of the time of one after the other that was saved."""
+        """Return the share of the sequential time that was saved."""
         return 1 - self.together[setting] / (self.compute + self.communication)
 
 
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Sum a cell up.
+    """Summarise a cell.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
 
 
 def against(medians: Mapping[str, float]) -> dict[str, float | None]:
-    """Return the adaptive setting's time as a share of that without control, and of the best fixed one's."""
+    """Return the adaptive time relative to no control, and to the best fixed setting."""
     mine = medians.get(ADAPTIVE)
     fixed = [seconds for setting, seconds in medians.items() if setting != ADAPTIVE]
     return {
@@ -83,7 +83,7 @@ def against(medians: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median of values, and their ends."""
+    """Return the median, minimum and maximum of values."""
     if not values:
         return {}
     return {"median": statistics.median(values), "least": min(values), "most": max(values)}
@@ -95,9 +95,9 @@ def print_cells(title: str, cells: Mapping[str, Mapping[str, Any]]) -> None:
     Parameters
     ----------
     title
-        Over the table.
+        Title of the table.
     cells
-        What :func:`figures` has made of each.
+        The cells' :func:`figures`.
     """
     caption = "saved: per cent of the time of one after the other, least..most"
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -149,7 +149,7 @@ def plot(parts: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     Parameters
     ----------
     parts
-        The cells of each part, as :func:`figures` has made them.
+        The cells' :func:`figures`, by part.
     path
         A PNG file, which is overwritten.
 

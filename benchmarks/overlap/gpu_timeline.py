@@ -1,7 +1,7 @@
 """Record the activity of a GPU worker's device: compute, communication, both, or nothing.
 
-PyTorch's profiler asks CUPTI for each kernel and copy of the process, of all libraries. What ran on the
-stream of user code is compute; the runtime's own streams are communication.
+PyTorch's profiler records each kernel and copy of the process through CUPTI, for all libraries. Activity on
+the stream of user code counts as compute, activity on the runtime's own streams as communication.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-#: The number that CUPTI of CUDA 13 gives to the default stream, which is that of user code. In a green
-#: context user code has another one.
+#: CUPTI's number of the default stream in CUDA 13, which user code runs on. In a green context user code runs
+#: on a stream with another number.
 DEFAULT = 7
-#: Kernels and copies that are named.
+#: Maximum of kernels and copies to name.
 MAX_SHOWN = 12
 
 
 class Activity(NamedTuple):
-    """A kernel or a copy: when it began and ended, in ns, and on which stream."""
+    """A kernel or a copy: start and end in ns, and its stream."""
 
     name: str
     stream: int
@@ -31,8 +31,8 @@ class Activity(NamedTuple):
 
 
 async def begin(dask_worker: Any) -> None:
-    """Begin to look at a worker's device."""
-    # The profiler has to be ended by the thread that began it.
+    """Start recording a worker's device."""
+    # The profiler must be stopped by the thread that started it.
     thread = ThreadPoolExecutor(1, thread_name_prefix="timeline")
     loop = asyncio.get_running_loop()
     dask_worker.timeline = thread, await loop.run_in_executor(thread, _begin)
@@ -69,7 +69,7 @@ def _end(profiler: Any) -> dict[str, Any]:
 
 
 def summary(ran: Sequence[Activity]) -> dict[str, Any]:
-    """Sum up what ran.
+    """Summarise activities.
 
     Returns
     -------

@@ -1,10 +1,10 @@
-"""Measure the time that the interposer adds to a launch, in nanoseconds of processor time.
+"""Measure the overhead of the interposer per launch, in nanoseconds of CPU time.
 
     python -m benchmarks.overlap.interposer --json results.json
 
-A C program launches on the tests' driver without a device, which returns at once; so do the calls that the
-interposer makes of it. On a GPU those take what the driver takes. Each repeat is a process that measures all
-cases in turn; what counts is the median over the repeats.
+A C program launches kernels on the tests' stub driver, which returns at once, also from the interposer's own
+calls. On a GPU the driver's time for these calls is added. Each repeat is a process that measures all cases
+in turn; the result is the median over the repeats.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.helpers.interposers import build_launcher
 
 #: The targets, in nanoseconds added to a launch.
 MOST_OFF, MOST_ON = 2.0, 150.0
-#: Cases that are measured, with their names for people.
+#: Measured cases and their descriptions.
 CASES = {
     "bare": "without the interposer",
     "off": "switched off",
@@ -38,7 +38,7 @@ CASES = {
 
 
 def measure(launcher: Path, threads: int, launches: int) -> dict[str, float]:
-    """Run the program once; nanoseconds of a launch by case."""
+    """Run the program once; return nanoseconds per launch by case."""
     done = subprocess.run(
         [launcher, "cost", str(threads), str(launches)],
         env={**os.environ, "LD_LIBRARY_PATH": str(launcher.parent)},
@@ -51,7 +51,7 @@ def measure(launcher: Path, threads: int, launches: int) -> dict[str, float]:
 
 
 def summarise(runs: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Return the median and the spread of each case, and what each adds to the run without the interposer."""
+    """Return the median and spread of each case, and its overhead over the case without the interposer."""
     summary = {}
     for case in CASES:
         values = [run[case] for run in runs]

@@ -1,21 +1,21 @@
-"""Count what a task costs beside its own function, thread by thread, with the runtime and without.
+"""Measure the overhead of a task by thread, with the runtime and without.
 
     python -m benchmarks.overlap.overhead --tasks 2000 --repeat 8 --json results.json
     python -m benchmarks.overlap.overhead --workloads frames --functions 20
 
-One cluster of two workers with a thread each has the runtime off, on without tiers, and on as it comes, in
+One cluster of two single-threaded workers has the runtime off, on without tiers, and on with its defaults, in
 turns. Tasks do next to nothing:
 
 ``ready``
-    none needs another, and the workers have all of them;
+    independent tasks, all of which are on the workers;
 ``chains``
-    each needs the one before it in its chain, and there are many chains;
+    many chains of tasks;
 ``frames``
-    as ``chains``, of frames of a few kB, so that results are measured.
+    as ``chains``, with frames of a few kB, so that sizes of results are measured.
 
-Each thread's own clock is read before and after, so what others do on the host counts little; the ratios are
-of runs that follow each other. The numbers of calls come from one more run under a profiler, which slows
-calls of Python down more than all else: they do not differ from host to host, and say where to look.
+CPU time is read from each thread's own clock, so other load on the host matters little; ratios compare
+consecutive runs. Call counts come from one more run under a profiler, which slows down Python calls more than
+anything else. They do not depend on the host, and show where to look.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
 
 WORKERS = 2
-#: Tasks of a chain.
+#: Tasks per chain.
 CHAIN = 20
-#: Seconds between looks whether all results are gone.
+#: Seconds between checks whether all results are released.
 LOOK_INTERVAL_S = 0.02
-#: The ways in which the runtime is switched on, with the settings of each; the first is compared with.
+#: Settings of each way to switch the runtime on; None leaves it off. The first is the baseline.
 CONTENDERS: dict[str, dict[str, Any] | None] = {
     "off": None,
     "no tiers": {"gpurt.memory.tiers": False},
     "on": {},
 }
-#: The threads that are told apart: the event loops, and that of the tasks.
+#: Kinds of threads: the event loops of scheduler and workers, task threads, and the rest.
 SCHEDULER, LOOP, TASKS, OTHERS = "scheduler", "worker loop", "tasks", "others"
 #: All threads together, and messages between workers and scheduler.
 ALL, MESSAGES = "all", "messages"
-#: Where a profiler is kept between two calls.
+#: Attribute that keeps a profiler between two calls.
 _PROFILER = "overhead_profiler"
 
 
 def copy_frame(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a frame of the same size."""
+    """Return a copy of a frame."""
     return frame.copy()
 
 
@@ -101,7 +101,7 @@ WORKLOADS: dict[str, Callable[[Client, int], None]] = {
 
 
 def worker_seconds() -> dict[str, float]:
-    """Return the processor seconds of a worker's threads; called on its event loop."""
+    """Return the CPU seconds of a worker's threads; must run on its event loop."""
     found = {LOOP: 0.0, TASKS: 0.0, OTHERS: 0.0}
     for thread in threading.enumerate():
         if thread.ident is not None:
@@ -117,17 +117,17 @@ def _thread_kind(thread: threading.Thread) -> str:
 
 
 def keys_left(dask_worker: Any) -> int:
-    """Return how many tasks a worker knows."""
+    """Return the number of tasks in a worker's state."""
     return len(dask_worker.state.tasks)
 
 
 def worker_messages(dask_worker: Any) -> int:
-    """Return how often a worker has written to the scheduler."""
+    """Return the number of batches that a worker has sent to the scheduler."""
     return int(dask_worker.batched_stream.batch_count)
 
 
 def scheduler_figures(dask_scheduler: Any) -> tuple[float, int]:
-    """Return the processor seconds of the scheduler's thread, and how often it has written to workers."""
+    """Return the CPU seconds of the scheduler's thread, and its batches sent to workers."""
     return time.thread_time(), sum(stream.batch_count for stream in dask_scheduler.stream_comms.values())
 
 
@@ -152,22 +152,22 @@ def _end(server: Any, thread: str) -> dict[Any, Any]:
 
 
 def begin_on_worker(dask_worker: Any, thread: str) -> None:
-    """Begin to profile a thread of a worker."""
+    """Start profiling a thread of a worker."""
     _begin(dask_worker, thread)
 
 
 def end_on_worker(dask_worker: Any, thread: str) -> dict[Any, Any]:
-    """Return calls, calls that were not recursive, and seconds without and with what is called, by place."""
+    """Stop profiling; return primitive and total calls, and own and cumulative seconds, by function."""
     return _end(dask_worker, thread)
 
 
 def begin_on_scheduler(dask_scheduler: Any) -> None:
-    """Begin to profile the scheduler."""
+    """Start profiling the scheduler."""
     _begin(dask_scheduler, SCHEDULER)
 
 
 def end_on_scheduler(dask_scheduler: Any) -> dict[Any, Any]:
-    """Return what :func:`end_on_worker` does."""
+    """Stop profiling the scheduler, as :func:`end_on_worker`."""
     return _end(dask_scheduler, SCHEDULER)
 
 
@@ -175,14 +175,14 @@ def end_on_scheduler(dask_scheduler: Any) -> dict[Any, Any]:
 
 
 def run(client: Client, workload: str, tasks: int) -> None:
-    """Run a workload once, until its results have been released on the workers too."""
+    """Run a workload once, and block until the workers have released its results."""
     WORKLOADS[workload](client, tasks)
     while any(client.run(keys_left).values()):
         time.sleep(LOOK_INTERVAL_S)
 
 
 def measure(client: Client, workload: str, tasks: int) -> dict[str, float]:
-    """Run a workload once; return microseconds of the processors by thread, and messages, for each task."""
+    """Run a workload once; return CPU microseconds by thread, and messages, per task."""
     before = _figures(client)
     run(client, workload, tasks)
     after = _figures(client)
@@ -190,7 +190,7 @@ def measure(client: Client, workload: str, tasks: int) -> dict[str, float]:
 
 
 def _figures(client: Client) -> dict[str, float]:
-    """Return microseconds by thread, and the messages between workers and scheduler, so far."""
+    """Return CPU microseconds by thread, and messages between workers and scheduler, so far."""
     seconds, written = client.run_on_scheduler(scheduler_figures)
     found = defaultdict[str, float](float, {SCHEDULER: 1e6 * seconds})
     for threads in client.run(worker_seconds).values():
@@ -202,7 +202,7 @@ def _figures(client: Client) -> dict[str, float]:
 
 
 def profile(client: Client, workload: str, tasks: int, thread: str) -> dict[Any, tuple[float, float, float]]:
-    """Run a workload once with a thread profiled; return calls, own and all seconds by function."""
+    """Run a workload once with a thread profiled; return calls, own and cumulative seconds by function."""
     if thread == SCHEDULER:
         client.run_on_scheduler(begin_on_scheduler)
     else:
@@ -222,7 +222,7 @@ def profile(client: Client, workload: str, tasks: int, thread: str) -> dict[Any,
 
 @contextmanager
 def switched(client: Client, contender: str) -> Iterator[None]:
-    """Have the runtime as a contender has it."""
+    """Switch the runtime on with a contender's settings."""
     settings = CONTENDERS[contender]
     if settings is None:
         yield
@@ -236,7 +236,7 @@ def switched(client: Client, contender: str) -> Iterator[None]:
 
 
 def compare(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each workload, contender and figure its median, and that of the first contender's."""
+    """Return the medians of each workload, contender and figure, and of the baseline."""
     rows = []
     for workload in dict.fromkeys(run["workload"] for run in runs):
         of = {
@@ -246,7 +246,7 @@ def compare(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             for contender in CONTENDERS
         }
         for contender in list(of)[1:]:
-            for name in (SCHEDULER, LOOP, TASKS, ALL, MESSAGES):  # the others may take nothing at all
+            for name in (SCHEDULER, LOOP, TASKS, ALL, MESSAGES):  # OTHERS may be 0
                 on, off = ([figures[name] for figures in of[which]] for which in (contender, "off"))
                 rows.append({"workload": workload, "contender": contender, "figure": name, **ratio(on, off)})
     return rows
@@ -292,7 +292,7 @@ def _profiles(
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--tasks", type=click.IntRange(min=CHAIN), default=2000, show_default=True, help="Of a run.")
 @click.option("--repeat", type=click.IntRange(min=1), default=8, show_default=True, help="Runs of each.")
-@click.option("--functions", default=25, show_default=True, help="Of each profile that are written down.")
+@click.option("--functions", default=25, show_default=True, help="Functions of each profile to keep.")
 @click.option(
     "--workloads", callback=split_list(list(WORKLOADS)), default=",".join(WORKLOADS), show_default=True
 )
@@ -300,13 +300,13 @@ def _profiles(
 def main(tasks: int, repeat: int, functions: int, workloads: list[str], output: Path | None) -> None:
     runs: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
-    # A client of its own loop: that of the cluster is the scheduler's.
+    # Connect by address, so that the client has an event loop of its own and not the scheduler's.
     with local_cluster("pandas", WORKERS, None) as cluster, Client(cluster.scheduler_address) as client:
         for number in range(repeat + 1):
             for contender in CONTENDERS if number % 2 else reversed(CONTENDERS):
                 with switched(client, contender):
                     for workload in workloads:
-                        run(client, workload, 10 * CHAIN)  # the first of its kind loads and learns
+                        run(client, workload, 10 * CHAIN)  # warms up
                         if number < repeat:
                             figures = measure(client, workload, tasks)
                             runs.append({"workload": workload, "contender": contender, "figures": figures})

@@ -1,4 +1,4 @@
-"""A pipeline of shuffles, each with a groupby and a join after it: under each mode, and in parts."""
+"""Time a pipeline of shuffles, each followed by a groupby and a join: under each mode, and in parts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dask_gpurt.cli.cluster import local_cluster
 
 Frame = Any
 STEPS = 10
-#: For how many times as long as a cell it is learnt: there are several kinds of tasks.
+#: Factor on the learning time of a cell: the pipeline has several kinds of tasks.
 LEARNING_FACTOR = 3
 #: Bytes of a row: two keys and a payload.
 ROW = 24
-#: Rows of an input that have the same key, about.
+#: Average rows per key in an input.
 ALIKE = 16
 
 
@@ -38,14 +38,14 @@ def source(number: int, count: int, highest: int, backend: str) -> Frame:
 
 
 def group_and_join(part: Frame, key: str) -> Frame:
-    """Add to each payload the largest one of its key: all rows of a key are in one partition."""
+    """Average each payload with the largest of its key, all rows of which are in this partition."""
     most = part.groupby(key)["payload"].max().rename("most").reset_index()
     joined = part.merge(most, on=key)
     return joined.assign(payload=(joined["payload"] + joined["most"]) // 2)[["a", "b", "payload"]]
 
 
 def pipeline(frame: Frame) -> Frame:
-    """Shuffle, group and join, by one key and the other in turns."""
+    """Shuffle, group and join, by both keys in turns."""
     for step in range(STEPS):
         key = "ab"[step % 2]
         meta = frame._meta
@@ -54,14 +54,14 @@ def pipeline(frame: Frame) -> Frame:
 
 
 def only_shuffles(frame: Frame) -> Frame:
-    """Run the shuffles of the pipeline, and nothing between them."""
+    """Run only the shuffles of the pipeline."""
     for step in range(STEPS):
         frame = frame.shuffle("ab"[step % 2])
     return frame
 
 
 def only_compute(shuffled: Frame) -> Frame:
-    """Compute one step of the pipeline, on a frame that is shuffled by the first key."""
+    """Run only the compute of the pipeline, on a frame that is shuffled by the first key."""
     meta = shuffled._meta
     for _ in range(STEPS):
         shuffled = shuffled.map_partitions(group_and_join, "a", meta=meta)
@@ -69,9 +69,9 @@ def only_compute(shuffled: Frame) -> Frame:
 
 
 def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
-    """Run the pipeline under each mode in turn, and its parts alone, on one cluster; each is told of at once.
+    """Run the pipeline under each mode in turn, and its parts alone, on one cluster; yield each result.
 
-    Before, the governor learns for a while. What it learns lies in a file, as it does between runs.
+    The governor learns for a while first, and saves its statistics to a file, as between runs.
     """
     count = plan.size // ROW // plan.partitions
     highest = max(1, count * plan.partitions // ALIKE)
@@ -118,7 +118,7 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def switch(client: Client, mode: str, learned: Path) -> None:
-    """Have the runtime start again in another mode."""
+    """Restart the runtime in another mode."""
     dask_gpurt.disable(client)
     with dask.config.set({"gpurt.overlap.mode": mode, "gpurt.overlap.learned": str(learned)}):
         dask_gpurt.enable(client)
@@ -134,7 +134,7 @@ def _allow(dask_worker: Any) -> None:
 
 
 def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
-    """Run the pipeline until the governor has had its time to try; what tells whether a run was right."""
+    """Run the pipeline for the governor's learning time; return the checksum of a correct run."""
     switch(client, ADAPTIVE, learned)
     client.run(_allow)
     ends = time.monotonic() + (LEARNING_FACTOR * plan.learn if ADAPTIVE in plan.modes else 0)
@@ -145,7 +145,7 @@ def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
 
 
 def timed(program: Frame) -> tuple[float, int]:
-    """Return the seconds of a program, and what tells whether it was right."""
+    """Return the seconds of a program, and the checksum of its result."""
     began = time.perf_counter()
     result = program.persist()
     wait(result)
@@ -154,19 +154,19 @@ def timed(program: Frame) -> tuple[float, int]:
 
 
 def thread_seconds(dask_scheduler: Any) -> dict[str, float]:
-    """Return the seconds of task threads so far, of all workers, by task prefix."""
+    """Return the compute seconds of all workers so far, by task prefix."""
     prefixes = dask_scheduler.task_prefixes
     return {name: float(prefix.all_durations.get("compute", 0.0)) for name, prefix in prefixes.items()}
 
 
 def modes(runs: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Sum the pipeline up.
+    """Summarise the pipeline.
 
     Returns
     -------
     dict
         The seconds of ``modes``, and of ``compute`` and ``shuffles`` alone, as median, least and most; ``f``
-        of each mode, by medians; what the adaptive mode takes relative to the others.
+        of each mode, by medians; the adaptive mode's time relative to the other modes.
     """
     seconds: dict[str, list[float]] = {}
     for run in runs:

@@ -9,11 +9,11 @@ from benchmarks.overlap.figures import ADAPTIVE, OFF
 from dask_gpurt.overlap.actuators import USUAL_BLOCKS
 from dask_gpurt.overlap.samples import PRIORITY, Setting
 
-#: Communication has the higher priority, and that is all.
+#: The setting in which communication only has the higher priority.
 FIRST = "priority"
-#: The modes of the runtime that are compared.
+#: Compared modes of the runtime.
 MODES = (OFF, FIRST, ADAPTIVE)
-#: The share of the time that trying may lose while it is learnt what pays.
+#: The governor's budget while it learns: the share of the time that exploration may cost.
 LEARNING = 1.0
 
 
@@ -26,23 +26,23 @@ class Plan:
     backend
         ``cudf`` on GPUs; ``pandas`` rehearses on the host.
     seconds
-        Of compute alone in a leg, and as much of communication.
+        Compute alone in a leg, and as much communication.
     task
-        Seconds of a task: the governor is told of tasks.
+        Seconds of a task, the governor's unit of work.
     learn
-        Seconds for which the governor may try before it is measured.
+        Seconds for which the governor may explore before it is measured.
     caps, sms
-        Residency caps that are measured, and tried; SMs for compute.
+        Residency caps and SMs for compute, both as fixed settings and as the governor's candidates.
     size, partitions
         Bytes of a shuffle of the runtime, on all workers together, and its partitions.
     rows, side
-        Rows of the frames, and of the square matrices, that are computed with.
+        Rows of the frames, and of the square matrices, of compute.
     collective
         Bytes of a collective on each GPU.
     modes, threads
-        Of the pipeline: modes of the runtime, that take turns, and threads for tasks of a worker.
+        The pipeline's modes of the runtime, which take turns, and task threads per worker.
     timeline
-        Whether to look at what GPUs do in the pipeline, which takes time of its own.
+        Whether to record GPU activity in the pipeline, which has a cost of its own.
     """
 
     backend: str
@@ -65,23 +65,23 @@ class Plan:
     rmm_pool_size: float = 0.5
 
     def candidates(self) -> dict[Setting, float]:
-        """Return the caps that the governor may try, with the least share of speed that compute keeps."""
+        """Return the caps that the governor may try, with the lowest share of speed that compute keeps."""
         return {Setting(residency=cap): min(1.0, cap / USUAL_BLOCKS) for cap in self.caps}
 
     def settings(self, *, caps: bool, contexts: bool = False) -> dict[str, Setting | None]:
-        """Return the settings that take turns; None leaves it to the governor.
+        """Return the settings that take turns; None stands for the governor's choice.
 
         Parameters
         ----------
         caps, contexts
-            What can confine; what cannot is not measured.
+            Whether caps and green contexts are available; settings of unavailable ones are left out.
         """
         confined = [*(self.candidates() if caps else ()), *(Setting(sms=n) for n in self.sms if contexts)]
         return {OFF: PRIORITY, FIRST: PRIORITY, **{str(one): one for one in confined}, ADAPTIVE: None}
 
 
 def rotated(settings: Iterable[str], turn: int) -> list[str]:
-    """Return the settings in the order of a round: each is first once, and none always after the same."""
+    """Return the settings rotated by ``turn``, so that each is first in some round."""
     names = list(settings)
     first = turn % len(names)
     return [*names[first:], *names[:first]]

@@ -1,13 +1,13 @@
-"""Time a program that reads Parquet files and computes, with tasks that read aside and without.
+"""Time a program that reads Parquet files and computes, with reads beside compute and without.
 
     python -m benchmarks.overlap.reading --rounds 9 --json reading.json
     python -m benchmarks.overlap.reading --rate 50MiB          # a store: so much a second for each read
 
-The program reads, filters, joins, groups and writes. Each round runs it from files on the disk (``cold``:
-the page cache is asked to drop them) and from the page cache (``warm``), with ``gpurt.reads.beside`` 0 and
-others, in turns. ``compute alone`` is the same program on tables that workers hold, ``disk alone`` reads the
-files' bytes and nothing else, with a thread for each worker. Each result is compared with the first. With
-``--rate`` a worker waits as it opens a file, as if its bytes came from a store of that speed.
+The program reads, filters, joins, groups and writes. Each round runs it on files on the disk (``cold``:
+dropped from the page cache, best effort) and in the page cache (``warm``), with each value of
+``gpurt.reads.beside`` in turn. ``compute alone`` is the same program on persisted tables, ``disk alone`` only
+reads the files' bytes, with a thread per worker. Each result is compared with the first. With ``--rate`` a
+worker waits when it opens a file, as if its bytes came from a store of that speed.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from benchmarks.common.processes import say
 from benchmarks.tpch.figures import spread
 from dask_gpurt.cli.environment import environment
 
-#: Rows of the table of facts for each row of the other one.
+#: Rows of ``facts`` per row of ``keys``.
 FACTS_PER_KEY = 8
 GROUPS = 1000
-#: Bytes of one call of read, of the disk alone.
+#: Bytes per call of read for ``disk alone``.
 BLOCK_BYTES = 2**22
-#: The variable with the bytes a second of a slow store.
+#: Environment variable with the bytes per second of a slow store.
 RATE = "GPURT_BENCHMARK_RATE"
 
 
 class SlowFiles(LocalFileSystem):
-    """Local files under ``slow://``, which tasks wait for as for a slow store; planning does not.
+    """Serve local files under ``slow://`` with the delay of a slow store to tasks, but not to planning.
 
     Attributes
     ----------
     bytes_per_s
-        Of one file; read from the environment, which workers inherit.
+        Speed of reading one file; from the environment, which workers inherit.
     """
 
     protocol = "slow"
@@ -68,13 +68,13 @@ class SlowFiles(LocalFileSystem):
 
 
 def wait_as_for_store(path: str | Path) -> None:
-    """Wait as long as a slow store takes for a file, if there is one."""
+    """Sleep as long as a slow store would take for a file, if ``--rate`` is given."""
     if rate := os.environ.get(RATE):
         time.sleep(os.path.getsize(path) / float(rate))
 
 
 def make_tables(folder: Path, files: int, rows: int) -> None:
-    """Write facts in so many files, and the table that they are joined with in a quarter as many."""
+    """Write ``facts`` to ``files`` files, and ``keys``, the other side of the join, to a quarter as many."""
     rng = np.random.default_rng(0)
     keys = files * rows // FACTS_PER_KEY
     for name in ("facts", "keys"):
@@ -101,7 +101,7 @@ def tables(folder: Path) -> tuple[Any, ...]:
 
 
 def run_program(facts: Any, keys: Any, output: Path) -> float:
-    """Filter, join, group and write; return the sum of what was written."""
+    """Filter, join, group and write; return the sum of the written values."""
     some = facts[(facts.value >= 300) & (facts.text.str.len() > 3)]
     joined = some.merge(keys, on="key")
     joined["score"] = joined.value * joined.weight
@@ -112,7 +112,7 @@ def run_program(facts: Any, keys: Any, output: Path) -> float:
 
 
 def drop_from_cache(folder: Path) -> None:
-    """Ask the page cache to drop files, which have been written out."""
+    """Flush files, and ask the kernel to drop them from the page cache."""
     for path in folder.rglob("*.parquet"):
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -123,7 +123,7 @@ def drop_from_cache(folder: Path) -> None:
 
 
 def read_bytes(folder: Path, threads: int) -> int:
-    """Read all files with so many threads; return their bytes."""
+    """Read all files with ``threads`` threads; return their bytes."""
 
     def read(path: Path) -> int:
         wait_as_for_store(path)
@@ -135,7 +135,7 @@ def read_bytes(folder: Path, threads: int) -> int:
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that a call took, and its result."""
+    """Return the duration of a call in seconds, and its result."""
     began = time.perf_counter()
     result = function()
     return time.perf_counter() - began, result
@@ -144,10 +144,10 @@ def timed(function: Callable[[], Any]) -> tuple[float, Any]:
 def measure(
     client: Client, folder: Path, beside: Sequence[int | str], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield one measurement after the other: what, its seconds, and counters of its reads."""
+    """Yield measurements: what was measured, its seconds, and the counters of its reads."""
     output, workers = folder / "written", len(client.nthreads())
     expected: float | None = None
-    for number in range(rounds + 1):  # the first warms up, and is not told
+    for number in range(rounds + 1):  # the first round warms up and is discarded
         turns = [*beside[number % len(beside) :], *beside[: number % len(beside)]]
         for limit in turns:
             with dask.config.set({"gpurt.reads.beside": limit}):
@@ -183,7 +183,7 @@ def measure(
 
 
 def figures(measured: Sequence[dict[str, Any]], beside: Sequence[int | str]) -> dict[str, Any]:
-    """Return the spread of each, and of the ratio to no read aside within each round."""
+    """Return the spread of each time, and of its ratio to ``beside`` 0 in the same round."""
     seconds: dict[str, list[float]] = {}
     for one in measured:
         seconds.setdefault(one["what"], []).append(one["seconds"])
@@ -230,14 +230,18 @@ def print_figures(found: dict[str, Any]) -> None:
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--files", type=click.IntRange(min=4), default=16, show_default=True, help="Of the facts.")
-@click.option("--rows", type=click.IntRange(min=100), default=500_000, show_default=True, help="Of a file.")
+@click.option(
+    "--files", type=click.IntRange(min=4), default=16, show_default=True, help="Files of the facts."
+)
+@click.option(
+    "--rows", type=click.IntRange(min=100), default=500_000, show_default=True, help="Rows of a file."
+)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
 @click.option("--beside", default="0,1,auto", show_default=True, help="Values of gpurt.reads.beside.")
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 @click.option("--rate", callback=in_bytes, help="Bytes a second of a slow store.  [default: the disk's]")
-@click.option("--directory", type=click.Path(file_okay=False), help="On the disk to read from.")
+@click.option("--directory", type=click.Path(file_okay=False), help="Folder on the disk to read from.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
     files: int,
@@ -277,5 +281,5 @@ def main(
 
 
 if __name__ == "__main__":
-    # By its own name, by which workers find what is sent to them.
+    # Import under the full name, so that workers can unpickle functions of this module.
     importlib.import_module("benchmarks.overlap.reading").main()

@@ -1,8 +1,8 @@
-"""A worker's compute beside shuffles of the runtime itself, in step with the other workers.
+"""Measure a worker's compute beside shuffles of the runtime, in step with all workers.
 
-Each worker of a real cluster runs one task per workload. In it, one thread runs shuffles through the
-worker's exchange, and another computes; what confines the compute is the worker's own, told of runs by the
-exchange and of compute as it is of tasks.
+Each worker of a real cluster runs one task per workload, in which one thread runs shuffles through the
+worker's exchange and another thread computes. The worker's own actuators confine the compute: the exchange
+notifies them of runs, and this module notifies them of compute as a worker does of tasks.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from dask_gpurt.plugins.overlapping import cache_key
 from dask_gpurt.plugins.stats_sync import StatsSync
 
 Frame = Any
-#: Nannies load the interposer where these are set as they start.
+#: Settings with which nannies preload the interposer.
 LOADED = {
     "gpurt.enabled": True,
     "gpurt.overlap.residency": "auto",
     "distributed.nanny.preload": ["dask_gpurt.preload"],
-    # A worker that is lost would not take its place at the barrier again: say so at once.
+    # A replacement worker would never arrive at the barrier: fail at once when a worker is lost.
     "distributed.scheduler.allowed-failures": 0,
 }
-#: While it is learnt, how much longer both are together than each alone.
+#: While the governor learns: factor on legs with both; one turn in as many also runs compute alone.
 MOSTLY = 4
-#: Shuffles that are timed to tell how many there are room for.
+#: Shuffles to time for an estimate of how many fill a leg.
 FEW = 3
 
 
 class Board(Barrier):
-    """Meet at a barrier where each worker tells all others a number."""
+    """A barrier at which workers exchange a number."""
 
     def __init__(self, file: Path, rank: int, parties: int):
         super().__init__(file, rank, parties)
@@ -67,7 +67,7 @@ class Board(Barrier):
         return super().prepare(file, parties)
 
     def most(self, number: float) -> float:
-        """Return the largest number of all workers."""
+        """Block until all workers have given a number, and return the largest."""
         self._numbers[self._me] = number
         self.meet()
         largest = float(self._numbers.max())
@@ -76,7 +76,7 @@ class Board(Barrier):
 
 
 class WorkloadSide:
-    """Run one worker's part: a workload, and shuffles beside it."""
+    """Run a workload and shuffles beside it on one worker."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class WorkloadSide:
         self.sharing: StatsSync | None = None
 
     def _share(self) -> SmShare | None:
-        """Return the actuator for SMs, if the plan asks for it and the device can."""
+        """Return the actuator for SMs, if the plan has any and the device supports it."""
         note = partial(self.plugin.metrics.fallback, Fallback.OVERLAP_TASK_UNCONFINED)
         try:
             contexts = self.device.sm_contexts(redirect_context)
@@ -119,7 +119,7 @@ class WorkloadSide:
             return None
 
     def _stream_priority(self) -> StreamPriority | None:
-        """Return the actuator for the priority of communication, if the device can change that."""
+        """Return the actuator for the priority of communication, if the device supports changing it."""
         try:
             self.device.try_priorities()
         except PriorityError as error:
@@ -130,12 +130,12 @@ class WorkloadSide:
     # ---- a leg -------------------------------------------------------------------------
 
     def leg(self, policy: Policy, tasks: int, shuffles: int, *, first: bool = True) -> float:
-        """Compute, shuffle, or both beside each other; returns the seconds until all have done it.
+        """Compute, shuffle, or both concurrently; return the seconds until all workers are done.
 
         Parameters
         ----------
         policy
-            What decides how tasks are confined.
+            Decides how tasks are confined.
         first
             Whether communication has the higher priority.
         """
@@ -159,7 +159,7 @@ class WorkloadSide:
         )
 
     def _compute(self, tasks: int) -> None:
-        """Run tasks one after the other; the worker is told of the end of one with the begin of the next."""
+        """Run tasks one after the other; report the end of a task with the start of the next."""
         for number in range(tasks):
             self._tell(partial(self._next, ends=number > 0))
             if self.share:
@@ -180,7 +180,7 @@ class WorkloadSide:
             self.work()
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """Make a call on the event loop, as a worker does."""
+        """Make a call on the event loop, where a worker would make it."""
 
         async def told() -> None:
             call()
@@ -188,7 +188,7 @@ class WorkloadSide:
         sync(self.worker.loop, told)
 
     def _shuffle(self, count: int) -> None:
-        """Shuffle, with the next run made before one ends, so that there is always one in flight."""
+        """Shuffle, creating each run before the previous one ends: one is always in flight."""
         last = self.turn + count - 1
         self.sides[self.turn % 2].begin(self.turn)
         self.board.meet()
@@ -208,7 +208,7 @@ class WorkloadSide:
     # ---- a cell ------------------------------------------------------------------------
 
     def fit(self) -> None:
-        """Find out how much of each fills a leg; the same on all workers."""
+        """Determine the amounts of compute and shuffles that fill a leg, equal on all workers."""
         usual = Fixed(PRIORITY)
         self.work()
         seconds = min(self.leg(usual, 1, 0) for _ in range(3))
@@ -220,7 +220,7 @@ class WorkloadSide:
         self.shuffles = max(1, round(self.tasks * task / shuffle))
 
     def learn(self) -> Governor:
-        """Let a governor try for a while, and give what it has learnt to one that has to mind its budget."""
+        """Let a governor explore for a while; return one with the normal budget that has its statistics."""
         candidates = self.plan.candidates() if self.caps else {}
         for other in filter(None, (self.share, self.priority)):
             candidates |= other.settings()
@@ -241,7 +241,7 @@ class WorkloadSide:
         return learnt
 
     def rounds(self, governor: Governor) -> Iterator[Round]:
-        """Measure all settings time and again, each alone before."""
+        """Yield rounds: compute and communication alone, then together under each setting."""
         settings = self.plan.settings(caps=self.caps is not None, contexts=self.share is not None)
         for turn in range(self.plan.repeat):
             compute = self.leg(Fixed(PRIORITY), self.tasks, 0)
@@ -254,7 +254,7 @@ class WorkloadSide:
         return self.leg(policy, self.tasks, self.shuffles, first=name != OFF)
 
     def close(self) -> None:
-        """Leave the worker as it was."""
+        """Restore the worker's state."""
         if self.sharing is not None:
             self._tell(self.sharing.stop)
         self.device.prioritised = self.prioritised
@@ -276,7 +276,7 @@ class WorkloadSide:
 def cell(
     plan: Plan, name: str, rank: int, addresses: Sequence[str], frames: Sequence[Frame], file: Path, turn: int
 ) -> dict[str, Any]:
-    """Measure one workload; the task of one worker."""
+    """Measure one workload, as the task of one worker."""
     inputs = dict(zip(range(rank, plan.partitions, plan.workers), frames, strict=True))
     with Board(file, rank, plan.workers) as board:
         beside = WorkloadSide(plan, name, addresses, inputs, board, turn)
@@ -290,7 +290,7 @@ def cell(
 
 
 def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tuple[str, Any]]:
-    """Measure workloads on a fresh cluster; each that is done is told of at once."""
+    """Measure workloads on a fresh cluster, and yield each when it is done."""
     with (
         dask.config.set(LOADED),
         local_cluster(plan.backend, plan.workers, plan.protocol, plan.rmm_pool_size) as cluster,
@@ -310,7 +310,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
                 for rank, address in enumerate(addresses)
             ]
             for future in as_completed(futures):
-                future.result()  # one that failed while others wait shall be seen
+                future.result()  # raise a failure while other workers still wait at the barrier
             found = client.gather(futures)
             turn = found[0]["turn"]
             yield "cell", (name, {**found[0], "others": [other["learned"] for other in found[1:]]})
@@ -319,7 +319,7 @@ def workers_part(plan: Plan, names: Sequence[str], folder: Path) -> Iterator[tup
 
 
 def shuffles_of(plan: Plan) -> exchange_sides.Plan:
-    """Return the shuffles, as the benchmark of the exchange has them."""
+    """Return the plan of the shuffles, for the sides of the exchange benchmark."""
     return exchange_sides.Plan(
         size=plan.size,
         partitions=plan.partitions,
@@ -333,7 +333,7 @@ def shuffles_of(plan: Plan) -> exchange_sides.Plan:
 
 
 def scattered(client: Client, plan: Plan, addresses: Sequence[str]) -> list[list[Any]]:
-    """Make the inputs of the shuffles where they are shuffled from."""
+    """Make the inputs of the shuffles on the workers that shuffle them."""
     shuffles = shuffles_of(plan)
     inputs = [
         client.map(shuffles.source, list(shuffles.sources(rank)), workers=[address], pure=False)

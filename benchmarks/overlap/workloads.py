@@ -1,4 +1,4 @@
-"""Compute beside the shuffles of a worker: five workloads, on a GPU and on the host."""
+"""Provide five compute workloads to run beside shuffles, on a GPU and on the host."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def make(name: str, backend: str, rows: int, side: int) -> Work:
     backend
         ``cudf`` or ``pandas``.
     rows, side
-        Of a frame, and of a square matrix.
+        Rows of a frame, and of a square matrix.
     """
     return {"cudf": _on_gpu, "pandas": _on_host}[backend](name, rows, side)
 
 
 def frames(library: Any, arrays: Any, rows: int) -> tuple[Any, Any]:
-    """Return a frame of random keys and values, and one that has each key once."""
+    """Return a frame of random keys and values, and a frame with each key once."""
     random = arrays.random.RandomState(1)
     distinct = max(1, int(rows * DISTINCT))
     left = {"key": random.randint(0, distinct, rows, dtype="int64"), "value": random.random_sample(rows)}
@@ -42,7 +42,7 @@ def frames(library: Any, arrays: Any, rows: int) -> tuple[Any, Any]:
 
 
 def strings(library: Any, rows: int) -> Any:
-    """Return a series of strings of two numbers with a hyphen between them."""
+    """Return a series of strings, each two numbers joined by a hyphen."""
     random = np.random.RandomState(1)
     count = max(1, int(rows * STRINGS))
     first, second = (library.Series(random.randint(0, 2**31, count)).astype("str") for _ in range(2))
@@ -50,13 +50,13 @@ def strings(library: Any, rows: int) -> Any:
 
 
 class Streams:
-    """A stream for each CUDA context: it belongs to the one that was current as it was made."""
+    """Keep one stream per CUDA context, as a stream belongs to the context in which it was created."""
 
     def __init__(self) -> None:
         self._made: dict[int, tuple[Any, Any]] = {}
 
     def here(self) -> tuple[Any, Any]:
-        """Return the stream of the current context, for cupy, and for libcudf."""
+        """Return the stream of the current context, as cupy's and as libcudf's."""
         driver, cupy = (importlib.import_module(module) for module in ("cuda.bindings.driver", "cupy"))
         _, context = driver.cuCtxGetCurrent()
         if int(context) not in self._made:
@@ -66,7 +66,7 @@ class Streams:
 
 
 def _on_gpu(name: str, rows: int, side: int) -> Work:
-    """Use a stream of the least priority, which waits for no other, in whatever context is current."""
+    """Build a workload on a non-blocking stream of the lowest priority, in the context that is current."""
     cudf, cupy, plc = (importlib.import_module(module) for module in ("cudf", "cupy", "pylibcudf"))
     streams = Streams()
     run: Callable[[Any, Any], Any]

@@ -1,11 +1,10 @@
-"""Placement on real clusters: the makespan with Dask's choices and with ours, on skewed data.
+"""Compare makespans on real clusters with Dask's choices and with ours, on skewed data.
 
     python -m benchmarks.placement.clusters --repeat 5 --json placement-real.json
 
-Two clusters of four processes of one thread are up at the same time, both with the runtime on and its
-shuffle, one with placement. They take turns: a run here, a run there, every other turn the other way round.
-The first run on each is reported apart: it imports, and the durations of tasks are unknown. Results
-have to be the same.
+Two clusters of four single-threaded processes run at the same time, both with the runtime and its shuffle on,
+one of them with placement. They take turns, in an order that alternates. The first run on each is reported
+separately: it imports modules, and task durations are still unknown. Results must be equal.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from dask_gpurt.cli.environment import environment
 
 #: The sides, by what decides.
 SIDES = ("stock", "gpurt")
-#: The memory of a worker, such that none spills: a multiple of its part of the data, and at least so much,
-#: for a process that has imported RAPIDS takes 0.8 GiB before it holds anything.
+#: A worker's memory, large enough that none spills: a multiple of its part of the data, and a minimum, since
+#: a process that has imported RAPIDS takes 0.8 GiB without any data.
 MEMORY_FACTOR, MIN_MEMORY_BYTES = 8, 4 << 30
 #: The width of the table, in characters: on a terminal, and in a file too.
 WIDTH = 116
@@ -47,9 +46,9 @@ WIDTH = 116
 
 @dataclass(frozen=True)
 class Run:
-    """A timed run. ``turn`` 0 is the first one of its workload on its cluster.
+    """Record a timed run. ``turn`` 0 is the first run of its workload on its cluster.
 
-    ``cpu`` are seconds of cores, of all processes of the cluster together.
+    ``cpu`` is the CPU time of all processes of the cluster, in seconds.
     """
 
     workload: str
@@ -69,7 +68,7 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 
 @contextlib.contextmanager
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
-    """Run a cluster of processes with the runtime on."""
+    """Run a cluster with the runtime on, and yield its client."""
     settings = {"gpurt.placement.enabled": placement, "gpurt.placement.always": True}
     memory = max(MIN_MEMORY_BYTES, MEMORY_FACTOR * nbytes // workers)
     with dask.config.set(settings), simulator.cluster(workers, memory) as client:
@@ -86,7 +85,7 @@ def measure(clients: Mapping[str, Client], name: str, nbytes: int, repeat: int) 
     Raises
     ------
     ValueError
-        When the sides have computed different results.
+        If the sides have computed different results.
     """
     workload, runs, results = WORKLOADS[name], [], []
     for turn in range(repeat + 1):
@@ -96,19 +95,19 @@ def measure(clients: Mapping[str, Client], name: str, nbytes: int, repeat: int) 
             runs.append(run)
             results.append(result)
     if any(result != results[0] for result in results):
-        raise ValueError(f"{name}: the sides have computed {results}")
+        raise ValueError(f"{name}: results differ between sides: {results}")
     return runs
 
 
 @contextlib.contextmanager
 def prepared(client: Client, workload: Workload, nbytes: int, turn: int) -> Iterator[Any]:
-    """Keep the data of a workload for as long as it runs; on the same workers on both sides in a turn."""
+    """Hold the data of a workload while it runs, on the same workers on both sides in a turn."""
     with client.as_current():
         yield workload.prepare(client, nbytes, random.Random(turn))
 
 
 def timed(client: Client, name: str, side: str, turn: int, data: Any) -> tuple[Run, Any]:
-    """Run a workload, and return what it gave."""
+    """Run a workload, and return the timed run and its result."""
     before, spent = moved(client), cpu(client)
     with client.as_current():
         start = time.perf_counter()
@@ -119,12 +118,12 @@ def timed(client: Client, name: str, side: str, turn: int, data: Any) -> tuple[R
 
 
 def cpu(client: Client) -> float:
-    """Return the seconds of cores until now: of workers, and of this process (client and scheduler)."""
+    """Return the CPU seconds so far of workers and of this process (client and scheduler)."""
     return time.process_time() + sum(client.run(time.process_time).values())
 
 
 def summarise(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the figures of a workload: medians and spread of warm runs, and how often ours was as fast."""
+    """Return a workload's figures: medians and spread of warm runs, and how often ours was as fast."""
     warm = {side: [run.seconds for run in runs if run.side == side and run.turn] for side in SIDES}
     pairs = [stock / ours for stock, ours in zip(*warm.values(), strict=True)]
     medians = {side: statistics.median(seconds) for side, seconds in warm.items()}
@@ -147,11 +146,11 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def table(figures: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the figures in a table for people."""
+    """Format the figures as a table."""
     made = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        caption="Medians: seconds (least to most); MiB moved; seconds of cores",
+        caption="Medians: seconds (least to most); MiB moved; CPU seconds",
     )
     made.add_column("workload", no_wrap=True)
     for heading in ("Dask's", "moved", "cores", "ours", "moved", "cores", "as fast", "in pairs"):
@@ -172,7 +171,7 @@ def table(figures: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def fallbacks(clients: Mapping[str, Client]) -> dict[str, Any]:
-    """Return the decisions that were left to Dask where they should be ours."""
+    """Return the placement decisions that fell back to Dask, with reasons."""
     known = dask_gpurt.report(clients["gpurt"]).fallbacks.to_dict()
     return {what: told for what, told in known.items() if what.startswith("placement")}
 
@@ -182,9 +181,7 @@ def fallbacks(clients: Mapping[str, Client]) -> dict[str, Any]:
 @click.option("--size", default="256MiB", show_default=True, callback=lambda _, __, text: parse_bytes(text))
 @click.option("--repeat", default=5, show_default=True, type=click.IntRange(min=1), help="Warm runs.")
 @click.option("--workload", "names", multiple=True, type=click.Choice(list(WORKLOADS)), help="[default: all]")
-@click.option(
-    "--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
-)
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(workers: int, size: int, repeat: int, names: Sequence[str], path: Path | None) -> None:
     runs, figures, console = [], [], Console(width=WIDTH)
     with clusters(workers, size) as clients:

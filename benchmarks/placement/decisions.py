@@ -1,11 +1,11 @@
-"""Measure the scheduler's cost of a decision: Dask's and ours, on its real state without workers.
+"""Measure the scheduler's cost per decision, Dask's and ours, on its real state without workers.
 
     python -m benchmarks.placement.decisions --workers 64,256,1024,2048 --tasks 40000 --json placement.json
 
-Each worker count runs the same graphs with Dask's choices and with ours: ``pairs`` are root tasks, and tasks
-with two of their results as inputs; ``tree`` sums results eight at a time. It prints microseconds of CPU time
-a task for all that the scheduler does between its arrival and its end, how much of that comes after the graph
-has been taken and put in order, and how much is the choice of workers.
+Each worker count runs the same graphs with Dask's choices and with ours: ``pairs`` has root tasks, and tasks
+with two of their results as inputs; ``tree`` sums results eight at a time. It prints the scheduler's CPU time
+per task in microseconds, from the arrival of the graph to the end of the task; the part after the graph has
+been received and ordered; and the part spent choosing workers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dask_gpurt.topology import Place, Topology
 
 PER_HOST = 8
 NBYTES = 64 << 20
-#: Dask and ours. And what is timed: everything, what follows on the graph's arrival, and the choices alone.
+#: Dask and ours; and the timed parts: everything, all after the graph's arrival, and the choices alone.
 SIDES = ("stock", "ours")
 PARTS = ("", "state_", "choice_")
 LINE = (
@@ -50,7 +50,7 @@ LINE = (
 
 
 class BareState(VirtualScheduler):
-    """Dask's scheduler with workers that are only said to be there: what is sent to them is kept."""
+    """Dask's scheduler with simulated workers; it keeps the messages to them."""
 
     def __init__(self, workers: int, threads: int = 1):
         with dask.config.set({"distributed.scheduler.work-stealing": False}):
@@ -65,7 +65,7 @@ class BareState(VirtualScheduler):
         self.sent.extend((address, m["key"]) for m in messages if m["op"] == "compute-task")
 
     def run(self) -> list[tuple[Any, str]]:
-        """Finish what was sent, in that order; return which worker each task went to."""
+        """Finish the sent tasks in order; return the worker of each task."""
         done = []
         while self.sent:
             address, key = self.sent.popleft()
@@ -74,7 +74,7 @@ class BareState(VirtualScheduler):
         return done
 
     def finish(self, key: Any, address: str, nbytes: int = NBYTES) -> None:
-        """End the fetches and the run of a task on a worker."""
+        """Complete the fetches and the run of a task on a worker."""
         ts, ws = self.tasks[key], self.workers[address]
         for dts in ts.dependencies:
             self.add_replica(dts, ws)
@@ -96,7 +96,7 @@ def _no_listener(*messages: Any) -> None:
 
 
 def headroom_of(state: Scheduler) -> LedgerHeadroom:
-    """Return room for everything, as the ledgers of all workers have told."""
+    """Return headroom for everything, as if reported by the ledgers of all workers."""
     cluster_memory, capacity = (
         ClusterMemory(),
         {Tier.DEVICE: 60 << 30, Tier.PINNED: 0, Tier.HOST: 100 << 30, Tier.DISK: 0},
@@ -107,7 +107,7 @@ def headroom_of(state: Scheduler) -> LedgerHeadroom:
 
 
 class Roomy:
-    """Room for everything, and all data in its live tier."""
+    """Report free memory for everything, with all data in its live tier."""
 
     def free_memory(self, worker: str) -> FreeMemory:
         return FreeMemory(60 << 30, 100 << 30, Tier.PINNED)
@@ -120,7 +120,7 @@ class Roomy:
 
 
 def graph_of(inputs: Mapping[Key, Sequence[Key]]) -> tuple[dict[Key, Task], set[Key]]:
-    """Return tasks by their inputs, and the keys without dependents, which a client wants."""
+    """Build tasks from their inputs; also return the keys without dependents, which a client wants."""
     graph = {key: Task(key, tuple, *map(TaskRef, names)) for key, names in inputs.items()}
     return graph, set(graph) - {name for names in inputs.values() for name in names}
 
@@ -151,7 +151,7 @@ def topology_of(state: Scheduler) -> Topology:
 
 
 class Timed:
-    """Count the time in a scheduler's choices."""
+    """Measure the time in a scheduler's choices."""
 
     def __init__(self, state: Any):
         self.seconds = 0.0
@@ -173,7 +173,7 @@ class Timed:
 
 
 class Stopwatch:
-    """Count the time from when the graph has been taken: tasks are made and in order, and none is placed."""
+    """Measure the time after the graph was received: tasks are created and ordered, and none is placed."""
 
     def __init__(self, state: Any):
         self._state, self._transitions = state, state.transitions
@@ -190,7 +190,7 @@ class Stopwatch:
 
 
 def measure(graph: Callable[[int], Any], workers: int, tasks: int, ours: bool, part: str) -> float:
-    """Return the microseconds a task takes in one of :data:`PARTS`."""
+    """Return the microseconds per task of one of :data:`PARTS`."""
     state = BareState(workers)
     if ours:
         Placement(state, topology_of(state), headroom_of(state), Metrics()).bind()
@@ -206,7 +206,7 @@ def measure(graph: Callable[[int], Any], workers: int, tasks: int, ours: bool, p
 
 
 def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int) -> dict[str, Any]:
-    """Return the figures of one graph on so many workers: Dask and ours take turns."""
+    """Return the figures of one graph on ``workers`` workers; Dask and ours take turns."""
     found: dict[str, list[float]] = {f"{side}_{part}us": [] for part in PARTS for side in SIDES}
     for _, part, side in product(range(repeat), PARTS, SIDES):
         found[f"{side}_{part}us"].append(measure(graph, workers, tasks, side == "ours", part))

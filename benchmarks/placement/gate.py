@@ -1,11 +1,11 @@
-"""Measure what placement costs the scheduler while it leaves the choice to Dask.
+"""Measure the cost of placement for the scheduler while it leaves the choice to Dask.
 
     python -m benchmarks.placement.gate --workers 64,2048 --json placement-gate.json
 
 The graphs of ``decisions.py`` run on Dask's real scheduler without workers, with Dask's choices alone and
-with placement behind its gate, in turns; workers are alike, so that it does not engage. It prints the
-processor time of a task on both sides, from the arrival of the graph to its end, and of the parts that are
-added: the event of an ended task, and a look at all workers.
+with placement behind its gate, in turns; workers are alike, so it does not engage. It prints the CPU time per
+task on both sides, from the arrival of the graph to the end of the task, and that of the added parts: the
+event of an ended task, and a scan of all workers.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, Placement
 from dask_gpurt.topology import Place, Topology
 
-#: Calls of a part that are timed together.
+#: Calls of a part to time together.
 CALLS = 20_000
 SIDES = ("stock", "gated")
 
 
 class Events(SchedulerPlugin):
-    """Tell a gate what the runtime's scheduler plugin tells it; without one, do nothing."""
+    """Forward events to a gate as the runtime's scheduler plugin does; a no-op without a gate."""
 
     def __init__(self, gate: GatedPlacement | None):
         self._gate = gate
@@ -61,7 +61,7 @@ def gated(state: BareState) -> GatedPlacement:
 
 
 def a_task(graph: Callable[[int], Any], workers: int, tasks: int, side: str) -> float:
-    """Return the microseconds of processor time that a task takes."""
+    """Return the CPU microseconds per task."""
     state = BareState(workers)
     gate = gated(state) if side == "gated" else None
     state.add_plugin(Events(gate), name="events")
@@ -71,12 +71,12 @@ def a_task(graph: Callable[[int], Any], workers: int, tasks: int, side: str) -> 
     done = state.run()
     seconds = time.process_time() - began
     if gate is not None and gate.reason is not None:
-        raise RuntimeError(f"workers are alike, and yet placement chooses: {gate.reason}")
+        raise RuntimeError(f"placement engaged although workers are alike: {gate.reason}")
     return 1e6 * seconds / len(done)
 
 
 def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int) -> dict[str, Any]:
-    """Return medians of a task's time on both sides, which take turns, and of the differences of pairs."""
+    """Return the medians of both sides, which take turns, and of the differences of pairs."""
     found: dict[str, list[float]] = {side: [] for side in SIDES}
     for turn in range(repeat):
         for side in SIDES if turn % 2 else reversed(SIDES):
@@ -93,7 +93,7 @@ def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int)
 
 
 def parts(workers: int) -> dict[str, float]:
-    """Return the microseconds of an ended task, and of a look at all workers."""
+    """Return the microseconds of the event of an ended task, and of a scan of all workers."""
     state = BareState(workers)
     gate = gated(state)
     state.submit(*graph_of({"x": ()}))
@@ -106,7 +106,7 @@ def parts(workers: int) -> dict[str, float]:
 
 
 def timed(call: Callable[[], Any], calls: int) -> float:
-    """Return the microseconds of processor time of a call."""
+    """Return the CPU microseconds of a call."""
     began = time.process_time()
     for _ in range(calls):
         call()

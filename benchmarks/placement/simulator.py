@@ -1,7 +1,7 @@
-"""Compare the simulator with processes: the same graphs on a LocalCluster and in virtual time.
+"""Compare the simulator with real processes: the same graphs on a LocalCluster and in virtual time.
 
-Tasks sleep for their time, beside making a result of their size, and results go over the loopback. The speed
-of that and the cost of a task are measured first: they are all that the simulator is told of this machine.
+Tasks make a result of their size and sleep for the rest of their time; results go over the loopback. Its
+speed and the overhead of a task are measured first, and are all that the simulator knows of this machine.
 
     python -m benchmarks.placement.simulator --json simulator-2cpu.json
 """
@@ -32,11 +32,11 @@ from dask_gpurt.simulate import WORKLOADS, Capacity, Cluster, Machine, Overheads
 from dask_gpurt.simulate.workloads import Scale
 from dask_gpurt.topology import Link, Place, Speed
 
-#: Bytes by which the speed of transfers is measured.
+#: Bytes of the transfers that measure the speed.
 PROBE = 40_000_000
-#: Tasks by which it is measured what one costs.
+#: Tasks of the chain that measures the overhead of a task.
 CHAIN = 200
-#: By workload, how many times as long its tasks take as on the devices that it was made for.
+#: By workload, the factor on the durations of its tasks on the devices that it models.
 STRETCHED = {
     "shuffle-join": 40.0,
     "skewed-join": 40.0,
@@ -47,7 +47,7 @@ STRETCHED = {
 
 
 def work(seconds: float, nbytes: int, *inputs: object) -> np.ndarray:
-    """Make the result of a task, and sleep for what is left of its time."""
+    """Make the result of a task, and sleep for the rest of its time."""
     until = time.perf_counter() + seconds
     result = np.ones(nbytes, dtype="u1")
     time.sleep(max(0.0, until - time.perf_counter()))
@@ -55,7 +55,7 @@ def work(seconds: float, nbytes: int, *inputs: object) -> np.ndarray:
 
 
 def graph(workload: Workload) -> tuple[dict[str, Task], list[str]]:
-    """Return a workload of one submission, as a graph that can be computed."""
+    """Convert a workload with one submission to a graph that Dask can compute."""
     (submission,) = workload.submissions
     made = {
         str(one.key): Task(
@@ -72,7 +72,7 @@ def graph(workload: Workload) -> tuple[dict[str, Task], list[str]]:
 
 
 def stretched(workload: Workload, factor: float) -> Workload:
-    """Return the same with tasks that take longer: on this machine they only sleep."""
+    """Return a workload with longer tasks, as tasks only sleep on this machine."""
 
     def longer(one: Work) -> Work:
         return dataclasses.replace(one, seconds=max(one.seconds * factor, one.nbytes / 1e9))
@@ -101,7 +101,7 @@ def cluster(workers: int, memory: int) -> Iterator[Client]:
 
 
 def measure_speed(client: Client) -> Speed:
-    """Measure the bandwidth from each worker to the next while all transfer: they share the cores."""
+    """Measure the bandwidth from each worker to the next while all transfer, as they share the cores."""
     workers = list(client.nthreads())
 
     def seconds(nbytes: int) -> float:
@@ -130,7 +130,7 @@ def measure_overheads(client: Client) -> Overheads:
 
 
 def forget(client: Client) -> None:
-    """Let the cluster know as little as a new one, of durations and of bandwidth."""
+    """Reset the cluster's estimates of durations and bandwidth to those of a new cluster."""
     known = dask.utils.parse_bytes(dask.config.get("distributed.scheduler.bandwidth"))
 
     def unlearn(dask_scheduler: distributed.Scheduler) -> bool:
@@ -145,7 +145,7 @@ def forget(client: Client) -> None:
 
 
 def measured(client: Client, workload: Workload) -> float:
-    """Return the seconds that a workload takes here."""
+    """Return the seconds of a workload on the real cluster."""
     forget(client)
     made, wanted = graph(workload)
     start = time.perf_counter()
@@ -155,7 +155,7 @@ def measured(client: Client, workload: Workload) -> float:
 
 
 def simulated(workload: Workload, workers: int, memory: int, speed: Speed, overheads: Overheads) -> float:
-    """Return the seconds that the simulator says."""
+    """Return the seconds of a workload in the simulator."""
     machine = Machine(Place("localhost"), Capacity(0, 0, memory))
     here = Cluster("local", [machine] * workers, speeds={Link.SHARED_MEMORY: speed})
     return Simulation(here, workload, overheads=overheads).run().makespan
@@ -168,16 +168,16 @@ def simulated(workload: Workload, workers: int, memory: int, speed: Speed, overh
 @click.option("--repeat", default=3, show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write the figures there.")
 def main(workers: int, partitions: int, memory: int, repeat: int, path: Path | None) -> None:
-    """Compare makespans, and say how far they are apart."""
+    """Compare measured and simulated makespans."""
     rows = []
     with cluster(workers, memory) as client:
         speed, overheads = measure_speed(client), measure_overheads(client)
         click.echo(f"transfers: {speed.bandwidth / 1e6:.0f} MB/s, a task: {overheads.task * 1e3:.1f} ms")
         for name, factor in STRETCHED.items():
-            # A part of the memory, for what is measured is placement and not spilling.
+            # Only part of the memory, so that nothing spills.
             scale = Scale(partitions, workers * memory // 4, workers)
             workload = stretched(WORKLOADS[name](scale, random.Random(0)), factor)
-            # The first run imports, and opens connections.
+            # The first run imports modules and opens connections.
             real = [measured(client, workload) for _ in range(repeat + 1)][1:]
             virtual = simulated(workload, workers, memory, speed, overheads)
             ratio = virtual / statistics.median(real)
@@ -191,7 +191,7 @@ def main(workers: int, partitions: int, memory: int, repeat: int, path: Path | N
 def results(
     parameters: dict[str, int], speed: Speed, overheads: Overheads, rows: Sequence[dict[str, object]]
 ) -> dict[str, object]:
-    """Return the results with the machine that they come from."""
+    """Return the results with a description of the machine."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": parameters,

@@ -1,7 +1,7 @@
-"""Build the workloads of ``clusters.py``: skewed data, of which some workers hold more than others.
+"""Build the workloads of ``clusters.py``: skewed data, spread unevenly over the workers.
 
-Tasks that stand for work on a device sleep for their time, as a host does that waits for its GPU: so a few
-workers do not fight for two cores, and what is compared is where tasks were put.
+Tasks that model work on a device sleep for their duration, as a host does while it waits for its GPU. So
+workers do not compete for the cores, and the benchmark compares placements only.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from dask_gpurt.simulate.workloads import Scale
 
 PARTITIONS, KEYS = 16, 20_000
 ROW_BYTES = 16
-#: Seconds that a device works on a byte: pandas on a core does as much.
+#: Seconds of a device per byte, about the speed of pandas on a core.
 WORK = 4e-9
-#: Bytes of what is added up in the tree, and how many are added at a time.
+#: Bytes of a summand in the tree, and the number of summands per task.
 SUMMED, FAN_IN = 1 << 22, 4
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A benchmark.
+    """Hold the functions of a workload.
 
     Parameters
     ----------
     prepare
-        Puts so many bytes on the workers, before the clock starts; on the same ones for the same chance.
+        Puts data on the workers before the clock starts; on the same workers for the same random state.
     run
-        Is timed; what it returns is the same wherever it was computed.
+        The timed part; its result does not depend on where tasks ran.
     """
 
     prepare: Callable[[Client, int, random.Random], Any]
@@ -50,7 +50,7 @@ class Workload:
 
 
 def shares(parts: int) -> list[float]:
-    """Return the sizes of the partitions: the first one has a third of all, few are large."""
+    """Return the partitions' shares of the data: few are large, and the first has a third."""
     sizes = np.arange(1, parts + 1) ** -1.0
     return list(sizes / sizes.sum())
 
@@ -81,7 +81,7 @@ def array(nbytes: float, *, at: int = 0) -> np.ndarray:
 
 
 def dealt(client: Client, made: Sequence[Any], chance: random.Random, workers: int = 0) -> list[Any]:
-    """Compute each on one of the workers, or of the first ones, by chance."""
+    """Persist each on a random worker, optionally out of the first ``workers``."""
     known = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     addresses = sorted(known, key=lambda address: str(known[address]["name"]))[: workers or None]
     held = [client.persist(one, workers=[chance.choice(addresses)]) for one in made]
@@ -90,7 +90,7 @@ def dealt(client: Client, made: Sequence[Any], chance: random.Random, workers: i
 
 
 def worked(data: np.ndarray, factor: int = 1) -> int:
-    """Make a task that a device works on."""
+    """Sleep as long as a device would work on the data, and return a checksum."""
     time.sleep(data.nbytes * WORK * factor)
     return int(data[:1000].sum()) * factor
 
@@ -99,7 +99,7 @@ def worked(data: np.ndarray, factor: int = 1) -> int:
 
 
 def prepare_join(client: Client, nbytes: int, chance: random.Random) -> Any:
-    """Make a large side with skewed partitions and keys, and a side with one row for each key."""
+    """Make a large side with skewed partitions and keys, and a side with one row per key."""
     made = [dask.delayed(frame)(part, rows(nbytes)) for part in range(PARTITIONS)]
     weights = pd.DataFrame({"key": np.arange(KEYS), "weight": np.arange(KEYS) % 97})
     held = dd.from_delayed(dealt(client, made, chance), meta=empty(), verify_meta=False)
@@ -109,7 +109,7 @@ def prepare_join(client: Client, nbytes: int, chance: random.Random) -> Any:
 
 
 def join(client: Client, sides: Any) -> Any:
-    """Join two frames that are both shuffled."""
+    """Join two frames, shuffling both."""
     left, right = sides
     merged = left.merge(right, on="key", broadcast=False, shuffle_method="gpurt")
     return int((merged.payload * merged.weight).sum().compute())
@@ -130,7 +130,7 @@ def added(*parts: np.ndarray) -> np.ndarray:
 
 
 def tree(client: Client, leaves: Any) -> Any:
-    """Add up leaves in a tree: each gives as much to add up, but takes as long as it is large."""
+    """Sum leaves in a tree: results have equal sizes, but durations grow with the leaf."""
     level = [dask.delayed(leaf)(data) for data in leaves]
     while len(level) > 1:
         level = [dask.delayed(added)(*level[at : at + FAN_IN]) for at in range(0, len(level), FAN_IN)]
@@ -138,13 +138,13 @@ def tree(client: Client, leaves: Any) -> Any:
 
 
 def prepare_reuse(client: Client, nbytes: int, chance: random.Random) -> Any:
-    """Put all data on half of the workers, as if they had been read before the others came."""
+    """Put all data on half of the workers, as if the other half had joined after the read."""
     made = [dask.delayed(array)(nbytes / PARTITIONS, at=at) for at in range(PARTITIONS)]
     return dealt(client, made, chance, len(client.nthreads()) // 2)
 
 
 def reuse(client: Client, data: Any) -> Any:
-    """Pass over the data three times."""
+    """Run three passes over the data."""
     passes = (client.compute([dask.delayed(worked)(one, turn) for one in data]) for turn in (1, 2, 3))
     return [sum(client.gather(futures)) for futures in passes]
 

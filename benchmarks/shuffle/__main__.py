@@ -3,10 +3,10 @@
     python -m benchmarks.shuffle --size 1GiB --partitions 16 --workers 2 --methods gpurt,p2p,tasks \\
         --operation shuffle,merge,set_index --repeat 3 --json results.json
 
-The data are random int64 keys with an int64 payload, on the workers before the clock starts. Timed is
-building the graph, ``persist`` and ``wait``. The methods take turns. ``p2p`` is Dask's own, as shipped, and
-``placed`` is ours with the workers of tasks chosen by the runtime too.
-The first run of each method is told apart from the warm ones.
+The data are random int64 keys with an int64 payload, on the workers before the clock starts. The timed part
+is building the graph, ``persist`` and ``wait``. The methods take turns. ``p2p`` is Dask's own as shipped, and
+``placed`` is the runtime's with placement of tasks too. The first run of each method is reported separately
+from the warm runs.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from dask_gpurt.cli.demo import METHODS, exchange_bytes
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.cli.report import speedups
 
-#: The methods that are the runtime's, without and with placement.
+#: The runtime's methods, without and with placement.
 OURS = ("gpurt", "placed")
 
 
 @dataclass
 class Inputs:
-    """The frames of an operation and what its result has to add up to."""
+    """Hold the frames of an operation and the expected totals of its result."""
 
     size: int
     frames: list[Any]
@@ -64,7 +64,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Operation:
-    """Make the input of an operation, and the collection that is timed."""
+    """Prepare the input of an operation, and build the collection to time."""
 
     prepare: Callable[[int, int, str], Inputs]
     run: Callable[[Inputs], Any]
@@ -79,9 +79,9 @@ def prepare_one(size: int, partitions: int, backend: str) -> Inputs:
 
 
 def prepare_two(size: int, partitions: int, backend: str) -> Inputs:
-    """Make two frames of half the size: every key of the left one is once in the right one.
+    """Make two frames of half the size; every key of the left frame occurs once in the right one.
 
-    The inner merge has the rows of the left frame then, and what its columns add up to is known beforehand.
+    So the inner merge has the rows of the left frame, and the totals of its columns are known beforehand.
     """
     rows = size // 2 // ROW_BYTES // partitions
     total = rows * partitions
@@ -95,7 +95,7 @@ def prepare_two(size: int, partitions: int, backend: str) -> Inputs:
 
 
 def prepare_groups(size: int, partitions: int, backend: str) -> Inputs:
-    """Make one frame with about eight rows to a key; what is known of their sums is what all add up to."""
+    """Make one frame with about eight rows per key; only the total of the sums is known beforehand."""
     rows = size // ROW_BYTES // partitions
     frame = _persisted(make_random, partitions, rows, rows * partitions // 8, backend)
     _, _, payload, *_ = totals(fingerprints(frame))
@@ -132,7 +132,7 @@ OPERATIONS = {
 
 
 def measure(client: Client, parameters: Mapping[str, Any]) -> tuple[list[Run], dict[str, int]]:
-    """Run every operation with every method, taking turns; also return the size of each input."""
+    """Run every operation with every method in turns; return the runs and the size of each input."""
     methods = parameters["methods"]
     runs, sizes = [], {}
     for name in parameters["operations"]:
@@ -143,7 +143,7 @@ def measure(client: Client, parameters: Mapping[str, Any]) -> tuple[list[Run], d
             first = turn % len(methods)
             for method in [*methods[first:], *methods[:first]]:
                 run, parts = timed_run(client, name, method, turn, inputs)
-                # Each row has to be in the same partition whatever the method.
+                # Each row must be in the same partition with every method.
                 placed = placed or [part[:4] for part in parts]
                 if placed != [part[:4] for part in parts]:
                     raise ValueError(f"{name}: {method} placed rows in other partitions than {methods[0]}")
@@ -156,7 +156,7 @@ def measure(client: Client, parameters: Mapping[str, Any]) -> tuple[list[Run], d
 def timed_run(
     client: Client, name: str, method: str, turn: int, inputs: Inputs
 ) -> tuple[Run, list[Fingerprint]]:
-    """Time an operation with one method, then check the result and let it go."""
+    """Time an operation with one method, then check and release the result."""
     operation, ours = OPERATIONS[name], method in OURS
     before, there = exchange_bytes(client) if ours else {}, moved(client) if ours else 0
     if ours:
@@ -182,7 +182,7 @@ def timed_run(
 
 
 def place(dask_scheduler: Any, on: bool) -> None:
-    """Choose the workers of tasks from now on, or have Dask choose."""
+    """Switch placement on or off."""
     dask_scheduler.extensions["gpurt"].place(on)
 
 

@@ -17,7 +17,7 @@ from benchmarks.common.rows import GIB
 
 @dataclass
 class Run:
-    """Record one timed run. ``turn`` 0 is the first one of its method and operation."""
+    """Record one timed run. ``turn`` 0 is the first run of its method and operation."""
 
     operation: str
     method: str
@@ -26,7 +26,7 @@ class Run:
     rows: int
     peak_bytes: dict[str, int]
     exchange_bytes: dict[str, int] = field(default_factory=dict)
-    #: Bytes that have changed their worker, where that is known.
+    #: Bytes that moved to another worker, if known.
     moved: int | None = None
 
 
@@ -35,7 +35,7 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """Derive the figures of each operation and method from its runs.
 
-    The share of the link limit counts the bytes that have to change their worker: all but one part
+    The share of the link limit counts the bytes that have to move to another worker: all but one part
     in ``workers``.
     """
     figures = []
@@ -65,7 +65,7 @@ def summarise(
 
 
 def warm_seconds(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
-    """Collect the timings of all but the first runs, by operation and method."""
+    """Return the seconds of all but the first runs, by operation and method."""
     warm: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         if run.turn > 0:

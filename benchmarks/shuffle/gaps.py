@@ -1,25 +1,24 @@
-"""Run thousands of small operations in a row, and look for gaps in which nothing happens on the cluster.
+"""Run thousands of small operations in a row, and look for gaps without progress on the cluster.
 
     python -m benchmarks.shuffle.gaps --operations 2000 --switch config --switch preload --output gaps.json
     python -m benchmarks.shuffle.gaps --backend cudf --protocol ucx --workers 2 --directory gaps-out --stop
 
-Operations take turns at random: a filter and a sum, groupbys, joins, shuffles, a sort. Each is timed, with
-the longest time in which no task of the cluster changed state. A gap that ends with a task that was computed
-all the while is that task's; one beside processes that waited for a processor (Linux's pressure), or a
-watchdog that was late itself, is the machine's; any other one is a stall. When nothing happens for
-``--watchdog`` seconds, stacks of all threads and coroutines, and all waiting lists, are written to
-``--directory``. An operation that still does not end is given up after three times that, and the next cluster
-begins.
+Operations are drawn at random: a filter and a sum, groupbys, joins, shuffles, a sort. Each is timed, along
+with its gap: the longest time in which no task of the cluster changed state. A gap is attributed to a task
+that was computing throughout, or to the machine if processes were waiting for a CPU (Linux's pressure) or the
+watchdog itself was late; any other gap is a stall. When nothing happens for ``--watchdog`` seconds, the
+stacks of all threads and coroutines, and all waiting lists, are written to ``--directory``. After three times
+that the operation is given up, and the next cluster starts.
 
-``--switch`` says how the runtime is switched on:
+``--switch`` selects how the runtime is switched on:
 
 ``config``
     ``gpurt.enabled`` in the configuration of the client before the cluster is made: nannies, scheduler,
     workers and client all switch on;
 ``preload``
-    ``--preload dask_gpurt`` on workers, with a client that knows nothing of the runtime;
+    ``--preload dask_gpurt`` on workers, with an unconfigured client;
 ``enable``
-    ``dask_gpurt.enable`` of a client, once the cluster is there;
+    ``dask_gpurt.enable`` of a client, once the cluster is running;
 ``off``
     not at all, for comparison, with Dask's ``--method``.
 """
@@ -61,9 +60,9 @@ from dask_gpurt.observe.waiting import (
 
 SWITCHES = ("config", "preload", "enable", "off")
 HOOK = "dask_gpurt.preload"
-#: Seconds that a gap has to take to be listed.
+#: Seconds from which on a gap is listed.
 GAP_S = 1.0
-#: Seconds in which workers and the scheduler describe themselves, before their loops count as blocked.
+#: Seconds in which workers and the scheduler must answer, or their loops count as blocked.
 ANSWER_S = 5.0
 #: Rows of a partition, partitions, and distinct keys.
 ROWS, PARTITIONS, KEYS = 5_000, 6, 4_000
@@ -90,21 +89,21 @@ class Plan:
 
 @dataclass
 class TimedOperation:
-    """Record one operation: its duration, and the longest time in which nothing happened."""
+    """Record one operation: its duration, and its longest gap."""
 
     switch: str
     name: str
     number: int
     seconds: float
     gap: float
-    #: Between which transitions.
+    #: The transitions before and after the gap.
     between: tuple[str, str]
-    #: Seconds of it in which the task whose end is its end was computed.
+    #: Compute seconds of the task whose end closed the gap.
     computing: float
-    #: How late the watchdog came meanwhile, and the share of time in which some process waited for a CPU.
+    #: Lateness of the watchdog, and the share of time in which some process waited for a CPU.
     lateness: float
     pressure: float
-    #: Its error, or a note that it was given up.
+    #: The error, or a note that the operation was given up.
     error: str = ""
 
 
@@ -112,7 +111,7 @@ class TimedOperation:
 
 
 class Transitions(SchedulerPlugin):
-    """Notes the longest time between two transitions of any tasks while an operation runs."""
+    """Record the longest time between two transitions of any tasks during an operation."""
 
     name = "gaps-transitions"
 
@@ -123,12 +122,12 @@ class Transitions(SchedulerPlugin):
         self.gap, self.between, self.computing = 0.0, ("", ""), 0.0
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, startstops: Any = (), **__: Any) -> None:
-        """Note a transition: Dask's hook."""
+        """Record a transition, as Dask's hook."""
         took = sum(each["stop"] - each["start"] for each in startstops or () if each["action"] == "compute")
         self.note(f"{key} {start} to {finish}", took)
 
     def note(self, what: str, computing: float = 0.0) -> None:
-        """Note that something has happened."""
+        """Record progress."""
         now = time.monotonic()
         with self._lock:
             if self.last is not None and now - self.last > self.gap:
@@ -139,13 +138,13 @@ class Transitions(SchedulerPlugin):
             self._what = what
 
     def begin(self) -> None:
-        """Note that an operation begins."""
+        """Record the start of an operation."""
         with self._lock:
             self.last, self.gap, self.computing = time.monotonic(), 0.0, 0.0
             self.between, self._what = ("", ""), "begin"
 
     def end(self) -> None:
-        """Note that an operation has ended, or was given up: nothing is expected to happen."""
+        """Record the end of an operation, after which no progress is expected."""
         self.note("end")
         with self._lock:
             self.last = None
@@ -160,7 +159,7 @@ def part(number: int, rows: int = ROWS) -> pd.DataFrame:
 
 
 def operations(rng: random.Random, backend: str, parquet: Path) -> dict[str, Callable[[], Any]]:
-    """Return operations on frames that are new each time, so that nothing is known of them."""
+    """Return operations on frames that are new each time, so that no result can be reused."""
 
     def frame(n: int = PARTITIONS) -> Any:
         made = dd.from_map(part, [rng.randrange(10**9) for _ in range(n)], meta=part(0, 1).iloc[:0])
@@ -202,7 +201,7 @@ def operations(rng: random.Random, backend: str, parquet: Path) -> dict[str, Cal
 
 @contextmanager
 def cluster(plan: Plan, switch: str) -> Iterator[Client]:
-    """Start a cluster with the runtime switched on in some way."""
+    """Start a cluster with the runtime switched on as ``switch`` says."""
     hooks = {f"distributed.{which}.preload": [HOOK] for which in ("scheduler", "worker", "nanny", "client")}
     settings: dict[str, Any] = dict(each.split("=", 1) for each in plan.set)
     if switch == "config":
@@ -233,7 +232,7 @@ def _local(plan: Plan, preload: Sequence[str]) -> Any:
 
 
 def run_cluster(plan: Plan, switch: str, number: int, directory: Path, parquet: Path) -> list[TimedOperation]:
-    """Run operations on a cluster of its own, until all have run or one is given up."""
+    """Run operations on a fresh cluster, until all are done or one is given up."""
     rng, done = random.Random(f"{plan.seed}-{switch}-{number}"), list[TimedOperation]()
     with cluster(plan, switch) as client:
         transitions = Transitions()
@@ -283,7 +282,7 @@ def _run(
             if transitions.last is not None and time.monotonic() - transitions.last > 3 * watchdog_s:
                 error = "given up"
                 break
-    except Exception as failed:  # what failed is a finding, and the next operation goes on
+    except Exception as failed:  # a failure is a result; continue with the next operation
         error = repr(failed)
     transitions.end()
     seconds = time.monotonic() - start
@@ -297,7 +296,7 @@ def _run(
 
 
 def _pressure() -> float:
-    """Return the seconds in which a process of this machine has waited for a CPU so far."""
+    """Return the seconds so far in which some process of this machine waited for a CPU."""
     with suppress(OSError):
         some = Path("/proc/pressure/cpu").read_text().splitlines()[0]
         return int(some.rpartition("total=")[2]) / 1e6
@@ -305,7 +304,7 @@ def _pressure() -> float:
 
 
 def _dump(client: Client, directory: Path, pids: Sequence[int]) -> dict[str, Any]:
-    """Return all that can be known of what waits for what; where loops are blocked, stacks."""
+    """Return the waiting lists and stacks of all processes, or only stacks where loops are blocked."""
     found: dict[str, Any] = {"client": thread_stacks()}
     found["signalled"] = signalled_stacks(directory.resolve(), pids)
     asked = {
@@ -318,7 +317,7 @@ def _dump(client: Client, directory: Path, pids: Sequence[int]) -> dict[str, Any
 
 
 def _answer(ask: Callable[[], Any]) -> Any:
-    """Return what is answered in time; it is asked on a thread, which stays behind where nothing answers."""
+    """Call ``ask`` on a thread and return its answer, if it arrives in time; else the thread is leaked."""
     answers: list[Any] = []
 
     def put() -> None:
@@ -337,7 +336,7 @@ def _answer(ask: Callable[[], Any]) -> Any:
 
 
 def summary(ran: Sequence[TimedOperation]) -> None:
-    """Print the longest gaps and times by way of switching on, and by operation."""
+    """Print the longest gaps and times by switch and operation."""
     table = Table("switched on", "operation", "runs", "median s", "longest s", "longest gap s", "errors")
     for switch, name in sorted({(each.switch, each.name) for each in ran}):
         mine = [each for each in ran if (each.switch, each.name) == (switch, name)]
@@ -360,7 +359,7 @@ def summary(ran: Sequence[TimedOperation]) -> None:
 @click.option("--protocol", default="tcp", show_default=True)
 @click.option("--workers", default=2, show_default=True)
 @click.option("--threads", default=1, show_default=True)
-@click.option("--operations", default=500, show_default=True, help="Of each cluster.")
+@click.option("--operations", default=500, show_default=True, help="Operations on each cluster.")
 @click.option("--clusters", default=1, show_default=True, help="One after the other, for each --switch.")
 @click.option(
     "--switch", "switches", type=click.Choice(SWITCHES), multiple=True, default=["config", "preload"]
@@ -369,13 +368,13 @@ def summary(ran: Sequence[TimedOperation]) -> None:
 @click.option("--pool", default=0.6, show_default=True, help="Share of a GPU's memory that rmm takes.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--watchdog", default=10.0, show_default=True, help="Seconds without a transition.")
-@click.option("--stop", is_flag=True, help="End, with status 1, at the first stall, once it is written down.")
-@click.option("--set", multiple=True, help="A setting of Dask's or ours: gpurt.memory.device=8MiB")
+@click.option("--stop", is_flag=True, help="Exit with status 1 after recording the first stall.")
+@click.option("--set", multiple=True, help="A Dask setting: gpurt.memory.device=8MiB")
 @click.option("--directory", type=click.Path(path_type=Path), default=Path("gaps"), show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), help="Where results go, as JSON.")
+@click.option("--output", type=click.Path(path_type=Path), help="Results.")
 def main(switches: Sequence[str], directory: Path, output: Path | None, **options: Any) -> None:
-    """Look for gaps in which nothing happens."""
-    find_in_one_step()  # else Dask refuses one graph of a thousand or so
+    """Look for gaps without progress."""
+    find_in_one_step()  # without this, Dask rejects about one graph in a thousand
     plan, ran = Plan(**options), list[TimedOperation]()
     parquet = directory / "table"
     parquet.mkdir(parents=True, exist_ok=True)

@@ -1,19 +1,19 @@
-"""Time what lies between the last transfer of a shuffle and its first output.
+"""Measure the time from the last transfer of a shuffle to its first output.
 
     python -m benchmarks.shuffle.latency --partitions 32 --workers 2 --repeat 20 --json results.json
     python -m benchmarks.shuffle.latency --backend cudf --protocol ucx --rows 1000000
     python -m benchmarks.shuffle.latency --clock cpu
     python -m benchmarks.shuffle.latency --clock messages
 
-Every transfer has ended by then and no output has begun: no worker does anything for the user. The time is
-taken on the event loops of the workers, and told apart into what passes until the barrier begins, what it
-takes, and what passes until the first output begins. Frames are small, so that nothing but messages counts;
-the first shuffle of a cluster is left out. Workers are processes of one host, and so have one clock.
+In that time all transfers have ended and no output has begun, so no worker does anything for the user. It is
+measured on the event loops of the workers, and split into the time until the barrier begins, the barrier, and
+the time until the first output begins. Frames are small, so that only messages matter; the first shuffle of a
+cluster is discarded. Workers are processes of one host, and so share a clock.
 
-On a host that others use too, ``--clock cpu`` has scheduler, workers and client in one process, over tcp,
-and counts its processor time: all that is computed between the two moments, and no waiting. In the same way
-``--clock messages`` counts what is written to connections, and ``--clock turns`` the rounds of the event
-loop; heartbeats and what else goes on count too.
+For a host with other load, ``--clock cpu`` runs scheduler, workers and client in one process, over TCP, and
+measures its CPU time between the two moments, which excludes waiting. In the same way ``--clock messages``
+counts messages written to connections, and ``--clock turns`` iterations of the event loop; heartbeats and
+other background work are included.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from benchmarks.common.rows import check, fingerprints, make_random, totals
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
 
-#: How the names of tasks begin, by what they do in a shuffle.
+#: Prefixes of task names, by phase of a shuffle.
 PHASES = {
     "transfer": ("shuffle-transfer-",),
     "barrier": ("shuffle-barrier-",),
@@ -51,7 +51,7 @@ PHASES = {
 }
 HIGHEST = 2**62
 
-#: Milliseconds of the host's clock, which all of its processes share; the others are of this process alone.
+#: ``wall`` is the host's clock, which its processes share; the other clocks cover this process only.
 CLOCKS: dict[str, Callable[[], float]] = {
     "wall": lambda: 1000 * time.time(),
     "cpu": lambda: 1000 * time.process_time(),
@@ -59,12 +59,12 @@ CLOCKS: dict[str, Callable[[], float]] = {
     "turns": counts.turns,
 }
 
-#: ``begin`` or ``end``, the phase of the task, and when that was, by a clock.
+#: ``begin`` or ``end``, the phase of the task, and the time by a clock.
 Moment = tuple[str, str, float]
 
 
 class Moments(WorkerPlugin):
-    """Remember when the tasks of shuffles begin and end on a worker.
+    """Record when the tasks of shuffles begin and end on a worker.
 
     Parameters
     ----------
@@ -97,18 +97,18 @@ def _phase(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Latency:
-    """One shuffle, in milliseconds or counts.
+    """Hold the latency of one shuffle, in milliseconds or counts.
 
     Attributes
     ----------
     to_barrier
         From the end of the last transfer until the barrier begins.
     barrier
-        What the barrier takes.
+        Duration of the barrier.
     to_output
-        From its end until the first output begins.
+        From the end of the barrier until the first output begins.
     total
-        All of it.
+        The sum.
     """
 
     to_barrier: float
@@ -130,14 +130,14 @@ class Latency:
 
 
 def measure(client: Client, partitions: int, rows: int, repeat: int, backend: str) -> list[Latency]:
-    """Shuffle again and again, and check each result."""
+    """Shuffle repeatedly, and check each result."""
     meta = make_random(0, 1, HIGHEST, backend).iloc[:0]
     frame = dd.from_map(make_random, range(partitions), args=[rows, HIGHEST, backend], meta=meta).persist()
     wait(frame)
     expected = totals(fingerprints(frame))
     found = []
     for turn in range(repeat + 1):
-        take(client)  # what the check of the one before has left
+        take(client)  # discard the moments of the previous check
         shuffled = frame.shuffle("key").persist()
         wait(shuffled)
         moments = take(client)
@@ -155,7 +155,7 @@ def take(client: Client) -> list[Moment]:
 
 
 def figures(found: list[Latency]) -> dict[str, dict[str, float]]:
-    """Summarise latencies: the least, the quartiles and the greatest of each part."""
+    """Summarise latencies: minimum, quartiles and maximum of each part."""
     summary = {}
     for name, values in zip(asdict(found[0]), zip(*map(astuple, found), strict=True), strict=True):
         low, median, high = statistics.quantiles(values, method="inclusive")
@@ -199,7 +199,9 @@ def cluster_of(clock: str, backend: str, workers: int, protocol: str | None) -> 
 
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--partitions", type=click.IntRange(min=1), default=32, show_default=True)
-@click.option("--rows", type=click.IntRange(min=1), default=1000, show_default=True, help="Of a partition.")
+@click.option(
+    "--rows", type=click.IntRange(min=1), default=1000, show_default=True, help="Rows of a partition."
+)
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
 @click.option("--repeat", type=click.IntRange(min=2), default=20, show_default=True, help="Warm shuffles.")
 @click.option("--method", type=click.Choice(["gpurt", "p2p"]), default="gpurt", show_default=True)

@@ -1,11 +1,11 @@
-"""Time what the loss of a worker costs a shuffle, by the moment at which it is killed.
+"""Measure the cost of losing a worker during a shuffle, by the phase in which it is killed.
 
     python -m benchmarks.shuffle.recovery --workers 4 --methods gpurt,p2p --repeat 3 --json results.json
 
-A worker is killed with SIGKILL half-way through the transfers, as the barrier begins, half-way through the
-outputs, and once all of them are there. Its nanny starts another one. The time is that from ``persist``
-until all outputs are there (again), and is compared with that of a shuffle that nothing happens to, on one
-worker less. Every result is checked. The methods take turns.
+A worker is killed with SIGKILL half-way through the transfers, when the barrier begins, half-way through the
+outputs, or once all outputs are in memory. Its nanny restarts it. The time from ``persist`` until all outputs
+are in memory (again) is compared with that of an undisturbed shuffle on one worker less. Every result is
+checked. The methods take turns.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ LIMIT_S = 300.0
 
 
 class KillAt(SchedulerPlugin):
-    """Kills a worker as soon as a shuffle has come so far.
+    """Kill a worker when a shuffle reaches a phase.
 
     Parameters
     ----------
     phase
         One of :data:`PHASES`.
     half
-        So many transfers or outputs are half of them.
+        Half the number of transfers or outputs.
     """
 
     name = "benchmark-kill"
@@ -91,7 +91,7 @@ class Run:
 
 @contextlib.contextmanager
 def cluster_of(method: str, workers: int, backend: str) -> Iterator[Client]:
-    """Run a cluster whose shuffles go by a method."""
+    """Run a cluster with a shuffle method."""
     with (
         dask.config.set({"dataframe.shuffle.method": method}),
         local_cluster(backend, workers) as cluster,
@@ -103,7 +103,7 @@ def cluster_of(method: str, workers: int, backend: str) -> Iterator[Client]:
 
 
 def shuffle(client: Client, method: str, partitions: int, rows: int, backend: str) -> Any:
-    """Build a shuffle whose inputs are made by the tasks that it needs."""
+    """Return a frame that tasks make, and its shuffle."""
 
     def make(part: int) -> Any:
         return make_random(part, rows, HIGHEST, backend)
@@ -114,7 +114,7 @@ def shuffle(client: Client, method: str, partitions: int, rows: int, backend: st
 
 
 def run(client: Client, method: str, phase: str, turn: int, size: tuple[int, int], backend: str) -> Run:
-    """Shuffle once, while a worker is killed; the rows are compared with those that went in."""
+    """Shuffle once while a worker is killed, and compare the rows with the inputs."""
     partitions, rows = size
     frame, shuffled = shuffle(client, method, partitions, rows, backend)
     expected = totals(fingerprints(frame))
@@ -140,7 +140,7 @@ def run(client: Client, method: str, phase: str, turn: int, size: tuple[int, int
 
 
 async def _until_fewer(workers: int, dask_scheduler: Any) -> None:
-    """Wait until the scheduler has noticed that one is gone: until then the outputs count as there."""
+    """Block until the scheduler notices the loss; until then it still counts the lost outputs."""
     while len(dask_scheduler.workers) >= workers:
         await asyncio.sleep(0.01)
 
@@ -149,7 +149,7 @@ async def _until_fewer(workers: int, dask_scheduler: Any) -> None:
 @click.option("--workers", type=click.IntRange(min=2), default=4, show_default=True)
 @click.option("--partitions", type=click.IntRange(min=2), default=32, show_default=True)
 @click.option(
-    "--rows", type=click.IntRange(min=1), default=500_000, show_default=True, help="Of a partition."
+    "--rows", type=click.IntRange(min=1), default=500_000, show_default=True, help="Rows of a partition."
 )
 @click.option("--methods", default="gpurt,p2p", show_default=True, callback=split_list(METHODS))
 @click.option("--phases", default=",".join(PHASES), show_default=True, callback=split_list(PHASES))
@@ -166,13 +166,13 @@ def main(
     backend: str,
     output: Path | None,
 ) -> None:
-    """Time what the loss of a worker costs a shuffle."""
+    """Measure the cost of losing a worker during a shuffle."""
     runs: list[Run] = []
     for turn in range(repeat):
         for method in methods:
             for phase in phases:
                 with cluster_of(method, workers - (phase == "none"), backend) as client:
-                    run(client, method, "none", -1, (partitions, rows), backend)  # what is loaded once
+                    run(client, method, "none", -1, (partitions, rows), backend)  # warms up
                     runs.append(run(client, method, phase, turn, (partitions, rows), backend))
     write(
         {

@@ -1,15 +1,13 @@
-"""Count what a trace costs a shuffle, in processor seconds of the cluster.
+"""Measure the cost of tracing a shuffle, in CPU seconds of the cluster.
 
     python -m benchmarks.shuffle.traced --size 512MiB --partitions 16 --repeat 20 --json results.json
 
-Shuffles of one frame that is on the workers take turns: one while a trace is recorded, one without, in an
-order that alternates. Counted are the processor seconds of all workers and of this process, which has the
-scheduler and the client, from building the graph to the end of the trace: what is recorded, packed, sent and
-collected meanwhile, and not the writing of the file.
+Shuffles of one persisted frame run in pairs, with a trace and without, in an order that alternates. CPU time
+is that of all workers and of this process, which has the scheduler and the client, from building the graph to
+the end of the trace: it includes recording, packing, sending and collecting, but not writing the file.
 
-On a machine that does other things too the difference is lost in their noise. So what a trace costs is also
-added up: a trace in which nothing happens, and for each event of a shuffle what it takes to record it and to
-pack it, each timed alone.
+On a machine with other load the difference is lost in the noise. So the cost is also added up from parts that
+are timed alone: an empty trace, and recording and packing each event of a shuffle.
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import Recording
 from dask_gpurt.traces import Collector
 
-#: Events that are timed together.
+#: Events to time together.
 EVENTS = 20_000
-#: Times that pairs are drawn again for an interval.
+#: Bootstrap samples for an interval.
 DRAWS = 2000
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """Hold what one shuffle took, and how many events were recorded of it."""
+    """Record the cost of one shuffle, and the number of its traced events."""
 
     traced: bool
     processor_seconds: float
@@ -56,12 +54,12 @@ class Shuffled:
 
 
 def processor_seconds(client: Client) -> float:
-    """Return the processor seconds of the workers and of this process so far."""
+    """Return the CPU seconds of the workers and of this process so far."""
     return time.process_time() + sum(client.run(time.process_time).values())
 
 
 def shuffle(client: Client, frame: Any, traced: bool) -> Shuffled:
-    """Shuffle once, while a trace is recorded or without."""
+    """Shuffle once, with or without a trace."""
     client.run(gc.collect)
     gc.collect()
     before, began = processor_seconds(client), time.perf_counter()
@@ -83,9 +81,9 @@ async def _begin(client: Client) -> Collector:
 
 
 def ratio(runs: Sequence[Shuffled]) -> float:
-    """Return processor seconds with a trace, by those without: lower quartiles of each.
+    """Return the ratio of the lower quartiles of CPU seconds, with a trace to without.
 
-    What else runs on the machine only adds to them, also by the caches that it takes.
+    Lower quartiles, as other load only ever adds CPU time, for instance by evicting caches.
     """
 
     def quartile(traced: bool) -> float:
@@ -95,7 +93,7 @@ def ratio(runs: Sequence[Shuffled]) -> float:
 
 
 def interval(runs: Sequence[Shuffled]) -> tuple[float, float]:
-    """Return the ends of the interval of the ratio at 95 %, from pairs that are drawn again."""
+    """Return the 95 % bootstrap interval of the ratio, from resampled pairs."""
     pairs = list(zip(runs[::2], runs[1::2], strict=True))
     draw = Random(0)
     drawn = sorted(
@@ -105,7 +103,7 @@ def interval(runs: Sequence[Shuffled]) -> tuple[float, float]:
 
 
 def empty_trace(client: Client) -> float:
-    """Return the processor seconds of a trace of a cluster on which nothing happens."""
+    """Return the CPU seconds of a trace of an idle cluster."""
     before = processor_seconds(client)
     between = processor_seconds(client)
     collector = client.sync(_begin, client)
@@ -114,7 +112,7 @@ def empty_trace(client: Client) -> float:
 
 
 def one_event() -> float:
-    """Return the processor seconds of an event: recorded as most steps are, taken and packed."""
+    """Return the CPU seconds to record, take and pack a typical event."""
     metrics = Metrics()
 
     def timed() -> float:
@@ -132,7 +130,7 @@ def one_event() -> float:
 
 
 def added_up(client: Client, runs: Sequence[Shuffled]) -> dict[str, float]:
-    """Return what a trace costs, added up from its parts, and its share of a shuffle."""
+    """Return the cost of a trace, added up from its parts, and its share of a shuffle."""
     empty = statistics.median(empty_trace(client) for _ in range(20))
     event, events = one_event(), max(run.events for run in runs)
     plain = statistics.quantiles([run.processor_seconds for run in runs if not run.traced], n=4)[0]
@@ -140,7 +138,7 @@ def added_up(client: Client, runs: Sequence[Shuffled]) -> dict[str, float]:
 
 
 def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
-    """Run the shuffles in turns, after one of each that does not count."""
+    """Run the shuffles in turns, after a discarded one of each kind."""
     rows = parameters["size"] // ROW_BYTES // parameters["partitions"]
     args: list[Any] = [rows, 2**62, "pandas"]
     meta = make_random(0, 1, 2**62, "pandas").iloc[:0]
@@ -165,7 +163,7 @@ def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
 @click.option("--repeat", default=20, show_default=True, help="Pairs of shuffles.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
 def main(size: int, partitions: int, workers: int, repeat: int, output: Path | None) -> None:
-    """Count what a trace costs a shuffle."""
+    """Measure the cost of tracing a shuffle."""
     parameters = {"size": size, "partitions": partitions, "workers": workers, "repeat": repeat}
     with local_cluster("pandas", workers) as cluster, Client(cluster) as client:
         dask_gpurt.enable(client)

@@ -1,1 +1,1 @@
-"""Measure joins of skewed keys, and pipelines with a slow worker, against the same without either."""
+"""Measure joins of skewed keys and pipelines with a slow worker against even keys and full speed."""

@@ -1,31 +1,30 @@
-"""Time joins of skewed keys, and a pipeline with a slow worker, against the same without either.
+"""Time joins of skewed keys and a pipeline with a slow worker, against even keys and full speed.
 
     python -m benchmarks.skew --workers 4 --threads 1 --rows 8_000_000 --repeat 9 --minutes 7 --json skew.json
 
-``zipf`` and ``hot`` are inner joins, of keys of which few have most rows (Zipf's distribution with the
-exponent 1.3), and of even keys but for one that has 30% of the rows. Their yardstick is ``even``. Each key is
-once in the other side, so that all three have as many rows in their result. The frames are on the workers
-before the clock starts.
+``zipf`` and ``hot`` are inner joins of skewed keys: Zipf's distribution with the exponent 1.3, and even keys
+except for one key with 30% of the rows. Their yardstick is ``even``. Each key occurs once in the other side,
+so all three results have the same number of rows. The frames are on the workers before the clock starts.
 
-``half-speed`` is a pipeline that makes its data, joins them and groups them, while one worker is stopped for
-20 ms and runs for 20 ms, in turns; ``half-speed-known`` is the same once more, when whatever learns of
-speeds had a run to do so. Their yardstick is ``full-speed``, divided by the share of the processors that was
-left: that share is measured, and where workers share processors others take the time of the slow one.
+``half-speed`` is a pipeline that makes data, joins them and groups them, while one worker alternately stops
+for 20 ms and runs for 20 ms; ``half-speed-known`` repeats it, after a run in which the speed could be
+learned. Their yardstick is ``full-speed``, divided by the share of the processors that was left. That share
+is measured: where workers share processors, the rest of the workers use the time of the slow one.
 
-``slow-link`` is the same pipeline on workers that are hosts of their own, network namespaces of this machine,
-while the link of one of them is at a tenth of the others'; ``slow-link-known`` is the same once more. The
-ideal is what :func:`benchmarks.skew.figures.ideal_with_slow_link` makes of the time at full speed:
+``slow-link`` is the same pipeline with each worker on a host of its own, a network namespace of this machine,
+while the link of one worker is at a tenth of its rate; ``slow-link-known`` repeats it. The ideal is derived
+from the time at full speed by :func:`benchmarks.skew.figures.ideal_with_slow_link`:
 
     python -m benchmarks.skew --cells slow-link-known --workers 4 --rows 4_000_000 --json link.json
 
-Contenders take turns, each turn begins with another one, and each runs all its cells in a turn one after the
-other. ``gpurt-unbalanced`` is the runtime without ``gpurt.shuffle.balance``. ``tasks`` and ``p2p`` are Dask's
-own, as shipped, on a cluster where the runtime never was on. Every row of every result is compared with what
-pandas makes of the same frames.
+Contenders take turns, each turn starts with a different one, and each runs all its cells in a row.
+``gpurt-unbalanced`` is the runtime without ``gpurt.shuffle.balance``. ``tasks`` and ``p2p`` are Dask's own as
+shipped, on a cluster where the runtime was never on. Every row of every result is compared with pandas'
+result for the same frames.
 
-Besides seconds it tells the load: rows of the outputs and processor seconds by worker, which show an
-imbalance also where workers share processors, and the peak memory of each worker. On a GPU a stopped worker
-begins nothing, but what it has begun goes on.
+Besides wall time it reports the load, output rows and CPU seconds by worker, which shows an imbalance even
+where workers share processors, and each worker's peak memory. On a GPU a stopped worker launches nothing, but
+kernels in flight continue.
 """
 
 from __future__ import annotations
@@ -51,11 +50,10 @@ from benchmarks.skew.frames import Size
 from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment
 
-#: Partitions of each frame, by worker, where their number is not given: what one worker has left undone can
-#: then be dealt out in small pieces.
+#: Default partitions of each frame per worker: enough to redistribute a slow worker's work in small pieces.
 PARTITIONS_PER_WORKER = 8
 
-#: An interval takes so many.
+#: Fewest turns for an interval.
 MIN_WARM_TURNS = 2
 
 
@@ -67,10 +65,14 @@ MIN_WARM_TURNS = 2
 @click.option("--cells", default=",".join(ON_ONE_HOST), show_default=True, callback=split_list(list(BESIDE)))
 @click.option("--contenders", default="gpurt,tasks,p2p", show_default=True, callback=split_list(CONTENDERS))
 @click.option("--repeat", type=click.IntRange(min=2), default=5, show_default=True, help="Warm turns.")
-@click.option("--minutes", type=click.FloatRange(min=0), help="No turn begins that may end later than this.")
+@click.option("--minutes", type=click.FloatRange(min=0), help="Skip turns that may end later.")
 @click.option("--memory-limit", default="2GiB", show_default=True, callback=in_bytes, help="Of a worker.")
 @click.option(
-    "--link", default="20MB", show_default=True, callback=in_bytes, help="Per second, of slow-link."
+    "--link",
+    default="20MB",
+    show_default=True,
+    callback=in_bytes,
+    help="Link rate per second, for slow-link.",
 )
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
@@ -140,17 +142,17 @@ def main(
 
 
 def link_of(cells: Sequence[str], rate: int) -> int | None:
-    """Return the bytes per second of the links of workers, where cells take workers with links.
+    """Return the bytes per second of workers' links, or None if no cell needs workers with links.
 
     Raises
     ------
     click.UsageError
-        When other cells take workers without.
+        If only some of the cells need them.
     """
     if not set(cells) & set(LINKED):
         return None
     if others := set(cells) - set(LINKED):
-        raise click.UsageError(f"{', '.join(sorted(others))} and {', '.join(LINKED)}: one after the other")
+        raise click.UsageError(f"{', '.join(sorted(others))} cannot run together with {', '.join(LINKED)}")
     return rate
 
 
@@ -162,7 +164,7 @@ def turns(repeat: int, limit: float | None, clock: Callable[[], float] = time.mo
     repeat
         Warm turns, at most.
     limit
-        Seconds in which all turns end, if the next one takes no longer than the longest so far.
+        Seconds within which all turns end, if none takes longer than the longest so far.
     """
     began, longest = clock(), 0.0
     for turn in range(repeat + 1):
@@ -174,7 +176,7 @@ def turns(repeat: int, limit: float | None, clock: Callable[[], float] = time.mo
 
 
 def _fallbacks(client: Client) -> dict[str, Any]:
-    """Return what was left to Dask."""
+    """Return the operations that fell back to Dask, with reasons."""
     return dask_gpurt.report(client).fallbacks.to_dict()
 
 

@@ -1,4 +1,4 @@
-"""Run a cluster for each kind of contender, and tell what its workers did."""
+"""Run a cluster for each kind of contender, and measure the load of its workers."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from benchmarks.skew.links import Star, cluster_on, make_star
 from dask_gpurt.config import KEYS
 
 OURS, UNBALANCED = "gpurt", "gpurt-unbalanced"
-#: The runtime; the same with owners of outputs that are not moved; and Dask's own methods, on a cluster where
-#: the runtime was never on.
+#: The runtime; the runtime with fixed owners of outputs; and Dask's own methods, on a cluster where the
+#: runtime was never on.
 CONTENDERS = (OURS, UNBALANCED, "tasks", "p2p")
 BALANCE = "gpurt.shuffle.balance"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Say what a cluster has.
+    """Describe a cluster.
 
     Parameters
     ----------
     workers, threads
-        Processes, and threads for tasks of each.
+        Processes, and task threads of each.
     backend
         ``pandas`` or ``cudf``.
     memory_limit
         Bytes of host memory of each worker.
     protocol
-        Of the cluster; Dask's default for None.
+        Protocol of the cluster; None for Dask's default.
     rmm_pool_size
-        Share of a GPU, or a size, that a worker allocates at once; None for no pool.
+        Initial size of a worker's pool, as a share of the GPU or in bytes; None for no pool.
     link
-        Bytes per second of the link of each worker, which is on a host of its own; None for workers that are
-        all on this one.
+        Bytes per second of the link of each worker, each on a host of its own; None to run all workers on
+        this host.
     """
 
     workers: int
@@ -58,12 +58,12 @@ class Plan:
 
 
 def require(contenders: Sequence[str]) -> None:
-    """Refuse contenders that this version does not have.
+    """Raise for contenders that this version does not support.
 
     Raises
     ------
     click.UsageError
-        When owners cannot be kept from moving.
+        If owners cannot be kept from moving.
     """
     if UNBALANCED in contenders and BALANCE not in KEYS:
         raise click.UsageError(f"{UNBALANCED} needs the setting {BALANCE}, which this version does not have")
@@ -73,7 +73,7 @@ def require(contenders: Sequence[str]) -> None:
 def clusters(plan: Plan, contenders: Sequence[str]) -> Iterator[tuple[dict[str, Client], Star | None]]:
     """Yield a client for each contender, and the hosts of workers with links.
 
-    The contenders of Dask share a cluster, and all clusters the hosts.
+    Dask's contenders share a cluster, and all clusters share the hosts.
     """
     with ExitStack() as stack:
         star = make_star(stack, plan.workers, plan.link) if plan.link else None
@@ -123,13 +123,13 @@ def shuffle_method(contender: str) -> str:
 
 
 def pids(client: Client) -> dict[str, int]:
-    """Return the process of each worker."""
+    """Return the process id of each worker."""
     found: dict[str, int] = client.run(os.getpid)
     return found
 
 
 def processor_seconds(client: Client) -> dict[str, float]:
-    """Return the processor seconds of each worker until now."""
+    """Return the CPU seconds of each worker so far."""
     found: dict[str, float] = client.run(time.process_time)
     return found
 
@@ -145,7 +145,7 @@ def _take_peaks(dask_worker: Any) -> Any:
 
 
 def outputs_moved(client: Client) -> int:
-    """Return how many outputs have got other owners until now since their sizes were known."""
+    """Return the number of outputs moved to other owners so far, once their sizes were known."""
     found: int = client.run_on_scheduler(_outputs_moved)
     return found
 

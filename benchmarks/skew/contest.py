@@ -1,4 +1,4 @@
-"""Run cells by contenders in turns, and compare every result with that of pandas."""
+"""Run cells with all contenders in turns, and compare every result with that of pandas."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ POLL_INTERVAL_S = 0.005
 
 @dataclass(frozen=True)
 class Cell:
-    """Say what is run.
+    """Describe a measurement.
 
     Parameters
     ----------
     build
-        Makes the collection that is timed out of both sides.
+        Builds the collection to time from both sides.
     keys
         The kind of keys of the left side.
     persisted
-        Whether both sides are on the workers before the clock starts; otherwise they are made meanwhile.
+        Whether both sides are on the workers before the clock starts; otherwise the timed tasks make them.
     slow
-        Whether one worker is slow meanwhile.
+        Whether one worker is slowed down.
     slow_link
-        Whether the link of one worker is.
+        Whether the link of one worker is slowed down.
     counts
-        Whether it is told; otherwise it only lets the cluster find out that no worker is slow any more.
+        Whether it is reported; if not, it only lets the cluster learn that no worker is slow any more.
     """
 
     build: Callable[[Any, Any], Any]
@@ -83,9 +83,9 @@ YARDSTICKS = {
     "slow-link": "full-speed",
     "slow-link-known": "full-speed",
 }
-#: Cells that take workers with links of their own.
+#: Cells that need workers with links of their own.
 LINKED = ("slow-link", "slow-link-known")
-#: What is run in a turn for the sake of a cell.
+#: Further cells that a cell needs in its turn.
 BESIDE = {
     "zipf": ("even",),
     "hot": ("even",),
@@ -98,29 +98,29 @@ ON_ONE_HOST = tuple(cell for cell in BESIDE if cell not in LINKED)
 
 
 def in_order(cells: Sequence[str]) -> list[str]:
-    """Return the cells of a turn: those that are asked for, with those that they need."""
+    """Return the cells of a turn: the requested cells and the cells that they need."""
     wanted = {each for cell in cells for each in (cell, *BESIDE[cell])}
     return [cell for cell in CELLS if cell in wanted]
 
 
 class Contest:
-    """Run cells by contenders on their clusters.
+    """Run cells with contenders on their clusters.
 
     Parameters
     ----------
     clients
-        Of the cluster of each contender.
+        A client of the cluster of each contender.
     size
-        Of the frames.
+        Size of the frames.
     cells
-        In the order of a turn.
+        Cells in the order of a turn.
     star
-        The hosts of their workers; None where all are on this one.
+        The hosts of the workers; None if all are on this host.
 
     Attributes
     ----------
     runs
-        Those that were timed.
+        The timed runs.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Contest:
         self._frames = {client: self._frames_on(client) for client in set(clients.values())}
 
     def _frames_on(self, client: Client) -> dict[tuple[str, bool], tuple[Any, Any]]:
-        """Return both sides for each kind of keys, persisted and as they are made."""
+        """Return both sides for each kind of keys, persisted and lazy."""
         found = {}
         with client.as_current():
             right = right_frame(self._size)
@@ -209,7 +209,7 @@ class Contest:
 
     @contextmanager
     def _slow_link(self, worker: str | None) -> Iterator[int]:
-        """Have the link of a worker be slow, or of none; yield its bytes per second, 0 for none."""
+        """Slow down the link of a worker, if given; yield its bytes per second, else 0."""
         if worker is None or self._star is None:
             yield 0
             return
@@ -222,26 +222,26 @@ class Contest:
         Raises
         ------
         ValueError
-            When they differ.
+            If the results differ.
         """
         holders = client.who_has(futures_of(result))
         digests = client.gather(client.compute(delayed_digests(result)))
         wanted = self._expected[run.partition(" ")[0]]
         if total(digests) != wanted:
-            raise ValueError(f"{run}: {total(digests)}, and pandas has {wanted}")
+            raise ValueError(f"{run}: the result is {total(digests)}, that of pandas is {wanted}")
         rows = [each.rows for each in digests]
         return rows_by_worker(rows, holders, list(client.nthreads()))
 
 
 async def _until_forgotten(keys: Sequence[Any], dask_scheduler: Any) -> None:
-    """Wait until results are gone: the next run may have tasks of the same names, and would not run them."""
+    """Block until results are released, as the next run would reuse results of tasks with equal keys."""
     async with asyncio.timeout(RUN_TIMEOUT_S):
         while not dask_scheduler.tasks.keys().isdisjoint(keys):
             await asyncio.sleep(POLL_INTERVAL_S)
 
 
 def _expected(cells: Sequence[str], size: Size) -> dict[str, Digest]:
-    """Return what each cell has to result in; of cells alike pandas computes one."""
+    """Return the expected digest of each cell; pandas computes equal cells once."""
     kinds = {cell: (CELLS[cell].keys, CELLS[cell].build is join_groupby) for cell in cells}
     known = {kind: expected(kind[0], size, grouped=kind[1]) for kind in set(kinds.values())}
     return {cell: known[kind] for cell, kind in kinds.items()}
@@ -249,7 +249,7 @@ def _expected(cells: Sequence[str], size: Size) -> dict[str, Digest]:
 
 @contextmanager
 def slowed(client: Client, worker: str | None) -> Iterator[Callable[[], float]]:
-    """Have a worker run for half of the time, or none; yield a function of the seconds it was stopped."""
+    """Run a worker, if given, at half speed; yield a function that returns the seconds it was stopped."""
     if worker is None:
         yield lambda: 0.0
         return
@@ -265,11 +265,11 @@ def rows_by_worker(
     Parameters
     ----------
     rows
-        Of each output.
+        Rows of each output.
     holders
-        The workers that have an output, by its key; of several the first one counts.
+        The workers that hold an output, by its key; the first counts.
     workers
-        In the order of the result.
+        Workers in the order of the result.
     """
     found = dict.fromkeys(workers, 0)
     for (_, output), (holder, *_) in holders.items():

@@ -1,4 +1,4 @@
-"""Sum up runs: ratios to the yardstick and to the runtime with their intervals, the load, and memory."""
+"""Summarise runs: ratios to the yardstick and to the runtime with intervals, load, and memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rich.table import Table
 
 from benchmarks.two_hosts.figures import Interval, interval
 
-#: The width of the table, in characters: on a terminal, and in a file too.
+#: Width of the table in characters, also in a file.
 WIDTH = 150
-#: Shares of a worker with a slow link, between none and that of any other, of which the best is ideal.
+#: Candidate shares of the worker with a slow link, from none to an equal share; the best is the ideal.
 IDEAL_STEPS = 1000
 
 
@@ -25,30 +25,30 @@ class Run:
     Parameters
     ----------
     cell
-        What was run; yardsticks are cells too.
+        The cell; yardsticks are cells too.
     contender
-        By which method.
+        The contender.
     turn
-        0 is the first one on its cluster, and counts for nothing.
+        Number of the turn; 0, the first on its cluster, is a discarded warm-up.
     seconds
-        By the clock, from building the graph to the last output.
+        Wall time from building the graph to the last output.
     capacity
-        The share of the processors that was left.
+        Share of the processors that was left.
     rows, processor_seconds, peak_bytes
-        Of each worker, in one order: rows of the outputs there, processor seconds, and the most resident
-        memory, in which the shared memory that it touched counts.
+        For each worker, in the same order: rows of its outputs, CPU seconds, and peak resident memory,
+        including shared memory that it has touched.
     device_bytes
-        The most memory of each worker's GPU; empty without.
+        Peak memory of each worker's GPU; empty without GPUs.
     moved
-        Outputs that have got other owners since their sizes were known.
+        Outputs moved to other owners once their sizes were known.
     slow
-        The position of the worker that was slow, or whose link was; None where none was.
+        Index of the worker that was slow or had a slow link; None without.
     sent, received
-        Bytes over the link of each worker; 0 where all are on one host.
+        Bytes over the link of each worker; 0 on a single host.
     slow_rate
-        Bytes per second of the link that was slow, in either direction; 0 where none was.
+        Bytes per second of the slow link, in either direction; 0 without.
     threads, cores
-        Of a worker, and processors of the machine.
+        Threads of a worker, and processors of the machine.
     """
 
     cell: str
@@ -72,7 +72,7 @@ class Run:
 def capacity_left(workers: int, threads: int, stopped: float, cores: int) -> float:
     """Return the share of the processors that is left where one worker is stopped for a share of the time.
 
-    Where workers share processors, others take the time of the one that is stopped.
+    Where workers share processors, the rest of the workers use the time of the stopped one.
     """
     return min(cores, threads * (workers - stopped)) / min(cores, threads * workers)
 
@@ -80,10 +80,10 @@ def capacity_left(workers: int, threads: int, stopped: float, cores: int) -> flo
 def ideal_with_slow_link(
     seconds: float, shuffled: float, rate: int, workers: int, threads: int, cores: int
 ) -> float:
-    """Return the seconds of a run, one of whose workers has a slow link, if its share of the work were ideal.
+    """Return the seconds of a run if the worker with a slow link had the ideal share of the work.
 
-    A worker that makes a share ``s`` of the inputs, and puts the same share of the outputs together, sends
-    ``s (1 - s)`` of what is shuffled and receives as much, at the same time. The others do the rest::
+    A worker that makes a share ``s`` of the inputs and assembles the same share of the outputs sends
+    ``s (1 - s)`` of the shuffled bytes and receives as much at the same time. The other workers do the rest::
 
         min over s up to 1/workers of max(s (1 - s) shuffled / rate, seconds * share of the processors at full
         speed * (1 - s) / share of the processors that the others have)
@@ -91,9 +91,9 @@ def ideal_with_slow_link(
     Parameters
     ----------
     seconds
-        Of the run at full speed.
+        Seconds of the run at full speed.
     shuffled
-        Bytes of all inputs of its shuffles.
+        Bytes of all inputs of the shuffles.
     rate
         Bytes per second of the slow link, in either direction.
     """
@@ -113,9 +113,9 @@ def figures(
     Parameters
     ----------
     yardsticks
-        The cell with which each is compared; a yardstick has none.
+        The yardstick of each cell; yardsticks have none.
     ours
-        The contender with which others are compared, where it took part.
+        The contender to compare with, if it took part.
     limit
         The memory limit of a worker, in bytes.
     """
@@ -168,7 +168,7 @@ def _figure(
 
 
 def _ideal(run: Run, base: Run) -> float:
-    """Return the seconds of a run, if what was left were used as well as all of it was in another run."""
+    """Return the seconds of a run if it used the remaining capacity as well as ``base`` used all of it."""
     if not run.slow_rate:
         return base.seconds / run.capacity
     return ideal_with_slow_link(
@@ -177,7 +177,7 @@ def _ideal(run: Run, base: Run) -> float:
 
 
 def shuffled(run: Run) -> float:
-    """Return the bytes of what was shuffled, as sent: all but what stayed on its worker crossed a link."""
+    """Return the shuffled bytes, derived from the bytes sent: one part in ``workers`` stays on its worker."""
     return sum(run.sent) / (1 - 1 / len(run.sent))
 
 
@@ -188,17 +188,17 @@ def _by_turn(runs: Sequence[Run], cell: str, contender: str) -> dict[int, Run]:
 def _ratio(
     runs: Mapping[int, Run], others: Mapping[int, Run], figure: Callable[[Run], float]
 ) -> dict[str, float]:
-    """Compare a figure of runs with that of others in the same turns."""
+    """Return the interval of the ratios of a figure to that of ``others`` in the same turns."""
     return interval([figure(run) / figure(others[turn]) for turn, run in runs.items()])._asdict()
 
 
 def busiest(loads: Sequence[float]) -> float:
-    """Return the load of the busiest worker as a multiple of the mean one; 1 where there is no load."""
+    """Return the load of the busiest worker as a multiple of the mean; 1 without any load."""
     return max(loads) / fmean(loads) if any(loads) else 1.0
 
 
 def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
-    """Return the figures in a table for people."""
+    """Format the figures as a table."""
     made = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -239,7 +239,7 @@ def table(found: Sequence[Mapping[str, Any]], ours: str) -> Table:
 
 
 def slow_link_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the ideal of cells with a slow link, with its formula, and what has crossed that link."""
+    """Describe the ideal of cells with a slow link, its formula, and the bytes over that link."""
     lines = [
         f"{each['cell']}, {each['contender']}: ideal {each['ideal_seconds']:.2f} s; over the slow link "
         f"{each['link_sent'] / 1e6:.1f} MB sent, {each['link_received'] / 1e6:.1f} MB received"

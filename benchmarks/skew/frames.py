@@ -1,9 +1,9 @@
 """Make the frames of joins whose keys are even or skewed, and fingerprint results in any order.
 
-The left side has the rows, the right side has each key once. So each row of the left side has one match, and
-a join has as many rows as the left side whatever its keys are: even keys are the yardstick of skewed ones.
-Were both sides skewed, the hottest key alone would make a share of the product of both sides' rows, and the
-output, not the skew, would be measured.
+The right side has each key once. So each row of the left side has one match, and a join has as many rows as
+the left side whatever its keys: even keys are the yardstick of skewed ones. If both sides were skewed, the
+hottest key alone would multiply the rows of both sides, and the benchmark would measure the size of the
+output.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from benchmarks.common.rows import WRAP
 
 ZIPF = 1.3
 HOT_SHARE = 0.3
-#: Rows of the left side to a key, and keys to a group, on average.
+#: Average rows of the left side per key, and keys per group.
 ROWS_PER_KEY, KEYS_PER_GROUP = 4, 8
 
 Draw = np.random.Generator
 
 
 def even_keys(draw: Draw, rows: int, keys: int) -> np.ndarray:
-    """Draw keys that are all as frequent."""
+    """Draw uniformly distributed keys."""
     return draw.integers(0, keys, rows)
 
 
 def zipf_keys(draw: Draw, rows: int, keys: int) -> np.ndarray:
-    """Draw keys of which the n-th has n**-1.3 times as many rows as the first; ranks beyond the last wrap."""
+    """Draw keys whose frequency is rank**-1.3; ranks beyond the last key wrap around."""
     return (draw.zipf(ZIPF, rows) - 1) % keys
 
 
 def hot_keys(draw: Draw, rows: int, keys: int) -> np.ndarray:
-    """Draw even keys, but for one that has 30% of the rows."""
+    """Draw even keys, except for one key with 30% of the rows."""
     return np.where(draw.random(rows) < HOT_SHARE, keys // 2, draw.integers(0, keys, rows))
 
 
@@ -57,9 +57,9 @@ class Size:
     Parameters
     ----------
     rows
-        Of the left side, and of the result.
+        Rows of the left side and of the result.
     partitions
-        Of each side, and of the result.
+        Partitions of each side and of the result.
     backend
         ``pandas`` or ``cudf``.
     """
@@ -70,7 +70,7 @@ class Size:
 
     @property
     def keys(self) -> int:
-        """Return the rows of the right side, each with a key of its own."""
+        """Return the number of distinct keys, which is the number of rows of the right side."""
         return max(1, self.rows // ROWS_PER_KEY)
 
     def rows_of(self, part: int) -> int:
@@ -79,7 +79,7 @@ class Size:
 
 
 def left_part(part: int, keys: str, size: Size) -> Any:
-    """Make a partition of the left side, with keys of a kind out of :data:`KEYS`."""
+    """Make a partition of the left side, with a kind of keys from :data:`KEYS`."""
     draw, rows = np.random.default_rng(part), size.rows_of(part)
     columns = {"key": KEYS[keys](draw, rows, size.keys), "payload": draw.integers(0, 2**40, rows)}
     return importlib.import_module(size.backend).DataFrame(columns)
@@ -93,35 +93,35 @@ def right_part(part: int, size: Size) -> Any:
 
 
 def left_frame(keys: str, size: Size) -> Any:
-    """Describe the left side."""
+    """Return the left side as a lazy frame."""
     meta = left_part(0, keys, Size(1, 1, size.backend)).iloc[:0]
     return dd.from_map(left_part, range(size.partitions), keys=keys, size=size, meta=meta)
 
 
 def right_frame(size: Size) -> Any:
-    """Describe the right side."""
+    """Return the right side as a lazy frame."""
     meta = right_part(0, Size(1, 1, size.backend)).iloc[:0]
     return dd.from_map(right_part, range(size.partitions), size=size, meta=meta)
 
 
 def join(left: Any, right: Any) -> Any:
-    """Join both sides, both of them shuffled."""
+    """Join both sides, shuffling both."""
     return left.merge(right, on="key", broadcast=False)
 
 
 def join_groupby(left: Any, right: Any) -> Any:
-    """Join both sides, and sum up and count the result by a column of the right side: another shuffle."""
+    """Join both sides, then sum and count by a column of the right side, which takes another shuffle."""
     grouped = join(left, right).groupby("group", sort=False).payload
     return grouped.agg(["sum", "count"], split_out=left.npartitions).reset_index()
 
 
 class Digest(NamedTuple):
-    """Tell rows from other rows, in any order.
+    """Identify a set of rows, in any order.
 
     Parameters
     ----------
     rows
-        How many.
+        Number of rows.
     checksum
         The sum of the hashes of whole rows, modulo 2**64.
     """
@@ -131,7 +131,7 @@ class Digest(NamedTuple):
 
 
 def digest(frame: Any) -> Digest:
-    """Take the digest of a partition of integers; the index does not count."""
+    """Take the digest of a partition of integers, ignoring the index."""
     hashes: Any = 0
     for column in sorted(frame.columns):
         hashes = _scrambled(frame[column].values.astype("uint64") ^ hashes)
@@ -139,7 +139,7 @@ def digest(frame: Any) -> Digest:
 
 
 def _scrambled(values: Any) -> Any:
-    """Map integers of 64 bits to others, one to one, by the finaliser of SplitMix64."""
+    """Mix the bits of 64-bit integers with the finaliser of SplitMix64, a bijection."""
     values = values + 0x9E3779B97F4A7C15
     values = (values ^ (values >> 30)) * 0xBF58476D1CE4E5B9
     values = (values ^ (values >> 27)) * 0x94D049BB133111EB
@@ -147,12 +147,12 @@ def _scrambled(values: Any) -> Any:
 
 
 def total(digests: Sequence[Digest]) -> Digest:
-    """Return the digest of all rows of some partitions."""
+    """Combine the digests of partitions."""
     return Digest(sum(each.rows for each in digests), sum(each.checksum for each in digests) % WRAP)
 
 
 def expected(keys: str, size: Size, grouped: bool) -> Digest:
-    """Return the digest of what pandas makes of both sides as a whole."""
+    """Return the digest of pandas' result for both sides as a whole."""
     size = Size(size.rows, size.partitions)
     left, right = (
         pd.concat(parts, ignore_index=True)
@@ -168,5 +168,5 @@ def expected(keys: str, size: Size, grouped: bool) -> Digest:
 
 
 def delayed_digests(frame: Any) -> list[Any]:
-    """Describe the digest of each partition."""
+    """Return the digest of each partition, lazily."""
     return [dask.delayed(digest)(part) for part in frame.to_delayed(optimize_graph=False)]

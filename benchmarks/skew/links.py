@@ -1,6 +1,7 @@
-"""Put each worker on a host of its own, whose link to the others can be slowed down.
+"""Run each worker on a host of its own with a link that can be slowed down.
 
-Hosts are namespaces of this machine's kernel, and a bridge in one more of them joins them, as a switch does.
+Hosts are namespaces of this machine's kernel, joined by a bridge in one more namespace, which acts as a
+switch.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from benchmarks.two_hosts.hosts import LINK, PATIENCE_S, Host, host_of, limit, r
 if TYPE_CHECKING:
     from benchmarks.skew.clusters import Plan
 
-#: The network, and the number of the switch in it, where schedulers are too.
+#: The network, and the host number of the switch, which also runs the schedulers.
 NETWORK, SWITCH = "10.98.0", 250
-#: The port of the first scheduler, and how far those of others are apart: it serves HTTP at the next one.
+#: The port of the first scheduler, and the distance to the next: each serves HTTP on the port after its own.
 PORT, PORTS_APART = 8786, 10
-#: How many times slower a slow link is.
+#: Slowdown of a slow link.
 SLOWER = 10
-#: What a link holds back before it drops packets, in milliseconds at its rate: a network card at 100 Mbit/s
-#: queues 1,000 packets.
+#: Queue of a link in milliseconds at its rate, before it drops packets: about the 1,000 packets that a
+#: network card queues at 100 Mbit/s.
 QUEUE_MS = 120
 
 
@@ -38,9 +39,9 @@ class Star:
     Parameters
     ----------
     switch
-        Where the bridge is.
+        The host of the bridge.
     hosts
-        Of a worker each; the n-th is on the port ``port-n`` of the bridge.
+        One host per worker; the n-th is on the port ``port-n`` of the bridge.
     rate
         Bytes per second of each link, in either direction.
     """
@@ -51,7 +52,7 @@ class Star:
 
     @contextlib.contextmanager
     def slow(self, worker: str) -> Iterator[None]:
-        """Have the link of a worker be slow, in both directions, until the end of the block."""
+        """Slow down the link of a worker in both directions until the end of the block."""
         at = [host.address for host in self.hosts].index(host_of(worker))
         self._limit(at, self.rate // SLOWER)
         try:
@@ -65,12 +66,12 @@ class Star:
 
 
 def make_star(stack: contextlib.ExitStack, number: int, rate: int) -> Star:
-    """Return hosts, with links that carry ``rate`` bytes per second each; ``stack`` ends them.
+    """Make hosts with links of ``rate`` bytes per second each; ``stack`` ends them.
 
     Raises
     ------
     UnsupportedError
-        When this machine, this user or the kernel does not allow it.
+        If this machine, this user or the kernel does not allow it.
     """
     require()
     switch = Host("switch", f"{NETWORK}.{SWITCH}", stack)
@@ -92,19 +93,19 @@ def make_star(stack: contextlib.ExitStack, number: int, rate: int) -> Star:
 
 @contextlib.contextmanager
 def cluster_on(star: Star, plan: Plan, number: int) -> Iterator[Client]:
-    """Run the scheduler of a cluster at the switch, and a worker on each host.
+    """Run a scheduler on the switch and a worker on each host, and yield a client.
 
     Parameters
     ----------
     number
-        Tells clusters on the same hosts apart.
+        Number of the cluster on these hosts, which selects its ports.
     """
     port, dask = PORT + PORTS_APART * number, (sys.executable, "-m", "dask")
     scheduler = f"tcp://{star.switch.address}:{port}"
     where = ("--host", star.switch.address, "--port", str(port), "--no-dashboard")
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        processes = stack.enter_context(contextlib.ExitStack())  # ends before its files do
+        processes = stack.enter_context(contextlib.ExitStack())  # exits before the scratch folder is removed
         star.switch.start(*dask, "scheduler", *where, stack=processes)
         for host in star.hosts:
             limits = ("--nthreads", str(plan.threads), "--memory-limit", str(plan.memory_limit))
@@ -119,7 +120,7 @@ def cluster_on(star: Star, plan: Plan, number: int) -> Iterator[Client]:
 
 
 def link_bytes(client: Client) -> dict[str, tuple[int, int]]:
-    """Return the bytes that the link of each worker has sent and received until now; none without links."""
+    """Return the bytes sent and received by each worker's link so far; 0 without links."""
     found: dict[str, tuple[int, int]] = client.run(_sent_and_received)
     return found
 

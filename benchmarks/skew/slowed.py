@@ -1,4 +1,4 @@
-"""Slow a process down: it is stopped and goes on, many times a second."""
+"""Slow a process down by stopping and continuing it many times per second."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-#: Seconds for which a process is stopped, and for which it goes on then.
+#: Seconds for which a process is stopped and runs, in turns.
 STOPPED_S, RUNNING_S = 0.02, 0.02
 
 
 class DutyCycle:
-    """Stop a process with SIGSTOP and have it go on with SIGCONT, in turns, on a thread of its own.
+    """Stop and continue a process with SIGSTOP and SIGCONT, in turns, on a separate thread.
 
-    The last signal is SIGCONT, whatever ends the thread. A process that has ended, or whose id another one
-    has now, gets no signal, and ends the thread.
+    The last signal is always SIGCONT, however the thread ends. The thread ends when the process does, and
+    never signals another process that has reused its id.
 
     Parameters
     ----------
     pid
-        A process that this one has started.
+        A child process.
 
     Attributes
     ----------
     stopped_seconds
-        For which it was stopped until now. A thread wakes up late on a busy machine, so this, not the times
-        that were asked for, says how fast the process was.
+        Seconds for which it was stopped so far. A thread wakes up late on a busy machine, so the speed of the
+        process follows from this and not from the requested times.
     """
 
     def __init__(self, pid: int):
@@ -40,11 +40,11 @@ class DutyCycle:
 
     @property
     def running(self) -> bool:
-        """Return whether the process is still stopped now and then."""
+        """Whether the duty cycle is still active."""
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """Have the process go on for good."""
+        """Let the process run at full speed again."""
         self._ended.set()
         self._thread.join()
 
@@ -64,7 +64,7 @@ class DutyCycle:
 
 @contextmanager
 def half_speed(pid: int) -> Iterator[DutyCycle]:
-    """Have a process run for half of the time until the end of the block."""
+    """Run a process at half speed until the end of the block."""
     cycle = DutyCycle(pid)
     try:
         yield cycle

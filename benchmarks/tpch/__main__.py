@@ -1,12 +1,12 @@
-"""Run TPC-H with all contenders in turns, check every result, and say where the time goes.
+"""Run TPC-H with all contenders in turns, check every result, and break down the time.
 
     python -m benchmarks.tpch --scale 1 --backend pandas --json results.json --plot results.html
     python -m benchmarks.tpch --scale 100 --backend cudf --protocol ucx --workers 2 --data /dev/shm/tpch
 
-Timed is a query from its first expression to the sorted result on the client. Contenders take turns; the
-first run of a query on a new cluster is told apart from the warm ones. On the host all clusters are there at
-the same time, and an idle one takes nothing; on GPUs one is started after the other, and ``--rounds`` starts
-each again.
+A query is timed from its first expression to the sorted result on the client. Contenders take turns; the
+first run of a query on a new cluster is reported separately from the warm ones. On the host all clusters run
+at the same time, and idle ones cost nothing; on GPUs they run one after the other, and ``--rounds`` repeats
+them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def _numbers(_: Any, __: Any, text: str) -> list[int]:
 
 
 def run_rounds(parameters: dict[str, Any], plan: Plan) -> Iterator[Run]:
-    """Start clusters, as many times as there are rounds, and run all queries on them.
+    """Start the clusters in each round, and run all queries on them.
 
-    On GPUs each cluster has a process of its own, as a client that has received data over UCX keeps the GPU
-    memory of workers taken after they have ended.
+    On GPUs each cluster has a process of its own: a client that has received data over UCX keeps the GPU
+    memory of workers allocated after they have ended.
     """
     names = parameters["contenders"]
     names_of_options = ("backend", "workers", "threads", "protocol", "rmm_pool_size", "concurrency")
@@ -78,7 +78,7 @@ def _tell(run: Run) -> None:
 
 
 def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return all that is written down."""
+    """Return the results to write."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": parameters,
@@ -92,14 +92,14 @@ def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--scale", type=float, default=1.0, show_default=True, help="Scale factor: GB as text.")
 @click.option("--parts", type=click.IntRange(min=1), help="Files of a large table. [default: 8 for scale 1]")
-@click.option("--data", type=click.Path(path_type=Path), help="Where the tables are, or are made.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the tables; made if missing.")
 @click.option("--queries", default="all", show_default=True, callback=_numbers, help="Such as 1,3,7-9.")
 @click.option(
     "--contenders",
     default=f"{GPURT},{TASKS},{P2P}",
     show_default=True,
     callback=split_list(CONTENDERS),
-    help="The first one is what the others are compared with.",
+    help="The first is the baseline.",
 )
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--workers", type=click.IntRange(min=1), help="[default: 2, or one per GPU]")
@@ -116,10 +116,12 @@ def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--rmm-pool-size", type=float, default=0.6, show_default=True, help="A share of the GPU.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Against DuckDB.")
-@click.option("--trace/--no-trace", default=True, show_default=True, help="One more run, with CUPTI.")
-@click.option("--prepare-only", is_flag=True, help="Make the tables and DuckDB's results, and end.")
+@click.option("--trace/--no-trace", default=True, show_default=True, help="Add an untimed run with CUPTI.")
+@click.option("--prepare-only", is_flag=True, help="Only make the tables and DuckDB's results.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="A page of budgets; bokeh.")
+@click.option(
+    "--plot", type=click.Path(dir_okay=False, path_type=Path), help="HTML page of budgets; needs bokeh."
+)
 def main(
     scale: float,
     parts: int | None,
@@ -150,7 +152,7 @@ def main(
     for run in run_rounds(parameters, plan):
         _tell(run)
         if runs and run.query != runs[-1].query:
-            write(results_of(parameters, runs), output)  # in case it is stopped in the middle
+            write(results_of(parameters, runs), output)  # keeps results if the program is interrupted
         runs.append(run)
     results = results_of(parameters, runs)
     write(results, output)
@@ -158,7 +160,7 @@ def main(
     if plot is not None:
         write_plot(results, plot)
     if any(run.error for run in runs):
-        raise click.ClickException("not every query had its result with every contender")
+        raise click.ClickException("some queries failed or had wrong results")
 
 
 if __name__ == "__main__":

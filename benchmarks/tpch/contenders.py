@@ -1,4 +1,4 @@
-"""Start the contenders: a cluster with the runtime on, and Dask's as shipped, with its ways to shuffle."""
+"""Start the contenders: clusters with the runtime on, and Dask as shipped with its shuffle methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED = "gpurt-shared"
 UNFUSED = "gpurt-unfused"
 CONTENDERS = (GPURT, UNFUSED, SHARED, TASKS, P2P, CUDF_POLARS)
 
-#: The settings of contenders that are the runtime in other ways than by default.
+#: The settings of contenders that run the runtime with non-default settings.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     SHARED: {
         "gpurt.enabled": True,
@@ -39,7 +39,7 @@ WITH_RUNTIME = (GPURT, *SETTINGS)
 
 @dataclass(frozen=True)
 class ClusterOptions:
-    """Set what all clusters have in common."""
+    """Hold the options that all clusters share."""
 
     backend: str
     workers: int
@@ -56,7 +56,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class Contender:
-    """A client with a way to shuffle."""
+    """A client with a shuffle method."""
 
     name: str
     client: Client
@@ -64,12 +64,12 @@ class Contender:
 
     @property
     def has_runtime(self) -> bool:
-        """Tell whether the runtime is on."""
+        """Whether the runtime is on."""
         return self.name in WITH_RUNTIME
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Compute what is computed on this cluster, shuffled in this way."""
+        """Make this client and its shuffle method current."""
         # With the runtime on, a user sets nothing.
         method = None if self.has_runtime else self.name
         with self.client.as_current(), dask.config.set({"dataframe.shuffle.method": method}):
@@ -77,7 +77,7 @@ class Contender:
 
 
 def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the contenders of each cluster that is needed: ``tasks`` and ``p2p`` share one."""
+    """Group contenders by cluster: ``tasks`` and ``p2p`` share one."""
     plain = tuple(name for name in names if name in (TASKS, P2P))
     alone = [(name,) for name in WITH_RUNTIME if name in names]
     return [each for each in [*alone, plain] if each]
@@ -85,9 +85,9 @@ def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 @contextmanager
 def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[list[Contender]]:
-    """Start a cluster for each group of contenders; all of them are there at the same time."""
+    """Start a cluster for each group of contenders, all at the same time."""
     if options.backend == "cudf":
-        importlib.import_module("dask_cudf")  # as the head of a user's program would
+        importlib.import_module("dask_cudf")  # as a user's program would
         wait_until_idle()
     with ExitStack() as stack:
         found: list[Contender] = []

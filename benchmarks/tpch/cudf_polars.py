@@ -1,4 +1,4 @@
-"""cudf-polars' own benchmark of the same queries on the same files, as a contender."""
+"""Run cudf-polars' own benchmark of the same queries on the same files, as a contender."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ PROGRAM = "cudf_polars.streaming.benchmarks.pdsh"
 
 
 def is_installed() -> bool:
-    """Tell whether cudf-polars is there."""
+    """Return whether cudf-polars is installed."""
     return importlib.util.find_spec("cudf_polars") is not None
 
 
 def run_polars(plan: Plan, *, workers: int, round_number: int) -> Iterator[Run]:
     """Run queries with cudf-polars' Dask engine in a process of its own, and check their results.
 
-    Its log has durations only: there is no budget. It plans and collects in them, as the others do.
+    Its log has durations only, so there is no budget. They include planning and collecting, as elsewhere.
 
     Raises
     ------
     RuntimeError
-        When the program ended without a record of its runs.
+        If the program ended without a record of its runs.
     """
     with tempfile.TemporaryDirectory() as directory:
         output, results = Path(directory) / "records.jsonl", Path(directory) / "results"
@@ -44,11 +44,11 @@ def run_polars(plan: Plan, *, workers: int, round_number: int) -> Iterator[Run]:
         command += ["--scale", f"{plan.tables.scale:g}", "--frontend", "dask", "--num-gpus", str(workers)]
         command += ["--iterations", str(plan.warm + 1), "--results-directory", str(results)]
         command += ["--output", str(output), "--no-print-results", "--no-summarize"]
-        # It also ends with an error where only one of the queries failed.
+        # Not checked here: the exit status is an error even if only one query failed.
         ended = subprocess.run(command, stdout=subprocess.DEVNULL)
         records = output.read_text().splitlines() if output.exists() else []
         if not records:
-            raise RuntimeError(f"{PROGRAM} has ended with {ended.returncode} and without results")
+            raise RuntimeError(f"{PROGRAM} ended with status {ended.returncode} and without results")
         for run in read_records(json.loads(records[-1]), round_number):
             if run.query in plan.wanted and not run.error:
                 run.error = _difference(results / f"q_{run.query:02d}.parquet", run.query, plan)
@@ -58,7 +58,7 @@ def run_polars(plan: Plan, *, workers: int, round_number: int) -> Iterator[Run]:
 def _difference(file: Path, number: int, plan: Plan) -> str:
     found, wanted = pd.read_parquet(file), plan.wanted[number]
     if len(found.columns) == len(wanted.columns):
-        found.columns = wanted.columns  # it has other names for some
+        found.columns = wanted.columns  # some names differ
     try:
         check(QUERIES[number], found, wanted)
     except WrongResultError as error:
@@ -67,7 +67,7 @@ def _difference(file: Path, number: int, plan: Plan) -> str:
 
 
 def read_records(record: Mapping[str, Any], round_number: int) -> list[Run]:
-    """Read the runs of a record of its log."""
+    """Read the runs from a record of its log."""
     runs = []
     for one in itertools.chain(*record["records"].values()):
         run = Run(one["query"], CUDF_POLARS, round_number, one["iteration"], one.get("duration", 0.0))

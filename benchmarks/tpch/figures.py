@@ -1,4 +1,4 @@
-"""Summarise timed queries: medians with intervals, ratios and budgets, and how they are printed."""
+"""Summarise timed queries as medians with intervals, ratios and budgets, and print them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dask_gpurt.bench.budget import PHASES, planning
 
 from .measure import Run
 
-#: Of intervals.
+#: Confidence level of intervals.
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-#: Figures that a JSON file keeps of a number.
+#: Significant digits of numbers in the JSON file.
 SIGNIFICANT_DIGITS = 4
 MIB = 2**20
-#: Columns of text, where the output is not a terminal.
+#: Width of tables in characters if the output is not a terminal.
 TABLE_WIDTH = 140
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median and an interval of the median that needs no model of the noise.
+    """Return the median and a distribution-free interval of it.
 
-    The interval runs from one order statistic to another and has the median with a probability of at least
-    95%; where there are too few values for that, fewer than six, from the least to the most.
+    The ends of the interval are order statistics that enclose the median with a probability of at least 95%;
+    for fewer than six values, which are too few, they are the minimum and the maximum.
     """
     ordered, n = sorted(values), len(values)
     cut = 0
@@ -42,7 +42,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def warm_seconds(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
-    """Collect the seconds of all but first runs, by contender and query."""
+    """Return the seconds of all but the first runs, by contender and query."""
     found: dict[str, dict[int, list[float]]] = {}
     for run in runs:
         if run.turn > 0 and not run.error:
@@ -51,10 +51,10 @@ def warm_seconds(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
 
 
 def ratios(runs: Sequence[Run], of: str) -> dict[str, dict[str, float]]:
-    """Return how many times as long each other contender takes as ``of``.
+    """Return how many times as long as ``of`` each contender takes.
 
-    It is the geometric mean of the ratios of medians, over the queries that both ran. The interval is of
-    resampled warm runs: it tells what the noise of runs does, not what other queries would.
+    It is the geometric mean of the ratios of medians over the queries that both ran. The bootstrap interval
+    resamples warm runs: it covers the noise between runs, not the choice of queries.
     """
     warm, rng, found = warm_seconds(runs), random.Random(0), {}
     for name, by_query in warm.items():
@@ -89,8 +89,8 @@ def _geometric(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> floa
 def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Derive the figures of each query and contender from its runs.
 
-    The first run is told apart. The budget is that of the warm run of median length, whole, so that its parts
-    add up.
+    The first run is reported separately. The budget is that of the warm run with the median duration, so that
+    its parts add up.
     """
     found = []
     for number, contender in dict.fromkeys((run.query, run.contender) for run in runs):
@@ -114,7 +114,7 @@ def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def traced_of(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what CUPTI saw of the GPUs in the run that was not timed; nothing where there was none."""
+    """Return CUPTI's figures from the untimed run; empty without that run."""
     for run in runs:
         if "gpu_busy" in run.budget:
             return {name: run.budget[name] for name in ("gpu_busy", "kernels")}

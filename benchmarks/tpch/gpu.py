@@ -1,4 +1,4 @@
-"""Measure how busy the GPUs are: by CUPTI through PyTorch where it is installed, else by NVML."""
+"""Measure how busy the GPUs are: with CUPTI through PyTorch if it is installed, else with NVML."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from distributed import Client, Worker, WorkerPlugin
 from distributed.diagnostics import nvml
 
 SAMPLE_INTERVAL_S = 0.02
-#: The memory of a GPU without a process is used to less than this share; a worker's pool takes more.
+#: An idle GPU uses less than this share of its memory; a worker's pool uses more.
 IDLE_SHARE, IDLE_TIMEOUT_S, IDLE_POLL_INTERVAL_S = 0.03, 30.0, 0.1
 
 
 class Utilisation(WorkerPlugin):
     """Sample NVML's utilisation of a worker's GPU.
 
-    It is the share of NVML's own last period, a sixth of a second to a second, in which a kernel ran: coarse
-    for queries that take less.
+    It is the share of NVML's last sampling period in which a kernel ran. A period lasts from a sixth of a
+    second to a second, which is coarse for shorter queries.
     """
 
     name = "tpch-utilisation"
 
     def setup(self, worker: Worker) -> None:
-        """Begin to sample, on a thread."""
+        """Start sampling on a thread."""
         self._samples: list[float] = []
         self._stopped = threading.Event()
         threading.Thread(target=self._sample, name=self.name, daemon=True).start()
 
     def teardown(self, worker: Worker) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._stopped.set()
 
     def take(self) -> list[float]:
@@ -46,12 +46,12 @@ class Utilisation(WorkerPlugin):
 
 
 def wait_until_idle() -> None:
-    """Wait until no process holds memory of a GPU: workers end a while after their cluster has closed.
+    """Block until no process holds GPU memory, as workers end a while after their cluster has closed.
 
     Raises
     ------
     TimeoutError
-        When one still does: the next cluster would not find room for its pools.
+        If some process still does: the next cluster would have no room for its pools.
     """
     import pynvml
 
@@ -66,27 +66,27 @@ def wait_until_idle() -> None:
 
 
 def take_utilisation(client: Client) -> float | None:
-    """Return the mean of NVML's utilisation since the last call, of all GPUs; None without samples."""
+    """Return NVML's mean utilisation of all GPUs since the last call; None without samples."""
     taken = client.run(lambda dask_worker: dask_worker.plugins[Utilisation.name].take())
     samples = [share for each in taken.values() for share in each]
     return statistics.fmean(samples) if samples else None
 
 
 def can_trace(client: Client) -> bool:
-    """Tell whether all workers have PyTorch, whose profiler gets kernels and copies from CUPTI."""
+    """Return whether all workers have PyTorch, whose profiler records kernels and copies with CUPTI."""
     there = client.run(lambda: importlib.util.find_spec("torch") is not None)
     return bool(there) and all(there.values())
 
 
 def begin_trace(client: Client) -> None:
-    """Begin to trace the kernels and copies of all workers."""
+    """Start tracing the kernels and copies of all workers."""
     from ..overlap.gpu_timeline import begin
 
     client.run(begin)
 
 
 def end_trace(client: Client) -> dict[str, Any]:
-    """Return the busy share of the GPUs since :func:`begin_trace`, and what they did.
+    """Return the busy share of the GPUs since :func:`begin_trace`, and their longest kernels.
 
     Returns
     -------

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# TPC-H on the GPUs of one host. Each part ends by itself within its time limit; run them one after the other.
+# Run TPC-H on the GPUs of one host. Each part ends within its time limit; run the parts one after the other.
 #
 #     benchmarks/tpch/gpu_host.sh prepare 30 && benchmarks/tpch/gpu_host.sh run 30
 #     benchmarks/tpch/gpu_host.sh prepare 100 && benchmarks/tpch/gpu_host.sh run 100
 #     benchmarks/tpch/gpu_host.sh p2p 30
 #     benchmarks/tpch/gpu_host.sh planning 30
 #
-# What can be set in the environment:
+# Environment variables:
 #     DATA     where tables are made                  /dev/shm/tpch   (35 GB at scale 100)
 #     OUT      where results go                       tpch-results
 #     GPUS     workers, one on each GPU               2
@@ -26,7 +26,7 @@ cluster=(--backend cudf --protocol ucx --workers "$gpus" --rmm-pool-size 0.6)
 name=$out/tpch-${gpus}gpu-sf$scale
 mkdir -p "$out"
 
-# Reading by kvikio from memory-backed files has nothing to gain from cuFile.
+# cuFile does not speed up kvikio's reads of memory-backed files.
 export KVIKIO_COMPAT_MODE=${KVIKIO_COMPAT_MODE:-ON}
 
 case $part in
@@ -40,7 +40,7 @@ run)
     --contenders "$contenders" --queries "$queries" --rounds "${ROUNDS:-2}" --repeat "${REPEAT:-2}" \
     --json "$name.json" --plot "$name.html"
   ;;
-p2p) # some 15 times as long as the others: two queries tell
+p2p) # about 15 times as slow as the rest: two queries are enough
   timeout -k 15 "$limit" python -m benchmarks.tpch "${tables[@]}" "${cluster[@]}" "$check" \
     --contenders gpurt,p2p --queries 3,4 --repeat 1 --json "$name-p2p.json"
   ;;

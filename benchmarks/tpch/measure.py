@@ -1,4 +1,4 @@
-"""Run queries with all contenders in turns, check each result, and keep a budget of each run."""
+"""Run queries with all contenders in turns, check each result, and record a budget of each run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tables import ParquetTables
 
 @dataclass
 class Run:
-    """Record one timed run of a query. ``turn`` 0 is the first of its contender on a new cluster."""
+    """Record one timed run of a query. ``turn`` 0 is the contender's first on a new cluster."""
 
     query: int
     contender: str
@@ -31,19 +31,19 @@ class Run:
     turn: int
     seconds: float = 0.0
     budget: dict[str, Any] = field(default_factory=dict)
-    #: Of a run that failed, or had a wrong result: it has no time.
+    #: Set if the run failed or had a wrong result; it then has no time.
     error: str = ""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Say what is run, how often, and what has to come of it."""
+    """Hold the queries to run, how often, and the expected results."""
 
     tables: ParquetTables
     queries: Sequence[int]
-    #: Results by query; one that is not there is not checked.
+    #: Expected results by query; queries without one are not checked.
     wanted: Mapping[int, pd.DataFrame]
-    #: Runs after each first one.
+    #: Warm runs after each first run.
     warm: int
 
 
@@ -59,19 +59,19 @@ def measure_clusters(
 def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, traced: bool) -> Iterator[Run]:
     """Run every query with every contender: once first, then ``plan.warm`` times; in turns.
 
-    All contenders are asked before any is asked again, beginning with another one each time. One that fails
-    is not asked for this query again.
+    Each turn runs every contender, starting with a different one. A contender that fails is skipped for the
+    rest of this query.
 
     Parameters
     ----------
     contenders
-        With clusters that are ready.
+        Contenders with running clusters.
     plan
-        What is run.
+        The queries and runs.
     round_number
-        Which time it is that clusters were started.
+        The number of the round, in which clusters were started.
     traced
-        Whether there is one more run of each query, which is not timed, with CUPTI.
+        Whether to add an untimed run of each query with CUPTI.
     """
     for number in plan.queries:
         last: dict[str, Run] = {}
@@ -83,7 +83,7 @@ def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, t
                 run = last[contender.name] = Run(number, contender.name, round_number, turn)
                 try:
                     run.seconds, run.budget = timed_run(contender, QUERIES[number], plan)
-                except Exception as error:  # what fails is a finding, and the others go on
+                except Exception as error:  # a failure is a result; the other contenders continue
                     run.error = repr(error)
                 yield run
         for contender in contenders if traced else ():
@@ -92,7 +92,7 @@ def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, t
 
 
 def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, dict[str, Any]]:
-    """Run a query and check its result; return its seconds and where they went."""
+    """Run a query and check its result; return its seconds and their budget."""
     client = contender.client
     threads = sum(client.nthreads().values())
     forget(client)
@@ -117,7 +117,7 @@ def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, di
 
 
 def traced_run(contender: Contender, query: Query, tables: ParquetTables) -> dict[str, Any]:
-    """Run a query once more and return what its GPUs did."""
+    """Run a query once more, untimed, and return the activity of the GPUs."""
     forget(contender.client)
     begin_trace(contender.client)
     with contender.chosen():

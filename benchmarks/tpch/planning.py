@@ -1,10 +1,10 @@
-"""Profile the planning of queries: what the client does before there are tasks.
+"""Profile the planning of queries: the work of the client before it has a graph.
 
     python -m benchmarks.tpch.planning --scale 1 --queries all --json planning.json
 
-Each query is built and optimised several times with nothing else running; then with clocks around each
-``_meta``; then under cProfile, which tells how often a function was called and what it took, with all that it
-called. No cluster is needed; the shuffle method is Dask's ``tasks``.
+Each query is built and optimised several times without instrumentation, then with clocks around each
+``_meta``, then under cProfile, for call counts and cumulative times. No cluster is needed; the shuffle method
+is Dask's ``tasks``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .queries import QUERIES, Query
 from .reference import numbers_of
 from .tables import ParquetTables, default_parts, prepare
 
-#: Functions that stand for a part of planning: a name, the end of the file, the function.
+#: Functions that represent a part of planning: name, part of the file's path, function.
 PARTS = (
     ("Merge._meta", "dask_expr/_merge.py", "_meta"),
     ("non-empty frames", "dask/dataframe/backends.py", "meta_nonempty_dataframe"),
@@ -59,12 +59,12 @@ def plan_once(query: Query, tables: ParquetTables) -> tuple[float, float]:
 
 
 class MetadataClock:
-    """Time the metadata of expressions while it is entered."""
+    """Time the computation of expressions' metadata within the context."""
 
     def __init__(self) -> None:
-        #: For each class of expressions how often, and for how long without what is nested.
+        #: Calls and own seconds, without nested calls, by class of expression.
         self.kinds: dict[str, dict[str, float]] = {}
-        #: Expressions by name: what has another name again is not known to be the same.
+        #: Distinct names of expressions; equal expressions with different names count separately.
         self.names: set[str] = set()
         self._nested: list[float] = [0.0]
         self._originals: list[tuple[Any, Any]] = []
@@ -101,7 +101,7 @@ class MetadataClock:
         return meta
 
     def summary(self) -> dict[str, Any]:
-        """Return calls, distinct expressions, seconds, and the kinds that took most."""
+        """Return calls, distinct expressions, seconds, and the most expensive kinds."""
         ordered = sorted(self.kinds.items(), key=lambda item: -item[1]["seconds"])
         return {
             "calls": sum(kind["calls"] for kind in self.kinds.values()),
@@ -152,7 +152,7 @@ def profile(query: Query, tables: ParquetTables, repeat: int) -> dict[str, Any]:
 
 
 def parts_of(stats: Any) -> dict[str, dict[str, float]]:
-    """Sum up calls and cumulative seconds of the functions that stand for a part."""
+    """Sum the calls and cumulative seconds of the functions of each part."""
     found = {name: {"calls": 0, "seconds": 0.0} for name, _, _ in PARTS}
     for (file, _, function), (_, calls, _, cumulative, _) in stats.items():
         for name, of_file, of_function in PARTS:
@@ -194,7 +194,7 @@ def print_profiles(profiles: Sequence[dict[str, Any]]) -> None:
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--scale", type=float, default=1.0, show_default=True)
 @click.option("--parts", type=click.IntRange(min=1), help="Files of a large table. [default: 8 for scale 1]")
-@click.option("--data", type=click.Path(path_type=Path), help="Where the tables are, or are made.")
+@click.option("--data", type=click.Path(path_type=Path), help="Folder of the tables; made if missing.")
 @click.option("--queries", default="all", show_default=True, callback=lambda _, __, text: numbers_of(text))
 @click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True)

@@ -1,12 +1,12 @@
-"""Compare the planning of queries with what the runtime keeps of it, and without, in turns.
+"""Compare the planning of queries with the runtime's planning cache and without, in turns.
 
     python -m benchmarks.tpch.planning_cache --scale 1 --json planning-cache.json
 
-In each turn all queries are planned twice with Dask as shipped, and twice with a cache that was empty before:
-the first time a query finds what the queries before it have left, the second time all. Planning is to build
-a query, to optimise it and to make its graph. Which of both begins alternates. No cluster is needed; the
-shuffle method is Dask's ``tasks``. Where other work runs on the machine, ``--clock cpu`` counts this process
-alone.
+In each turn all queries are planned twice with Dask as shipped, and twice with an initially empty cache: in
+the first run a query can reuse entries of earlier queries, in the second run its own too. Planning means
+building a query, optimising it and making its graph. The order alternates. No cluster is needed; the shuffle
+method is Dask's ``tasks``. On a machine with other load, ``--clock cpu`` measures the CPU time of this
+process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLOCKS: Mapping[str, Callable[[], float]] = {"wall": perf_counter, "cpu": proces
 
 @contextmanager
 def planned_by(contender: str, metrics: Metrics) -> Iterator[None]:
-    """Plan as Dask does, or with a cache that is empty at first and gone at the end."""
+    """Plan as Dask does, or with a fresh cache that is removed at the end."""
     cache = PlanningCache(lambda: "client", metrics)
     if contender == KEPT:
         cache.install()
@@ -54,7 +54,7 @@ def planned_by(contender: str, metrics: Metrics) -> Iterator[None]:
 
 
 def seconds_of(query: Query, tables: ParquetTables, clock: Callable[[], float]) -> float:
-    """Return the seconds in which a query is built and optimised, and its graph is made."""
+    """Return the seconds to build and optimise a query and to make its graph."""
     start = clock()
     query.build(tables).optimize(fuse=True).__dask_graph__()
     return clock() - start
@@ -63,12 +63,12 @@ def seconds_of(query: Query, tables: ParquetTables, clock: Callable[[], float]) 
 def take_turns(
     queries: Sequence[Query], tables: ParquetTables, turns: int, metrics: Metrics, clock: Callable[[], float]
 ) -> dict[tuple[str, str], list[list[float]]]:
-    """Return for both contenders and both runs the seconds of each query, turn by turn."""
+    """Return the seconds of each query by contender and run, turn by turn."""
     seconds: dict[tuple[str, str], list[list[float]]] = {
         (who, run): [] for who in (DASK, KEPT) for run in RUNS
     }
     for query in queries:
-        seconds_of(query, tables, clock)  # modules are imported
+        seconds_of(query, tables, clock)  # imports modules
     for turn in range(turns):
         for contender in (DASK, KEPT) if turn % 2 == 0 else (KEPT, DASK):
             with planned_by(contender, metrics):
@@ -78,7 +78,7 @@ def take_turns(
 
 
 def metadata_calls(queries: Sequence[Query], tables: ParquetTables, contender: str) -> dict[str, int]:
-    """Count how often metadata of an expression are asked for anew, in a first and in a second run."""
+    """Count computations of expressions' metadata in a first and in a second run."""
     calls = {}
     with planned_by(contender, Metrics()):
         for run in RUNS:

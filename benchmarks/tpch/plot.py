@@ -1,4 +1,4 @@
-"""The budgets as stacked bars, with bokeh where it is installed."""
+"""Plot the budgets as stacked bars with bokeh."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 from dask_gpurt.bench.budget import PHASES
 
-#: Computing is cut in two: a task thread has a task, or none.
+#: ``computing`` is split by whether task threads are busy or idle.
 PARTS = (*PHASES[:4], "busy", "idle", PHASES[5])
 COLOURS = ("#9467bd", "#7b4173", "#c5b0d5", "#d4a72c", "#22a06b", "#dddddd", "#8fa3bf")
 
 
 def parts_of(spent: Mapping[str, Any]) -> dict[str, float]:
-    """Cut the time of a run for its bar."""
+    """Split the time of a run into the parts of its bar."""
     seconds = dict(spent["seconds"])
     computing = seconds.pop("computing")
     seconds["busy"] = computing * spent["thread_busy"]
@@ -23,7 +23,7 @@ def parts_of(spent: Mapping[str, Any]) -> dict[str, float]:
 
 
 def write_plot(results: Mapping[str, Any], path: Path) -> None:
-    """Write a page with a bar for each query and contender: where the time of its median warm run goes."""
+    """Write a page with the time budget of the median warm run, as a bar per query and contender."""
     from bokeh.models import ColumnDataSource, FactorRange
     from bokeh.plotting import figure, output_file, save
 

@@ -1,4 +1,4 @@
-"""The results of DuckDB on the same files, and the comparison with them."""
+"""Compute reference results with DuckDB on the same files, and compare results with them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .tables import TABLES
 if TYPE_CHECKING:
     from .tables import ParquetTables
 
-#: Relative: sums of doubles differ with the order in which they are added.
+#: Relative tolerance, as sums of doubles depend on the order of additions.
 TOLERANCE = 1e-9
 
 
 class WrongResultError(ValueError):
-    """A result differs from the reference's."""
+    """Raised if a result differs from the reference."""
 
 
 def sql(number: int, scale: float) -> str:
@@ -33,7 +33,7 @@ def sql(number: int, scale: float) -> str:
 
 
 def expected(tables: ParquetTables, numbers: Iterable[int]) -> dict[int, pd.DataFrame]:
-    """Return DuckDB's results; they are kept beside the tables, so that it computes each of them once."""
+    """Return DuckDB's results, cached beside the tables."""
     found: dict[int, pd.DataFrame] = {}
     database: Any = None
     for number in numbers:
@@ -57,15 +57,15 @@ def _connect(tables: ParquetTables) -> Any:
 
 
 def check(query: Query, found: pd.DataFrame, wanted: pd.DataFrame) -> None:
-    """Raise unless a result is the reference's: its columns, its rows, and the order that is asked for.
+    """Raise unless a result has the columns, rows and order of the reference.
 
-    Rows whose order is not told apart by the query may come in any order. Numbers are compared with a
-    relative tolerance of 1e-9, everything else is equal.
+    Rows that tie in the query's order may come in any order. Doubles are compared with a relative tolerance
+    of 1e-9, everything else exactly.
 
     Raises
     ------
     WrongResultError
-        With the query and what differs.
+        With the query and the difference.
     """
     if list(found.columns) != list(wanted.columns):
         raise WrongResultError(
@@ -75,7 +75,7 @@ def check(query: Query, found: pd.DataFrame, wanted: pd.DataFrame) -> None:
         raise WrongResultError(f"query {query.number}: {len(found)} rows, not {len(wanted)}")
     for name in query.order:
         _compare(query, f"order by {name}", found[name], wanted[name])
-    # What is not a double tells rows apart.
+    # Align rows by the columns that are not doubles, which identify them.
     keys = [name for name in wanted.columns if wanted[name].dtype.kind != "f"]
     ours, theirs = (frame.sort_values(keys) if keys else frame for frame in (found, wanted))
     for name in wanted.columns:
@@ -97,7 +97,7 @@ def _compare(query: Query, name: str, found: pd.Series[Any], wanted: pd.Series[A
 
 
 def collected(query: Query, result: Any) -> pd.DataFrame:
-    """Return a computed result as a frame of pandas, in the order that the query asks for."""
+    """Convert a computed result to a pandas frame in the order of the query."""
     if query.scalar is not None:
         return pd.DataFrame({query.scalar: [float(result)]})
     frame: pd.DataFrame = result if isinstance(result, pd.DataFrame) else result.to_pandas()
@@ -106,7 +106,7 @@ def collected(query: Query, result: Any) -> pd.DataFrame:
 
 
 def numbers_of(text: str) -> list[int]:
-    """Read a list of queries: ``all``, or numbers and ranges such as ``1,3,7-9``."""
+    """Parse a list of queries: ``all``, or numbers and ranges such as ``1,3,7-9``."""
     if text == "all":
         return list(QUERIES)
     found: list[int] = []

@@ -1,7 +1,8 @@
-"""The tables of TPC-H: made by ``tpchgen-cli``, prepared for dataframes, read lazily.
+"""Make the tables of TPC-H with ``tpchgen-cli``, convert them for dataframes, and read them lazily.
 
-``tpchgen-cli`` writes decimals and dates, which pandas has no columns for. They are rewritten as doubles and
-as timestamps; ``decimals=False`` and ``dates=False`` keep them as they are, for engines that know them.
+``tpchgen-cli`` writes decimals and dates, for which pandas has no native columns. They are converted to
+doubles and timestamps; ``decimals=False`` and ``dates=False`` keep the original types, for engines that
+support them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 TABLES = ("region", "nation", "supplier", "customer", "part", "partsupp", "orders", "lineitem")
-#: Written last: a directory without it is not complete.
+#: Written last: a directory without it is incomplete.
 MANIFEST = "tables.json"
 GENERATOR = "tpchgen-cli"
 #: Partitions of the large tables, for a scale factor of 1.
@@ -31,7 +32,7 @@ PARTS_PER_SCALE, FEWEST_PARTS, MOST_PARTS = 8, 4, 64
 
 
 class ParquetTables:
-    """Read the tables of a directory with ``dask.dataframe``, in the backend that is configured."""
+    """Read the tables of a directory with ``dask.dataframe``, in the configured backend."""
 
     def __init__(self, directory: Path):
         self.directory = directory
@@ -51,32 +52,32 @@ class ParquetTables:
 
 
 def default_parts(scale: float) -> int:
-    """Return how many files the large tables of a scale factor are split into."""
+    """Return the number of files of each large table at a scale factor."""
     return min(MOST_PARTS, max(FEWEST_PARTS, round(PARTS_PER_SCALE * scale)))
 
 
 def prepare(
     directory: Path, scale: float, parts: int, *, decimals: bool = True, dates: bool = True
 ) -> ParquetTables:
-    """Make the tables of a scale factor, where they are not there yet.
+    """Make the tables of a scale factor, unless they exist already.
 
     Parameters
     ----------
     directory
-        Where there is a directory for each table afterwards.
+        Folder for one directory per table.
     scale
         The scale factor: 1 is about 1 GB as text.
     parts
         Files of each large table.
     decimals, dates
-        Whether decimals become doubles, and dates timestamps.
+        Whether to convert decimals to doubles, and dates to timestamps.
 
     Raises
     ------
     FileNotFoundError
-        When the tables are not there and ``tpchgen-cli`` is not installed.
+        If the tables are missing and ``tpchgen-cli`` is not installed.
     ValueError
-        When the directory has tables that were prepared in another way.
+        If the directory has tables with other parameters.
     """
     wanted = {"scale": scale, "parts": parts, "decimals": decimals, "dates": dates}
     manifest = directory / MANIFEST
@@ -86,7 +87,7 @@ def prepare(
             raise ValueError(f"{directory} has tables with {there}, not {wanted}: use another directory")
         return ParquetTables(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    # Table by table, so that only one of them is there twice.
+    # Table by table, so that the disk holds only one table twice.
     for name in TABLES:
         with tempfile.TemporaryDirectory(dir=directory, prefix="generated-") as generated:
             _generate(Path(generated), name, scale, parts)
@@ -121,7 +122,7 @@ def _convert_file(file: Path, target: Path, decimals: bool, dates: bool) -> None
 
 
 def convert(column: Any, *, decimals: bool = True, dates: bool = True) -> Any:
-    """Convert a column to what dataframes have: doubles, timestamps in microseconds, plain strings."""
+    """Convert a column to a dataframe type: doubles, timestamps in microseconds, plain strings."""
     kind = column.type
     if pa.types.is_string_view(kind):
         return column.cast(pa.string())
@@ -135,7 +136,7 @@ def convert(column: Any, *, decimals: bool = True, dates: bool = True) -> Any:
 
 
 def write_tables(directory: Path, frames: dict[str, Sequence[Any]], scale: float) -> ParquetTables:
-    """Write tables of another origin, a sequence of pandas frames each, as :func:`prepare` would."""
+    """Write given tables, each a sequence of pandas frames, in the layout of :func:`prepare`."""
     for name in TABLES:
         (directory / name).mkdir(parents=True)
         for number, frame in enumerate(frames[name], 1):

@@ -1,1 +1,1 @@
-"""Measure placement on two hosts with a link of a known speed between them, and simulate the same graphs."""
+"""Measure placement on two hosts joined by a link of known speed, and simulate the same graphs."""

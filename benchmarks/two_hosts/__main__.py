@@ -1,11 +1,11 @@
-"""Placement on two hosts with a link of a known speed between them, measured and simulated.
+"""Measure and simulate placement on two hosts joined by a link of known speed.
 
     python -m benchmarks.two_hosts --pairs 10 --json two-hosts.json
 
-Two clusters are up at the same time on the same two hosts, network namespaces of this machine: with placement
-and without, the runtime on in both. They take turns, every other turn the other way round. Results have to be
-the same. After its pairs each workload is run three times more without placement, to record its graphs, which
-are then simulated: on links as fast as those measured, with tasks as long as those recorded.
+Two clusters, with and without placement, run at the same time on the same two hosts, network namespaces of
+this machine; the runtime is on in both. They take turns, in an order that alternates. Results must be equal.
+After its pairs each workload runs three more times without placement to record its graphs, which are then
+simulated with the measured speeds of links and the recorded durations of tasks.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from dask_gpurt.cli.environment import environment
 
 #: Bytes per second of the link in one direction, by name.
 LINKS: Mapping[str, int | None] = {"0.1": 10**8, "1": 10**9, "unlimited": None}
-#: In place of a link: all workers on one host.
+#: Instead of a link: all workers on one host.
 SAME_HOST = "same-host"
-#: The pairs of each workload that are run once more without placement, to be recorded and simulated.
+#: Runs of each workload to record without placement and to simulate.
 RECORDED = 3
-#: The width of the table, in characters: on a terminal, and in a file too.
+#: Width of the table in characters, also in a file.
 WIDTH = 130
 
 
@@ -49,14 +49,14 @@ WIDTH = 130
 def prepared(
     client: Client, name: str, scale: float, turn: int, scratch: Path
 ) -> Iterator[tuple[Setting, Any]]:
-    """Keep the data of a workload for as long as it runs; on the same workers on both sides in a turn."""
+    """Hold the data of a workload while it runs, on the same workers on both sides in a turn."""
     setting = Setting(client, addresses(client), scale, turn, scratch)
     with client.as_current():
         yield setting, WORKLOADS[name].prepare(setting)
 
 
 def timed(client: Client, name: str, scale: float, side: str, turn: int, scratch: Path) -> tuple[Run, int]:
-    """Run a workload, and return what it computed, too."""
+    """Run a workload, and return the timed run and its result."""
     with prepared(client, name, scale, turn, scratch) as (setting, data):
         before = counts(client)
         start = time.perf_counter()
@@ -67,7 +67,7 @@ def timed(client: Client, name: str, scale: float, side: str, turn: int, scratch
 
 
 def counts(client: Client) -> tuple[float, int, int]:
-    """Return the seconds of cores, the bytes between the hosts, and the decisions of placement until now."""
+    """Return the CPU seconds, bytes between the hosts, and placement decisions so far."""
     one, *_ = addresses(client)
     workers: Mapping[str, float] = client.run(time.process_time)
     scheduler: float = client.run_on_scheduler(time.process_time)
@@ -91,7 +91,7 @@ def measure(sides: Mapping[str, Client], name: str, pairs: int, scale: float, sc
     Raises
     ------
     ValueError
-        When the sides have computed different results.
+        If the sides have computed different results.
     """
     runs: list[Run] = []
     for turn in range(pairs + 1):
@@ -101,12 +101,12 @@ def measure(sides: Mapping[str, Client], name: str, pairs: int, scale: float, sc
             runs.append(run)
             results.add(result)
         if len(results) > 1:
-            raise ValueError(f"{name}: the sides have computed {results}")
+            raise ValueError(f"{name}: results differ between sides: {results}")
     return runs
 
 
 def record(client: Client, name: str, scale: float, turn: int, scratch: Path) -> Recording:
-    """Run a workload once more and return its tasks."""
+    """Run a workload once more, and return its recording."""
     with prepared(client, name, scale, turn, scratch) as (setting, data):
         client.register_plugin(Recorder(), name=Recorder.name)
         try:
@@ -118,7 +118,7 @@ def record(client: Client, name: str, scale: float, turn: int, scratch: Path) ->
 
 
 def on_link(link: str, names: Sequence[str], pairs: int, scale: float, always: bool) -> dict[str, Any]:
-    """Return the cells of a link, the bandwidths that were measured, and the choices that failed."""
+    """Return the cells of a link, the measured bandwidths, and the fallbacks of placement."""
     cells, said = [], Console(stderr=True)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -150,25 +150,27 @@ def on_link(link: str, names: Sequence[str], pairs: int, scale: float, always: b
 
 
 def _reasons(dask_scheduler: Any) -> dict[str, float]:
-    """Return how often placement has begun to choose, by reason."""
+    """Return how often placement has engaged, by reason."""
     known = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
     return {name: count for name, count in known.items() if name.startswith("placement.engaged.")}
 
 
 def fallbacks(client: Client) -> dict[str, Any]:
-    """Return the decisions that were left to Dask since they failed."""
+    """Return the failed placement decisions that fell back to Dask, with reasons."""
     known = dask_gpurt.report(client).fallbacks.to_dict()
     return {what: told for what, told in known.items() if what.startswith("placement")}
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--pairs", default=10, show_default=True, type=click.IntRange(min=2), help="After the first.")
+@click.option(
+    "--pairs", default=10, show_default=True, type=click.IntRange(min=2), help="Pairs after the first."
+)
 @click.option(
     "--links",
     default=",".join(LINKS),
     show_default=True,
     callback=split_list([*LINKS, SAME_HOST]),
-    help=f"In GB/s; {SAME_HOST} has all workers on one.",
+    help=f"In GB/s; {SAME_HOST} puts all workers on one host.",
 )
 @click.option(
     "--workloads",
@@ -177,8 +179,8 @@ def fallbacks(client: Client) -> dict[str, Any]:
     show_default=True,
     callback=split_list(list(WORKLOADS)),
 )
-@click.option("--scale", default=1.0, show_default=True, help="How much larger the data are than usual.")
-@click.option("--always", is_flag=True, help="Placement chooses also where it would leave that to Dask.")
+@click.option("--scale", default=1.0, show_default=True, help="Factor on the size of the data.")
+@click.option("--always", is_flag=True, help="Keep the gate open: placement always chooses.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
     pairs: int, links: Sequence[str], names: Sequence[str], scale: float, always: bool, output: Path | None

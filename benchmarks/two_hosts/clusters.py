@@ -1,4 +1,4 @@
-"""Run clusters on two hosts that share the link, with placement and without, and measure the link."""
+"""Run clusters with and without placement on the same two hosts, and measure the link."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import dask_gpurt
 from benchmarks.two_hosts.hosts import ADDRESSES, PATIENCE_S, Host, host_of, make_hosts
 from dask_gpurt.topology import Speed
 
-#: What decides: Dask, or the runtime's placement. The runtime is on in both.
+#: Whether placement is on. The runtime is on in both.
 SIDES = ("off", "on")
 #: Of their schedulers: 8787 is where the first one serves HTTP.
 PORTS = dict(zip(SIDES, (8786, 8796), strict=True))
 WORKERS_PER_HOST = 2
 MEMORY_LIMIT = "2 GiB"
-#: The bytes of transfers by which a link is measured, and how often: the first ones open connections.
+#: Bytes and number of the transfers that measure a link; the first ones open connections.
 PROBE_BYTES, PROBES = 16_000_000, 5
-#: Fused tasks hide the inputs of shuffles from the recording, and from placement what is to be placed.
+#: Fused tasks would hide inputs of shuffles from the recording, and tasks from placement.
 SETTINGS = {"gpurt.planning.fuse": False, "distributed.comm.timeouts.connect": "60s"}
 
 
@@ -38,11 +38,11 @@ def clusters(
     Parameters
     ----------
     scratch
-        Where workers have their files.
+        Folder for the workers' files.
     rate
-        Bytes per second of the link in one direction; not limited if not given.
+        Bytes per second of the link in one direction; None for no limit.
     always
-        Whether placement chooses also where it would leave that to Dask.
+        Whether placement chooses even when its gate would leave that to Dask.
     one_host
         Whether all workers are on the first host.
     """
@@ -80,12 +80,12 @@ def _cluster(hosts: Sequence[Host], port: int, scratch: Path) -> Iterator[Client
 
 
 def addresses(client: Client) -> list[str]:
-    """Return the workers, those of the first host first."""
+    """Return the addresses of the workers, those on the first host first."""
     return sorted(client.nthreads(), key=lambda worker: (ADDRESSES.index(host_of(worker)), worker))
 
 
 def measure_links(client: Client) -> dict[str, Speed]:
-    """Return the speed of Dask's comms ``between`` the hosts and ``within`` one, as nothing else runs."""
+    """Return the speed of Dask's comms ``between`` the hosts and ``within`` one, on an idle cluster."""
     workers = addresses(client)
     ends = {"between": workers[-1], "within": workers[1]}
     return {name: _measure(client, workers[0], target) for name, target in ends.items()}
@@ -100,7 +100,7 @@ def _measure(client: Client, source: str, target: str) -> Speed:
 
 
 def _seconds(client: Client, source: str, target: str, nbytes: int) -> float:
-    """Return the seconds until a worker has fetched so many bytes of another."""
+    """Return the seconds in which a worker fetches ``nbytes`` bytes from another."""
     made = client.submit(np.ones, nbytes, dtype="u1", workers=[source], pure=False)
     wait(made)
     start = time.perf_counter()

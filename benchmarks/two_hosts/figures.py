@@ -1,4 +1,4 @@
-"""Sum up pairs of runs and simulated ones: ratios with their intervals, and the table of all cells."""
+"""Summarise pairs of measured and simulated runs: ratios with intervals, and a table of all cells."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any, NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-#: The quantiles of Student's distribution for an interval of 95%, from one degree of freedom on; that of more
-#: degrees is rounded up to the last.
+#: Quantiles of Student's distribution for a 95% interval, from one degree of freedom on. More degrees use the
+#: last, which errs on the wide side.
 STUDENT = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
     2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
 )  # fmt: skip
-#: A simulated ratio is as measured within this.
+#: Relative tolerance within which a simulated ratio counts as equal to the measured one.
 TOLERANCE = 0.15
-#: A ratio this close to 1 has no sign.
+#: Ratios this close to 1 count as no difference.
 NO_DIFFERENCE = 0.05
 
 
 class Run(NamedTuple):
-    """A timed run.
+    """Record a timed run.
 
     Parameters
     ----------
     side
-        What decided: "off" is Dask, "on" placement.
+        "off" for Dask's choices, "on" for placement.
     turn
-        The number of the pair; 0 is the first run of the workload on its cluster.
+        Number of the pair; 0 is the first run of the workload on its cluster.
     seconds
-        From the submission to the result.
+        Wall time from the submission to the result.
     cpu
-        Seconds of cores of all processes of the cluster.
+        CPU seconds of all processes of the cluster.
     between
-        Bytes that went over the link between the hosts.
+        Bytes over the link between the hosts.
     decisions
-        Workers that placement has chosen; none while it leaves that to Dask.
+        Decisions of placement; 0 while it leaves them to Dask.
     """
 
     side: str
@@ -58,14 +58,14 @@ class Interval(NamedTuple):
 
 
 def ratios(runs: Sequence[Run]) -> list[float]:
-    """Return how many times as long Dask's choices took as placement, by pair, without the first."""
+    """Return the ratio of Dask's time to that with placement for each pair but the first."""
     seconds = {(run.side, run.turn): run.seconds for run in runs}
     turns = sorted({run.turn for run in runs} - {0})
     return [seconds["off", turn] / seconds["on", turn] for turn in turns]
 
 
 def interval(found: Sequence[float]) -> Interval:
-    """Return the geometric mean of at least two ratios, with the interval of 95% of their logarithms."""
+    """Return the geometric mean of at least two ratios, with a 95% interval from their logarithms."""
     logarithms = [math.log(each) for each in found]
     quantile = STUDENT[min(len(found) - 1, len(STUDENT)) - 1]
     spread = quantile * stdev(logarithms) / math.sqrt(len(found))
@@ -103,7 +103,7 @@ def cell(
 
 
 def agrees(measured: Interval, simulated: float) -> bool:
-    """Tell whether a simulated ratio is on the same side of 1 as the measured one, or within its interval."""
+    """Return whether simulated and measured ratio agree: on the same side of 1, or within the interval."""
     if measured.low <= 1 <= measured.high or abs(measured.ratio - 1) < NO_DIFFERENCE:
         return measured.low <= simulated <= measured.high or abs(simulated - 1) < NO_DIFFERENCE
     return (simulated > 1) == (measured.ratio > 1)
@@ -123,7 +123,7 @@ def by_link(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def table(cells: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the cells in a table for people."""
+    """Format the cells as a table."""
     made = Table(
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

@@ -1,7 +1,7 @@
-"""Make two hosts of one machine: namespaces of the kernel, joined by a link of a known speed.
+"""Make two hosts on one machine: kernel namespaces joined by a link of known speed.
 
-A host has a network, a name, processes and ``/dev/shm`` of its own, as a container has. It lives for as
-long as its first process, which reads until we are gone: nothing outlives this process, however it ends.
+Like a container, a host has its own network, host name, processes and ``/dev/shm``. It lives as long as its
+first process, which blocks on a pipe from this process: nothing outlives this process, however it ends.
 """
 
 from __future__ import annotations
@@ -18,53 +18,51 @@ from dataclasses import dataclass, field
 import dask
 import psutil
 
-#: Their end of the link, and the addresses there.
+#: Name of the link's device on each host, and the hosts' addresses.
 LINK, ADDRESSES = "gpurt", ("10.99.0.1", "10.99.0.2")
 TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "hostname")
 CLONE_NEWNET = 0x40000000
 PATIENCE_S = 60
-#: The bytes that a limited link may send at once: so many, and this share of what it sends in a second, for
-#: below that the kernel's timers slow a fast link down.
+#: Burst of a limited link: at least so many bytes, and at least so many seconds at its rate. With less, the
+#: kernel's timers slow a fast link down.
 MIN_BURST_BYTES, BURST_S = 64_000, 1e-3
 
 
 class UnsupportedError(RuntimeError):
-    """Report that two hosts cannot be made here, and why."""
+    """Raised if two hosts cannot be made on this machine."""
 
 
 def require() -> None:
-    """Make sure that two hosts can be made of this machine.
+    """Check that two hosts can be made on this machine.
 
     Raises
     ------
     UnsupportedError
-        Without Linux, root, or the programs for it.
+        Without Linux, root, or the required programs.
     """
     if os.geteuid() != 0 or sys.platform != "linux":
-        raise UnsupportedError(
-            "two hosts on one machine take Linux, and a user who may make namespaces: root"
-        )
+        raise UnsupportedError("two hosts on one machine need Linux and root, to create namespaces")
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
-        raise UnsupportedError(f"two hosts on one machine take {', '.join(missing)} (util-linux, iproute2)")
+        raise UnsupportedError(f"two hosts on one machine need {', '.join(missing)} (util-linux, iproute2)")
 
 
 @dataclass
 class Host:
-    """Namespaces, and what runs in them.
+    """Namespaces and the processes in them.
 
     Parameters
     ----------
     name, address
-        Its name, and its address on the link.
+        Host name, and address on the link.
     stack
-        Ends its processes.
+        Ends the host's processes.
     environment
-        Variables for what :meth:`start` starts, beside those of this process.
+        Variables for processes of :meth:`start`, in addition to those of this process.
 
     Raises
     ------
     UnsupportedError
-        When the kernel forbids namespaces.
+        If the kernel forbids namespaces.
     """
 
     name: str
@@ -96,7 +94,7 @@ class Host:
         self.configure("ip", "link", "set", "lo", "up")
 
     def start(self, *command: str, stack: contextlib.ExitStack | None = None) -> None:
-        """Start something that runs on; it ends with ``stack`` if given, and with the host at the latest."""
+        """Start a process in the background; it ends with ``stack`` if given, at the latest with the host."""
         stack = stack or self.stack
         inherited = {"DASK_INTERNAL_INHERIT_CONFIG": dask.config.serialize(dask.config.global_config)}
         inherited["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -107,18 +105,18 @@ class Host:
         stack.callback(process.kill)
 
     def run(self, *command: str, within: str = "--all") -> None:
-        """Run something to its end."""
+        """Run a command to completion."""
         enter = ["nsenter", "--target", str(self.pid), within, "--"]
         done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
     def configure(self, *command: str) -> None:
-        """Change its network, with process ids as they are outside."""
+        """Run a command in the host's network, with process ids of the outside."""
         self.run(*command, within="--net")
 
     @contextlib.contextmanager
     def network(self) -> Iterator[None]:
-        """Put this thread, and threads that it starts, in the network of this host."""
+        """Move this thread, and threads that it starts, into the network of this host."""
         with open("/proc/thread-self/ns/net") as outside, open(f"/proc/{self.pid}/ns/net") as inside:
             _enter(inside.fileno())
             try:
@@ -136,21 +134,21 @@ def _enter(namespace: int) -> None:
 def make_hosts(
     stack: contextlib.ExitStack, rate: int | None = None, environment: Mapping[str, str] | None = None
 ) -> list[Host]:
-    """Return two hosts, and join them.
+    """Make two hosts, and join them.
 
     Parameters
     ----------
     stack
-        Ends them.
+        Ends the hosts.
     rate
-        Bytes per second of the link between them in one direction; not limited if not given.
+        Bytes per second of the link in one direction; None for no limit.
     environment
-        Variables for their processes.
+        Variables for the hosts' processes.
 
     Raises
     ------
     UnsupportedError
-        When this machine, this user or the kernel does not allow it.
+        If this machine, this user or the kernel does not allow it.
     """
     require()
     hosts = [Host(f"host-{at}", address, stack, environment or {}) for at, address in enumerate(ADDRESSES)]
@@ -159,7 +157,7 @@ def make_hosts(
 
 
 def _join(one: Host, other: Host, rate: int | None) -> None:
-    """Lay a link between two hosts."""
+    """Connect two hosts by a link."""
     peer = ("peer", "name", LINK, "netns", str(other.pid))
     one.configure("ip", "link", "add", LINK, "type", "veth", *peer)
     for host in (one, other):
@@ -170,12 +168,12 @@ def _join(one: Host, other: Host, rate: int | None) -> None:
 
 
 def limit(host: Host, device: str, rate: int, queue_ms: int = 50) -> None:
-    """Have a device of a host's network send so many bytes per second at most, from now on.
+    """Limit a network device of a host to ``rate`` bytes per second.
 
     Parameters
     ----------
     queue_ms
-        What it holds back before it drops packets, in milliseconds at that rate.
+        Queue before it drops packets, in milliseconds at that rate.
     """
     burst = max(MIN_BURST_BYTES, round(rate * BURST_S))
     bucket = ("tbf", "rate", f"{8 * rate}bit", "burst", f"{burst}b", "latency", f"{queue_ms}ms")
@@ -183,5 +181,5 @@ def limit(host: Host, device: str, rate: int, queue_ms: int = 50) -> None:
 
 
 def host_of(worker: str) -> str:
-    """Return the address of the host of a worker."""
+    """Return the host part of a worker's address."""
     return worker.partition("://")[2].rpartition(":")[0]

@@ -1,4 +1,4 @@
-"""Record the tasks of a run on its scheduler, and make a workload for the simulator of them."""
+"""Record the tasks of a run on its scheduler, and convert them to a workload for the simulator."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from distributed import SchedulerPlugin
 from dask_gpurt.simulate import Submission, Work, Workload
 from dask_gpurt.simulate.clock import Name
 
-#: The beginning of the keys of the barriers of shuffles.
+#: Key prefix of the barriers of shuffles.
 BARRIER = "shuffle-barrier-"
 
 
 @dataclass
 class Recorded:
-    """A task that has run, or whose result was there before.
+    """A recorded task, or an input that existed before the run.
 
     Parameters
     ----------
     needs
         The names of its inputs.
     worker
-        Where its result was first.
+        The first worker with its result.
     nbytes
-        Of its result.
+        Bytes of its result.
     seconds
-        For which it ran; 0 of one that was there before.
+        Duration; 0 for an input that existed before the run.
     """
 
     needs: tuple[str, ...]
@@ -41,16 +41,16 @@ class Recorded:
 
 @dataclass
 class Recording:
-    """The tasks of a run by name, in the order in which they came.
+    """The tasks of a run by name, in order of completion.
 
     Parameters
     ----------
     tasks
-        Those of the run.
+        Tasks of the run.
     before
-        Their inputs that were there before.
+        Inputs that existed before the run.
     wanted
-        Those that a client asked for.
+        Tasks that a client requested.
     """
 
     tasks: dict[str, Recorded] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Recording:
 
 
 class Recorder(SchedulerPlugin):
-    """Record tasks from its registration on."""
+    """Record tasks once registered."""
 
     name = "two-hosts-recorder"
 
@@ -68,7 +68,7 @@ class Recorder(SchedulerPlugin):
         self.recording = Recording()
 
     def update_graph(self, scheduler: Any, *, tasks: Iterable[Any], keys: Iterable[Any], **_: Any) -> None:
-        """Note which results were there before, and which are asked for."""
+        """Record the inputs that exist already, and the requested results."""
         self.recording.wanted.update(map(str, keys))
         for key in tasks:
             for dts in scheduler.tasks[key].dependencies:
@@ -77,7 +77,7 @@ class Recorder(SchedulerPlugin):
                     self.recording.before[str(dts.key)] = Recorded((), holder, dts.get_nbytes())
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **known: Any) -> None:
-        """Note a task that has run."""
+        """Record a completed task."""
         if start == "processing" and finish == "memory":
             ts = self._scheduler.tasks[key]
             needs = tuple(sorted(str(dts.key) for dts in ts.dependencies))
@@ -88,16 +88,16 @@ class Recorder(SchedulerPlugin):
 
 
 def take(dask_scheduler: Any) -> Recording:
-    """Return what was recorded; runs on the scheduler."""
+    """Return the recording; runs on the scheduler."""
     recording: Recording = dask_scheduler.plugins[Recorder.name].recording
     return recording
 
 
 def replayed(name: str, recording: Recording, workers: Sequence[str]) -> Workload:
-    """Return a workload that holds the results that were there before, and has the run twice.
+    """Return a workload that starts with the existing inputs, and submits the run twice.
 
-    The first time lets the scheduler learn durations, as the runs before the recorded one did: the last
-    submission is the one to look at.
+    In the first submission the scheduler learns durations, as in the runs before the recorded one. The last
+    submission is the one to evaluate.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ def replayed(name: str, recording: Recording, workers: Sequence[str]) -> Workloa
 
 
 def _run(recording: Recording, number: int) -> Submission:
-    """Return a run, whose tasks have names of their own."""
+    """Return the ``number``-th submission of a run, with distinct task names."""
     names = {key: Name(_renamed(key, number)) for key in recording.tasks}
     names.update((key, Name(key)) for key in recording.before)
     shards = _shards(recording)
@@ -134,16 +134,16 @@ def _run(recording: Recording, number: int) -> Submission:
 
 
 def _renamed(key: str, number: int) -> str:
-    """Return the name of a task in a run: of the same prefix, and with the same index."""
+    """Return the name of a task in a submission, with the same prefix and index."""
     found = re.fullmatch(r"\('(.*?)'(,.*)\)", key)
     return f"('{found[1]}-{number}'{found[2]})" if found else f"{key}-{number}"
 
 
 def _shards(recording: Recording) -> Mapping[str, Mapping[str, int]]:
-    """Return the bytes that each output of a shuffle takes of each transfer, by the names of both.
+    """Return the estimated bytes of shards, by the names of output and transfer.
 
-    The scheduler does not see shards. Those of a transfer add up to its input, and are dealt in proportion to
-    the bytes of the outputs: in a join these are of joined rows, most of which come from the larger side.
+    The scheduler does not see shards. Those of a transfer add up to its input, and are split in proportion to
+    the bytes of the outputs: in a join these consist of joined rows, most of which come from the larger side.
     """
     found: defaultdict[str, dict[str, int]] = defaultdict(dict)
     known = {**recording.before, **recording.tasks}

@@ -11,7 +11,7 @@ from dask_gpurt.simulate import Capacity, Cluster, Machine, Overheads
 from dask_gpurt.simulate.placements import simulate
 from dask_gpurt.topology import Link, Place, Speed
 
-#: The placement that is simulated, by side.
+#: Simulated placement by side.
 PLACEMENTS = {"off": "stock", "on": "gated"}
 
 
@@ -26,20 +26,20 @@ def seconds(
 ) -> dict[str, float]:
     """Return the virtual seconds of a recorded run, by side.
 
-    The processor time of decisions is measured in a first simulation, and charged in a second.
+    The CPU time of decisions is measured in a first simulation, and charged in a second.
 
     Parameters
     ----------
     workers
-        The addresses that the recording has, those of the first host first.
+        Addresses in the recording, those on the first host first.
     links
         The speed of a transfer ``between`` the hosts and ``within`` one.
     overheads
-        As they were measured.
+        Measured overheads.
     memory
         Bytes of each worker.
     always
-        Whether placement chooses also where it would leave that to Dask.
+        Whether placement chooses even when its gate would leave that to Dask.
     """
     machines = [Machine(Place(host_of(worker)), Capacity(0, 0, memory)) for worker in workers]
     within = dict.fromkeys((Link.SHARED_MEMORY, Link.LOOPBACK), links["within"])

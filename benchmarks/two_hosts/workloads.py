@@ -1,7 +1,7 @@
 """Build the workloads that run on two hosts: all of them compute, none sleeps.
 
-Each is a pair of functions: one puts data on the workers before the clock starts, the other is timed and
-returns a number, which is the same wherever tasks ran.
+Each is a pair of functions: one puts data on the workers before the clock starts; the other is timed and
+returns a number that does not depend on where tasks ran.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dask._task_spec import Task, TaskRef
 from distributed import Client, wait
 
 PARTITIONS = 16
-#: Keys of the small side of joins, and the exponent by which few of them have most rows of a skewed side.
+#: Keys of the small side of joins, and the exponent of Zipf's distribution for a skewed side.
 KEYS, ZIPF = 50_000, 1.3
 #: Rows of a dataset of scale 1, of 24 bytes each.
 ROWS = 4_000_000
-#: The share of the data that one worker has in ``uneven-reuse``, and the passes over them.
+#: Share of the data on one worker in ``uneven-reuse``, and the number of passes over the data.
 UNEVEN_SHARE, PASSES = 0.9, 2
-#: The layers of the random graph, its tasks in each, and the largest number of inputs of one.
+#: Layers of the random graph, tasks per layer, and the maximum of inputs per task.
 LAYERS, WIDTH, MAX_INPUTS = 8, 16, 3
 #: The bytes of the mean result there, at scale 1.
 RESULT_BYTES = 3_000_000
@@ -34,20 +34,20 @@ RESULT_BYTES = 3_000_000
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a workload runs.
+    """Hold where and how a workload runs.
 
     Parameters
     ----------
     client
-        Of the cluster.
+        A client of the cluster.
     workers
-        Its addresses, those of the first host first.
+        Addresses of the workers, those on the first host first.
     scale
-        How much larger the data are than usual.
+        Factor on the size of the data.
     seed
-        Of what is left to chance.
+        Seed of random choices.
     scratch
-        A folder that all workers read.
+        A folder that all workers can read.
     """
 
     client: Client
@@ -57,7 +57,7 @@ class Setting:
     scratch: Path
 
     def random(self) -> random.Random:
-        """Return random numbers, the same each time."""
+        """Return a generator with the fixed seed."""
         return random.Random(self.seed)
 
     @property
@@ -68,14 +68,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload.
+    """Hold the functions of a workload.
 
     Parameters
     ----------
     prepare
         Puts data on the workers.
     run
-        Is timed; takes what was prepared.
+        The timed part; takes the result of ``prepare``.
     """
 
     prepare: Callable[[Setting], Any]
@@ -86,7 +86,7 @@ class Workload:
 
 
 def even(rows: int, part: int) -> pd.DataFrame:
-    """Make a partition whose keys are all as frequent."""
+    """Make a partition with uniformly distributed keys."""
     draw = np.random.default_rng(part)
     return pd.DataFrame(
         {
@@ -105,19 +105,19 @@ def skewed(rows: int, part: int) -> pd.DataFrame:
 
 
 def weights(part: int) -> pd.DataFrame:
-    """Make a partition of the side of a join that has each key once."""
+    """Make a partition of the side with each key once."""
     keys = np.arange(part, KEYS, PARTITIONS // 2)
     return pd.DataFrame({"key": keys, "weight": keys % 97})
 
 
 def shares(parts: int) -> list[float]:
-    """Return sizes of partitions of which the first has a third of all."""
+    """Return the partitions' shares of the data; the first has a third."""
     sizes = np.arange(1, parts + 1) ** -1.0
     return list(sizes / sizes.sum())
 
 
 def hold(setting: Setting, made: Sequence[Any], homes: Sequence[str], meta: Any = None) -> Any:
-    """Compute each on its worker, and return them as a collection, or without ``meta`` as they are."""
+    """Persist each on its worker; return a collection, or the delayed values without ``meta``."""
     held = [setting.client.persist(one, workers=[home]) for one, home in zip(made, homes, strict=True)]
     wait(held)
     if meta is None:
@@ -135,14 +135,14 @@ def in_turns(workers: Sequence[str], parts: int) -> list[str]:
 
 
 def prepare_join(setting: Setting) -> Any:
-    """Deal both sides of a join evenly."""
+    """Distribute both sides of a join evenly."""
     rows = setting.rows // PARTITIONS
     left = [dask.delayed(even)(rows, part) for part in range(PARTITIONS)]
     return _sides(setting, left, in_turns(setting.workers, PARTITIONS))
 
 
 def prepare_skewed_join(setting: Setting) -> Any:
-    """Deal partitions of very different sizes by chance."""
+    """Distribute partitions of very different sizes at random."""
     left = [
         dask.delayed(skewed)(round(share * setting.rows), part)
         for part, share in enumerate(shares(PARTITIONS))
@@ -160,7 +160,7 @@ def _sides(setting: Setting, left: Sequence[Any], homes: Sequence[str]) -> Any:
 
 
 def join(setting: Setting, sides: Any) -> int:
-    """Join both sides, shuffled, and add up."""
+    """Join both sides, shuffling both, and sum."""
     left, right = sides
     merged = left.merge(right, on="key", broadcast=False, shuffle_method="gpurt")
     return int((merged.payload % 1000 * merged.weight).sum().compute())
@@ -174,7 +174,7 @@ def numbers(nbytes: int, part: int) -> np.ndarray:
 
 
 def prepare_uneven(setting: Setting) -> Any:
-    """Have nine tenths of the data on one worker."""
+    """Put nine tenths of the data on one worker."""
     nbytes = 8 * setting.rows // PARTITIONS
     made = [dask.delayed(numbers)(nbytes, part) for part in range(PARTITIONS)]
     first, *others = setting.workers
@@ -183,12 +183,12 @@ def prepare_uneven(setting: Setting) -> Any:
 
 
 def distinct(data: np.ndarray, turn: int) -> int:
-    """Count numbers that differ in their upper bits: a sort, which takes far longer than a copy."""
+    """Count distinct upper bits, with a sort, which takes far longer than a copy."""
     return len(np.unique(data >> (20 + turn)))
 
 
 def reuse(setting: Setting, data: Any) -> int:
-    """Pass over the data some times."""
+    """Run :data:`PASSES` passes over the data."""
     total = 0
     for turn in range(PASSES):
         total += sum(
@@ -201,7 +201,7 @@ def reuse(setting: Setting, data: Any) -> int:
 
 
 def prepare_files(setting: Setting) -> Path:
-    """Write a table to files, which workers of both hosts read."""
+    """Write a table to files that workers on both hosts can read."""
     folder = setting.scratch / f"table-{setting.rows}"
     if not folder.exists():
         folder.mkdir()
@@ -223,7 +223,7 @@ def read_join_groupby(setting: Setting, folder: Path) -> int:
 
 
 def mixed(nbytes: int, seed: int, *inputs: np.ndarray) -> np.ndarray:
-    """Sort what came, and make a result of so many bytes of it: the time follows from the bytes."""
+    """Sort the inputs, and make a result of ``nbytes`` bytes from them; the time follows from the bytes."""
     drawn = np.random.default_rng(seed).integers(0, 2**62, nbytes // 8)
     if inputs:
         ordered = np.sort(np.concatenate([each[: 1 + nbytes // 8] for each in inputs]))
@@ -232,7 +232,7 @@ def mixed(nbytes: int, seed: int, *inputs: np.ndarray) -> np.ndarray:
 
 
 def random_graph(setting: Setting) -> tuple[dict[str, Task], list[str]]:
-    """Return layers of tasks, each with some inputs out of the two layers before."""
+    """Return layers of tasks with inputs from the two previous layers."""
     chance, graph = setting.random(), {}
     layers: list[list[str]] = []
     for level in range(LAYERS):
