@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import dask.dataframe as dd
 import pandas as pd
@@ -28,14 +29,13 @@ def client() -> Iterator[Client]:
         yield client
 
 
-def heard_of(client: Client, address: str) -> dict[str, float]:
-    """Return the counters in a worker's last heartbeat."""
+def last_heartbeat(client: Client, address: str) -> dict[str, Any]:
+    """Return the counters and fallbacks in a worker's last heartbeat."""
 
-    def read(dask_scheduler) -> dict[str, float]:  # type: ignore[no-untyped-def]
-        metrics = dask_scheduler.workers[address].metrics
-        return metrics.get(METRIC, {}).get("counters", {})  # type: ignore[no-any-return]
+    def read(dask_scheduler) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+        return dask_scheduler.workers[address].metrics.get(METRIC, {})  # type: ignore[no-any-return]
 
-    found: dict[str, float] = client.run_on_scheduler(read)
+    found: dict[str, Any] = client.run_on_scheduler(read)
     return found
 
 
@@ -53,7 +53,9 @@ def test_totals_outlive_a_killed_worker_and_the_loss_is_said(client: Client) -> 
     assert before.counters["shuffle.rows"] == ROWS
     assert before.departed == ()
     of_killed = before.workers[killed].counters
-    until(lambda: heard_of(client, killed) == of_killed)
+    # A fallback is no counter: a heartbeat from before it has the same counters.
+    until(lambda: last_heartbeat(client, killed).get("fallbacks"))
+    until(lambda: last_heartbeat(client, killed)["counters"] == of_killed)
     os.kill(pid, signal.SIGKILL)
     until(lambda: dask_gpurt.report(client).departed)
     after = dask_gpurt.report(client)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -585,7 +586,8 @@ def test_who_switches_on_gets_the_error_of_workers_and_no_tracebacks(
         assert "gpurt" not in scheduler.extensions
 
     test()
-    assert [record for record in caplog.records if record.exc_info] == []
+    # Dask reports a connection that closes with its cluster below warnings, with a traceback.
+    assert [one for one in caplog.records if one.exc_info and one.levelno >= logging.WARNING] == []
 
 
 def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -33,7 +33,7 @@ QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
     # As in Dask's own tests, workers are forked from a process that has imported these modules. Not on hosts
-    # with GPUs: CUDA_VISIBLE_DEVICES hides them from workers on the CPU, which a fork would ignore.
+    # with GPUs: workers get theirs by an environment variable, which a fork reads no more.
     METHOD: "spawn" if cuda_devices() else "forkserver",
     **caps.SETTINGS,
 }
