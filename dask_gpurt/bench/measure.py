@@ -22,7 +22,7 @@ from dask_gpurt.bench.reads import ReadClock, read_seconds
 from dask_gpurt.bench.results import GPURT, BenchResult, Machine, Observed, Run, Spent
 from dask_gpurt.bench.tables import Tables, TableSize
 from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.properties import drop_class_lock
+from dask_gpurt.dask_hooks.expression_threads import share_expressions
 
 #: Dask's default method on a cluster.
 DEFAULT_METHOD = "p2p"
@@ -143,7 +143,7 @@ def _observing(client: Client) -> Iterator[None]:
     with ExitStack() as stack:
         patches = PatchSet()
         stack.callback(patches.restore)
-        drop_class_lock(patches)  # the scheduler may be in this process, and the runtime is off in between
+        share_expressions(patches)  # the scheduler may be in this process, and the runtime is off in between
         client.register_plugin(TaskLog(), name=TaskLog.name)
         stack.callback(client.unregister_scheduler_plugin, TaskLog.name)
         client.register_plugin(ReadClock(), name=ReadClock.name)

@@ -19,8 +19,7 @@ from distributed import Client, LocalCluster
 from distributed.core import Status
 
 from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.expr import find_in_one_step
-from dask_gpurt.dask_hooks.properties import drop_class_lock
+from dask_gpurt.dask_hooks.expression_threads import share_expressions
 from dask_gpurt.dask_hooks.scheduler import start_missing_workers
 
 logger = logging.getLogger(__name__)
@@ -73,8 +72,7 @@ def _free_ports(count: int) -> list[int]:
 def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
     """Start a cluster on this machine; yield a client, the cluster, and the directory of its workers."""
     # Permanently: several threads build sorts, which compute, even while the runtime is off.
-    drop_class_lock(PatchSet())
-    find_in_one_step()
+    share_expressions(PatchSet())
     # A restarted worker binds its port while connections of the killed process still linger.
     os.environ.setdefault("UCX_TCP_CM_REUSEADDR", "y")
     before = {child.pid for child in psutil.Process().children(recursive=True)}

@@ -6,13 +6,10 @@ dask-expr has no registry of shuffle methods: ``Shuffle._lower`` knows a fixed l
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
-from dask._expr import Expr, SingletonExpr
 from dask.dataframe.dask_expr import _shuffle
 from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection, RenameFrame, ResetIndex
 from dask.dataframe.dask_expr._merge import (
@@ -57,7 +54,6 @@ __all__ = [
     "create_assign_index_merge_transfer",
     "default_shuffle_method",
     "defaults",
-    "find_in_one_step",
     "is_aligned",
     "layer_of",
     "meta",
@@ -192,44 +188,3 @@ def _seam(short: str) -> Seam:
 def _instead(replacement: Replacement) -> Wrap:
     """Pass the original to a replacement as its first argument."""
     return lambda original: partial(replacement, original)
-
-
-# ---- finding expressions ---------------------------------------------------------------------------
-
-#: Replaced only by chaos, so it is not among the seams that the runtime requires.
-_LOOKUP = Seam("dask._expr:SingletonExpr.__new__", "cls args _determ_token kwargs", bodies=("3d05bef20fb8",))
-
-
-def find_in_one_step() -> None:
-    """Make Dask's lookup of equal expressions atomic, permanently in this process.
-
-    Dask keeps one instance of equal expressions, by name, in a dictionary of weak references. Its lookup
-    checks for the name and then reads it, a race if scheduler and client are threads of one process::
-
-        scheduler, unpickling a graph: the dictionary has an expression of this name.
-        client, which has sent it:     drops the last reference.
-        scheduler:                     KeyError; the graph is rejected.
-
-    The futures of that graph fail, and dependent tasks are cancelled with "lost dependencies". A no-op if
-    Dask's method differs from the known one.
-    """
-    original: Any = SingletonExpr.__new__
-    if _LOOKUP.difference() is not None or inspect.unwrap(original, stop=_finds_in_one_step) is _find_or_make:
-        return
-    # Other replacements of the method compare the original's body, which they find through __wrapped__.
-    _find_or_make.__wrapped__ = original  # type: ignore[attr-defined]
-    SingletonExpr.__new__ = staticmethod(_find_or_make)  # type: ignore[method-assign]
-
-
-def _finds_in_one_step(method: Any) -> bool:
-    return method is _find_or_make
-
-
-def _find_or_make(cls: type[SingletonExpr], *operands: Any, **options: Any) -> Any:
-    if not hasattr(cls, "_instances"):
-        cls._instances = WeakValueDictionary()
-    made: Any = Expr.__new__(cls, *operands, **options)
-    if cls.__init__ is object.__init__ and (known := cls._instances.get(made._name)) is not None:
-        return known
-    cls._instances[made._name] = made
-    return made

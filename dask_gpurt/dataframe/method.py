@@ -42,9 +42,9 @@ from dask_gpurt.dask_hooks.expr import (
     replace_default_method,
     replace_lowering,
 )
+from dask_gpurt.dask_hooks.expression_threads import share_expressions
 from dask_gpurt.dask_hooks.graph import convert_legacy_graph
 from dask_gpurt.dask_hooks.planning import keys_of
-from dask_gpurt.dask_hooks.properties import drop_class_lock
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dataframe.expressions import (
     GpurtBlockwiseMerge,
@@ -114,7 +114,7 @@ def choose(is_usable: Callable[[], bool]) -> None:
         return method if is_ours() else original(method)
 
     replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
-    drop_class_lock(_default)
+    share_expressions(_default)
 
 
 def leave() -> None:

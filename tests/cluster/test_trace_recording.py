@@ -12,7 +12,7 @@ import pytest
 from distributed import Worker
 
 import dask_gpurt
-from dask_gpurt.observe.recording import Recording
+from dask_gpurt.observe.recording import Event, Recording
 from dask_gpurt.observe.trace import ProcessTrace
 from dask_gpurt.plugins import tracing
 from dask_gpurt.traces import Collector
@@ -46,10 +46,13 @@ async def test_a_ring_that_is_full_loses_the_oldest_and_says_so(
     await client.scheduler.gpurt_trace_begin(token="small")
     metrics = crew[0].plugins["gpurt"].metrics
     metrics.recording = Recording(capacity=2)
-    await client.gather([client.submit(int, n, workers=[crew[0].address]) for n in range(5)])
-    replies = await client.scheduler.gpurt_traces_take(token="small", limit=100)
-    assert replies[crew[0].address]["lost"] == 3
-    assert len(json.loads(replies[crew[0].address]["events"])) == 2
+    futures = [client.submit(int, n, workers=[crew[0].address]) for n in range(5)]
+    await client.gather(futures)
+    reply = (await client.scheduler.gpurt_traces_take(token="small", limit=100))[crew[0].address]
+    recorded = [Event(*event).task for event in json.loads(reply["events"])]
+    assert len(recorded) == len(set(recorded)) == 2
+    assert set(recorded) < {future.key for future in futures}
+    assert reply["lost"] == 3
     await client.scheduler.gpurt_traces_end(token="small")
 
 
