@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from multiprocessing import get_context
@@ -33,14 +35,15 @@ from dask_gpurt.placement.durations import DurationModel, WorkerSlowdown
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.queueing import EVERYWHERE, AvailableWorkers, SiblingQueue
 from dask_gpurt.placement.strategy import Placement
-from dask_gpurt.simulate import WORKLOADS, Overheads, Simulation, build_cluster, build_workload
+from dask_gpurt.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
 from dask_gpurt.simulate.placements import PLACEMENTS, VirtualHeadroom
 from dask_gpurt.simulate.simulation import WorkloadFailed
+from dask_gpurt.simulate.workloads import Graph, Scale, varied
 
 #: Virtual seconds of a decision, by placement, from ``placement-2cpu.json``.
 DECISION_S = {"stock": 25e-6, "gpurt": 110e-6}
 #: The clusters and their workers.
-CLUSTERS = {"dgx": 8, "mixed": 16, "rdma": 16, "tcp": 16}
+CLUSTERS = {"dgx": 8, "mixed": 8, "rdma": 16, "tcp": 16}
 #: Pseudo-rules: all rules, and Dask's own choices on workers with the runtime's tiers.
 ALL, NONE = "all rules", "no placement"
 
@@ -149,6 +152,37 @@ RULES: Mapping[str, Sequence[Patch]] = {
 }
 
 
+# ---- what is simulated -----------------------------------------------------------------------------------
+
+
+def uneven_reuse(scale: Scale, rng: random.Random) -> Workload:
+    """Map and reduce a persisted collection, three times, of which half of the workers hold everything."""
+    graph = Graph()
+    kept = graph.read("kept", scale.each(0.15))
+    read = graph.submission(kept, keep=True)
+    holders = max(1, scale.workers // 2)
+    homes = [replace(work, worker=index % holders) for index, work in enumerate(read.works)]
+    submissions = [replace(read, works=homes)]
+    for query in range(3):
+        named = [
+            graph.add(f"kept-q{query}", i, [key], nbytes=graph.sizes[key], seconds=0.0)
+            for i, key in enumerate(kept)
+        ]
+        mapped = [
+            graph.add(f"map-q{query}", i, [key], nbytes=graph.sizes[key] / 10, seconds=rng.uniform(0.1, 1.0))
+            for i, key in enumerate(named)
+        ]
+        level = [graph.add(f"sum-q{query}", i, mapped[i : i + 8], nbytes=8) for i in range(0, len(mapped), 8)]
+        last = graph.submission([graph.add(f"total-q{query}", 0, level, nbytes=8)])
+        named_works = [replace(work, alias=True) if work.key in named else work for work in last.works]
+        submissions.append(replace(last, works=named_works))
+    return Workload("uneven-reuse", submissions)
+
+
+#: The workloads by name. Those of the simulator have no aliases, and no data that lie unevenly at first.
+ALL_WORKLOADS = {**WORKLOADS, "uneven-reuse": uneven_reuse}
+
+
 # ---- runs ------------------------------------------------------------------------------------------------
 
 
@@ -158,7 +192,13 @@ class Cell(NamedTuple):
     cluster: str
     workers: int
     workload: str
+    partitions: int
     seed: int
+
+    def build(self, cluster: Cluster) -> Workload:
+        """Return the workload, whose durations vary by a twentieth."""
+        scale, rng = Scale(self.partitions, cluster.memory, self.workers), random.Random(self.seed)
+        return varied(ALL_WORKLOADS[self.workload](scale, rng), rng)
 
 
 def makespan(cell: Cell, rule: str) -> float | None:
@@ -171,7 +211,7 @@ def makespan(cell: Cell, rule: str) -> float | None:
             patches.enter_context(patch.object(target, name, value))
         simulation = Simulation(
             cluster,
-            build_workload(cell.workload, cluster, seed=cell.seed),
+            cell.build(cluster),
             bind=None if rule == NONE else bind,
             worker=worker,
             overheads=Overheads(decision=decision),
@@ -229,9 +269,11 @@ def worth(without: Mapping[Cell, float | None], with_all: Mapping[Cell, float | 
     )
 
 
-def _cells(clusters: Sequence[str], workloads: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
-    for name, workload, seed in product(clusters, workloads, seeds):
-        yield Cell(name, CLUSTERS[name], workload, seed)
+def _cells(
+    clusters: Sequence[str], workloads: Sequence[str], partitions: Sequence[int], seeds: Sequence[int]
+) -> Iterator[Cell]:
+    for name, workload, each, seed in product(clusters, workloads, partitions, seeds):
+        yield Cell(name, CLUSTERS[name], workload, each * CLUSTERS[name], seed)
 
 
 def _seeds(_: Any, __: Any, text: str) -> Sequence[int]:
@@ -252,20 +294,23 @@ def _print(rule: str, found: Worth) -> None:
 @click.command(help=__doc__.partition("\n")[0])
 @click.option("--seeds", default="1000-1003", callback=_seeds, show_default=True, help="A range of seeds.")
 @click.option("--clusters", default=",".join(CLUSTERS), callback=split_list(list(CLUSTERS)))
-@click.option("--workloads", default=",".join(WORKLOADS), callback=split_list(list(WORKLOADS)))
-@click.option("--rules", default="", help="Only rules that begin with this.")
+@click.option("--workloads", default=",".join(ALL_WORKLOADS), callback=split_list(list(ALL_WORKLOADS)))
+@click.option("--partitions", "-p", multiple=True, default=(2, 5), show_default=True, help="For each worker.")
+@click.option("--rules", default="", help="Only rules that contain one of these words, separated by commas.")
 @click.option("--processes", default=os.cpu_count() or 1, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path), help="Write all makespans here.")
 def main(
     seeds: Sequence[int],
     clusters: Sequence[str],
     workloads: Sequence[str],
+    partitions: Sequence[int],
     rules: str,
     processes: int,
     output: Path | None,
 ) -> None:
     """Simulate without each rule, and print what it gains."""
-    cells = list(_cells(clusters, workloads, seeds))
+    cells = list(_cells(clusters, workloads, partitions, seeds))
+    chosen = [rule for rule in RULES if any(word in rule for word in rules.split(","))]
     results: dict[str, Any] = {
         **environment(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -275,7 +320,7 @@ def main(
     }
     found: dict[str, dict[Cell, float | None]] = {}
     with get_context("fork").Pool(processes) as pool:
-        for rule in [ALL, NONE, *(rule for rule in RULES if rule.startswith(rules))]:
+        for rule in [ALL, NONE, *chosen]:
             jobs = [(cell, rule) for cell in cells]
             found[rule] = {cell: seconds for cell, _, seconds in pool.imap_unordered(_run, jobs)}
             known = worth(found[rule], found[ALL])

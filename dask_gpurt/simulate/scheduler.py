@@ -19,7 +19,7 @@ from distributed.scheduler import Scheduler, SchedulerState, WorkerState, heartb
 from distributed.stealing import WorkStealing
 from sortedcontainers import SortedDict
 
-from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.graph import GraphNode
 from dask_gpurt.dask_hooks.scheduler import steal_interval_s
 from dask_gpurt.simulate.clock import Clock, Name
 
@@ -265,7 +265,7 @@ class VirtualScheduler(Scheduler):
     # ---- the client ------------------------------------------------------------------
 
     def submit(
-        self, graph: Mapping[Key, Task], wanted: Iterable[Key], workers: Mapping[Key, str] | None = None
+        self, graph: Mapping[Key, GraphNode], wanted: Iterable[Key], workers: Mapping[Key, str] | None = None
     ) -> None:
         """Submit a graph on behalf of the client, which wants some of its keys.
 
@@ -277,7 +277,9 @@ class VirtualScheduler(Scheduler):
         with self._charging():
             self._submit(graph, wanted, workers or {})
 
-    def _submit(self, graph: Mapping[Key, Task], wanted: Iterable[Key], workers: Mapping[Key, str]) -> None:
+    def _submit(
+        self, graph: Mapping[Key, GraphNode], wanted: Iterable[Key], workers: Mapping[Key, str]
+    ) -> None:
         self._create_taskstate_from_graph(
             start=0.0,
             dsk=dict(graph),

@@ -12,7 +12,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.graph import GraphNode
 from dask_gpurt.dask_hooks.scheduler import steal_requests
 from dask_gpurt.observe import Metrics
 from dask_gpurt.simulate.clock import Clock, Name, Stuck
@@ -198,7 +198,7 @@ class Simulation:
         submission = self._submissions.pop(0)
         self._submission = submission
         self._waiting = set(submission.wanted)
-        graph: dict[Key, Task] = {work.key: work.task() for work in submission.works}
+        graph: dict[Key, GraphNode] = {work.key: work.task() for work in submission.works}
         workers: dict[Key, str] = {
             work.key: self._arrived[work.worker] for work in submission.works if work.worker is not None
         }

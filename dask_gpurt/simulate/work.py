@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dask_gpurt.dask_hooks.graph import Task, TaskRef
+from dask_gpurt.dask_hooks.graph import Alias, GraphNode, Task, TaskRef
 from dask_gpurt.simulate.clock import Name
 
 
@@ -30,6 +30,8 @@ class Work:
     shards
         For an output of one of the runtime's shuffles: bytes received from each transfer, by key of the
         transfer. The output needs the barrier as an input, and the barrier needs the transfers.
+    alias
+        Whether it only names its one input, as graphs on persisted collections do.
     """
 
     key: Name
@@ -39,9 +41,12 @@ class Work:
     workspace: int = 0
     worker: int | None = None
     shards: Mapping[Name, int] = field(default_factory=dict)
+    alias: bool = False
 
-    def task(self) -> Task:
+    def task(self) -> GraphNode:
         """Return the task for Dask's scheduler. A task without inputs is a data producer, like a read."""
+        if self.alias:
+            return Alias(self.key, *self.needs)
         return Task(
             self.key, _do_nothing, *[TaskRef(need) for need in self.needs], _data_producer=not self.needs
         )

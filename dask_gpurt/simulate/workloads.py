@@ -301,14 +301,14 @@ def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None
     if count < 2:
         raise ValueError(f"a workload has at least two partitions, not {count}")
     rng = random.Random(seed)
-    return _varied(WORKLOADS[name](Scale(count, cluster.memory, workers), rng), rng)
+    return varied(WORKLOADS[name](Scale(count, cluster.memory, workers), rng), rng)
 
 
-def _varied(workload: Workload, rng: random.Random) -> Workload:
-    """Vary durations slightly, so that equal tasks finish in random order."""
+def varied(workload: Workload, rng: random.Random) -> Workload:
+    """Return a workload with slightly varied durations, so that equal tasks finish in random order."""
 
-    def varied(work: Work) -> Work:
+    def vary(work: Work) -> Work:
         return replace(work, seconds=work.seconds * rng.uniform(1 - JITTER, 1 + JITTER))
 
-    submissions = [replace(one, works=[varied(work) for work in one.works]) for one in workload.submissions]
+    submissions = [replace(one, works=[vary(work) for work in one.works]) for one in workload.submissions]
     return Workload(workload.name, submissions)
