@@ -201,8 +201,17 @@ class Cell(NamedTuple):
         return varied(ALL_WORKLOADS[self.workload](scale, rng), rng)
 
 
-def makespan(cell: Cell, rule: str) -> float | None:
-    """Return the virtual seconds of a run without a rule; None if Dask gives the workload up."""
+class Outcome(NamedTuple):
+    """Hold the figures of a simulated run: seconds, workers over memory, bytes spilled and between hosts."""
+
+    seconds: float
+    over_memory: int
+    spilled: int
+    between_hosts: int
+
+
+def simulate(cell: Cell, rule: str) -> Outcome | None:
+    """Simulate a run without a rule; return None if Dask gives the workload up."""
     cluster = build_cluster(cell.cluster, cell.workers)
     bind, worker = PLACEMENTS["gpurt"]
     decision = DECISION_S["stock" if rule == NONE else "gpurt"]
@@ -220,19 +229,39 @@ def makespan(cell: Cell, rule: str) -> float | None:
             simulation.run()
         except WorkloadFailed:
             return None
-    assert not simulation.result.fallbacks, (cell, rule)
-    return simulation.result.makespan
+    found = simulation.result
+    assert not found.fallbacks, (cell, rule)
+    return Outcome(found.makespan, found.over_memory, found.spilled, found.between_hosts)
 
 
-def _run(job: tuple[Cell, str]) -> tuple[Cell, str, float | None]:
-    return *job, makespan(*job)
+def _run(job: tuple[Cell, str]) -> tuple[Cell, Outcome | None]:
+    return job[0], simulate(*job)
 
 
 # ---- the table -------------------------------------------------------------------------------------------
 
 
+Outcomes = Mapping[Cell, Outcome | None]
+
+
 class Worth(NamedTuple):
-    """Sum up a rule: the geometric mean of a ratio, its 95% interval, and the means of each cluster."""
+    """Sum up a rule: the ratio of makespans without and with it, and what else differs.
+
+    Attributes
+    ----------
+    mean, low, high
+        The geometric mean of the ratio, and its 95% interval.
+    by_cluster
+        The mean on each cluster.
+    worst, best
+        The least and the greatest mean of a workload on a cluster.
+    pairs
+        The number of pairs of runs.
+    over_memory
+        How many more workers exceed their memory without the rule.
+    spilled, between_hosts
+        The ratios of all bytes spilled and moved between hosts.
+    """
 
     mean: float
     low: float
@@ -241,15 +270,23 @@ class Worth(NamedTuple):
     worst: tuple[float, str]
     best: tuple[float, str]
     pairs: int
+    over_memory: int
+    spilled: float
+    between_hosts: float
 
 
-def worth(without: Mapping[Cell, float | None], with_all: Mapping[Cell, float | None]) -> Worth:
-    """Compare the makespans without a rule and with all rules."""
-    logarithms = {
-        cell: math.log(seconds / all_)
-        for cell, seconds in without.items()
-        if seconds is not None and (all_ := with_all.get(cell)) is not None
+def worth(without: Outcomes, with_all: Outcomes) -> Worth:
+    """Compare the runs without a rule and with all rules."""
+    both = {
+        cell: (outcome, all_)
+        for cell, outcome in without.items()
+        if outcome is not None and (all_ := with_all.get(cell)) is not None
     }
+    logarithms = {cell: math.log(outcome.seconds / all_.seconds) for cell, (outcome, all_) in both.items()}
+    totals, of_all = (
+        Outcome(*(sum(figures) for figures in zip(*side, strict=True)))
+        for side in zip(*both.values(), strict=True)
+    )
     mean = fmean(logarithms.values())
     error = 1.96 * stdev(logarithms.values()) / math.sqrt(len(logarithms))
     groups: dict[tuple[str, str], list[float]] = {}
@@ -266,6 +303,9 @@ def worth(without: Mapping[Cell, float | None], with_all: Mapping[Cell, float | 
         (math.exp(means[worst]), " on ".join(reversed(worst))),
         (math.exp(means[best]), " on ".join(reversed(best))),
         len(logarithms),
+        totals.over_memory - of_all.over_memory,
+        totals.spilled / max(1, of_all.spilled),
+        totals.between_hosts / max(1, of_all.between_hosts),
     )
 
 
@@ -286,7 +326,8 @@ def _print(rule: str, found: Worth) -> None:
     by_cluster = ", ".join(f"{name} {mean:.3f}" for name, mean in found.by_cluster.items())
     print(
         f"{rule:52} {found.mean:.3f} ({found.low:.3f} to {found.high:.3f})  {by_cluster};"
-        f" least {found.worst[0]:.2f} {found.worst[1]}, most {found.best[0]:.2f} {found.best[1]}",
+        f" least {found.worst[0]:.2f} {found.worst[1]}, most {found.best[0]:.2f} {found.best[1]};"
+        f" over memory {found.over_memory:+}, spilled {found.spilled:.2f}, between hosts {found.between_hosts:.2f}",
         flush=True,
     )
 
@@ -318,16 +359,16 @@ def main(
         "decision_s": DECISION_S,
         "rules": {},
     }
-    found: dict[str, dict[Cell, float | None]] = {}
+    found: dict[str, Outcomes] = {}
     with get_context("fork").Pool(processes) as pool:
         for rule in [ALL, NONE, *chosen]:
             jobs = [(cell, rule) for cell in cells]
-            found[rule] = {cell: seconds for cell, _, seconds in pool.imap_unordered(_run, jobs)}
+            found[rule] = dict(pool.imap_unordered(_run, jobs))
             known = worth(found[rule], found[ALL])
             _print(rule, known)
             results["rules"][rule] = {
                 **known._asdict(),
-                "makespans": [[*cell, seconds] for cell, seconds in sorted(found[rule].items())],
+                "runs": [[*cell, *(outcome or ())] for cell, outcome in sorted(found[rule].items())],
             }
             write(results, output)
 
