@@ -327,7 +327,8 @@ def _print(rule: str, found: Worth) -> None:
     print(
         f"{rule:52} {found.mean:.3f} ({found.low:.3f} to {found.high:.3f})  {by_cluster};"
         f" least {found.worst[0]:.2f} {found.worst[1]}, most {found.best[0]:.2f} {found.best[1]};"
-        f" over memory {found.over_memory:+}, spilled {found.spilled:.2f}, between hosts {found.between_hosts:.2f}",
+        f" over memory {found.over_memory:+}, spilled {found.spilled:.2f},"
+        f" between hosts {found.between_hosts:.2f}",
         flush=True,
     )
 
