@@ -21,8 +21,7 @@ from dask_gpurt.bench.queries import QUERIES, Query
 from dask_gpurt.bench.reads import ReadClock, read_seconds
 from dask_gpurt.bench.results import GPURT, BenchResult, Machine, Observed, Run, Spent
 from dask_gpurt.bench.tables import Tables, TableSize
-from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.expression_threads import share_expressions
+from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 
 #: Dask's default method on a cluster.
 DEFAULT_METHOD = "p2p"
@@ -141,9 +140,7 @@ def machine(client: Client, backend: str) -> Machine:
 def _observing(client: Client) -> Iterator[None]:
     """Log tasks on the scheduler, and time reads on the workers, during the body."""
     with ExitStack() as stack:
-        patches = PatchSet()
-        stack.callback(patches.restore)
-        share_expressions(patches)  # the scheduler may be in this process, and the runtime is off in between
+        stack.enter_context(sharing_expressions())  # the runtime is off in between
         client.register_plugin(TaskLog(), name=TaskLog.name)
         stack.callback(client.unregister_scheduler_plugin, TaskLog.name)
         client.register_plugin(ReadClock(), name=ReadClock.name)

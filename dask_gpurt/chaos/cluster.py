@@ -18,8 +18,7 @@ import psutil
 from distributed import Client, LocalCluster
 from distributed.core import Status
 
-from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.expression_threads import share_expressions
+from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.scheduler import start_missing_workers
 
 logger = logging.getLogger(__name__)
@@ -71,8 +70,6 @@ def _free_ports(count: int) -> list[int]:
 @contextlib.contextmanager
 def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[tuple[Client, Any, str]]:
     """Start a cluster on this machine; yield a client, the cluster, and the directory of its workers."""
-    # Permanently: several threads build sorts, which compute, even while the runtime is off.
-    share_expressions(PatchSet())
     # A restarted worker binds its port while connections of the killed process still linger.
     os.environ.setdefault("UCX_TCP_CM_REUSEADDR", "y")
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -88,7 +85,8 @@ def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[
             "distributed.comm.timeouts.connect": CONNECT,
             "distributed.deploy.lost-worker-timeout": LOST_WORKER,
         }
-        with dask.config.set(settings):
+        # Several threads build sorts, which compute, even while the runtime is off.
+        with dask.config.set(settings), sharing_expressions():
             if backend == "cudf":
                 kind = importlib.import_module("dask_cuda").LocalCUDACluster
                 cluster = _with_fixed_ports(kind)(n_workers=workers, **options)

@@ -26,7 +26,8 @@ of the two equal values is kept.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +50,17 @@ def share_expressions(patches: PatchSet) -> None:
     patches.put(SingletonExpr, "__new__", _looked_up_again)
     if sys.version_info < (3, 12):
         patches.put(cached_property, "__get__", _without_lock)
+
+
+@contextmanager
+def sharing_expressions() -> Iterator[None]:
+    """Share expressions during the body, whether the runtime is on or off."""
+    patches = PatchSet()
+    try:
+        share_expressions(patches)
+        yield
+    finally:
+        patches.restore()
 
 
 def _looked_up_again(original: Callable[..., Any]) -> Callable[..., Any]:
