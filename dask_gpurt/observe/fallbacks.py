@@ -46,6 +46,10 @@ class Fallback(Enum):
         "memory.admitted-overdue",
         "tasks and fetches begin without room for them",
     )
+    MEMORY_DEFAULT_LIMITS = (
+        "memory.default-limits",
+        "a worker that joined later has the default limits of tiers",
+    )
     MEMORY_SPLIT = "memory.split", "work that runs out of memory is done in parts"
     MEMORY_DEPENDENTS_FIRST = (
         "memory.dependents-first",

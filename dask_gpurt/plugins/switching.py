@@ -53,6 +53,17 @@ class Layer(IntEnum):
     READS = 3
 
 
+class JoinReply(IntEnum):
+    """Tell a worker that has received the plugin what to do."""
+
+    #: Do not switch on: the runtime has been switched off.
+    STAY_OFF = 0
+    #: Switch on, and refuse settings that do not fit the worker.
+    AS_SET = 1
+    #: Switch on with defaults for sizes that do not fit the worker: shuffles of the others will reach it.
+    AS_FITS = 2
+
+
 class Switch:
     """Run one transition from off to on, and one back to off.
 
@@ -133,8 +144,8 @@ class Workers:
         self._devices: dict[str, frozenset[str]] = {}
         self.unreachable: set[str] = set()
 
-    def join(self, worker: str, token: str, devices: Collection[str], plugin: str) -> bool:
-        """Return whether a worker may switch on the plugin that it has received (handler). Idempotent.
+    def join(self, worker: str, token: str, devices: Collection[str], plugin: str) -> JoinReply:
+        """Tell a worker whether to switch on the plugin that it has received (handler). Idempotent.
 
         A plugin asks again if its connection broke before the reply.
 
@@ -145,13 +156,12 @@ class Workers:
         plugin
             Identifies the plugin among those that the worker has received.
         """
-        wanted = self._wanted and token == self.token
-        if wanted:
-            self._on[worker].add(plugin)
-            self.note_devices(worker, devices)
-        else:
+        if not self._wanted or token != self.token:
             self.has_left(worker, token, plugin)  # an earlier yes may have been lost with its connection
-        return wanted
+            return JoinReply.STAY_OFF
+        self._on[worker].add(plugin)
+        self.note_devices(worker, devices)
+        return JoinReply.AS_FITS if self.ready else JoinReply.AS_SET
 
     def note_devices(self, worker: str, devices: Collection[str]) -> None:
         """Record a worker's kinds of device."""

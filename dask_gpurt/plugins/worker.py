@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from dask.typing import Key
@@ -43,7 +44,16 @@ from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.small_results import RESULTS
-from dask_gpurt.plugins.switching import JOIN, LEFT, NAME, PAUSE_S, READY, REFUSED, spare_tracebacks
+from dask_gpurt.plugins.switching import (
+    JOIN,
+    LEFT,
+    NAME,
+    PAUSE_S,
+    READY,
+    REFUSED,
+    JoinReply,
+    spare_tracebacks,
+)
 from dask_gpurt.plugins.tiers import WorkerTiers
 from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
 from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
@@ -100,12 +110,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
             try:
                 dask_hooks.require()
                 devices = await asyncio.to_thread(kinds)
-                if not await self._ask_to_join(devices):
+                reply = await self._ask_to_join(devices)
+                if reply is JoinReply.STAY_OFF:
                     logger.info("the runtime was switched off before %s joined", worker.address)
                     self._leave()
                     return
                 self._undo.callback(self._say, LEFT, plugin=self._id)
-                await self._switch_on(worker, config.load_over(self.given))
+                await self._switch_on(worker, config.load_over(self.given), reply)
                 self._say(READY)
             except BaseException as error:
                 self._leave()
@@ -117,18 +128,18 @@ class GpurtWorkerPlugin(WorkerPlugin):
                     logger.exception("%s failed to switch the runtime on, and to undo it", worker.address)
                 raise
 
-    async def _ask_to_join(self, devices: Collection[str]) -> bool:
-        """Ask the scheduler whether to switch on, and retry until it answers.
+    async def _ask_to_join(self, devices: Collection[str]) -> JoinReply:
+        """Ask the scheduler whether and how to switch on, and retry until it answers.
 
         Once the scheduler has said yes, it waits for this plugin when it switches off. So a plugin whose
         connection broke must ask again.
         """
         while True:
             try:
-                joins: bool = await getattr(self.worker.scheduler, JOIN)(
+                reply: int = await getattr(self.worker.scheduler, JOIN)(
                     worker=self.worker.address, token=self.token, devices=devices, plugin=self._id
                 )
-                return joins
+                return JoinReply(reply)
             except OSError as error:
                 if is_closing(self.worker):
                     raise
@@ -144,14 +155,14 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self.worker.plugins.get(NAME) is self:
             del self.worker.plugins[NAME]
 
-    async def _switch_on(self, worker: WorkerServer, settings: config.Settings) -> None:
+    async def _switch_on(self, worker: WorkerServer, settings: config.Settings, reply: JoinReply) -> None:
         undo = self._undo
         self.metrics = Metrics()
         if reason := os.environ.get(ALONE):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
         self._has_frozen = False
-        await asyncio.to_thread(self._build, worker, settings)
+        await asyncio.to_thread(self._build, worker, settings, reply)
         self.tiers.start()
         patches = dask_hooks.PatchSet()
         undo.callback(self._ignore_calls)
@@ -252,12 +263,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if isinstance(run, ShuffleRun) and run.run_id == run_id:
             run.renew(owners)
 
-    def _build(self, worker: WorkerServer, settings: config.Settings) -> None:
+    def _build(self, worker: WorkerServer, settings: config.Settings, reply: JoinReply) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
         pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
         for device in pools.devices.values():
             device.prioritised &= settings.overlap.mode != "off"
-        self.tiers = WorkerTiers(worker, settings, pools, self.metrics)
+        self.tiers = self._tiers(worker, settings, pools, reply)
         self._undo.push_async_callback(self.tiers.close)
         self.exchange = Exchange(worker, pools, self.tiers.tiered_buffer, settings, self.metrics)
         self._undo.push_async_callback(self._close_exchange)
@@ -274,6 +285,19 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.tracing = WorkerTracing(worker, self.metrics, self.exchange.offload)
         runs, summary = self.exchange.recent_runs, self.overlap.summary
         self.progress = ProgressReporter(worker, runs, summary, self.metrics)
+
+    def _tiers(
+        self, worker: WorkerServer, settings: config.Settings, pools: Pools, reply: JoinReply
+    ) -> WorkerTiers:
+        """Return the tiers; with default limits if the set ones do not fit a worker that joins later."""
+        try:
+            return WorkerTiers(worker, settings, pools, self.metrics)
+        except config.ConfigError as error:
+            if reply is not JoinReply.AS_FITS:
+                raise
+            self.metrics.fallback(Fallback.MEMORY_DEFAULT_LIMITS, str(error))
+            memory = replace(settings.memory, device=None, pinned=None, host=None, disk=None)
+            return WorkerTiers(worker, replace(settings, memory=memory), pools, self.metrics)
 
     async def teardown(self, worker: WorkerServer) -> None:
         async with self._switching:

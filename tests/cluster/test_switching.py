@@ -600,7 +600,7 @@ def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.
         await dask_gpurt.enable(client)
         async with Worker(scheduler.address, nthreads=1) as good:
             await until(lambda: good.address in scheduler.extensions["gpurt"].workers.ready)
-            with dask.config.set({"gpurt.memory.device": "498 TiB"}):
+            with dask.config.set({"gpurt.memory.device": "much"}):
                 async with Worker(scheduler.address, nthreads=1) as bad:
                     said = f"the runtime is not on at {bad.address}, and shuffles that reach it fail"
                     await until(lambda: said in caplog.text)
@@ -608,6 +608,22 @@ def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.
 
     test()
     assert [record for record in caplog.records if record.exc_info] == []
+
+
+def test_a_smaller_worker_that_joins_takes_part_with_default_limits() -> None:
+    @on_cluster(workers=2, **{"gpurt.memory.device": "2 GiB"})
+    async def test(client: Any, scheduler: Any, *workers: Any) -> None:
+        ready = scheduler.extensions["gpurt"].workers.ready
+        async with Worker(scheduler.address, nthreads=1, memory_limit="1 GiB") as small:
+            await until(lambda: small.address in ready)
+            found = (await dask_gpurt.report(client)).workers[small.address]
+            assert "comes to 2.00 GiB" in found.fallbacks["memory.default-limits"].reason
+            with client.as_current():
+                result = await client.compute(dd.from_pandas(FRAME, npartitions=6).shuffle("key"))
+            assert sorted(result["row"]) == list(range(ROWS))
+            assert "gpurt" in small.plugins
+
+    test()
 
 
 def test_what_a_program_has_frozen_stays_so() -> None:
