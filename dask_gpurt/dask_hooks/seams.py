@@ -157,6 +157,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_merge:Merge._on_condition_already_partitioned", "self expr on"),
         Seam(_EXPR + "_shuffle:P2PShuffle._layer", "self"),
         Seam(_EXPR + "_merge:BlockwiseMerge._task", "self name index"),
+        Seam(_EXPR + "_merge:BroadcastJoin._layer", "self", bodies=("342b6da8daea",)),
         Seam(_EXPR + "_merge:HashJoinP2P._layer", "self"),
         Seam(_EXPR + "_merge:create_assign_index_merge_transfer", ""),
         Seam(
