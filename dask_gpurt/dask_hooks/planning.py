@@ -28,15 +28,14 @@ from dask.delayed import Delayed
 from dask.tokenize import tokenize
 from dask.typing import Key
 from dask.utils import methodcaller
-from fsspec import AbstractFileSystem
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
 
 __all__ = [
     "Expr",
-    "a_file_of",
     "checksum_of_files",
+    "copy_of_facts",
     "deferred_values",
     "files_read",
     "fuse_blockwise",
@@ -54,6 +53,7 @@ __all__ = [
     "rebuild",
     "replace_planning",
     "settings",
+    "state_of_a_file",
     "tell_of_files",
     "with_operand",
     "with_seed",
@@ -119,18 +119,42 @@ def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
     expr._dataset_info_cache = known
 
 
+def copy_of_facts(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of facts about files that expressions of another thread may use at the same time.
+
+    Pickling an expression empties the wrappers of its files for a moment, in which another thread would find
+    nothing in them.
+    """
+    found = dict(known)
+    if "fragments" in found:  # of Arrow's file systems
+        found["fragments"] = [
+            parquet.FragmentWrapper(wrapper.fragment, wrapper._filesystem) for wrapper in found["fragments"]
+        ]
+    return found
+
+
 def checksum_of_files(expr: Expr) -> str | None:
-    """Return the checksum of all files that an expression reads through fsspec; None if it reads none."""
-    if not isinstance(expr, parquet.ReadParquetFSSpec):
+    """Return the checksum of all files that an expression reads; None if it reads no Parquet files."""
+    if not isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
         return None
     return str(expr.checksum)
 
 
-def a_file_of(expr: Expr) -> tuple[AbstractFileSystem, str] | None:
-    """Return the file system and path of one file of a read; None if it has no files."""
+def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
+    """Return what the file system reports of one file of a read; None if it has no files.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the file no longer exists.
+    """
     facts = expr._dataset_info
+    if isinstance(expr, parquet.ReadParquetPyarrowFS):
+        files = facts.get("all_files")  # none if Dask has read a file of metadata in their place
+        return {"size": files[0].size, "mtime": files[0].mtime_ns / 1e9} if files else None
     files = facts["ds"].files
-    return (facts["fs"], files[0]) if files else None
+    state: Mapping[str, Any] | None = facts["fs"].info(files[0]) if files else None
+    return state
 
 
 def reads_more_than_operands(expr: Expr) -> bool:
@@ -340,8 +364,7 @@ def replace_planning(
         Called as ``describe(original, expr)``; returns the metadata of a join, projection, filter, assignment
         or groupby, which depend only on the operands and the metadata of the inputs.
     look_at_files
-        Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files through
-        fsspec needs.
+        Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files needs.
     file_plans
         The number of sets of files and filters for which Dask caches footer statistics.
 
@@ -353,9 +376,10 @@ def replace_planning(
     wraps: dict[Any, Wrap] = {
         PLANNING["__new__"]: lambda original: partial(made, original),
         PLANNING["optimize_until"]: lambda original: partial(optimise, original),
-        PLANNING["_dataset_info"]: lambda original: partial(look_at_files, original),
     }
     for seam in PLANNING.seams:
+        if seam.attribute == "_dataset_info":
+            wraps[seam] = lambda original: partial(look_at_files, original)
         if (concerns := _DESCRIBED.get(seam.short)) is not None:
             wraps[seam] = partial(_where, concerns, describe)
     PLANNING.require()

@@ -24,8 +24,8 @@ from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.planning import (
     Expr,
-    a_file_of,
     checksum_of_files,
+    copy_of_facts,
     files_read,
     is_computation,
     known_of_files,
@@ -35,10 +35,11 @@ from dask_gpurt.dask_hooks.planning import (
     reads_more_than_operands,
     replace_planning,
     settings,
+    state_of_a_file,
     tell_of_files,
 )
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.planning.files import FileStates, Source, has_version
+from dask_gpurt.planning.files import FileStates, has_version, source_of
 from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
@@ -192,7 +193,7 @@ class PlanningCache:
         if generation is None:
             return original(expr)
         read = files_read(expr)
-        operands, source = frozen(read), Source.of(read)
+        operands, source = frozen(read), source_of(read)
         if operands is None or source is None:
             return original(expr)
         key = (generation, operands)
@@ -202,12 +203,12 @@ class PlanningCache:
             return original(expr)
         before = self._files.get(key)
         if before is not None and before[0] == states:
-            known = dict(before[1])
+            known = copy_of_facts(before[1])
             tell_of_files(expr, known)
             self._metrics.add("planning.files.{outcome}", 1, "reused")
             return known
         found = original(expr)
-        self._files.put(key, (states, dict(found)))
+        self._files.put(key, (states, copy_of_facts(found)))
         self._metrics.add("planning.files.{outcome}", 1, "read")
         return found
 
@@ -226,13 +227,11 @@ class PlanningCache:
 
 def _has_versions(expr: Expr) -> bool:
     """Return whether the name of a read changes whenever its files are written."""
-    if (file := a_file_of(expr)) is None:
-        return False
-    files, path = file  # one file represents the whole table
     try:
-        return has_version(files.info(path))
+        state = state_of_a_file(expr)  # one file represents the whole table
     except FileNotFoundError:  # removed since Dask listed it
         return False
+    return state is not None and has_version(state)
 
 
 def _operation_key(expr: Expr) -> Hashable | None:

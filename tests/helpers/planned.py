@@ -13,6 +13,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 from hypothesis import strategies as st
+from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import PlanningCache
@@ -82,22 +83,31 @@ def tables(rows: int = 12) -> list[pd.DataFrame]:
 
 
 def written(folder: Path, library: str) -> list[Callable[[], Any]]:
-    """Write the tables, and return functions that read them: from files, and one of each from memory."""
+    """Write the tables, and return functions that read each of them: from files, and from memory.
+
+    One way to name the files of a table differs from those of the others.
+    """
     readers: list[Callable[[], Any]] = []
+    ways: list[Callable[[str], dict[str, Any]]] = [
+        lambda folder: {"path": folder},
+        lambda folder: {"path": f"{folder}/*.parquet"},
+        lambda folder: {"path": folder, "filesystem": "arrow"},
+        lambda folder: {"path": folder, "filesystem": LocalFileSystem()},
+    ]
     for number, table in enumerate(tables()):
         path = folder / f"table-{number}"
         # dask_cudf reads no file whose schema has a dictionary type.
         stored = table if library == "pandas" else table.astype({"kind": "string[pyarrow]"})
         dd.from_pandas(stored, npartitions=2).to_parquet(path)
-        readers.append(_reader(path, library))
+        readers.append(_reader(library, **ways[number](str(path))))
         readers.append(_from_memory(table, library))
     return readers
 
 
-def _reader(path: Path, library: str) -> Callable[[], Any]:
+def _reader(library: str, **arguments: Any) -> Callable[[], Any]:
     def read() -> Any:
         with dask.config.set({"dataframe.backend": library}):
-            return dd.read_parquet(str(path))
+            return dd.read_parquet(**arguments)
 
     return read
 
