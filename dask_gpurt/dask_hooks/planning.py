@@ -7,6 +7,9 @@ installed on Dask's classes, for all clients of the process.
 
 from __future__ import annotations
 
+import io
+import pickle
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +20,16 @@ import pandas as pd
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Assign, Blockwise, Filter, Projection, optimize_blockwise_fusion
+from dask.dataframe.dask_expr._expr import (
+    Assign,
+    Blockwise,
+    Filter,
+    Isin,
+    Literal,
+    Projection,
+    _DelayedExpr,
+    optimize_blockwise_fusion,
+)
 from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
@@ -25,9 +37,10 @@ from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FromMap
 from dask.delayed import Delayed
-from dask.tokenize import tokenize
+from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
 from dask.typing import Key
 from dask.utils import methodcaller
+from pyarrow.fs import FileInfo
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
@@ -35,6 +48,7 @@ from dask_gpurt.dask_hooks.seams import PLANNING
 __all__ = [
     "Expr",
     "checksum_of_files",
+    "content_of",
     "copy_of_facts",
     "deferred_values",
     "files_read",
@@ -49,6 +63,7 @@ __all__ = [
     "metadata",
     "name_of",
     "operands_of",
+    "pickled",
     "reads_more_than_operands",
     "rebuild",
     "replace_planning",
@@ -187,6 +202,76 @@ def deferred_values(operand: Any) -> list[Any] | None:
     return values if len(values) == len(tasks) else None
 
 
+def content_of(expr: Expr) -> str | None:
+    """Return a token of an expression that is the same in other processes; None if there is none.
+
+    An expression's name is not: that of a Parquet read contains a hash of strings, which Python salts. In
+    other processes an equal token has to stand for an equal result. So all inputs have to be Parquet files,
+    whose checksum counts, or values. A ``Delayed`` that the user has named may have another value there, and
+    options of a file system may be secrets, which should not end up in a file.
+    """
+    tokens: dict[str, str] = {}
+    left = [expr]
+    while left:  # iterative, as in `rebuild`
+        node = left[-1]
+        missing = [each for each in node.dependencies() if name_of(each) not in tokens]
+        if missing:
+            left.extend(missing)
+            continue
+        left.pop()
+        if not node.dependencies() and not _is_known_input(node):
+            return None
+        operands = [tokens[name_of(each)] if isinstance(each, Expr) else each for each in operands_of(node)]
+        if type(node) is Isin and isinstance(node.operands[1], _DelayedExpr):
+            operands[1] = _in_any_order(node.operands[1])
+        try:
+            token = _tokenize_deterministic(type(node), checksum_of_files(node), operands)
+        except TokenizationError:
+            return None
+        tokens[name_of(node)] = token
+    return tokens[name_of(expr)]
+
+
+def _is_known_input(expr: Expr) -> bool:
+    if isinstance(expr, _DelayedExpr):
+        values = deferred_values(expr.operands[0]) or []
+        return [name_of(expr)] == [f"delayed-{_tokenize_deterministic(value)}" for value in values]
+    if isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
+        return not expr.storage_options
+    return isinstance(expr, Literal)
+
+
+def _in_any_order(values: Expr) -> list[Any]:
+    """Return the values of an ``isin``, sorted: Dask takes them from a set, whose order is random."""
+    return [
+        (str(found.dtype), sorted(map(repr, found.tolist()))) if isinstance(found, np.ndarray) else found
+        for found in deferred_values(values.operands[0]) or ()
+    ]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle expressions with facts about files on Arrow's file systems."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is parquet.FragmentWrapper:
+            # A copy, since pickling would empty it for a moment; see `copy_of_facts`.
+            return parquet.FragmentWrapper(value.fragment, value._filesystem).__reduce__()
+        if type(value) is FileInfo:  # Arrow pickles none
+            return _file_info, (value.path, value.type, value.size, value.mtime_ns)
+        return NotImplemented
+
+
+def _file_info(path: str, kind: Any, size: int | None, mtime_ns: int | None) -> FileInfo:
+    return FileInfo(path, kind, size=size, mtime_ns=mtime_ns)
+
+
+def pickled(value: Any) -> bytes:
+    """Return a pickled expression, or facts about files. Other threads may use it meanwhile."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(value)
+    return file.getvalue()
+
+
 def is_method_name(operand: Any) -> bool:
     """Return whether an operand is ``dask.utils.M.something``, which calls a method by its name."""
     return type(operand) is methodcaller
@@ -322,8 +407,8 @@ def graph_of(plan: Expr) -> dict[Key, GraphNode]:
 def settings() -> tuple[str, ...]:
     """Return the settings that influence planning. Equal settings give equal plans and equal metadata.
 
-    In addition to settings of Dask and pandas, these include the choice of the shuffle method: with a local
-    ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles.
+    In addition to settings of Dask, pandas and cudf, these include the choice of the shuffle method: with a
+    local ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles.
     """
     chosen = dask.config.config
     method = str(vars(_shuffle)["get_default_shuffle_method"]())
@@ -337,7 +422,15 @@ def settings() -> tuple[str, ...]:
         repr(chosen.get("explicit-comms")),
         repr(_PANDAS_OPTIONS.get("mode", {}).get("string_storage")),
         repr(_PANDAS_OPTIONS.get("future")),
+        *_options_of_cudf(),
     )
+
+
+def _options_of_cudf() -> Iterator[str]:
+    """Yield the options of cudf that influence dtypes, if it has been imported."""
+    if (option := getattr(sys.modules.get("cudf"), "get_option", None)) is not None:
+        for name in ("default_integer_bitwidth", "default_float_bitwidth", "mode.pandas_compatible"):
+            yield repr(option(name))
 
 
 # ---- replacing ------------------------------------------------------------------------------------

@@ -15,23 +15,39 @@ import pandas as pd
 from hypothesis import strategies as st
 from pyarrow.fs import LocalFileSystem
 
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import MethodChoice, Metrics
+from dask_gpurt.observe.methods import Choices
 from dask_gpurt.planning import PlanningCache
+from dask_gpurt.planning.store import Store
 
 #: Columns of :func:`tables`; every frame has all of them, in its own order.
 COLUMNS = ("key", "small", "ratio", "name", "kind", "when", "count", "flag", "text")
 
 
 class Planner:
-    """Hold a planning cache that tests can switch on and off, and its counters."""
+    """Hold a planning cache that tests can switch on and off, and what it counts and tells."""
 
     def __init__(self) -> None:
         self.usable = False
         self.fused = False
+        self.store: Store | None = None
+        self.choices: list[tuple[str, MethodChoice]] = []
+        self.tell = Choices(lambda *choice: self.choices.append(choice))
         self.metrics = Metrics()
         self.cache = PlanningCache(
-            lambda: "client" if self.usable else None, self.metrics, lambda: self.fused
+            lambda: "client" if self.usable else None,
+            self.metrics,
+            lambda: self.fused,
+            lambda: self.store,
+            self.tell,
         )
+
+    def begin_again(self, path: Path) -> None:
+        """Save what was planned, and go on as another process would, with nothing but the file."""
+        if self.store is not None:
+            self.store.save()
+        self.cache.clear()
+        self.store = Store(path, self.metrics)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -40,7 +56,7 @@ class Planner:
         try:
             yield
         finally:
-            self.usable = False
+            self.usable, self.store = False, None
 
     @contextmanager
     def fusing(self) -> Iterator[None]:
