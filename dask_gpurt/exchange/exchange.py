@@ -237,7 +237,7 @@ class Exchange:
         self.requests.release_soon(shard.producer, shard.device, shard.id, shard.share)
 
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
-        """Release incoming shards that are no longer needed. Blocks while landed ones are being read.
+        """Release incoming shards that are no longer needed; those being read, with their last reader. Blocks.
 
         Raises
         ------
