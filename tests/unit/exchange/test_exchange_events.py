@@ -212,7 +212,7 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     await run._receiver.receive([late])
     assert b.counted("shuffle.shards.stale") == 1
     await quiet()
-    assert a.outbox.view(late.id) is None, "its block is freed"
+    assert a.outbox.view(late.id, late.share) is None, "its block is freed"
     await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
     await cluster.end("a shuffle")
@@ -232,8 +232,8 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
     number = a.outbox.publish(("a shuffle", run.run_id), known.share, B, [a.outbox.allocate(8)])
     await run._receiver.receive([replace(known, id=number, attempt=Attempt(-1, 0))])
     await quiet()
-    assert a.outbox.view(number) is None
-    assert a.outbox.view(known.id) is not None
+    assert a.outbox.view(number, known.share) is None
+    assert a.outbox.view(known.id, known.share) is not None
     cluster.close()
 
 
