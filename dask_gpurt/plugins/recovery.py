@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,7 +229,8 @@ class Recovery:
         while affected:
             together = self._runs.sharing(affected.pop())
             affected -= together
-            self._replace(worker, together)
+            with self._or_begin_again(together, f"worker {worker} has left"):
+                self._replace(worker, together)
 
     def _replace(self, worker: str, shuffles: set[Any]) -> None:
         """Give the outputs of a worker that has left to other workers."""
@@ -355,19 +357,41 @@ class Recovery:
         further tasks.
         """
         shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
-        if any(self._has_others(shuffle, loss) for shuffle in shuffles) and time() - loss.since < PATIENCE_S:
-            self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
-            return
-        for shuffle in shuffles:
-            del self._losses[shuffle]
-        active = self._extension.active_shuffles
-        shuffles = [shuffle for shuffle in shuffles if shuffle in active and self._runs.has(shuffle)]
-        if not shuffles:
-            return
+        with self._or_begin_again(shuffles, loss.reason):
+            others = any(self._has_others(shuffle, loss) for shuffle in shuffles)
+            if others and time() - loss.since < PATIENCE_S:
+                self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
+                return
+            for shuffle in shuffles:
+                del self._losses[shuffle]
+            if active := [shuffle for shuffle in shuffles if self._is_active(shuffle)]:
+                self._repair(active, loss)
+
+    def _repair(self, shuffles: Collection[Any], loss: _Loss) -> None:
+        """Give the outputs of a loss to the workers that are left."""
         needed = set().union(*(self._runs.unfinished(shuffle, loss.outputs) for shuffle in shuffles))
         owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
         workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
         self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=loss)
+
+    def _is_active(self, shuffle: Any) -> bool:
+        return shuffle in self._extension.active_shuffles and self._runs.has(shuffle)
+
+    @contextmanager
+    def _or_begin_again(self, shuffles: Collection[Any], reason: str) -> Iterator[None]:
+        """Restart shuffles if the body, which repairs them, raises.
+
+        The repair may have been deferred, or be a part of Dask's removal of a worker: then its exception
+        reaches no caller, and outputs that are still bound to a lost worker would never be assembled.
+        """
+        try:
+            yield
+        except Exception as error:
+            logger.exception("Shuffles %s cannot be repaired", ", ".join(map(str, shuffles)))
+            for shuffle in shuffles:
+                self._losses.pop(shuffle, None)
+                if self._is_active(shuffle):
+                    self._begin_again(shuffle, f"{reason}; its repair has failed: {error!r}")
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
         """Return whether outputs that a loss does not affect are being assembled."""
