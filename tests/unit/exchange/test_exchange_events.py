@@ -464,6 +464,27 @@ def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
 
 
 @in_process
+async def test_an_owner_is_asked_for_room_while_it_does_not_reply() -> None:
+    """A producer asks twice a second: each request would take another connection."""
+    cluster = Cluster(A, B)
+    a = cluster.network.processes[A]
+    asked = list[str]()
+
+    async def hang(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_drain":
+            asked.append(to)
+            await asyncio.Event().wait()
+        return await handle(to, op, content)
+
+    intercept(cluster, hang)
+    for _ in range(5):
+        a.exchange.requests.ask_for_room({B})
+        await quiet()
+    assert asked == [B]
+    cluster.close()
+
+
+@in_process
 async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> None:
     """Otherwise blocks that were published for it would fill the pool meanwhile."""
     cluster = Cluster(A, B)
