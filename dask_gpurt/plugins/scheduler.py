@@ -26,6 +26,7 @@ from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
+from dask_gpurt.plugins.asking import make_room
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.messages import PromptStreams
@@ -167,6 +168,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "gpurt_disable": self.stop,
             "gpurt_memory": self.memory,
             "gpurt_shared_memory": self.shared_memory,
+            "gpurt_host_room": self.host_room,
             "gpurt_explain": self.explain,
             HANDLER: self.learned.learned,
             JOIN: self.workers.join,
@@ -375,6 +377,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         return [
             peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
         ]
+
+    async def host_room(self, host: str) -> dict[str, int | None]:
+        """Make the workers of a host return memory; see :func:`~dask_gpurt.plugins.asking.make_room`."""
+        return await make_room(self.scheduler, host)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Return a report on the whole cluster, for ``dask gpurt doctor`` and users.
