@@ -92,6 +92,7 @@ class Comms:
             producer.address,
             "gpurt_fetch",
             check=incoming.check_wanted,
+            awaited_by=lambda: incoming.run,
             kind=shard.device,
             shard=shard.id,
             share=shard.share,

@@ -33,6 +33,7 @@ from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.silence import STATUS, SilentWorkers
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import (
     JOIN,
@@ -120,6 +121,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._undo.callback(self._unregister, STARTING)
             self.place(self.settings.placement.enabled)
             self._undo.callback(self.place, False)
+            self._undo.callback(self.workers.silent.close)
             self._undo.push_async_callback(self.workers.off)
             await self.workers.on()
             self.shuffles.install()
@@ -150,7 +152,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
-        self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
+        silent = SilentWorkers(self.scheduler, self.metrics)
+        self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token, silent)
         self.shuffles = SchedulerShuffles(
             self.scheduler,
             settings,
@@ -174,6 +177,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             JOIN: self.workers.join,
             OWNERS: self.shuffles.recovery.owners,
             RECOVER: self.shuffles.recovery.recover,
+            "gpurt_silent": self.shuffles.recovery.goes_on_without,
             **self.tracing.handlers(),
         }
         operations = {
@@ -183,6 +187,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             LEFT: self.workers.has_left,
             REFUSED: self.refused,
             SEALED: self.shuffles.recovery.sealed,
+            STATUS: self.workers.silent.is_back,
         }
         patches = dask_hooks.PatchSet()
         self._undo.callback(self.tracing.close)
@@ -205,7 +210,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
         # closes a worker that sends an unknown operation.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED):
+            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED, STATUS):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:

@@ -25,6 +25,7 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize
 
 from dask_gpurt.config import ConfigError
 from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.plugins.silence import SilentWorkers
 
 #: The runtime's name among the plugins of schedulers and workers, and among a scheduler's extensions.
 NAME = "gpurt"
@@ -120,10 +121,12 @@ class Workers:
         The pickled worker plugin.
     token
         Identifies this scheduler plugin in messages of its worker plugins.
+    silent
+        The workers that have fallen silent.
 
     Attributes
     ----------
-    token
+    token, silent
         As given.
     ready
         The workers that have switched on.
@@ -131,10 +134,11 @@ class Workers:
         The workers that did not answer when the runtime was switched off.
     """
 
-    def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str):
+    def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str, silent: SilentWorkers):
         self._scheduler = scheduler
         self._plugin = plugin
         self.token = token
+        self.silent = silent
         self._wanted = False
         #: For each worker the ids of plugins that may be on: they were allowed to join and have not left.
         self._on: defaultdict[str, set[str]] = defaultdict(set)
@@ -187,6 +191,7 @@ class Workers:
         self.ready.discard(worker)
         self._on.pop(worker, None)
         self._devices.pop(worker, None)
+        self.silent.remove(worker)
         self._look()
 
     def _look(self) -> None:

@@ -43,6 +43,7 @@ from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
+from dask_gpurt.plugins.silence import ASK_STATUS, STATUS
 from dask_gpurt.plugins.small_results import RESULTS
 from dask_gpurt.plugins.switching import (
     JOIN,
@@ -173,6 +174,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
         patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
+        patches.add_item(worker.stream_handlers, ASK_STATUS, self.tell_status)
         self.streams = PromptStreams()
         undo.callback(self.streams.restore)
         self.streams.add(worker.batched_stream)
@@ -241,7 +243,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if is_closing(self.worker):
             for name in (REPORT, HOST, *TRACING):
                 self.worker.handlers[name] = _ignore
-            for name in (RENEW, RESULTS):
+            for name in (RENEW, RESULTS, ASK_STATUS):
                 self.worker.stream_handlers[name] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -254,6 +256,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def take_results(self, results: Mapping[Key, object]) -> None:
         """Store results sent ahead of the tasks that need them (stream handler)."""
         put_results(self.worker, results)
+
+    def tell_status(self) -> None:
+        """Tell the scheduler that this worker is heard again, and its status (stream handler)."""
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+            self.worker.batched_stream.send({"op": STATUS, "status": self.worker.status.name})
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
         """Apply new owners of a run's outputs (stream handler)."""
