@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from dask.typing import Key
 from distributed import WorkerPlugin
@@ -52,6 +53,7 @@ from dask_gpurt.plugins.switching import (
     PAUSE_S,
     READY,
     REFUSED,
+    TOKEN,
     JoinReply,
     spare_tracebacks,
 )
@@ -68,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 #: The name of the exchange's thread pool among Dask's executors.
 COMM = "gpurt-comm"
+#: By worker, the lock for switching on and off.
+_switching: WeakKeyDictionary[WorkerServer, asyncio.Lock] = WeakKeyDictionary()
 #: The states of a task that may occupy a thread, and those in which it has ended.
 EXECUTED, ENDED = ("executing", "long-running", "cancelled", "resumed"), ("memory", "error")
 
@@ -76,8 +80,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     """Run the runtime's parts on a worker: exchange, tiers, overlap, reads and reports.
 
     Each part pushes a callback that switches it off. The callbacks run in reverse order, all of them even if
-    one fails. Dask may remove the plugin or add it again while setup is still running; a lock serializes
-    setup and teardown.
+    one fails. Dask may remove the plugin or add it again while setup or teardown is still running; a lock of
+    the worker serializes them.
 
     Parameters
     ----------
@@ -104,7 +108,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
         self._undo = AsyncExitStack()
-        self._switching = asyncio.Lock()
+        self._switching = _switching.setdefault(worker, asyncio.Lock())
         self._id = uuid.uuid4().hex
         spare_tracebacks()
         async with self._switching:
@@ -137,10 +141,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """
         while True:
             try:
-                reply: int = await getattr(self.worker.scheduler, JOIN)(
+                reply: int | None = await getattr(self.worker.scheduler, JOIN)(
                     worker=self.worker.address, token=self.token, devices=devices, plugin=self._id
                 )
-                return JoinReply(reply)
+                # A scheduler on which the runtime has been switched off replies None.
+                return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
             except OSError as error:
                 if is_closing(self.worker):
                     raise
@@ -178,7 +183,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.streams = PromptStreams()
         undo.callback(self.streams.restore)
         self.streams.add(worker.batched_stream)
-        housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
+        housekeeping = PeriodicCallback(self._keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
         self.tracing.install()
@@ -208,6 +213,21 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.tiers.report_now()  # a client may query memory next
         self.is_on = True
         call_soon(worker, self._warm_up)
+
+    async def _keep_house(self) -> None:
+        """Free idle memory, and switch off if the scheduler has done so while this worker was silent."""
+        with contextlib.suppress(OSError):  # then it asks the next time, or closes without its scheduler
+            if self.is_on and await getattr(self.worker.scheduler, TOKEN)() != self.token:
+                await self._remove_outdated()
+                return
+        await self.exchange.keep_house()
+
+    async def _remove_outdated(self) -> None:
+        """Remove this plugin, unless the plugin of another runtime has replaced it already."""
+        if self.worker.plugins.get(NAME) is self:
+            address = self.worker.address
+            logger.warning("%s was silent while the runtime was switched off, and does so now", address)
+            await self.worker.plugin_remove(name=NAME)
 
     async def _warm_up(self) -> None:
         """Load and compile kernels that the first programs would otherwise wait for.
