@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -17,6 +18,7 @@ from distributed import Client, default_client
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
+from dask_gpurt.addresses import require_scheduler
 from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC
@@ -42,6 +44,8 @@ _metrics = Metrics()
 _lock = threading.Lock()
 #: The choices of shuffle methods that have been sent to the scheduler, by client.
 _told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
+#: Timeout for closing a client that could not switch the runtime on, in seconds.
+CLOSE_TIMEOUT_S = 2.0
 #: The most choices remembered for a client; beyond that all are forgotten, and may be counted again.
 MOST_CHOICES = 10_000
 
@@ -69,6 +73,10 @@ def enable(client: Client | str | None = None) -> Any:
     ------
     ConfigError
         If a setting under ``gpurt`` is invalid.
+    ValueError
+        If the text is not the address of a scheduler.
+    ConnectionError
+        If no scheduler answers at the address within six seconds.
     UnsupportedError
         If the platform is not Linux, or the Dask of a process of the cluster differs in a part that the
         runtime replaces.
@@ -77,15 +85,23 @@ def enable(client: Client | str | None = None) -> Any:
         the runtime off in the meantime.
     """
     config.load()  # validate before connecting a client
-    if not isinstance(client, str):
-        chosen = _open_client(client)
-        return chosen.sync(_enable, chosen)
-    connected = Client(client)
+    if isinstance(client, str):
+        return _enable_at(client)
+    chosen = _open_client(client)
+    return chosen.sync(_enable, chosen)
+
+
+def _enable_at(address: str) -> Client:
+    """Connect a new client, which becomes the current one, and switch the runtime on."""
+    require_scheduler(address)
+    client = Client(address)
     try:
-        return connected.sync(_enable, connected)
+        client.sync(_enable, client)
     except BaseException:
-        connected.close()
+        with contextlib.suppress(TimeoutError):  # the first error says more
+            client.close(timeout=CLOSE_TIMEOUT_S)
         raise
+    return client
 
 
 async def _enable(client: Client) -> Client:

@@ -271,15 +271,16 @@ def test_another_version_on_a_worker_and_a_scheduler_without_the_package(
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("tcp://127.0.0.1:9", "no scheduler answers at tcp://127.0.0.1:9"),
+        ("tcp://127.0.0.1:9", "no scheduler answers at tcp://127.0.0.1:9: connection refused"),
         ("inproc://127.0.0.1/1/1", "only from within the scheduler's own process"),
         ("inproc://", "only from within the scheduler's own process"),
-        ("tcp://127.0.0.1", "expected tcp://HOST:PORT"),
-        ("127.0.0.1", "expected tcp://HOST:PORT"),
+        ("tcp://127.0.0.1", "use tcp://HOST:PORT"),
+        ("127.0.0.1", "use tcp://HOST:PORT"),
+        ("http://127.0.0.1:8787/status", "use tcp://HOST:PORT"),
     ],
 )
 def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.cli.cluster.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)
     assert_one_line(address, said)
 
 
@@ -287,7 +288,7 @@ def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytes
     ("answer", "said"), [(b"", "no answer within 0.5 s"), (b"HTTP/1.1 400 Bad Request\r\n", "another server")]
 )
 def test_something_else_listens_there(answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.cli.cluster.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)
     taken = []
 
     def answer_once(listener: socket.socket) -> None:
