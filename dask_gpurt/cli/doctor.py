@@ -19,6 +19,7 @@ from dask_gpurt.cli.examine import examine
 from dask_gpurt.cli.verdicts import as_yaml
 from dask_gpurt.device.host import SHM
 from dask_gpurt.observe import MethodChoice
+from dask_gpurt.observe.shown_tiers import SHOWN_POOLS
 
 
 @click.command(short_help="Show what is on, falls back, or is set wrong.")
@@ -137,10 +138,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for kind in sorted({kind for pools in cluster["pools"].values() for kind in pools}):
         pools = [found[kind] for found in cluster["pools"].values() if kind in found]
         used, capacity = (sum(pool[what] for pool in pools) for what in ("used", "capacity"))
-        yield (
-            "Pools",
-            f"{kind}: {format_bytes(used)} of {format_bytes(capacity)} used, on {len(pools)} workers",
-        )
+        used_of = f"{format_bytes(used)} of {format_bytes(capacity)} used"
+        yield "Pools", f"{SHOWN_POOLS.get(kind, kind)}: {used_of}, on {len(pools)} workers"
     for fallback in cluster["fallbacks"]:
         what = f"{fallback['what']} ({fallback['id']})"
         yield "Fell back", f"{fallback['count']} times, {what}: {fallback['reason']}"

@@ -13,6 +13,7 @@ from dask.utils import format_bytes, format_time
 
 from dask_gpurt.observe.fallbacks import FORMER_KEYS
 from dask_gpurt.observe.metrics import Unit, UnknownMetricError, find
+from dask_gpurt.observe.shown_tiers import shown_metric
 
 
 class _Plain(Mapping[str, Any]):
@@ -267,12 +268,19 @@ class RuntimeReport(_Record):
         ]
         return pd.DataFrame(rows, columns=["worker", "metric", "value", "unit"])
 
+    def shown(self, name: str) -> str:
+        """Return the name of a metric as it is printed: where no worker has a GPU, tiers have other names."""
+        devices = {kind for worker in self.workers.values() for kind in worker.devices}
+        return shown_metric(name) if devices == {"host"} else name
+
     def __repr__(self) -> str:
         if not self.enabled:
             return "<RuntimeReport: the runtime is off>"
         count = len(self.workers)
         lines = [f"<RuntimeReport: dask-gpurt {self.version} on {count} worker{'' if count == 1 else 's'}"]
-        lines += [f"  {name}: {_readable(name, value)}" for name, value in sorted(self.counters.items())]
+        lines += [
+            f"  {self.shown(name)}: {_readable(name, value)}" for name, value in sorted(self.counters.items())
+        ]
         lines += [f"  scheduler {_fallback(id, known)}" for id, known in self.fallbacks.items()]
         for address, worker in self.workers.items():
             if worker.error is not None:

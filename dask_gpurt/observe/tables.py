@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.observe.shown_tiers import Row, shown_tiers
+from dask_gpurt.observe.shown_tiers import Row, shown_columns, shown_tiers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,13 +59,17 @@ class Table(Sequence[Row]):
         return self._frame()
 
     def __repr__(self) -> str:
-        frame = self.to_pandas()
+        frame = self._printed()
         if frame.empty:
             return f"<{self._title()}: no rows>"
         for column in frame:
             if (format := self._format(str(column))) is not None:
                 frame[column] = ["" if pd.isna(value) else format(value) for value in frame[column]]
         return f"<{self._title()}\n{frame.to_string(index=False)}>"
+
+    def _printed(self) -> pd.DataFrame:
+        """Return the frame with the columns to print."""
+        return self.to_pandas()
 
     def _title(self) -> str:
         return type(self).__name__
@@ -105,6 +109,10 @@ class MemoryUsage(Table):
             return self._frame()
         shown = shown_tiers(self.rows, self.shared_memory)
         return pd.DataFrame(list(shown), columns=list(self.columns))
+
+    def _printed(self) -> pd.DataFrame:
+        shown = list(shown_tiers(self.rows, self.shared_memory))
+        return pd.DataFrame(shown, columns=shown_columns(shown, self.columns))
 
     def _title(self) -> str:
         if not self.rows:

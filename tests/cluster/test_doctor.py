@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import threading
@@ -212,6 +213,7 @@ def test_a_cluster_with_the_runtime(on: Client, local: LocalCluster) -> None:
     printed = doctor("--scheduler", local.scheduler_address).stdout
     assert "times shared-memory" in printed
     assert "the runtime is on" in printed
+    assert re.search(r"Pools +shared memory: .* used, on 2 workers", printed)
 
 
 def test_the_address_may_come_from_dasks_configuration(plain: Client, local: LocalCluster) -> None:

@@ -187,6 +187,22 @@ def test_a_report_is_readable_with_units() -> None:
     assert repr(RuntimeReport()) == "<RuntimeReport: the runtime is off>"
 
 
+@pytest.mark.parametrize(
+    ("kinds", "shown"),
+    [
+        ([["host"], ["host"]], "memory.device.peak (memory): 1.00 kiB"),
+        # The names of tiers differ between the workers.
+        ([["host"], ["host", "cuda"]], "memory.device.peak: 1.00 kiB"),
+    ],
+)
+def test_a_report_names_tiers_as_tables_of_memory_do(kinds: list[list[str]], shown: str) -> None:
+    workers = {f"tcp://a:{i}": {"devices": {kind: {} for kind in known}} for i, known in enumerate(kinds)}
+    counters = {"memory.device.peak": 1024}
+    report = RuntimeReport.of({"enabled": True, "counters": counters, "fallbacks": {}, "workers": workers})
+    assert f"  {shown}" in repr(report).splitlines()[1]
+    assert report.counters == counters
+
+
 def test_a_report_can_be_written_as_json() -> None:
     plain = reported().to_dict()
     assert json.loads(json.dumps(plain)) == plain
