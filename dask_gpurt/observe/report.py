@@ -169,7 +169,7 @@ class WorkerReport(_Record):
 
 @dataclass(frozen=True, eq=False)
 class DepartedWorker(_Record):
-    """Report the counters and fallbacks of a worker that has left, as of its last heartbeat.
+    """Report the counters and fallbacks of a worker that has left, as of its last heartbeat or report.
 
     Parameters
     ----------
@@ -178,8 +178,8 @@ class DepartedWorker(_Record):
     left
         When the scheduler noticed that it had left, in seconds since the epoch.
     silent
-        Seconds from its last heartbeat until then, which the counters do not cover; None if it never
-        reported.
+        Seconds from its last heartbeat or report until then, which the counters do not cover; None if there
+        was neither.
     counters, fallbacks
         As in a :class:`WorkerReport`.
     """
@@ -218,7 +218,7 @@ class RuntimeReport(_Record):
     counters
         Metrics of the whole cluster by name, as listed in ``docs/reference/metrics.md``: the sums of
         counters, the largest values of gauges. Workers that have left are included as of their last
-        heartbeat.
+        heartbeat or report.
     fallbacks
         Fallbacks of the scheduler, by id.
     workers
