@@ -293,7 +293,8 @@ class RuntimeReport(_Record):
 
 
 def _fallback(id: str, known: FallbackCount) -> str:
-    return f"fell back {known.count} times, {known.text} ({id}): {known.reason}"
+    times = "once" if known.count == 1 else f"{known.count} times"
+    return f"fell back {times}, {known.text} ({id}): {known.reason}"
 
 
 def _unit(name: str) -> Unit:

@@ -182,7 +182,7 @@ def test_a_report_is_readable_with_units() -> None:
     printed = repr(reported())
     for said in ("2 workers", "exchange.bytes.comms: 3.00 MiB", "exchange.seconds.pulling: 250.00 ms"):
         assert said in printed
-    assert "tcp://a:1 fell back 1 times, bytes take Dask's comms (exchange.comms): on another host" in printed
+    assert "tcp://a:1 fell back once, bytes take Dask's comms (exchange.comms): on another host" in printed
     assert "tcp://b:1 did not answer: it has left" in printed
     assert repr(RuntimeReport()) == "<RuntimeReport: the runtime is off>"
 
