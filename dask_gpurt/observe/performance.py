@@ -17,7 +17,7 @@ from dask.utils import format_bytes, format_time
 from dask_gpurt.observe.chrome_trace import chrome_trace
 from dask_gpurt.observe.metrics import METRICS, Kind, Unit, UnknownMetricError, find
 from dask_gpurt.observe.recording import Kind as EventKind
-from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.report import RuntimeReport, shown_name
 from dask_gpurt.observe.shown_tiers import shown_columns
 from dask_gpurt.observe.trace import Trace
 
@@ -179,7 +179,9 @@ def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
         unit, counts = _declared(name)
         grown = value - before.counters.get(name, 0) if counts else value
         if grown:
-            rows.append((after.shown(name), _readable(grown, unit), "grew" if counts else "most so far"))
+            rows.append(
+                (shown_name(name, after.devices), _readable(grown, unit), "grew" if counts else "most so far")
+            )
     return Table(
         "Counters",
         "The growth of counters; the largest value of gauges since the runtime was switched on.",

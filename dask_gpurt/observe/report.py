@@ -107,7 +107,7 @@ class Fallbacks(_Plain):
         return f"{type(self).__name__}({self._counted!r})"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class WorkerReport(_Record):
     """Report the state, counters and fallbacks of the runtime on one worker.
 
@@ -166,8 +166,17 @@ class WorkerReport(_Record):
             return ("error",)
         return tuple(name for name in super()._names() if name != "error")
 
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"<WorkerReport: no answer, {self.error}>"
+        lines = [f"<WorkerReport: dask-gpurt {self.version} on {' and '.join(self.devices) or 'no device'}"]
+        lines += [f"  {problem}" for problem in self.problems]
+        lines += _counter_lines(self.counters, set(self.devices))
+        lines += [f"  {_fallback(id, known)}" for id, known in self.fallbacks.items()]
+        return "\n".join(lines) + ">"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class DepartedWorker(_Record):
     """Report the counters and fallbacks of a worker that has left, as of its last heartbeat or report.
 
@@ -195,6 +204,9 @@ class DepartedWorker(_Record):
     def of(cls, known: Mapping[str, Any]) -> DepartedWorker:
         """Build the report of a worker that has left from plain values."""
         return cls(**cls._known({**known, "fallbacks": Fallbacks(known["fallbacks"])}))
+
+    def __repr__(self) -> str:
+        return f"<DepartedWorker: {self}>"
 
     def __str__(self) -> str:
         at = datetime.fromtimestamp(self.left).strftime("%H:%M:%S")
@@ -268,19 +280,17 @@ class RuntimeReport(_Record):
         ]
         return pd.DataFrame(rows, columns=["worker", "metric", "value", "unit"])
 
-    def shown(self, name: str) -> str:
-        """Return the name of a metric as it is printed: where no worker has a GPU, tiers have other names."""
-        devices = {kind for worker in self.workers.values() for kind in worker.devices}
-        return shown_metric(name) if devices == {"host"} else name
+    @property
+    def devices(self) -> set[str]:
+        """Return the kinds of device of all workers."""
+        return {kind for worker in self.workers.values() for kind in worker.devices}
 
     def __repr__(self) -> str:
         if not self.enabled:
             return "<RuntimeReport: the runtime is off>"
         count = len(self.workers)
         lines = [f"<RuntimeReport: dask-gpurt {self.version} on {count} worker{'' if count == 1 else 's'}"]
-        lines += [
-            f"  {self.shown(name)}: {_readable(name, value)}" for name, value in sorted(self.counters.items())
-        ]
+        lines += _counter_lines(self.counters, self.devices)
         lines += [f"  scheduler {_fallback(id, known)}" for id, known in self.fallbacks.items()]
         for address, worker in self.workers.items():
             if worker.error is not None:
@@ -290,6 +300,17 @@ class RuntimeReport(_Record):
             lines.append(f"  {gone}")
             lines += [f"  {gone.address} {_fallback(id, known)}" for id, known in gone.fallbacks.items()]
         return "\n".join(lines) + ">"
+
+
+def shown_name(metric: str, devices: set[str]) -> str:
+    """Return the name of a metric as it is printed: on workers without a GPU tiers have other names."""
+    return shown_metric(metric) if devices == {"host"} else metric
+
+
+def _counter_lines(counters: Mapping[str, float], devices: set[str]) -> list[str]:
+    return [
+        f"  {shown_name(name, devices)}: {_readable(name, value)}" for name, value in sorted(counters.items())
+    ]
 
 
 def _fallback(id: str, known: FallbackCount) -> str:

@@ -30,7 +30,7 @@ from dask_gpurt.observe.metrics import (
     combine,
     find,
 )
-from dask_gpurt.observe.report import Fallbacks, RuntimeReport
+from dask_gpurt.observe.report import DepartedWorker, Fallbacks, RuntimeReport
 
 PACKAGE = Path(dask_gpurt.__file__).parent
 
@@ -151,7 +151,14 @@ def reported() -> RuntimeReport:
     metrics.add("exchange.bytes.{path}", 1 * 2**20, "comms", "other-host")
     metrics.add("exchange.seconds.pulling", 0.25)
     metrics.fallback(Fallback.EXCHANGE_COMMS, "on another host")
-    worker = {"version": "0.1.0", "problems": ["a setting is wrong"], **metrics.snapshot(), "new": "unknown"}
+    devices: dict[str, object] = {"host": {}}
+    worker = {
+        "version": "0.1.0",
+        "devices": devices,
+        "problems": ["a setting is wrong"],
+        **metrics.snapshot(),
+        "new": "unknown",
+    }
     return RuntimeReport.of(
         {
             "enabled": True,
@@ -185,6 +192,20 @@ def test_a_report_is_readable_with_units() -> None:
     assert "tcp://a:1 fell back once, bytes take Dask's comms (exchange.comms): on another host" in printed
     assert "tcp://b:1 did not answer: it has left" in printed
     assert repr(RuntimeReport()) == "<RuntimeReport: the runtime is off>"
+    assert repr(reported().workers["tcp://a:1"]).splitlines() == [
+        "<WorkerReport: dask-gpurt 0.1.0 on host",
+        "  a setting is wrong",
+        "  exchange.bytes.comms: 3.00 MiB",
+        "  exchange.seconds.pulling: 250.00 ms",
+        "  fell back once, bytes take Dask's comms (exchange.comms): on another host>",
+    ]
+    assert repr(reported().workers["tcp://b:1"]) == "<WorkerReport: no answer, it has left>"
+
+
+def test_a_worker_that_has_left_prints_in_one_line() -> None:
+    gone = DepartedWorker("tcp://a:1", "0", 0.0, None, {"shuffle.rows": 5})
+    assert repr(gone).startswith("<DepartedWorker: tcp://a:1 left at ")
+    assert "shuffle.rows" not in repr(gone)
 
 
 @pytest.mark.parametrize(
