@@ -6,8 +6,10 @@ import importlib
 import importlib.util
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 import click
 import dask
@@ -87,13 +89,31 @@ def local_cluster(
             # Use any free port for the scheduler's HTTP server; the default may be in use.
             "scheduler_kwargs": {"dashboard_address": ":0"},
         }
-        if backend == "cudf":
-            cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
-            cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
-        else:
-            cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
+        with _without_interrupts():
+            if backend == "cudf":
+                cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
+                cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
+            else:
+                cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
         with cluster:
             yield cluster
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Keep ctrl-C from all threads and processes that are started meanwhile, and from those that they start.
+
+    The terminal sends it to the whole process group. The cluster's event loop starts the workers, also later
+    ones, and they inherit its mask: they end when this process closes the cluster, instead of each on its own
+    with a traceback. For this thread a ctrl-C is only delayed.
+    """
+    # Otherwise the thread that starts the first worker would start it, which unblocks the signal there.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
