@@ -7,8 +7,6 @@ import functools
 import logging
 import sys
 import threading
-import warnings
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -50,7 +48,7 @@ CLOSE_TIMEOUT_S = 2.0
 MOST_CHOICES = 10_000
 
 
-def enable(client: Client | str | None = None) -> Any:
+def enable(client: Client | str | None = None) -> Client:
     """Switch the runtime on for a client and its cluster, and return the client.
 
     The call is a transaction: either the runtime is on afterwards, on the scheduler and on all workers, or an
@@ -88,7 +86,9 @@ def enable(client: Client | str | None = None) -> Any:
     if isinstance(client, str):
         return _enable_at(client)
     chosen = _open_client(client)
-    return chosen.sync(_enable, chosen)
+    # With an asynchronous client this is awaitable, as a client is; no type tells the two kinds apart.
+    enabled: Client = chosen.sync(_enable, chosen)
+    return enabled
 
 
 def _enable_at(address: str) -> Client:
@@ -142,8 +142,8 @@ def _open_client(client: Client | None) -> Client:
     return client
 
 
-def disable(client: Client | None = None) -> Any:
-    """Switch the runtime off for a client and its cluster, and restore Dask as shipped.
+def disable(client: Client | None = None) -> Client:
+    """Switch the runtime off for a client and its cluster, restore Dask as shipped, and return the client.
 
     Running shuffles of clients with the runtime fail with an error that gives the reason. Shuffles of other
     clients, which the runtime has taken over, restart with Dask's own ``p2p``. Collections that were built
@@ -154,6 +154,11 @@ def disable(client: Client | None = None) -> Any:
     client
         The client, by default the current one. With an asynchronous client, await the result.
 
+    Returns
+    -------
+    Client
+        The client, whose shuffles are Dask's own from now on.
+
     Raises
     ------
     RuntimeError
@@ -163,8 +168,9 @@ def disable(client: Client | None = None) -> Any:
     client = _client(client)
     _leave(client)
     if client.status == "closed" and not client.asynchronous:
-        return None  # its loop has ended
-    return client.sync(_deactivate, client)
+        return client  # its loop has ended
+    disabled: Client = client.sync(_deactivate, client)
+    return disabled
 
 
 def is_enabled(client: Client | None = None) -> bool:
@@ -277,24 +283,6 @@ def explain(client: Client | None, key: Key) -> Explanation:
     return found
 
 
-class _CallableModule(ModuleType):
-    """Support the deprecated ``dask_gpurt.memory(client)``, to be removed in version 0.2.
-
-    The import system binds the name to the package, so the package itself has to be callable.
-    """
-
-    def __call__(self, client: Client | None = None, *, by: str = "tier") -> MemoryUsage:
-        warnings.warn(
-            "dask_gpurt.memory(client) is deprecated: use dask_gpurt.memory_usage(client)",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return memory_usage(client, by=by)
-
-
-sys.modules["dask_gpurt.memory"].__class__ = _CallableModule
-
-
 async def activate(client: Client) -> None:
     """Switch the runtime on for a client and its cluster; preload hooks await this."""
     dask_hooks.require(expressions=True)
@@ -397,12 +385,13 @@ def _current_planning() -> tuple[Client | None, config.PlanningSettings | None]:
     return client, _planning.get(client)
 
 
-async def _deactivate(client: Client) -> None:
+async def _deactivate(client: Client) -> Client:
     if client.status != "closed" and await _is_on(client):
         try:
             await _scheduler(client).gpurt_disable()
         finally:
             _leave(client)  # again, for clients that have enabled it in the meantime
+    return client
 
 
 async def _report(client: Client, connect: bool) -> RuntimeReport:

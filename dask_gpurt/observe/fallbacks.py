@@ -115,9 +115,3 @@ class Fallback(Enum):
         names = re.findall(r"\{(\w+)\}", self.id)
         values = dict(zip(names, labels, strict=True))
         return self.id.format(**values), self.text.format(**values)
-
-
-#: The current ids by the texts that were the keys of reports before version 0.1.
-FORMER_KEYS = {fallback.text: fallback.id for fallback in Fallback} | {
-    "a worker's own word counts for its GPU": Fallback.TOPOLOGY_GPU_NOT_IN_FILE.id,
-}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -11,7 +10,6 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.observe.fallbacks import FORMER_KEYS
 from dask_gpurt.observe.metrics import Unit, UnknownMetricError, find
 from dask_gpurt.observe.shown_tiers import shown_metric
 
@@ -77,24 +75,18 @@ class FallbackCount(_Record):
     count: int
 
     @classmethod
-    def of(cls, id: str, known: Mapping[str, Any]) -> FallbackCount:
-        """Build the count of a fallback from plain values; those of versions before 0.1 have no text."""
-        return cls(**cls._known({"text": id, **known}))
+    def of(cls, known: Mapping[str, Any]) -> FallbackCount:
+        """Build the count of a fallback from plain values."""
+        return cls(**cls._known(known))
 
 
 class Fallbacks(_Plain):
-    """Hold counts of fallbacks, by the id of a :class:`~dask_gpurt.observe.Fallback`.
-
-    The texts that were the keys before are accepted for one release, with a warning.
-    """
+    """Hold counts of fallbacks, by the id of a :class:`~dask_gpurt.observe.Fallback`."""
 
     def __init__(self, counted: Mapping[str, Mapping[str, Any]] | None = None):
-        self._counted = {id: FallbackCount.of(id, known) for id, known in (counted or {}).items()}
+        self._counted = {id: FallbackCount.of(known) for id, known in (counted or {}).items()}
 
     def __getitem__(self, id: str) -> FallbackCount:
-        if id not in self._counted and (current := FORMER_KEYS.get(id)) in self._counted:
-            warnings.warn(f"the fallback {id!r} has the id {current!r} now", DeprecationWarning, stacklevel=2)
-            id = str(current)
         return self._counted[id]
 
     def __iter__(self) -> Iterator[str]:

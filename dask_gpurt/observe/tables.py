@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,27 +28,13 @@ class Table(Sequence[Row]):
     columns: tuple[str, ...]
 
     def __getitem__(self, item: Any) -> Any:
-        if isinstance(item, (int, slice)):
-            return self.rows[item]
-        return self._former(f"[{item!r}]")[item]
+        return self.rows[item]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._former(f".{name}"), name)
-
-    def _former(self, used: str) -> pd.DataFrame:
-        """Return the frame that clients used to get, with a warning; to be removed in version 0.2."""
-        warnings.warn(
-            f"this is not a frame any more: call .to_pandas() before {used}", DeprecationWarning, stacklevel=3
-        )
-        return self._frame()
 
     def _frame(self) -> pd.DataFrame:
         return pd.DataFrame(self.rows, columns=list(self.columns))

@@ -257,7 +257,7 @@ def test_enable_again_does_nothing_and_disable_gives_dask_back(local: LocalClust
     assert state(local) == on
     assert dask_gpurt.is_enabled(plain)
     assert shuffle_runs(plain) == 2
-    dask_gpurt.disable(plain)
+    assert dask_gpurt.disable(plain) is plain
     assert state(local) == before
     assert not dask_gpurt.is_enabled(plain)
     assert dask_gpurt.report(plain)["enabled"] is False
@@ -325,10 +325,10 @@ def test_a_cluster_that_is_closed_while_on_leaves_nothing(local: LocalCluster, p
 def test_an_asynchronous_client_awaits(local: LocalCluster) -> None:
     async def session() -> tuple[bool, bool, bool]:
         async with Client(local.scheduler_address, asynchronous=True) as client:
-            await dask_gpurt.enable(client)
+            assert await dask_gpurt.enable(client) is client
             on = (await dask_gpurt.report(client, connect=True))["enabled"]
             known = dask_gpurt.is_enabled(client)
-            await dask_gpurt.disable(client)
+            assert await dask_gpurt.disable(client) is client
             return on, known, (await dask_gpurt.report(client))["enabled"]
 
     before = state(local)

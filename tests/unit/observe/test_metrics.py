@@ -231,22 +231,12 @@ def test_a_report_can_be_written_as_json() -> None:
 
 
 def test_a_report_of_another_version_is_read_as_far_as_it_is_known() -> None:
-    worker = {"fallbacks": {"a text": {"reason": "why", "count": 2}}, "later": 1}
+    fallback = {"text": "it did less", "reason": "why", "count": 2}
+    worker = {"fallbacks": {"a.later-one": {**fallback, "later": 1}}, "later": 1}
     report = RuntimeReport.of(
         {"enabled": True, "fallbacks": {}, "workers": {"tcp://a:1": worker}, "later": 1}
     )
-    assert dict(report.workers["tcp://a:1"].fallbacks["a text"]) == {
-        "text": "a text",
-        "reason": "why",
-        "count": 2,
-    }
-
-
-def test_the_texts_that_were_the_keys_of_fallbacks_still_lead_to_them() -> None:
-    fallbacks = reported().workers["tcp://a:1"].fallbacks
-    with pytest.warns(DeprecationWarning, match=r"exchange\.comms"):
-        assert fallbacks["bytes take Dask's comms"] is fallbacks["exchange.comms"]
-    assert "an object stays live" not in fallbacks
+    assert dict(report.workers["tcp://a:1"].fallbacks["a.later-one"]) == fallback
     assert list(Fallbacks()) == []
 
 

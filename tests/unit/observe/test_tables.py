@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 import pandas as pd
 import pytest
+from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
@@ -105,13 +108,15 @@ def test_an_explanation_prints_times_and_bytes() -> None:
     assert found.to_pandas()["seconds"].tolist() == [0.25]
 
 
-def test_the_methods_of_the_frame_that_it_was_are_deprecated() -> None:
+def test_rows_are_those_of_metrics() -> None:
     usage = MemoryUsage(ON_HOST, COLUMNS, {"a": 0})
-    with pytest.warns(DeprecationWarning, match="to_pandas"):
-        assert list(usage["tier"]) == ["device", "pinned", "host", "disk"]
-    with pytest.warns(DeprecationWarning, match="to_pandas"):
-        assert usage.partitions.sum() == 30 * MIB
     assert [one["tier"] for one in usage] == ["device", "pinned", "host", "disk"]
+    assert (len(usage), usage[0]["tier"], usage[1:]) == (4, "device", ON_HOST[1:])
+
+
+def test_both_switches_are_typed() -> None:
+    for switch in (dask_gpurt.enable, dask_gpurt.disable):
+        assert get_type_hints(switch)["return"] is Client
 
 
 def test_completion_shows_the_functions() -> None:
