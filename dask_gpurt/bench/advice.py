@@ -157,9 +157,9 @@ def _comms(found: Findings) -> Iterator[Advice]:
     nbytes = found.counters.get("exchange.bytes.comms", 0)
     if nbytes and found.hosts == 1:
         yield Advice(
-            f"{nbytes / 2**20:.1f} MiB of shards took Dask's comms between workers of one host",
+            f"{nbytes / 2**20:.1f} MiB of shards went through Dask's comms between workers of one host",
             "let them share memory: `dask gpurt doctor --scheduler ADDRESS` says why they do not",
-            "docs/guides/troubleshooting.md#why-bytes-take-dasks-comms",
+            "docs/guides/troubleshooting.md#why-bytes-go-through-dasks-comms",
         )
 
 

@@ -166,7 +166,7 @@ def test_what_it_warns_of_in_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "versions", lambda packages, own: installed)
     monkeypatch.setattr(sys, "version_info", (3, 11, 7))
     notes = "\n".join(examine()["notes"])
-    assert "Dask 2026.1.0 is outside of what is tested" in notes
+    assert "Dask 2026.1.0 is outside the tested range" in notes
     assert "'distributed.worker.preload'" in notes
     assert "deadlock" in notes
     monkeypatch.setattr(sys, "version_info", (3, 12, 0))
@@ -185,8 +185,8 @@ def test_what_it_warns_of_in_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("p2p", True, True, True, "by p2p, which the runtime takes over"),
         ("p2p", True, True, False, "by Dask's own p2p"),
         (None, True, False, False, "by Dask's own default"),
-        ("tasks", True, True, True, "through the runtime, which takes a configured tasks over"),
-        ("tasks", True, True, "all", "through the runtime, which takes a configured tasks over"),
+        ("tasks", True, True, True, "through the runtime, in place of the configured tasks"),
+        ("tasks", True, True, "all", "through the runtime, in place of the configured tasks"),
         ("tasks", True, True, False, "by Dask's own tasks"),
         ("tasks", True, False, True, "by Dask's own tasks"),
         ("disk", True, True, "all", "by Dask's own disk"),
@@ -249,7 +249,7 @@ def test_why_a_better_path_is_not_taken(plain: Client, local: LocalCluster) -> N
         dask_gpurt.disable(plain)
     reason = "gpurt.exchange.paths excludes shared-memory"
     assert {"path": "comms", "reason": reason, "count": 2} in facts["cluster"]["paths"]
-    fallback = {"id": "exchange.comms", "what": "bytes take Dask's comms", "reason": reason, "count": 2}
+    fallback = {"id": "exchange.comms", "what": "bytes go through Dask's comms", "reason": reason, "count": 2}
     assert fallback in facts["cluster"]["fallbacks"]
     assert f"comms: 2 connections between workers, because {reason}" in " ".join(printed.split())
 

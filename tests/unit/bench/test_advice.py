@@ -50,7 +50,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "doctor",
         "#what-else-falls-back",
     ),
-    ({"counters": {"exchange.bytes.comms": 2**21}}, "2.0 MiB of shards", "share memory", "#why-bytes-take"),
+    ({"counters": {"exchange.bytes.comms": 2**21}}, "2.0 MiB of shards", "share memory", "#why-bytes-go"),
     ({"spilled_bytes": 2**22, "peak_share": 0.9}, "4.0 MiB were spilled", "memory", "#choose-the-sizes"),
     ({"peak_share": 0.9}, "90% of its memory limit", "more memory", "#choose-the-sizes"),
     ({"counters": {"exchange.seconds.waiting-for-room": 4.0}}, "waited 4.0 s", "exchange.pool", "measure"),

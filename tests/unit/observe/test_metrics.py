@@ -122,9 +122,9 @@ def test_fallbacks_are_counted_by_id_with_the_last_reason(caplog: pytest.LogCapt
         metrics.fallback(Fallback.EXCHANGE_COMMS, reason)
         metrics.fallback(Fallback.PLACEMENT, reason, "is_rootish")
     assert metrics.snapshot()["fallbacks"] == {
-        "exchange.comms": {"text": "bytes take Dask's comms", "reason": "another", "count": 2},
+        "exchange.comms": {"text": "bytes go through Dask's comms", "reason": "another", "count": 2},
         "placement.is_rootish": {
-            "text": "Dask decides in its method is_rootish",
+            "text": "Dask's own is_rootish decides",
             "reason": "another",
             "count": 2,
         },
@@ -189,7 +189,9 @@ def test_a_report_is_readable_with_units() -> None:
     printed = repr(reported())
     for said in ("2 workers", "exchange.bytes.comms: 3.00 MiB", "exchange.seconds.pulling: 250.00 ms"):
         assert said in printed
-    assert "tcp://a:1 fell back once, bytes take Dask's comms (exchange.comms): on another host" in printed
+    assert (
+        "tcp://a:1 fell back once, bytes go through Dask's comms (exchange.comms): on another host" in printed
+    )
     assert "tcp://b:1 did not answer: it has left" in printed
     assert repr(RuntimeReport()) == "<RuntimeReport: the runtime is off>"
     assert repr(reported().workers["tcp://a:1"]).splitlines() == [
@@ -197,7 +199,7 @@ def test_a_report_is_readable_with_units() -> None:
         "  a setting is wrong",
         "  exchange.bytes.comms: 3.00 MiB",
         "  exchange.seconds.pulling: 250.00 ms",
-        "  fell back once, bytes take Dask's comms (exchange.comms): on another host>",
+        "  fell back once, bytes go through Dask's comms (exchange.comms): on another host>",
     ]
     assert repr(reported().workers["tcp://b:1"]) == "<WorkerReport: no answer, it has left>"
 
