@@ -22,8 +22,8 @@ HOOK = "dask_gpurt.preload"
 HOOKED = ("client", "scheduler", "worker", "nanny")
 DEADLOCK = (
     "before Python 3.12 and with the runtime off Dask's own sort_values and set_index can deadlock where "
-    "client and scheduler share a process, as with LocalCluster: use Python 3.12, or run the scheduler in its "
-    "own process"
+    "client and scheduler share a process, as with LocalCluster: use Python 3.12, or run the scheduler in "
+    "its own process"
 )
 
 
