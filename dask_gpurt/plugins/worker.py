@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
@@ -72,6 +73,8 @@ logger = logging.getLogger(__name__)
 COMM = "gpurt-comm"
 #: By worker, the lock for switching on and off.
 _switching: WeakKeyDictionary[WorkerServer, asyncio.Lock] = WeakKeyDictionary()
+#: Heartbeats between two questions to the scheduler which runtime is on.
+HEARTBEATS_PER_CHECK = 10
 #: The states of a task that may occupy a thread, and those in which it has ended.
 EXECUTED, ENDED = ("executing", "long-running", "cancelled", "resumed"), ("memory", "error")
 
@@ -168,6 +171,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
         self._has_frozen = False
+        self._checked = 0.0
         await asyncio.to_thread(self._build, worker, settings, reply)
         self.tiers.start()
         patches = dask_hooks.PatchSet()
@@ -216,11 +220,23 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     async def _keep_house(self) -> None:
         """Free idle memory, and switch off if the scheduler has done so while this worker was silent."""
-        with contextlib.suppress(OSError):  # then it asks the next time, or closes without its scheduler
-            if self.is_on and await getattr(self.worker.scheduler, TOKEN)() != self.token:
-                await self._remove_outdated()
-                return
-        await self.exchange.keep_house()
+        if await self._is_outdated():
+            await self._remove_outdated()
+        else:
+            await self.exchange.keep_house()
+
+    async def _is_outdated(self) -> bool:
+        """Ask the scheduler, at intervals, whether this plugin's runtime is not on any more."""
+        # Dask's interval between heartbeats grows with the number of workers.
+        pause_s = HEARTBEATS_PER_CHECK * self.worker.periodic_callbacks["heartbeat"].callback_time / 1000
+        if not self.is_on or time.monotonic() - self._checked < pause_s:
+            return False
+        self._checked = time.monotonic()
+        try:
+            token: str | None = await getattr(self.worker.scheduler, TOKEN)()
+        except OSError:  # it asks again, or closes without its scheduler
+            return False
+        return token != self.token
 
     async def _remove_outdated(self) -> None:
         """Remove this plugin, unless the plugin of another runtime has replaced it already."""
