@@ -49,6 +49,8 @@ class PeerRequests:
         self._here = here
         #: Releases to be sent, by pool; a key exists while a task is sending its releases.
         self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
+        #: The owners that are being asked for room.
+        self._draining: set[str] = set()
 
     # ---- from an owner to the producers of its shards --------------------------------
 
@@ -113,10 +115,16 @@ class PeerRequests:
         if owner == self._end.me.address:
             self._here.drain(producer=list(self._end.me))
             return
+        if owner in self._draining:  # it is silent: further requests would only take connections
+            return
+        self._draining.add(owner)
         me = list(self._end.me)
-        # Best effort: the request is repeated while room is short.
-        with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
-            await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+        try:
+            # Best effort: the request is repeated while room is short.
+            with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
+                await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+        finally:
+            self._draining.discard(owner)
 
     async def withdraw(self, run: RunKey) -> None:
         """Free the published blocks of a run, once no owner reads them any more."""
@@ -134,7 +142,7 @@ class PeerRequests:
         if owner == self._end.me.address:
             await self._here.forget(producer=list(self._end.me), run=list(run))
             return True
-        message = {"producer": list(self._end.me), "run": list(run)}
+        message: dict[str, Any] = {"producer": list(self._end.me), "run": list(run)}
         try:
             await self._end.calls.once(owner, "gpurt_forget", check=self._check_open, **message)
         except PeerLost:

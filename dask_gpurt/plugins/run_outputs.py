@@ -23,14 +23,14 @@ def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterabl
 
     They have the runtime and the device of the frames, and meet the user's restrictions of the tasks by
     worker, host and resource (Dask's own shuffles only regard workers). An output whose owner does not meet
-    them would never run.
+    them would never run. Silent workers are among them only if there are no others.
     """
     found = list(scheduler.workers)
     for spec in specs:
         able = workers.ready if spec.device is None else workers.ready_with(spec.device)
         allowed = _allowed(scheduler, barrier_key(spec.id))
         found = [worker for worker in found if worker in able and (allowed is None or worker in allowed)]
-    return found
+    return [worker for worker in found if worker not in workers.silent] or found
 
 
 def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None:

@@ -343,7 +343,7 @@ def test_digests_of_different_keys_differ() -> None:
         {1},
         (1, (of_the_user,)),
     ],
-    ids=repr,
+    ids=lambda key: type(key).__name__,
 )
 def test_what_may_be_another_in_the_next_process_has_no_digest(key: Any) -> None:
     assert digest_of(key) is None
