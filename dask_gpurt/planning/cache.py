@@ -46,7 +46,7 @@ from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices
 from dask_gpurt.planning.files import FileStates, has_version, source_of
 from dask_gpurt.planning.fusing import fuse
-from dask_gpurt.planning.kept import LOADED, Generation, Kept
+from dask_gpurt.planning.kept import LOADED, Found, Generation, Kept
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
 from dask_gpurt.planning.schemas import schema_of
@@ -143,6 +143,17 @@ class PlanningCache:
             self.clear()
         return generation
 
+    def _keep(
+        self, kept: Kept[Any], generation: Generation, key: Hashable, value: Any, sought: Found[Any]
+    ) -> None:
+        """Keep a result, in the store only if no setting has changed since its generation was taken.
+
+        If thread 1 plans while thread 2 changes a setting, the plan may be partly of either. In memory it has
+        the previous generation, and is never found. But another process may have these settings again. Even
+        if thread 2 restores the setting, the number differs: each expression that a thread makes compares.
+        """
+        kept.put(generation, key, value, sought if self._generation() == generation else Found(None, LOADED))
+
     # ---- replacements of Dask's functions -----------------------------------------------------------
 
     def _made(self, original: Callable[..., Expr], kind: type, *operands: Any, **keywords: Any) -> Expr:
@@ -187,7 +198,7 @@ class PlanningCache:
         if found.value is None:
             with self._choices.recorded() as chosen:
                 plan = plan_anew()
-            self._plans.put(generation, key, (plan, chosen), found)
+            self._keep(self._plans, generation, key, (plan, chosen), found)
             self._metrics.add("planning.plans.{outcome}", 1, "computed")
             return plan
         plan, chosen = found.value
@@ -204,7 +215,7 @@ class PlanningCache:
         frame = found.value
         if frame is None:
             frame = original(expr)
-            self._metadata.put(generation, operation, frame, found)
+            self._keep(self._metadata, generation, operation, frame, found)
         self._metrics.add("planning.metadata.{outcome}", 1, "computed" if found.value is None else found.how)
         # Give each expression its own frame, as Dask does, since index names may be set in place.
         return frame.copy(deep=False) if hasattr(frame, "iloc") else frame
@@ -235,7 +246,7 @@ class PlanningCache:
             self._metrics.add("planning.files.{outcome}", 1, found.how)
             return known
         known = original(expr)
-        self._files.put(generation, key, (states, copy_of_facts(known)), found)
+        self._keep(self._files, generation, key, (states, copy_of_facts(known)), found)
         self._metrics.add("planning.files.{outcome}", 1, "read")
         return known
 

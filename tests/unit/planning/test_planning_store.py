@@ -32,6 +32,7 @@ from dask_gpurt.planning.operands import frozen
 from dask_gpurt.planning.results_file import ResultsFile, add
 from dask_gpurt.planning.schemas import schema_of
 from dask_gpurt.planning.store import Store
+from tests.helpers.planned import Planner
 
 ROOT = Path(__file__).parents[3]
 UNREADABLE, NOT_STORED = "planning.store-unreadable", "planning.not-stored"
@@ -426,6 +427,27 @@ def test_what_is_not_in_files_has_no_content(table: str) -> None:
     for expression in (read.map_partitions(M.add, named, meta=read), dd.from_pandas(frame), secret):
         assert content_of(expression.expr) is None
         assert content_of(expression.key.sum().expr) is None
+
+
+def test_a_plan_is_not_stored_if_a_setting_has_changed_meanwhile(table: str, path: Path) -> None:
+    """A thread may change it, and change it back, while another plans, with the key of the setting before."""
+
+    def plan(expr: Any, stage: str) -> Any:
+        """Plan as Dask does, but with another setting for some time; planning makes expressions."""
+        with dask.config.set({"dataframe.convert-string": next(meanwhile)}):
+            dd.read_parquet(table)
+        return expr
+
+    planner, meanwhile, found = Planner(), iter([False, True]), []
+    planner.cache.install()
+    chosen = {"dataframe.shuffle.method": "tasks", "dataframe.convert-string": True}
+    with dask.config.set(chosen), planner.used():
+        for _ in range(3):
+            planner.begin_again(path)
+            planner.cache._optimise(plan, dd.read_parquet(table).key.expr, "fused")
+            found.append(planner.count("plans.loaded"))
+    planner.cache.remove()
+    assert found == [0, 0, 1]
 
 
 PROGRAM = """
