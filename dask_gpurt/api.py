@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,13 +21,14 @@ from dask_gpurt._version import __version__
 from dask_gpurt.addresses import require_scheduler
 from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import MethodChoice, Metrics
-from dask_gpurt.observe.methods import METHOD_TOPIC
+from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
 from dask_gpurt.observe.tables import Explanation, MemoryUsage
 
 if TYPE_CHECKING:
     from dask_gpurt.planning import PlanningCache
+    from dask_gpurt.planning.store import Store
 
 # Modules that import private parts of Dask are imported only after these have been found to exist.
 
@@ -318,7 +321,7 @@ def teach_method() -> None:
     """Make Dask know the shuffle method "gpurt", which without the runtime means Dask's default method."""
     from dask_gpurt.dataframe import teach
 
-    teach(is_enabled, _tell_choice)
+    teach(is_enabled, _choices)
 
 
 def _tell_choice(expression: str, choice: MethodChoice) -> None:
@@ -344,6 +347,9 @@ def _tell_choice(expression: str, choice: MethodChoice) -> None:
     client.loop.add_callback(tell)
 
 
+_choices = Choices(_tell_choice)
+
+
 def _leave(client: Client) -> None:
     with _lock:
         # The whole cluster is switched off, which affects its other clients too.
@@ -362,7 +368,7 @@ def _leave(client: Client) -> None:
 def _planning_cache() -> PlanningCache:
     from dask_gpurt.planning import PlanningCache
 
-    return PlanningCache(_planning_client, _metrics, _fuses)
+    return PlanningCache(_planning_client, _metrics, _fuses, _planning_store, _choices)
 
 
 def _planning_client() -> str | None:
@@ -375,6 +381,21 @@ def _fuses() -> bool:
     """Return whether the computations of the current client are fused."""
     _, settings = _current_planning()
     return settings is not None and settings.fuse
+
+
+def _planning_store() -> Store | None:
+    """Return the store for what the current client plans; None if other processes are not to find it."""
+    _, settings = _current_planning()
+    return _store_of(settings.store) if settings is not None and settings.store is not None else None
+
+
+@functools.cache
+def _store_of(setting: str) -> Store:
+    from dask_gpurt.planning.store import Store, default_path
+
+    store = Store(default_path() if setting == "auto" else Path(setting), _metrics)
+    atexit.register(store.save)  # not earlier: it would take the time of a query, or of the event loop
+    return store
 
 
 def _current_planning() -> tuple[Client | None, config.PlanningSettings | None]:

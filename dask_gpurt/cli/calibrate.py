@@ -21,8 +21,8 @@ from rich.console import Console
 import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, local_cluster, visible_gpus
 from dask_gpurt.cli.overlap import of_files, print_part
+from dask_gpurt.config.cache_files import directory
 from dask_gpurt.observe import Fallback
-from dask_gpurt.overlap.statistics_file import directory
 
 Frame = Any
 

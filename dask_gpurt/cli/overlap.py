@@ -14,9 +14,10 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import connected
+from dask_gpurt.config.cache_files import directory
 from dask_gpurt.device.discover import cuda_missing
 from dask_gpurt.overlap.governor import rows
-from dask_gpurt.overlap.statistics_file import StatisticsFileError, directory, load
+from dask_gpurt.overlap.statistics_file import StatisticsFileError, load
 
 #: Maximum number of printed decisions of a worker, the latest.
 PRINTED_DECISIONS = 10

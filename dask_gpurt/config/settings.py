@@ -225,10 +225,13 @@ class PlanningSettings:
         Whether to cache expressions, their metadata and plans between queries.
     fuse
         Whether to fuse tasks of a computation that run in sequence on one partition.
+    store
+        The file for what the cache keeps for other processes, ``"auto"`` for the default one; None for none.
     """
 
     cache: bool = _setting(values.boolean)
     fuse: bool = _setting(values.boolean)
+    store: str | None = _setting(values.path_auto_or_off)
 
 
 @dataclass(frozen=True)

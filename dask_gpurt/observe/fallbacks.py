@@ -74,6 +74,11 @@ class Fallback(Enum):
         "planning.unsupported",
         "each query is planned anew, and no tasks are fused, as with Dask",
     )
+    PLANNING_STORE_UNREADABLE = (
+        "planning.store-unreadable",
+        "what other processes have planned is planned again",
+    )
+    PLANNING_NOT_STORED = "planning.not-stored", "what is planned is not kept for other processes"
 
     TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host are unknown"
     TOPOLOGY_GPU_UNKNOWN = "topology.gpu-unknown", "this worker's GPU is missing from the topology"

@@ -283,14 +283,18 @@ METRICS: Mapping[str, Metric] = {
             on=Server.CLIENT,
         ),
         _counter(
-            "planning.metadata.{outcome}", "metadata of operations: `reused`, `computed`", on=Server.CLIENT
+            "planning.metadata.{outcome}",
+            "metadata of operations: `reused`, `loaded`, `computed`",
+            on=Server.CLIENT,
         ),
         _counter(
             "planning.files.{outcome}",
-            "inspections of the files of a table: `reused`, `read`",
+            "inspections of the files of a table: `reused`, `loaded`, `read`",
             on=Server.CLIENT,
         ),
-        _counter("planning.plans.{outcome}", "optimised queries: `reused`, `computed`", on=Server.CLIENT),
+        _counter(
+            "planning.plans.{outcome}", "optimised queries: `reused`, `loaded`, `computed`", on=Server.CLIENT
+        ),
         # ---- overlap
         _counter("overlap.decisions", "changes of the setting under which a kernel runs"),
         _counter("overlap.confined", "times that compute was confined"),

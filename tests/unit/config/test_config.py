@@ -159,6 +159,10 @@ def test_load_reads_the_environment() -> None:
         ("gpurt.overlap.residency", "auto", "auto"),
         ("gpurt.overlap.residency", "4", 4),
         ("gpurt.overlap.residency", 1, 1),
+        ("gpurt.planning.store", "auto", "auto"),
+        ("gpurt.planning.store", False, None),
+        ("gpurt.planning.store", "Off", None),
+        ("gpurt.planning.store", "/tmp/plans/results", "/tmp/plans/results"),
     ],
 )
 def test_good_values(key: str, value: object, expected: object) -> None:
@@ -217,6 +221,8 @@ def test_good_values(key: str, value: object, expected: object) -> None:
         ("gpurt.overlap.adaptive.sms", 0),
         ("gpurt.overlap.learned", ""),
         ("gpurt.overlap.learned", 5),
+        ("gpurt.planning.store", ""),
+        ("gpurt.planning.store", True),
         ("gpurt.overlap.residency", 0),
         ("gpurt.overlap.residency", "0"),
         ("gpurt.overlap.residency", -1),
