@@ -141,6 +141,7 @@ class LinkTable(TableComponent):
                 }
             )
         self.put_rows(rows)
+        self.table.columns[-1].visible = any(row["share"] for row in rows)
         self.say("" if rows else "none yet")
 
 

@@ -159,6 +159,16 @@ def test_shards_read_in_place_have_no_share() -> None:
     table = drawn(LinkTable, collector)
     assert table.source.data["share"] == ["50%", ""]
     assert table.source.data["bandwidth"] == ["50 B/s", "read in place"]
+    assert table.table.columns[-1].visible
+
+
+def test_without_any_share_its_column_is_hidden() -> None:
+    collector = collected(WorkerSample("a"), WorkerSample("b"))
+    collector.way = lambda source, target: (Link.SHARED_MEMORY, Speed(100.0, 0.0))
+    collector.sampler.traffic.add("tcp://0", "tcp://1", "shared-memory", 100, 2.0)
+    table = drawn(LinkTable, collector)
+    assert table.source.data["estimate"] == ["100 B/s"]
+    assert not table.table.columns[-1].visible
 
 
 def test_a_worker_has_no_link_to_itself() -> None:
