@@ -195,8 +195,11 @@ def short_bytes(nbytes: float) -> str:
 
 
 def short_time(seconds: float) -> str:
-    """Format a time in seconds; 0 has no unit."""
-    return format_time(seconds) if seconds else "0"
+    """Format a time in seconds with about three digits; 0 has no unit."""
+    if not seconds:
+        return "0"
+    number, _, unit = format_time(seconds).partition(" ")
+    return f"{float(number):.3g} {unit}" if "." in number else format_time(seconds)
 
 
 def labels(workers: Mapping[str, WorkerSample]) -> dict[str, str]:

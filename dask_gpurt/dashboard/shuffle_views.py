@@ -83,16 +83,16 @@ class ShuffleTable(TableComponent):
     widths: ClassVar[Mapping[str, int]] = {
         "shuffle": 95,
         "state": 60,
-        "seconds": 60,
-        "inputs": 65,
+        "seconds": 55,
+        "inputs": 60,
         "outputs": 65,
-        "skew": 130,
-        "splitting": 70,
-        "packing": 70,
+        "skew": 110,
+        "splitting": 65,
+        "packing": 65,
         "assembling": 75,
         "restarts": 65,
-        "recoveries": 110,
-        "reason": 235,
+        "recoveries": 105,
+        "reason": 210,
     }
 
     def show(self, collector: Collector) -> None:

@@ -14,7 +14,7 @@ from bokeh.models import DataTable, Select
 
 from dask_gpurt.dashboard.choice_views import KernelTable, OverlapTable
 from dask_gpurt.dashboard.collector import Collector
-from dask_gpurt.dashboard.components import ROW_PX, TableComponent
+from dask_gpurt.dashboard.components import ROW_PX, TableComponent, short_time
 from dask_gpurt.dashboard.memory_views import MemoryOverTime, SpillRates
 from dask_gpurt.dashboard.pages import LAYOUT, PAGE, PARTS, pages
 from dask_gpurt.dashboard.sampler import SPILLED, Sampler, WorkerSample
@@ -133,6 +133,14 @@ def test_overlap_shows_the_workers_where_there_is_any(busy: WorkerSample) -> Non
     assert component.source.data["worker"] == ["b"]
     assert component.table.visible
     assert component.heading.text == "<b>Compute beside communication and reads</b>"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (226.004e-6, "226 us"), (0.01234, "12.3 ms"), (5.5, "5.5 s"), (700, "11m 40s")],
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert short_time(seconds) == text
 
 
 # ---- links ---------------------------------------------------------------------------------
