@@ -397,7 +397,7 @@ class ShuffleRun:
             self._exchange.metrics.add("shuffle.inputs.missing", len(missing))
             lost = [result for result in results if result.source in missing]
             await self._recover(
-                f"shards of inputs {sorted(missing)} are missing",
+                inputs_lost(missing),
                 inputs=[result.key for result in lost],
                 producers=sorted({result.producer for result in lost}),
             )
@@ -543,3 +543,9 @@ class ShuffleRun:
         """Tell the exchange whether outputs are left to read here; if not, retained blocks may be reused."""
         if not self.closed:
             self._exchange.run_is_read(self._key, self._receiver.is_read)
+
+
+def inputs_lost(inputs: Collection[int], most: int = 10) -> str:
+    """Return a reason with the number of lost inputs first, and then which: the first of many."""
+    few = ", ".join(map(str, sorted(inputs)[:most])) + (", …" if len(inputs) > most else "")
+    return f"{len(inputs)} input{'s' * (len(inputs) > 1)} lost: {few}"
