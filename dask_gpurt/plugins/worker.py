@@ -43,7 +43,7 @@ from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
-from dask_gpurt.plugins.small_results import RESULTS
+from dask_gpurt.plugins.small_results import CONFIRMED, RESULTS
 from dask_gpurt.plugins.switching import (
     JOIN,
     LEFT,
@@ -252,7 +252,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return on_worker_removed
 
     def take_results(self, results: Mapping[Key, object]) -> None:
-        """Store results sent ahead of the tasks that need them (stream handler)."""
+        """Store results sent ahead of the tasks that need them, and confirm them (stream handler)."""
+        self.worker.batched_stream.send({"op": CONFIRMED, "keys": list(results)})
         put_results(self.worker, results)
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
