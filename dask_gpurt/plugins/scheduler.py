@@ -34,6 +34,7 @@ from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.silence import STATUS, SilentWorkers
+from dask_gpurt.plugins.small_results import CONFIRMED
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import (
     JOIN,
@@ -190,6 +191,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             REFUSED: self.refused,
             SEALED: self.shuffles.recovery.sealed,
             STATUS: self.workers.silent.is_back,
+            CONFIRMED: self.shuffles.results.confirmed,
         }
         patches = dask_hooks.PatchSet()
         self._undo.callback(self.tracing.close)
@@ -212,7 +214,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
         # closes a worker that sends an unknown operation.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED, STATUS):
+            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED, STATUS, CONFIRMED):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:

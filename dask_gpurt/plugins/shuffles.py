@@ -33,6 +33,7 @@ from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.balancing import Balancing
+from dask_gpurt.plugins.barrier_ends import BarrierEnds
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
 from dask_gpurt.plugins.run_outputs import (
@@ -85,7 +86,8 @@ class SchedulerShuffles:
         self._patches = PatchSet()
         self._runs = RunsInARow()
         self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
-        self._results = SmallResults(scheduler, workers.ready, metrics)
+        self._barrier_ends = BarrierEnds(scheduler)
+        self.results = SmallResults(scheduler, workers.ready, metrics)
         self._balancing = Balancing(scheduler, self.recovery, headroom)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
@@ -109,11 +111,13 @@ class SchedulerShuffles:
             remove_worker=self._remove_worker,
             valid_workers_downscaling=self._valid_workers_downscaling,
         )
-        self._results.install()
+        self._barrier_ends.install()
+        self.results.install()
 
     def uninstall(self) -> None:
         """Restore Dask's extension; runs that were taken over restart as Dask's own."""
-        self._results.uninstall()
+        self.results.uninstall()
+        self._barrier_ends.uninstall()
         self.recovery.end_all()
         self._patches.restore()
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
@@ -145,7 +149,7 @@ class SchedulerShuffles:
             self._balancing.forgotten(shuffle_id)
         if finish == "memory":
             self._balancing.in_memory(key)
-        self._results.transition(key, finish)
+        self.results.transition(key, finish)
 
     # ---- replacements of the extension's methods -----------------------------------------
 
@@ -245,6 +249,7 @@ class SchedulerShuffles:
         def remove(scheduler: Any, worker: str, **options: Any) -> None:
             self.recovery.remove_worker(worker)
             self._balancing.on_worker_removed(worker)
+            self.results.on_worker_removed(worker)
             original(scheduler, worker, **options)
             for heartbeats in self._extension.heartbeats.values():  # of runs that continue without the worker
                 heartbeats.pop(worker, None)

@@ -46,7 +46,7 @@ from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
 from dask_gpurt.plugins.silence import ASK_STATUS, STATUS
-from dask_gpurt.plugins.small_results import RESULTS
+from dask_gpurt.plugins.small_results import CONFIRMED, RESULTS
 from dask_gpurt.plugins.switching import (
     JOIN,
     LEFT,
@@ -290,8 +290,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return on_worker_removed
 
     def take_results(self, results: Mapping[Key, object]) -> None:
-        """Store results sent ahead of the tasks that need them (stream handler)."""
+        """Store results sent ahead of the tasks that need them, and confirm them (stream handler)."""
         put_results(self.worker, results)
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+            self.worker.batched_stream.send({"op": CONFIRMED, "keys": list(results)})
 
     def tell_status(self) -> None:
         """Tell the scheduler that this worker is heard again, and its status (stream handler)."""

@@ -217,7 +217,8 @@ class ShuffleRun:
         try:
             outdated = self._receiver.renew(owners)
             self._note_what_is_left()
-            self._sender.renew(owners)
+            for owner, offer in self._sender.renew(owners):
+                self._offers.add(owner, offer)  # at once, since a seal may follow, which waits for them
             self._exchange.discard_soon(outdated)
             self._retire_all()
         except Exception as error:  # the change may be half applied, and is not retried

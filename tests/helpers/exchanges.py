@@ -112,7 +112,7 @@ class Network:
 
     async def call(self, sender: Process, address: str, op: str, content: dict[str, Any]) -> Any:
         if self.direct:
-            return _received(await self._handle(address, op, content))
+            return received(await self._handle(address, op, content))
         message = Message(sender, address, op, content, asyncio.get_running_loop().create_future())
         self.messages.append(message)
         return await message.answer
@@ -128,8 +128,8 @@ class Network:
         if not inspect.isawaitable(answer):
             return answer
         handling = asyncio.ensure_future(answer)
-        process.handling.add(handling)
-        handling.add_done_callback(process.handling.discard)
+        process.handling[handling] = None
+        handling.add_done_callback(process.handling.pop)
         return await handling
 
     async def deliver(self, message: Message, *, answered: bool = True) -> None:
@@ -147,7 +147,7 @@ class Network:
             return
         if not message.answer.done():
             if answered:
-                message.answer.set_result(_received(answer))
+                message.answer.set_result(received(answer))
             else:
                 message.answer.set_exception(CommClosedError("the connection was reset"))
 
@@ -172,7 +172,7 @@ class Network:
         process.stream_handlers[op](**content)
 
 
-def _received(answer: Any) -> Any:
+def received(answer: Any) -> Any:
     """Convert a reply as a comm would: buffers to its own bytes, lists to tuples."""
     if isinstance(answer, dict):
         answer = {name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()}
@@ -199,8 +199,8 @@ class Process:
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network, self._context = loop, network, contextvars.copy_context()
         self.alive, self.status = True, Status.running
-        #: Handlers in flight, which end with their process.
-        self.handling: set[asyncio.Future[Any]] = set()
+        #: Handlers in flight, the oldest first, which end with their process.
+        self.handling: dict[asyncio.Future[Any], None] = {}
         settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})
         metrics = Metrics()
         tiers: Any = None  # replaced by `Landed`
@@ -447,7 +447,7 @@ class Scheduler:
 
     async def shuffle_get(self, id: str, worker: str) -> Any:
         if id not in self.active or worker not in self.workers:
-            return _received(error_message(P2PConsistencyError(f"No active shuffle with id={id!r} found")))
+            return received(error_message(P2PConsistencyError(f"No active shuffle with id={id!r} found")))
         self.active[id].participants.add(worker)
         return {"status": "OK", "run_spec": self.active[id].run_spec}
 

@@ -2,17 +2,16 @@
 
 In this state machine three workers transfer the inputs of two shuffles, one after the other. Messages wait
 until the machine delivers them, in any order, or loses them, before or after they have arrived, or delivers
-them after their sender has given up. Attempts
-fail in the middle, since a pool is full, and are retried elsewhere. Outputs move to other workers, with and
-without a loss. Processes are killed, and replaced at the same address. In the end all pending messages are
-delivered: then every row has arrived once, no shard is held, and no task is blocked.
+them after their sender has given up. Attempts fail in the middle, since a pool is full, and are retried
+elsewhere. Outputs move to other workers, with and without a loss. Processes are killed, replaced at the same
+address, and join at a new one. In the end all pending messages are delivered: then every row has arrived
+once, no shard is held, and no task is blocked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import pickle
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ from typing import Any
 from distributed._async_taskgroup import AsyncTaskGroupClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import P2PConsistencyError
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -42,8 +40,9 @@ from tests.helpers.exchanges import (
     spec_of,
     without_pauses,
 )
+from tests.helpers.machines import settings_of
 
-ADDRESSES = ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
+ADDRESSES, NEW_ADDRESS = ["tcp://a:1", "tcp://b:1", "tcp://c:1"], "tcp://d:1"
 INPUTS, OUTPUTS, ROWS = 3, 4, 400
 #: Bytes of a pool: room for some shards, or for all.
 SMALL, LARGE = 2**12, 2**17
@@ -70,12 +69,16 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.network = Network()
         self.scheduler = Scheduler(self.network)
         self.everyone: list[Process] = []
+        self.addresses: list[str] = []
         for address in ADDRESSES:
             self._start(address)
         self.number = 0
         self._next_shuffle()
 
     def _start(self, address: str) -> None:
+        if address not in self.addresses:
+            self.addresses.append(address)
+
         async def start() -> Process:
             return Process(address, self.network, self.scheduler, pool=self.pool, paths=self.paths)
 
@@ -290,10 +293,18 @@ class ExactlyOnce(RuleBasedStateMachine):
         if len(alive) > 1:
             self._do(alive[where % len(alive)].shuffles.shuffle_runs.teardown())
 
+    @precondition(lambda self: NEW_ADDRESS not in self.addresses)
+    @rule(outputs=st.sets(st.integers(0, OUTPUTS - 1)))
+    def join(self, outputs: set[int]) -> None:
+        """Start a worker at a new address, and give it outputs that are not in memory yet."""
+        self._start(NEW_ADDRESS)
+        self.scheduler.balance(self.shuffle, outputs, NEW_ADDRESS)
+        self._settle()
+
     @rule(results_survive=st.booleans())
     def notice(self, results_survive: bool) -> None:
         """Make the scheduler notice a dead worker, and its nanny start another at the same address."""
-        for address in ADDRESSES:
+        for address in self.addresses:
             if address in self.scheduler.workers and address not in self.network.processes:
                 self._notice(address, results_survive)
                 return
@@ -345,7 +356,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         )
 
     def _nothing_waits(self) -> bool:
-        if len(self._alive()) < len(ADDRESSES):  # a death has yet to be noticed
+        if len(self._alive()) < len(self.addresses):  # a death has yet to be noticed
             return False
         if any(process.shuffles.shuffle_runs.closed for process in self._alive()):
             return False
@@ -358,7 +369,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         for process in self._alive():
             if process.shuffles.shuffle_runs.closed:
                 process.die()
-        for address in ADDRESSES:
+        for address in self.addresses:
             if address not in self.network.processes:
                 self._notice(address)
         for process in self._alive():
@@ -420,17 +431,4 @@ def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) 
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-#: Above the default, examples are random: `GPURT_TEST_EXAMPLES=10000 python -m pytest …`.
-EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
-#: By default failing steps are reported unshrunk, within seconds. Shrinking, which takes minutes, is enabled
-#: by
-#: setting the number of examples: `GPURT_TEST_EXAMPLES=60` draws the default examples, which fail again.
-PHASES = list(Phase) if "GPURT_TEST_EXAMPLES" in os.environ else [Phase.generate]
-TestExactlyOnce.settings = settings(
-    max_examples=EXAMPLES,
-    derandomize=EXAMPLES <= 60,
-    stateful_step_count=40,
-    deadline=None,
-    phases=PHASES,
-    suppress_health_check=list(HealthCheck),
-)
+TestExactlyOnce.settings = settings_of(60, steps=40)

@@ -19,6 +19,7 @@ from distributed.exceptions import Reschedule
 
 import dask_gpurt
 from dask_gpurt.exchange import Attempt, PeerLost
+from dask_gpurt.shuffle.messages import Seal
 from tests.helpers.clusters import QUICK, instrument
 from tests.helpers.exchanges import Cluster, in_process, intercept, quiet, spec_of
 
@@ -166,6 +167,34 @@ async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> Non
     arrives.set()
     await barrier
     assert cluster.network.processes[A].counted("shuffle.inputs.missing") == 0
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_a_producer_hears_of_new_owners_from_the_barrier_first() -> None:
+    """It then has to deliver the offers to them before it answers."""
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive" and b"Commit" in content["data"]:
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    results = await cluster.transfer_all("a shuffle")
+    intercept(cluster, hold_back)
+    cluster.scheduler.balance("a shuffle", range(cluster.OUTPUTS), B)
+    producer: Any = cluster.network.processes[A].run_of("a shuffle")
+    seal = Seal({result.source: result.attempt for result in results})
+    asked = asyncio.ensure_future(producer._receive(B, 1, seal))
+    await quiet()
+    assert not asked.done()
+    arrives.set()
+    assert await asked == []
+    await cluster.hear()
+    await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
     await cluster.end("a shuffle")
     cluster.close()
