@@ -1,0 +1,158 @@
+"""Run shuffles whose scheduler, workers and client share a process, and stop them at a step.
+
+A gate stops the step until the event of a test has happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from dask import config
+from distributed.core import Status
+from distributed.shuffle._core import id_from_key
+
+import dask_gpurt
+from dask_gpurt.api import teach_method
+from dask_gpurt.shuffle.receiver import Receiver
+from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.sender import Sender
+from tests.helpers.in_process import gen_client_cluster
+
+ROWS, PARTS = 200, 4
+FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
+
+
+def frames(name: str = "row") -> Any:
+    """Return the input partitions, each made by its own task."""
+    size = ROWS // PARTS
+    parts = [FRAME[at * size : (at + 1) * size].rename(columns={"row": name}) for at in range(PARTS)]
+    return dd.from_map(lambda at: parts[at], range(PARTS), meta=parts[0][:0])
+
+
+def shuffled() -> Any:
+    with config.set({"dataframe.shuffle.method": "gpurt"}):
+        return frames().shuffle("key")
+
+
+def assert_right(found: pd.DataFrame) -> None:
+    assert sorted(found["row"]) == list(range(ROWS))
+    assert (found["key"] == found["row"] % 17).all()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Poll for a condition that has no event."""
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any) -> None:
+    """Run a coroutine with a client, a scheduler and workers; asserts that no shuffle data are left."""
+
+    async def body(client: Any, scheduler: Any, *crew: Any) -> None:
+        teach_method()
+        await dask_gpurt.enable(client)
+        try:
+            await test(client, scheduler, *crew)
+        finally:
+            while _gates:  # a thread blocked at a gate would keep the process from ending
+                _gates.pop().open.set()
+        for worker in crew:
+            if worker.status in (Status.closing, Status.closed):
+                worker.state.validate = False  # its data are gone
+            else:
+                await until(lambda worker=worker: not held(worker))
+        extension = scheduler.extensions["shuffle"]
+        await until(lambda: not extension.active_shuffles)
+        await until(lambda: not (extension._shuffles or extension._archived_by_stimulus))
+        await dask_gpurt.disable(client)
+
+    nthreads = [("127.0.0.1", 1)] * workers
+    gen_client_cluster(nthreads=nthreads, config=settings)(body)()
+
+
+def held(worker: Any) -> list[Any]:
+    """Return what is left of shuffles on a worker."""
+    exchange = worker.plugins["gpurt"].exchange
+    return [
+        *worker.plugins["shuffle"].shuffle_runs._runs,
+        *exchange._receiving,
+        *(incoming for incoming_shards in exchange._incoming.values() for incoming in incoming_shards),
+        *([] if not exchange.pools.known("host").pool.used else ["blocks"]),
+    ]
+
+
+def runs(*workers: Any) -> int:
+    """Count the runs that these workers took part in."""
+    each = [w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.runs", 0) for w in workers]
+    return int(sum(each))
+
+
+def counted(scheduler: Any, name: str) -> float:
+    """Return a counter of the scheduler."""
+    return float(scheduler.extensions["gpurt"].metrics.snapshot()["counters"].get(name, 0))
+
+
+_gates: list[Gate] = []
+
+
+class Gate:
+    """Block a step, the first time that it is taken, until the test opens the gate."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.where: list[str] = []
+        _gates.append(self)
+
+    def stops(self, address: str) -> bool:
+        first = not self.where
+        self.where.append(address)
+        self.reached.set()
+        return first and not self.open.is_set()
+
+
+def address_of(step: Any) -> str:
+    """Return the address of the worker of a run, a sender or a receiver."""
+    worker = step._worker if isinstance(step, ShuffleRun) else step.exchange.worker
+    return str(worker.address)
+
+
+#: The step of each phase of a run that a test can stop.
+STEPS = {
+    "transfer": (Sender, "add"),
+    "offers": (ShuffleRun, "receive"),
+    "inputs-done": (ShuffleRun, "_flush"),
+    "barrier": (ShuffleRun, "barrier"),
+    "unpack": (Receiver, "assemble"),
+}
+
+
+def gate(monkeypatch: pytest.MonkeyPatch, phase: str) -> Gate:
+    """Stop a run in a phase."""
+    owner, name = STEPS[phase]
+    original, gate = getattr(owner, name), Gate()
+
+    async def stops_coroutine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if gate.stops(address_of(self)):
+            await until(gate.open.is_set)
+        return await original(self, *args, **kwargs)
+
+    def stops_thread(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if gate.stops(address_of(self)):
+            gate.open.wait(60)
+        return original(self, *args, **kwargs)
+
+    stops = stops_coroutine if asyncio.iscoroutinefunction(original) else stops_thread
+    monkeypatch.setattr(owner, name, stops)
+    return gate
+
+
+def outputs(scheduler: Any) -> list[Any]:
+    """Return the tasks behind barriers."""
+    barriers = [task for key, task in scheduler.tasks.items() if id_from_key(key)]
+    return [output for barrier in barriers for output in barrier.dependents]
