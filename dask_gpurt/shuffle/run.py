@@ -216,8 +216,8 @@ class ShuffleRun:
         self._owners = owners
         try:
             outdated = self._receiver.renew(owners)
-            self._note_what_is_left()
             self._sender.renew(owners)
+            self._note_what_is_left()  # only now: retained blocks that are offered again must not be reused
             self._exchange.discard_soon(outdated)
             self._retire_all()
         except Exception as error:  # the change may be half applied, and is not retried
@@ -302,6 +302,9 @@ class ShuffleRun:
     def add_partition(self, data: Any, partition_id: Any, **_: Any) -> int:
         """Publish an input partition. In the thread of a transfer task."""
         self.raise_if_closed()
+        # If this input is transferred again after a loss, the retained blocks of others are about to be
+        # offered again: this one must not reuse them.
+        self._exchange.run_is_read(self._key, False)
         source = self._spec.source_of(partition_id)
         # The task's run_id, which the scheduler increases with each dispatch, orders attempts across workers.
         key: Key = getattr(thread_state, "key", "")
@@ -364,6 +367,7 @@ class ShuffleRun:
         """Deliver all queued offers. At the barrier, on workers that have transferred inputs."""
         await self._offers.sent()
         self._exchange.run_published(self._key)
+        self._note_what_is_left()
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
         """Seal the run: check that every owner has received all of its shards, and accept no others.

@@ -220,6 +220,19 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
 
 
 @in_process
+async def test_an_input_of_a_run_that_was_read_is_transferred_again() -> None:
+    """After a loss: the retained blocks of its other inputs are about to be offered again, and stay."""
+    cluster = Cluster(A, B)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    await quiet()
+    a = cluster.network.processes[A]
+    run: Any = a.run_of("a shuffle")
+    await cluster.transfer("a shuffle", 0, a)
+    assert a.outbox.has_all(("a shuffle", run.run_id))
+    cluster.close()
+
+
+@in_process
 async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> None:
     """It is rejected, and its block is freed; the pool would otherwise stay full until the run ends."""
     cluster = Cluster(A, B)
