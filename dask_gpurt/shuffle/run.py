@@ -385,7 +385,7 @@ class ShuffleRun:
         results = cast(Sequence[Transferred], run_ids)
         epoch = self._owners.epoch
         try:
-            missing = await self._seal_all(results)
+            missing = await self._seal_all(results, epoch)
         except (Stale, P2PConsistencyError) as error:
             raise RunInterrupted(str(error)) from error
         if missing:
@@ -403,7 +403,7 @@ class ShuffleRun:
         self._worker.batched_stream.send({"op": SEALED, "id": self.id, "run_id": self.run_id, "epoch": epoch})
         return self.run_id
 
-    async def _seal_all(self, results: Sequence[Transferred]) -> set[int]:
+    async def _seal_all(self, results: Sequence[Transferred], epoch: int) -> set[int]:
         """Make producers deliver their offers and owners seal; return the missing inputs.
 
         Both happen in one round, so an owner may seal before the last offers to it arrive, and report them as
@@ -412,19 +412,25 @@ class ShuffleRun:
         seal = Seal({result.source: result.attempt for result in results})
         owners = {share.owner for share in self._owners.open_shares()}
         producers = {result.producer for result in results}
-        missing = await self._seal(seal, owners | producers, owners)
+        missing = await self._seal(seal, owners | producers, owners, epoch)
         if missing:
-            missing = await self._seal(seal, missing.keys(), owners)
+            missing = await self._seal(seal, missing.keys(), owners, epoch)
         return {source for sources in missing.values() for source in sources}
 
     async def _seal(
-        self, seal: Seal, workers: Collection[str], owners: Collection[str]
+        self, seal: Seal, workers: Collection[str], owners: Collection[str], epoch: int
     ) -> dict[str, Sequence[int]]:
-        """Send a seal to workers; return the incomplete inputs by owner."""
+        """Send a seal to workers; return the incomplete inputs by owner.
+
+        Raises Stale if the owners have changed since the barrier began: some inputs are then transferred
+        again, and an owner must not seal, or report as missing, the attempts that this barrier knows.
+        """
+        self._raise_if_moved(epoch)
         workers = sorted(workers)
         answers = await asyncio.gather(
             *(self._deliver(worker, seal) for worker in workers), return_exceptions=True
         )
+        self._raise_if_moved(epoch)
         missing: dict[str, Sequence[int]] = {}
         for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, GONE) and worker in owners:
@@ -440,6 +446,10 @@ class ShuffleRun:
             if isinstance(answer, BaseException) and not isinstance(answer, GONE):
                 raise answer
         return missing
+
+    def _raise_if_moved(self, epoch: int) -> None:
+        if epoch != self._owners.epoch:
+            raise Stale(f"the owners of {self} have changed")
 
     # ---- consuming -------------------------------------------------------------------
 
@@ -459,8 +469,7 @@ class ShuffleRun:
         if isinstance(message, Seal):
             await self._flush()
             self.raise_if_closed()  # a closed receiver has no shares, and would report nothing missing
-            if epoch != self._owners.epoch:
-                raise Stale(f"the owners of {self} have changed")
+            self._raise_if_moved(epoch)
             return sorted(self._receiver.seal(message.succeeded))
         if isinstance(message, Retire):
             await self._exchange.forget_shares(sender, self._key, message.shares)

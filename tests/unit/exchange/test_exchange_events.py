@@ -172,6 +172,30 @@ async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> Non
 
 
 @in_process
+async def test_owners_change_while_the_barrier_asks() -> None:
+    """Its inputs may be those before a loss: it neither seals with them, nor reports them missing."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals = 0
+
+    async def move(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        nonlocal seals
+        if op == "shuffle_receive" and b"Seal" in content["data"]:
+            seals += 1
+            cluster.scheduler.balance("a shuffle", [0], B)
+            await cluster.hear()
+            return {"status": "OK", "missing": [0]}
+        return await handle(address, op, content)
+
+    intercept(cluster, move)
+    with pytest.raises(Reschedule, match="have changed"):
+        await cluster.barrier("a shuffle", results)
+    await quiet()
+    assert (seals, cluster.scheduler.recoveries) == (1, 0)
+    cluster.close()
+
+
+@in_process
 async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
     cluster = Cluster(A, B)
     assert await cluster.shuffle("first") == cluster.expected()
@@ -201,6 +225,19 @@ async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() 
 
 
 @in_process
+async def test_an_input_of_a_run_that_was_read_is_transferred_again() -> None:
+    """After a loss: the retained blocks of its other inputs are about to be offered again, and stay."""
+    cluster = Cluster(A, B)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    await quiet()
+    a = cluster.network.processes[A]
+    run: Any = a.run_of("a shuffle")
+    await cluster.transfer("a shuffle", 0, a)
+    assert a.outbox.has_all(("a shuffle", run.run_id))
+    cluster.close()
+
+
+@in_process
 async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     cluster = Cluster(A, B)
     results = await cluster.transfer_all("a shuffle")
@@ -216,19 +253,6 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
     await cluster.end("a shuffle")
-    cluster.close()
-
-
-@in_process
-async def test_an_input_of_a_run_that_was_read_is_transferred_again() -> None:
-    """After a loss: the retained blocks of its other inputs are about to be offered again, and stay."""
-    cluster = Cluster(A, B)
-    assert await cluster.shuffle("a shuffle") == cluster.expected()
-    await quiet()
-    a = cluster.network.processes[A]
-    run: Any = a.run_of("a shuffle")
-    await cluster.transfer("a shuffle", 0, a)
-    assert a.outbox.has_all(("a shuffle", run.run_id))
     cluster.close()
 
 
