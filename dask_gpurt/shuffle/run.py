@@ -28,7 +28,7 @@ from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedErro
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
-from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
+from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from dask_gpurt.shuffle.messages import (
     GONE,
     Message,
@@ -337,7 +337,10 @@ class ShuffleRun:
     async def _unreachable(self, owner: str, error: Exception) -> None:
         """Reassign the outputs of an unreachable owner; raise the error that ended the run, if any."""
         self.raise_if_closed()
+        epoch = self._owners.epoch
         await self._recover(str(error), unreachable=owner)
+        if self._owners.epoch == epoch:  # the scheduler first waits for other outputs: do not call it at once
+            await asyncio.sleep(FIRST_PAUSE_S)
         self._retire_all()
         self.raise_if_closed()
 
