@@ -374,6 +374,28 @@ async def offer_to_one_that_closes(answer: Callable[[], Any]) -> None:
 
 
 @in_process
+async def test_an_owner_has_left_and_the_scheduler_does_not_move_its_outputs_yet() -> None:
+    """The sender pauses before it reports the owner again."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    reports: list[str] = []
+
+    async def wait_for_others(unreachable: str, **_: Any) -> None:
+        reports.append(unreachable)
+
+    cluster.scheduler.gpurt_recover = wait_for_others  # type: ignore[method-assign, assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.shuffle.run.FIRST_PAUSE_S", 3600.0)
+        reporting = asyncio.ensure_future(run._unreachable(B, PeerLost("it has left")))
+        await quiet()
+        assert reports == [B]
+        assert not reporting.done()
+        reporting.cancel()
+    cluster.close()
+
+
+@in_process
 async def test_a_loss_that_can_not_be_noted_fails_the_run() -> None:
     """Nothing else would end the tasks that wait for the shard."""
     cluster = Cluster(A, B)
