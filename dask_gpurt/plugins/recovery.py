@@ -14,7 +14,6 @@ See docs/design/exactly-once.md for the protocol.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.kept_results import KeptResults
 from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished
 from dask_gpurt.plugins.switching import Workers
-from dask_gpurt.shuffle.owners import Owners, deal
+from dask_gpurt.shuffle.owners import Owners, deal, fair_share
 from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import RENEW
 from dask_gpurt.shuffle.spec import outputs_of
@@ -268,18 +267,11 @@ class Recovery:
                 self._mend(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
-        """Return the outputs to give to a worker that joins, taken from the owners with the most of them."""
-        waiting = sorted(self._runs.unfinished(shuffle, owners))
-        share = len(waiting) // len(self._runs.candidates(shuffle))
-        if any(owners[output] == worker for output in waiting):
+        """Return the outputs to give to a worker that joins; none if it owns some already."""
+        waiting = {output: owners[output] for output in self._runs.unfinished(shuffle, owners)}
+        if worker in waiting.values():
             return set()
-        taken: set[int] = set()
-        by_owner = Counter(owners[output] for output in waiting)
-        while len(taken) < share:
-            most = max(by_owner, key=lambda owner: by_owner[owner])
-            taken.add(max(o for o in waiting if owners[o] == most and o not in taken))
-            by_owner[most] -= 1
-        return taken
+        return fair_share(waiting, len(self._runs.candidates(shuffle)))
 
     # ---- outputs that move for balance -----------------------------------------------
 

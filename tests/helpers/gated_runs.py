@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -14,14 +15,19 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from dask import config
+from dask.typing import Key
+from distributed import SchedulerPlugin
 from distributed.core import Status
-from distributed.shuffle._core import id_from_key
+from distributed.shuffle._core import barrier_key, id_from_key
 
 import dask_gpurt
 from dask_gpurt.api import teach_method
+from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.shuffle.sender import Sender
+from dask_gpurt.shuffle.spec import outputs_of
+from dask_gpurt.shuffle.transferred import Transferred
 from tests.helpers.in_process import gen_client_cluster
 
 ROWS, PARTS = 200, 4
@@ -130,11 +136,13 @@ STEPS = {
     "barrier": (ShuffleRun, "barrier"),
     "unpack": (Receiver, "assemble"),
 }
+#: Further steps: in the middle of the barrier, when it has read its inputs and the epoch.
+FINER_STEPS = {"seal": (ShuffleRun, "_seal_all")}
 
 
 def gate(monkeypatch: pytest.MonkeyPatch, phase: str) -> Gate:
     """Stop a run in a phase."""
-    owner, name = STEPS[phase]
+    owner, name = (STEPS | FINER_STEPS)[phase]
     original, gate = getattr(owner, name), Gate()
 
     async def stops_coroutine(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -156,3 +164,75 @@ def outputs(scheduler: Any) -> list[Any]:
     """Return the tasks behind barriers."""
     barriers = [task for key, task in scheduler.tasks.items() if id_from_key(key)]
     return [output for barrier in barriers for output in barrier.dependents]
+
+
+class Watched(SchedulerPlugin):
+    """Watch the tasks and owners of a run, from a moment in its middle until after its end.
+
+    Attributes
+    ----------
+    producers
+        The transfer tasks that had ended when the watch began, each with its worker.
+    transfers, outputs
+        The keys of the transfer tasks, and of the task of each output.
+    owners
+        The live owners of the run.
+    before
+        The share and the owner of each output when the watch began.
+    sent
+        How often each task has been sent to a worker since then.
+    made
+        The worker of each task that has ended since then.
+    """
+
+    def __init__(self, scheduler: Any, shuffle: Any = None):
+        active = scheduler.extensions["shuffle"].active_shuffles
+        (run,) = active.values() if shuffle is None else [active[shuffle]]
+        self._barrier = scheduler.tasks[barrier_key(run.id)]
+        self.id, self.run_id, self.barrier = run.id, run.run_id, self._barrier.key
+        self.transfers = {task.key for task in self._barrier.dependencies}
+        self.outputs = {output: task.key for task, output in outputs_of(self._barrier) if output is not None}
+        self.owners: Owners = run.run_spec.worker_for
+        self.sent = Counter[Key]()
+        self.made: dict[Key, str] = {}
+        self.begin()
+        scheduler.add_plugin(self, name=f"watched-{run.id}")
+
+    def begin(self) -> None:
+        """Begin the watch anew."""
+        results = [Transferred.of_task(task, self.run_id) for task in self._barrier.dependencies]
+        self.producers = {result.key: result.producer for result in results if result is not None}
+        self.before = self.shares()
+        self.sent.clear()
+        self.made.clear()
+
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
+        if finish == "processing":
+            self.sent[key] += 1
+        elif finish == "memory" and start == "processing":
+            self.made[key] = kwargs["worker"]
+
+    def shares(self) -> dict[int, tuple[int, str]]:
+        """Return the share and the owner of each output."""
+        return {output: (s.id, s.owner) for s in self.owners.shares.values() for output in s.outputs}
+
+    def moved(self) -> set[int]:
+        """Return the outputs that are in another share than when the watch began."""
+        now = self.shares()
+        return {output for output, share in self.before.items() if now.get(output) != share}
+
+    def owned(self, worker: str) -> set[int]:
+        """Return the outputs that a worker owned when the watch began."""
+        return {output for output, (_, owner) in self.before.items() if owner == worker}
+
+    def transferred_by(self, worker: str) -> set[Key]:
+        """Return the transfer tasks that a worker had run when the watch began."""
+        return {key for key, producer in self.producers.items() if producer == worker}
+
+    def transferred_since(self) -> set[Key]:
+        """Return the transfer tasks that have been sent to a worker since the watch began."""
+        return {key for key in self.transfers if self.sent[key]}
+
+    def assembled_since(self) -> set[int]:
+        """Return the outputs whose tasks have been sent to a worker since the watch began."""
+        return {output for output, key in self.outputs.items() if self.sent[key]}

@@ -1,0 +1,351 @@
+"""Do again only what was lost: count the tasks that are sent again, and the outputs that move.
+
+Scheduler, workers and client share a process, and a gate stops a step of a run until the event has happened.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dask import config
+from distributed import Worker, wait
+from distributed.shuffle._core import barrier_key
+
+from dask_gpurt.plugins import recovery
+from dask_gpurt.shuffle.owners import Owners
+from tests.helpers.gated_runs import (
+    FRAME,
+    Gate,
+    Watched,
+    assert_right,
+    counted,
+    frames,
+    gate,
+    run,
+    shuffled,
+    until,
+)
+
+
+#: Send no transfer to a worker whose only thread is stopped: it would have to be stolen first.
+ONE_EACH = {"distributed.scheduler.worker-saturation": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let outputs that are being assembled finish, however busy the machine is."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 60)
+
+
+async def stopped_in(phase: str, stopped: Gate, scheduler: Any) -> Watched:
+    """Watch a run once all tasks have ended that do not wait for the gate."""
+    await until(stopped.reached.is_set)
+    watched = Watched(scheduler)
+    elsewhere = {output for output, owner in watched.owners.items() if owner != stopped.where[0]}
+    ends = {"transfer": watched.transfers, "unpack": {watched.outputs[output] for output in elsewhere}}
+    tasks = [scheduler.tasks[key] for key in ends.get(phase, ())]
+    waiting = 1 if phase == "transfer" else 0
+    await until(lambda: sum(task.state != "memory" for task in tasks) == waiting)
+    watched.begin()
+    return watched
+
+
+def others(crew: Any, stopped: Gate) -> list[Any]:
+    """Return the workers that no gate has stopped."""
+    return [worker for worker in crew if worker.address != stopped.where[0]]
+
+
+async def kill(scheduler: Any, worker: Any) -> None:
+    """Lose a worker as after kill -9: it does not tell its peers that its runs end."""
+    worker.plugins["gpurt"].exchange.requests.withdraw = _says_nothing
+    await scheduler.remove_worker(worker.address, stimulus_id="a-worker-is-lost")
+
+
+async def _says_nothing(run: Any) -> None:
+    """Do not withdraw the blocks of a run."""
+
+
+def owners_on(worker: Any, shuffle: Any) -> Owners:
+    """Return the owners of a run that a worker knows."""
+    owners: Owners = worker.plugins["shuffle"].shuffle_runs._active_runs[shuffle]._owners
+    return owners
+
+
+def missing(*workers: Any) -> float:
+    """Count the inputs that barriers have found missing."""
+    each = [worker.plugins["gpurt"].metrics.snapshot()["counters"] for worker in workers]
+    return float(sum(counters.get("shuffle.inputs.missing", 0) for counters in each))
+
+
+def assert_repaired_once(scheduler: Any) -> None:
+    assert counted(scheduler, "shuffle.runs.recovered") == 1
+    assert not counted(scheduler, "shuffle.runs.restarted")
+
+
+def report(scheduler: Any, watched: Watched, epoch: int | None = None, **what: Any) -> None:
+    """Report a loss to the scheduler, as a worker does."""
+    epoch = watched.owners.epoch if epoch is None else epoch
+    repair = scheduler.extensions["gpurt"].shuffles.recovery.recover
+    repair(watched.id, watched.run_id, epoch, "a test", **what)
+
+
+# ---- a worker is lost ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["transfer", "seal", "unpack"])
+def test_only_what_a_killed_worker_had_is_done_again(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """Its inputs are transferred again, once; its outputs move; all others keep their owner and share."""
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in(phase, stopped, scheduler)
+        (stays,) = (worker for worker in crew if worker.address == stopped.where[0])
+        killed, other = others(crew, stopped)
+        await kill(scheduler, killed)
+        if phase != "unpack":  # the output that is being assembled ends first
+            await until(lambda: owners_on(stays, watched.id).epoch)
+        stopped.open.set()
+        assert_right(await result)
+        again = watched.transferred_by(killed.address)
+        assert again, "otherwise this would show nothing"
+        assert watched.transferred_since() == again
+        assert {watched.sent[key] for key in again} == {1}
+        assert watched.moved() == watched.owned(killed.address)
+        if phase == "unpack":
+            assert watched.assembled_since() == watched.owned(killed.address)
+        assert not missing(stays, other), "the scheduler knows what is lost"
+        assert_repaired_once(scheduler)
+        await killed.finished()
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_a_worker_is_killed_after_the_end() -> None:
+    """Only its outputs are assembled again, out of what is retained and of its inputs."""
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        kept = client.persist(shuffled())
+        await wait(kept)
+        watched = Watched(scheduler)
+        killed, *stay = crew
+        await kill(scheduler, killed)
+        assert_right(await client.compute(kept))
+        assert watched.moved() == watched.assembled_since() == watched.owned(killed.address)
+        assert watched.transferred_since() == watched.transferred_by(killed.address)
+        assert not missing(*stay)
+        assert_repaired_once(scheduler)
+        del kept
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_outputs_are_dealt_evenly_to_those_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four outputs, two workers own two each in the end, whoever had one or two before."""
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("transfer", stopped, scheduler)
+        killed, _ = others(crew, stopped)
+        await kill(scheduler, killed)
+        owned = list(watched.owners.values())
+        assert sorted(map(owned.count, set(owned))) == [2, 2]
+        stopped.open.set()
+        assert_right(await result)
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_outputs_that_have_been_read_are_needed_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One repair receives them again, though each task reports only its own output."""
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        kept = client.persist(shuffled().map_partitions(lambda part: part.assign(more=1)))
+        await until(stopped.reached.is_set)
+        watched = Watched(scheduler)
+        (other,) = others(crew, stopped)
+        read = watched.owned(other.address)
+        assert len(read) == 2
+        outputs = [scheduler.tasks[watched.outputs[output]] for output in read]
+        await until(lambda: all(task.state == "released" for task in outputs))
+        results = [task.key for output in outputs for task in output.dependents]
+        scheduler.extensions["gpurt"].lost(other.address, results)
+        await until(lambda: any(watched.sent[task.key] for task in outputs))
+        stopped.open.set()
+        assert_right(await client.compute(kept))
+        assert watched.moved() == watched.assembled_since() == read
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del kept
+
+    run(test, **ONE_EACH)
+
+
+def test_both_sides_of_a_join_lose_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their outputs move together, since one task reads both on one worker."""
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        with config.set({"dataframe.shuffle.method": "gpurt"}):
+            result = client.compute(frames().merge(frames("other"), on="key"))
+        await until(stopped.reached.is_set)
+        active = scheduler.extensions["shuffle"].active_shuffles
+        await until(lambda: len(active) == 2)
+        left, right = (Watched(scheduler, shuffle) for shuffle in active)
+        killed, _ = others(crew, stopped)
+        await kill(scheduler, killed)
+        stopped.open.set()
+        assert len(await result) == len(FRAME.merge(FRAME, on="key"))
+        assert dict(left.owners) == dict(right.owners)
+        assert left.moved() == right.moved() == left.owned(killed.address)
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+# ---- a worker joins ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["transfer", "seal"])
+def test_a_worker_joins_and_assembles_outputs(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """It is given its part of the outputs; nothing is transferred again, and the others stay."""
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in(phase, stopped, scheduler)
+        async with Worker(scheduler.address, nthreads=1) as joined:
+            await until(lambda: joined.address in watched.owners.values())
+            given = {output for output, owner in watched.owners.items() if owner == joined.address}
+            assert len(given) == len(watched.owners) // 3
+            stopped.open.set()
+            assert_right(await result)
+            made = {output for output, key in watched.outputs.items() if watched.made[key] == joined.address}
+            assert made == given == watched.moved()
+            assert not watched.transferred_since()
+            assert not counted(scheduler, "shuffle.runs.recovered"), "nothing was lost"
+            assert not counted(scheduler, "shuffle.runs.restarted")
+            del result
+
+    run(test, **ONE_EACH)
+
+
+def test_a_worker_joins_when_outputs_are_assembled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given none: moving them would repeat the barrier."""
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        async with Worker(scheduler.address, nthreads=1) as joined:
+            await until(lambda: joined.address in scheduler.extensions["gpurt"].workers.ready)
+            stopped.open.set()
+            assert_right(await result)
+            assert not watched.moved()
+            assert not watched.sent[watched.barrier]
+            del result
+
+    run(test, **ONE_EACH)
+
+
+# ---- a worker does not answer --------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers", ["last", "first"])
+def test_an_owner_is_unreachable_and_assembles_an_output_nevertheless(
+    monkeypatch: pytest.MonkeyPatch, answers: str
+) -> None:
+    """Its unfinished outputs move, and nothing else. Both answers arrive, in either order."""
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        (silent,) = stopped.where[:1]
+        report(scheduler, watched, unreachable=silent)
+        assert watched.moved() == watched.owned(silent)
+        assert silent not in watched.owners.values()
+        if answers == "last":
+            assert_right(await result)
+        stopped.open.set()
+        assert_right(await result)
+        assert watched.assembled_since() == watched.owned(silent)
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del result
+
+    run(test, **ONE_EACH)
+
+
+def test_an_owner_is_unreachable_before_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs move; its inputs are not transferred again, since it has not left."""
+    stopped = gate(monkeypatch, "seal")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("seal", stopped, scheduler)
+        silent, _ = others(crew, stopped)
+        report(scheduler, watched, unreachable=silent.address)
+        assert watched.moved() == watched.owned(silent.address)
+        stopped.open.set()
+        assert_right(await result)
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_an_owner_is_unreachable_from_one_side_of_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        with config.set({"dataframe.shuffle.method": "gpurt"}):
+            result = client.compute(frames().merge(frames("other"), on="key"))
+        await until(stopped.reached.is_set)
+        active = scheduler.extensions["shuffle"].active_shuffles
+        await until(lambda: len(active) == 2)
+        left, right = (Watched(scheduler, shuffle) for shuffle in active)
+        silent, _ = others(crew, stopped)
+        report(scheduler, left, unreachable=silent.address)
+        assert left.moved() == right.moved() == left.owned(silent.address)
+        assert dict(left.owners) == dict(right.owners)
+        stopped.open.set()
+        assert len(await result) == len(FRAME.merge(FRAME, on="key"))
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_reports_of_losses_that_are_repaired_or_of_runs_that_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers report a loss independently of each other, so most reports come late."""
+    stopped = gate(monkeypatch, "seal")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("seal", stopped, scheduler)
+        silent, other = others(crew, stopped)
+        report(scheduler, watched, unreachable=silent.address)
+        moved = watched.shares()
+        report(scheduler, watched, epoch=0, unreachable=other.address)
+        report(scheduler, watched, epoch=0, inputs=list(watched.transfers))
+        watched.run_id -= 1
+        report(scheduler, watched, inputs=list(watched.transfers))
+        assert watched.shares() == moved
+        assert not watched.transferred_since()
+        stopped.open.set()
+        assert_right(await result)
+        assert_repaired_once(scheduler)
+        report(scheduler, watched, inputs=list(watched.transfers))
+        assert barrier_key(watched.id) not in scheduler.tasks or not watched.transferred_since()
+        del result
+
+    run(test, workers=3, **ONE_EACH)
