@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from dask import config
-from distributed import Worker, wait
-from distributed.shuffle._core import barrier_key
+from distributed import Worker, futures_of, wait
+from distributed.shuffle._core import barrier_key, id_from_key
 
 from dask_gpurt.plugins import recovery
 from dask_gpurt.shuffle.owners import Owners
@@ -26,7 +26,6 @@ from tests.helpers.gated_runs import (
     shuffled,
     until,
 )
-
 
 #: Send no transfer to a worker whose only thread is stopped: it would have to be stolen first.
 ONE_EACH = {"distributed.scheduler.worker-saturation": 1.0}
@@ -160,30 +159,58 @@ def test_outputs_are_dealt_evenly_to_those_that_stay(monkeypatch: pytest.MonkeyP
     run(test, workers=3, **ONE_EACH)
 
 
-def test_outputs_that_have_been_read_are_needed_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One repair receives them again, though each task reports only its own output."""
-    stopped = gate(monkeypatch, "unpack")
+def test_an_output_of_a_killed_worker_has_another_replica() -> None:
+    """It is not assembled again before that replica is lost too; then its new owner does so."""
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        kept = client.persist(shuffled().map_partitions(lambda part: part.assign(more=1)))
-        await until(stopped.reached.is_set)
+        kept = client.persist(shuffled())
+        await wait(kept)
         watched = Watched(scheduler)
-        (other,) = others(crew, stopped)
-        read = watched.owned(other.address)
-        assert len(read) == 2
-        outputs = [scheduler.tasks[watched.outputs[output]] for output in read]
-        await until(lambda: all(task.state == "released" for task in outputs))
-        results = [task.key for output in outputs for task in output.dependents]
-        scheduler.extensions["gpurt"].lost(other.address, results)
-        await until(lambda: any(watched.sent[task.key] for task in outputs))
-        stopped.open.set()
+        killed, heir = sorted(crew, key=lambda worker: -len(watched.owned(worker.address)))[:2]
+        idle, needed = watched.owned(killed.address)
+        (future,) = (each for each in futures_of(kept) if each.key == watched.outputs[idle])
+        await client.replicate([future], n=2, workers=[killed.address, heir.address])
+        await kill(scheduler, killed)
         assert_right(await client.compute(kept))
+        assert watched.assembled_since() == {needed}
+        assert killed.address not in watched.owners.values()
+        scheduler.extensions["gpurt"].lost(heir.address, [future.key])
+        assert_right(await client.compute(kept))
+        assert watched.moved() == watched.assembled_since() == {idle, needed}
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        del kept, future
+
+    run(test, workers=3)
+
+
+def test_outputs_that_have_been_read_are_needed_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One repair receives them again, though each task reports only its own output."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        results = shuffled().map_partitions(lambda part: part.assign(more=1)).optimize()
+        graph, keys = dict(results.__dask_graph__()), results.__dask_keys__()
+        barrier = next(filter(id_from_key, graph))
+        first, *_ = (key for key, task in graph.items() if barrier in task.dependencies)
+        kept = client.get(graph, [*keys, first], sync=False)  # the run goes on because of the first output
+        await wait(kept)
+        watched = Watched(scheduler)
+        holder = next(
+            w.address for w in crew if first not in map(watched.outputs.get, watched.owned(w.address))
+        )
+        read = watched.owned(holder)
+        assert len(read) == 2
+        lost = [task.key for at in read for task in scheduler.tasks[watched.outputs[at]].dependents]
+        scheduler.extensions["gpurt"].lost(holder, lost)
+        await until(lambda: watched.assembled_since())
+        await wait(kept)
+        await until(lambda: all(scheduler.tasks[key].state == "memory" for key in lost))
         assert watched.moved() == watched.assembled_since() == read
         assert not watched.transferred_since()
         assert_repaired_once(scheduler)
         del kept
 
-    run(test, **ONE_EACH)
+    run(test)
 
 
 def test_both_sides_of_a_join_lose_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +278,7 @@ def test_a_worker_joins_when_outputs_are_assembled(monkeypatch: pytest.MonkeyPat
             assert not watched.sent[watched.barrier]
             del result
 
-    run(test, **ONE_EACH)
+    run(test, workers=1)
 
 
 # ---- a worker does not answer --------------------------------------------------------
