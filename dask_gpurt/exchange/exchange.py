@@ -282,6 +282,7 @@ class Exchange:
         """Handle the release of shards of incarnation ``to``, given as pairs of a shard and a share."""
         if to == self.me.incarnation:
             self.pools.known(kind).release((shard, share) for shard, share in shards)
+            self.requests.note_released()
         else:  # for a former worker at this address, whose shard ids mean nothing here
             self.metrics.add("exchange.messages.stale")
 

@@ -35,6 +35,7 @@ from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.balancing import Balancing
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
+from dask_gpurt.plugins.retirement import Retirement
 from dask_gpurt.plugins.run_outputs import (
     asked_outputs,
     is_unfinished,
@@ -87,6 +88,7 @@ class SchedulerShuffles:
         self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
         self._results = SmallResults(scheduler, workers.ready, metrics)
         self._balancing = Balancing(scheduler, self.recovery, headroom)
+        self._retirement = Retirement(scheduler, self.recovery, metrics)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s restarts: %s", shuffle_id, reason)
@@ -110,9 +112,11 @@ class SchedulerShuffles:
             valid_workers_downscaling=self._valid_workers_downscaling,
         )
         self._results.install()
+        self._retirement.install()
 
     def uninstall(self) -> None:
         """Restore Dask's extension; runs that were taken over restart as Dask's own."""
+        self._retirement.uninstall()
         self._results.uninstall()
         self.recovery.end_all()
         self._patches.restore()

@@ -53,6 +53,10 @@ OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
 SEALED = "gpurt-sealed"
 #: Message from the scheduler to workers: the owners have changed.
 RENEW = "gpurt-renew"
+#: Handler of workers: have shards copied by their owners, since this worker is about to leave.
+EVACUATE = "gpurt_evacuate"
+#: How long a worker waits for owners to copy its shards until it reports how many are left, in seconds.
+EVACUATION_STEP_S = 10.0
 
 
 class ShuffleRun:
@@ -326,6 +330,29 @@ class ShuffleRun:
         sizes = self._sender.sizes(result.source, result.attempt)
         if sizes is not None:
             note_sizes(metadata, result, sizes)
+
+    async def evacuate(self, epoch: int) -> int:
+        """Have owners copy the shards that this worker has published, since it is about to leave.
+
+        Waits for at most ``EVACUATION_STEP_S``.
+
+        Parameters
+        ----------
+        epoch
+            The epoch since which this worker owns no output that is needed.
+
+        Returns
+        -------
+        int
+            The number of shards that are yet to be copied.
+        """
+        with contextlib.suppress(TimeoutError, ShuffleClosedError):
+            async with asyncio.timeout(EVACUATION_STEP_S):
+                if epoch > self._owners.epoch:
+                    await self._catch_up()
+                await self._offers.sent()
+                await self._exchange.requests.evacuate(self._key)
+        return self._exchange.pools.unread(self._key, self._worker.address)
 
     def _offer(self, owner: str, offer: Shard | Commit) -> None:
         self._worker.loop.add_callback(self._offers.add, owner, offer)

@@ -66,20 +66,24 @@ def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any)
         try:
             await test(client, scheduler, *crew)
         finally:
-            while _gates:  # a thread blocked at a gate would keep the process from ending
-                _gates.pop().open.set()
-        for worker in crew:
-            if worker.status in (Status.closing, Status.closed):
-                worker.state.validate = False  # its data are gone
-            else:
-                await until(lambda worker=worker: not held(worker))
-        extension = scheduler.extensions["shuffle"]
-        await until(lambda: not extension.active_shuffles)
-        await until(lambda: not (extension._shuffles or extension._archived_by_stimulus))
+            open_gates()
+        await nothing_is_left(scheduler, *crew)
         await dask_gpurt.disable(client)
 
     nthreads = [("127.0.0.1", 1)] * workers
     gen_client_cluster(nthreads=nthreads, config=settings)(body)()
+
+
+async def nothing_is_left(scheduler: Any, *crew: Any) -> None:
+    """Return once neither the scheduler nor a worker holds anything of a shuffle."""
+    for worker in crew:
+        if worker.status in (Status.closing, Status.closed):
+            worker.state.validate = False  # its data are gone
+        else:
+            await until(lambda worker=worker: not held(worker))
+    extension = scheduler.extensions["shuffle"]
+    await until(lambda: not extension.active_shuffles)
+    await until(lambda: not (extension._shuffles or extension._archived_by_stimulus))
 
 
 def held(worker: Any) -> list[Any]:
@@ -105,6 +109,12 @@ def counted(scheduler: Any, name: str) -> float:
 
 
 _gates: list[Gate] = []
+
+
+def open_gates() -> None:
+    """Open all gates: a thread that is blocked at one would keep the process from ending."""
+    while _gates:
+        _gates.pop().open.set()
 
 
 class Gate:
