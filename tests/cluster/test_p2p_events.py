@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from functools import wraps
 from typing import Any
 
 import pandas as pd
@@ -18,6 +19,7 @@ from distributed.core import Status
 from distributed.shuffle._core import id_from_key
 from distributed.shuffle._shuffle import DataFrameShuffleRun
 
+from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import RENEW, ShuffleRun
 from dask_gpurt.shuffle.spec import ShuffleSpec
@@ -26,6 +28,8 @@ from tests.helpers.gated_runs import (
     PARTS,
     ROWS,
     STEPS,
+    Gate,
+    Watched,
     address_of,
     assert_right,
     counted,
@@ -349,6 +353,45 @@ def test_the_barrier_begins_before_all_offers_have_arrived(monkeypatch: pytest.M
         del result
 
     run(test)
+
+
+@pytest.mark.parametrize("lost", ["its worker", "another worker"])
+def test_a_result_of_a_transfer_is_fetched_by_the_barrier_and_a_worker_is_lost(
+    monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """As where results are not sent ahead. The barrier is sent again when the lost input is transferred."""
+    monkeypatch.setattr(SmallResults, "_send_transfers", lambda self, run, barrier: None)
+    stopped, gather = Gate(), Worker.gather_dep
+    fetched_from: list[str] = []
+
+    @wraps(gather)
+    async def stops(self: Any, worker: str, to_gather: Any, *args: Any, **kwargs: Any) -> Any:
+        if any("shuffle-transfer" in str(key) for key in to_gather) and stopped.stops(self.address):
+            fetched_from.append(worker)
+            await until(stopped.open.is_set)
+        return await gather(self, worker, to_gather, *args, **kwargs)
+
+    monkeypatch.setattr(Worker, "gather_dep", stops)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(lambda: fetched_from)
+        watched = Watched(scheduler)
+        (leaves,) = [
+            worker
+            for worker in crew
+            if worker.address != stopped.where[0]
+            and (worker.address == fetched_from[0]) == (lost == "its worker")
+        ]
+        await scheduler.remove_worker(leaves.address, stimulus_id="a-worker-is-lost")
+        stopped.open.set()
+        assert_right(await result)
+        assert watched.transferred_since() == watched.transferred_by(leaves.address) != set()
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        await leaves.finished()
+        del result
+
+    run(test, workers=3, **{"distributed.scheduler.worker-saturation": 1.0})
 
 
 def test_the_barrier_ends_with_owners_that_are_not_the_current_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -167,6 +168,30 @@ async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> Non
     arrives.set()
     await barrier
     assert cluster.network.processes[A].counted("shuffle.inputs.missing") == 0
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_the_connection_breaks_while_the_barrier_asks() -> None:
+    """Before the other worker hears the question, and before its answer arrives: it is asked again."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals = itertools.count(1)
+
+    async def break_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        asked = op == "shuffle_receive" and next(seals)
+        if asked == 1:
+            raise CommClosedError("the connection was reset")
+        answer = await handle(address, op, content)
+        if asked == 2:
+            raise CommClosedError("the connection was reset")
+        return answer
+
+    intercept(cluster, break_off)
+    await cluster.barrier("a shuffle", results)
+    assert next(seals) == 4
     assert await cluster.outputs("a shuffle") == cluster.expected()
     await cluster.end("a shuffle")
     cluster.close()
