@@ -19,7 +19,7 @@ from distributed.core import Status, error_message
 from distributed.exceptions import Reschedule
 
 import dask_gpurt
-from dask_gpurt.exchange import Attempt, PeerLost
+from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.incoming import ShardState
 from tests.helpers.clusters import QUICK, instrument
 from tests.helpers.exchanges import Cluster, in_process, intercept, quiet, spec_of
@@ -199,7 +199,12 @@ async def test_the_connection_breaks_while_the_barrier_asks() -> None:
 
 @in_process
 async def test_owners_change_while_the_barrier_asks() -> None:
-    """Its inputs may be those before a loss: it neither seals with them, nor reports them missing."""
+    """Its inputs may be those before a loss: it neither seals with them, nor reports anything."""
+    await change_owners_at_the_barrier({"status": "OK", "missing": [0]})
+    await change_owners_at_the_barrier(error_message(ExchangeClosed("its part of the run has ended")))
+
+
+async def change_owners_at_the_barrier(answer: Any) -> None:
     cluster = Cluster(A, B)
     results = await cluster.transfer_all("a shuffle")
     seals = 0
@@ -210,7 +215,7 @@ async def test_owners_change_while_the_barrier_asks() -> None:
             seals += 1
             cluster.scheduler.balance("a shuffle", [0], B)
             await cluster.hear()
-            return {"status": "OK", "missing": [0]}
+            return answer
         return await handle(address, op, content)
 
     intercept(cluster, move)

@@ -151,5 +151,6 @@ def test_a_worker_that_joins_takes_outputs_from_the_owners_with_the_most() -> No
     owners = {0: A, 1: A, 2: A, 3: A, 4: B, 5: B}
     assert fair_share(owners, 3) == {2, 3}
     assert len(fair_share(owners, 2)) == 3
+    assert fair_share({0: B, 1: A, 2: A, 3: A}, 2) == {2, 3}
     assert fair_share(owners, 7) == set()
     assert fair_share({}, 2) == set()
