@@ -46,7 +46,7 @@ def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> No
         )
     elif not found:
         click.echo(
-            f"nothing was learnt: no file in {directory()}. "
+            f"there are no statistics: no file in {directory()}. "
             "Workers whose 'gpurt.overlap.mode' is 'adaptive' write one"
         )
     elif scheduler and all(is_off(part) for part in found.values()):

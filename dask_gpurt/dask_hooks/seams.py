@@ -205,7 +205,7 @@ RUN_LOOKUP = SeamGroup(
         Seam(_PLUGIN + "get_or_create_shuffle", "self shuffle_id"),
         Seam(_PLUGIN + "get_shuffle_run", "self shuffle_id run_id"),
     ),
-    without="tasks ask the event loop for their run",
+    without="tasks look up their run on the event loop",
 )
 #: Giving a worker results that it neither computes nor fetches, and metadata in its task-finished messages.
 RESULTS = SeamGroup(
@@ -232,7 +232,7 @@ REPLICA_CHOICE = SeamGroup(
             bodies=("19649549c823",),
         ),
     ),
-    without="dependencies are fetched from where Dask chooses",
+    without="Dask chooses where dependencies are fetched from",
 )
 #: The choice of the worker that runs a task. Methods that differ are left to Dask individually.
 PLACEMENT = SeamGroup(
@@ -305,7 +305,7 @@ NANNY = SeamGroup(
             "worker_class env interface host port protocol config worker_kwargs",
         ),
     ),
-    without="one worker runs where several were to share a GPU",
+    without="only one worker runs on the GPU",
 )
 #: The pages of a scheduler's dashboard. Comparing one of them imports Bokeh.
 DASHBOARD = SeamGroup(

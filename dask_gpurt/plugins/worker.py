@@ -203,7 +203,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             undo.push_async_callback(self._give_data_back)
         undo.callback(self.reads.uninstall)
         self.reads.install()
-        testing.instrument(self, settings)
+        testing.instrument(self)
         self.tiers.report_now()  # a client may query memory next
         self.is_on = True
         call_soon(worker, self._warm_up)

@@ -262,18 +262,6 @@ def test_unknown_key_has_a_suggestion(key: str, meant: str) -> None:
     assert problem == f"unknown key {unknown!r}: did you mean {meant!r}?"
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [("gpurt.memory.failures", 40, (40, False)), ("gpurt.overlap.check", True, (0, True))],
-)
-def test_settings_that_have_gone_to_testing_still_work_and_warn(
-    key: str, value: object, expected: Any
-) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"'{key}' is deprecated.*Instruments"):
-        settings = load(nested(key, value))
-    assert (settings.memory.failures, settings.overlap.check) == expected
-
-
 def test_unknown_key_without_a_likeness() -> None:
     (problem,) = problems(nested("gpurt.exchange.zebra", 1))
     assert problem.startswith("unknown key 'gpurt.exchange.zebra'. Known keys: ")
