@@ -148,11 +148,11 @@ class Outbox:
             finally:
                 self.waiting -= 1
 
-    def view(self, shard: int) -> tuple[Block, ...] | None:
-        """Return the blocks of a shard; None if it is not published any more."""
+    def view(self, shard: int, share: int) -> tuple[Block, ...] | None:
+        """Return the blocks of a shard; None if it is not published for this share any more."""
         with self._changed:
             entry = self._entries.get(shard)
-        return entry.blocks if entry else None
+            return entry.blocks if entry is not None and share in entry.readers else None
 
     def release(self, shards: Iterable[tuple[int, int]]) -> None:
         """Release shards on behalf of their owners.

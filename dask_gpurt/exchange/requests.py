@@ -51,6 +51,8 @@ class PeerRequests:
         self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
         #: Set whenever a peer releases shards of this worker.
         self._is_released = asyncio.Event()
+        #: The owners that are being asked for room.
+        self._draining: set[str] = set()
 
     # ---- from an owner to the producers of its shards --------------------------------
 
@@ -115,10 +117,16 @@ class PeerRequests:
         if owner == self._end.me.address:
             self._here.drain(producer=list(self._end.me))
             return
+        if owner in self._draining:  # it is silent: further requests would only take connections
+            return
+        self._draining.add(owner)
         me = list(self._end.me)
-        # Best effort: the request is repeated while room is short.
-        with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
-            await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+        try:
+            # Best effort: the request is repeated while room is short.
+            with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
+                await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+        finally:
+            self._draining.discard(owner)
 
     def note_released(self) -> None:
         """Note that a peer has released shards of this worker."""
@@ -151,7 +159,7 @@ class PeerRequests:
         if owner == self._end.me.address:
             await self._here.forget(producer=list(self._end.me), run=list(run))
             return True
-        message = {"producer": list(self._end.me), "run": list(run)}
+        message: dict[str, Any] = {"producer": list(self._end.me), "run": list(run)}
         try:
             await self._end.calls.once(owner, "gpurt_forget", check=self._check_open, **message)
         except PeerLost:

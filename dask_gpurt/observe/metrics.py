@@ -156,6 +156,11 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter("shuffle.runs.restarted", "runs that restarted as a whole", on=Server.SCHEDULER),
         _counter(
+            "shuffle.workers.silent",
+            "silent workers that runs went on without",
+            on=Server.SCHEDULER,
+        ),
+        _counter(
             "shuffle.outputs.moved",
             "outputs moved to other owners once their sizes were known",
             on=Server.SCHEDULER,

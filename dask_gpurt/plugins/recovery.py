@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
+from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 SHUFFLE_TOPIC = "gpurt-shuffle"
 #: How long a repair waits for unaffected outputs being assembled, and the polling interval, in seconds.
 PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
+#: Seconds between looks at the worker of a barrier.
+BARRIER_LOOK_S = 1.0
 
 
 @dataclass
@@ -51,7 +54,7 @@ class _Loss:
     outputs
         Outputs to be received again.
     gone, unreachable
-        Workers that have left, and workers that cannot be reached.
+        Workers that have left, and workers that cannot be reached or are silent.
     missing
         Reported outputs and transfer tasks.
     culprits
@@ -124,6 +127,8 @@ class Recovery:
         self._results = KeptResults(scheduler, self._in_a_row.forget)
         #: Losses that have not been repaired yet, by shuffle. Shuffles with common outputs share one.
         self._losses: dict[Any, _Loss] = {}
+        #: Shuffles whose barriers are watched.
+        self._watched: set[Any] = set()
 
     # ---- the life of runs ------------------------------------------------------------
 
@@ -140,6 +145,8 @@ class Recovery:
         """Track the state of a task; see :meth:`KeptResults.transition`."""
         if finish in ("memory", "forgotten"):
             self._in_a_row.done(key)
+        if finish == "processing" and (shuffle := id_from_key(key)) is not None:
+            self._watch_barrier(shuffle)
         self._results.transition(key, finish, worker)
 
     def is_done(self, shuffle: Any) -> bool:
@@ -201,27 +208,67 @@ class Recovery:
         producers
             The workers that held the lost shards. Those that have left or are closing are to blame.
         unreachable
-            A worker that does not answer; its unfinished outputs are given to other workers.
+            A worker that does not answer; its unfinished outputs are given to other workers. So are those of
+            silent workers among the producers.
         """
         owners = self._owners(id, run_id)
         if owners is None or owners.epoch != epoch:
             return
+        named = set() if unreachable is None else {unreachable}
+        silent = {worker for worker in named.union(producers) if worker in self._workers.silent}
+        avoided = named | silent
         lost = owners.received(outputs)
         if lost:  # other outputs that were read and are needed again would be reported lost soon
             lost |= self._runs.unfinished(id, self._results.read(id))
-        if unreachable is not None:
-            lost |= self._runs.unfinished(id, self._runs.owned(id, unreachable))
+        for worker in avoided:
+            lost |= self._runs.unfinished(id, self._runs.owned(id, worker))
         if lost or inputs or (outputs and self._runs.is_task(barrier_key(id), "memory")):
             if id not in self._results:  # the run had ended, and an output is needed again
                 self._results.keep(id)
-            loss = self._note(self._runs.sharing(id) if lost else {id}, lost, reason)
+            shuffles = self._runs.sharing(id) if lost else {id}
+            loss = self._note(shuffles, lost, reason)
             loss.missing.update(outputs, inputs)
+            loss.unreachable |= avoided
+            loss.culprits |= avoided - silent
             loss.culprits.update(producer for producer in producers if self._leaves(producer))
-            if unreachable is not None:
-                loss.unreachable.add(unreachable)
-                loss.culprits.add(unreachable)
+            if silent:  # it is no failure, however often it happens
+                for shuffle in shuffles:
+                    self._in_a_row.moves(shuffle)
             self._release(inputs)
             self._look(loss)
+
+    # ---- silent workers --------------------------------------------------------------
+
+    def goes_on_without(self, id: Any, run_id: int, worker: str) -> bool:
+        """Return whether a run goes on without a worker that does not reply, since it is silent (handler)."""
+        return self._owners(id, run_id) is not None and self._gives_up(id, worker)
+
+    def _gives_up(self, shuffle: Any, worker: str) -> bool:
+        """Return whether a worker is silent and others can take over, and if so keep tasks off it."""
+        silent = self._workers.silent
+        if worker not in self._workers.ready or not silent.is_silent(worker):
+            return False
+        able = self._runs.candidates(*self._runs.sharing(shuffle))
+        if all(other == worker or other in silent for other in able):
+            return False
+        silent.hold(worker)
+        return True
+
+    def _watch_barrier(self, shuffle: Any) -> None:
+        """Begin to look after a barrier that has been sent to a worker."""
+        if shuffle not in self._watched and self._is_active(shuffle):
+            self._watched.add(shuffle)
+            self._scheduler.loop.call_later(BARRIER_LOOK_S, self._look_at_barrier, shuffle)
+
+    def _look_at_barrier(self, shuffle: Any) -> None:
+        """Rerun a barrier whose worker is silent: nothing has to call that worker, and Dask would wait."""
+        self._watched.discard(shuffle)
+        if not self._is_active(shuffle) or not self._runs.is_task(barrier_key(shuffle), "processing"):
+            return
+        if self._gives_up(shuffle, self._runs.barrier(shuffle).processing_on.address):
+            self._release([barrier_key(shuffle)], "processing")
+        else:
+            self._watch_barrier(shuffle)
 
     def _leaves(self, worker: str) -> bool:
         state = self._scheduler.workers.get(worker)
@@ -246,7 +293,8 @@ class Recovery:
                 run.participating_workers.discard(worker)
                 affected.add(shuffle)
         for together in self._together(affected):
-            self._replace(worker, together)
+            with self._or_begin_again(together, f"worker {worker} has left"):
+                self._replace(worker, together)
 
     def _together(self, shuffles: set[Any]) -> Iterator[set[Any]]:
         """Yield the given shuffles in groups that share outputs."""
@@ -401,20 +449,42 @@ class Recovery:
         further tasks.
         """
         shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
-        if any(self._has_others(shuffle, loss) for shuffle in shuffles) and time() - loss.since < PATIENCE_S:
-            self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
-            return
-        for shuffle in shuffles:
-            del self._losses[shuffle]
-        active = self._extension.active_shuffles
-        shuffles = [shuffle for shuffle in shuffles if shuffle in active and self._runs.has(shuffle)]
-        if not shuffles:
-            return
+        with self._or_begin_again(shuffles, loss.reason):
+            others = any(self._has_others(shuffle, loss) for shuffle in shuffles)
+            if others and time() - loss.since < PATIENCE_S:
+                self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
+                return
+            for shuffle in shuffles:
+                del self._losses[shuffle]
+            if active := [shuffle for shuffle in shuffles if self._is_active(shuffle)]:
+                self._repair(active, loss)
+
+    def _repair(self, shuffles: Collection[Any], loss: _Loss) -> None:
+        """Give the outputs of a loss to the workers that are left."""
         needed = set().union(*(self._runs.unfinished(shuffle, loss.outputs) for shuffle in shuffles))
         owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
         workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
         what = loss if loss.is_loss else None
         self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=what)
+
+    def _is_active(self, shuffle: Any) -> bool:
+        return shuffle in self._extension.active_shuffles and self._runs.has(shuffle)
+
+    @contextmanager
+    def _or_begin_again(self, shuffles: Collection[Any], reason: str) -> Iterator[None]:
+        """Restart shuffles if the body, which repairs them, raises.
+
+        The repair may have been deferred, or be a part of Dask's removal of a worker: then its exception
+        reaches no caller, and outputs that are still bound to a lost worker would never be assembled.
+        """
+        try:
+            yield
+        except Exception as error:
+            logger.exception("Shuffles %s cannot be repaired", ", ".join(map(str, shuffles)))
+            for shuffle in shuffles:
+                self._losses.pop(shuffle, None)
+                if self._is_active(shuffle):
+                    self._begin_again(shuffle, f"{reason}; its repair has failed: {error!r}")
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
         """Return whether outputs that a loss does not affect are being assembled."""

@@ -17,6 +17,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.metrics import combine
+from dask_gpurt.plugins.asking import ask
 
 #: The name of the heartbeat metric.
 METRIC = "gpurt_counters"
@@ -178,14 +179,8 @@ class ClusterReports:
         return known if "error" in found else found
 
     async def _reply(self, worker: str, connect: bool, timeout_s: float) -> dict[str, Any]:
-        message = {"op": REPORT, "connect": connect}
         state = self._states[worker]
-        try:
-            async with asyncio.timeout(timeout_s):
-                replies = await self._scheduler.broadcast(msg=message, workers=[worker], on_error="return")
-        except TimeoutError:
-            return {"error": f"no answer within {timeout_s:g} s"}
-        reply = replies[worker]
+        reply = await ask(self._scheduler, worker, {"op": REPORT, "connect": connect}, timeout_s)
         if not isinstance(reply, dict):
             return {"error": str(reply)}
         # Meanwhile the worker may have left, and been counted, and another one may have its address.

@@ -24,14 +24,16 @@ def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterabl
 
     They have the runtime and the device of the frames, and meet the user's restrictions of the tasks by
     worker, host and resource (Dask's own shuffles only regard workers). An output whose owner does not meet
-    them would never run. Workers that retire or close are left out, unless there are no others.
+    them would never run. Workers that retire or close are among them only if there are no others, and so are
+    silent workers.
     """
     found = list(scheduler.workers)
     for spec in specs:
         able = workers.ready if spec.device is None else workers.ready_with(spec.device)
         allowed = _allowed(scheduler, barrier_key(spec.id))
         found = [worker for worker in found if worker in able and (allowed is None or worker in allowed)]
-    return [worker for worker in found if scheduler.workers[worker].status not in LEAVING] or found
+    found = [worker for worker in found if scheduler.workers[worker].status not in LEAVING] or found
+    return [worker for worker in found if worker not in workers.silent] or found
 
 
 def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None:

@@ -26,12 +26,14 @@ from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
+from dask_gpurt.plugins.asking import make_room
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.silence import STATUS, SilentWorkers
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import (
     JOIN,
@@ -39,6 +41,7 @@ from dask_gpurt.plugins.switching import (
     NAME,
     READY,
     REFUSED,
+    TOKEN,
     Switch,
     Workers,
     spare_tracebacks,
@@ -119,6 +122,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._undo.callback(self._unregister, STARTING)
             self.place(self.settings.placement.enabled)
             self._undo.callback(self.place, False)
+            self._undo.callback(self.workers.silent.close)
             self._undo.push_async_callback(self.workers.off)
             await self.workers.on()
             self.shuffles.install()
@@ -149,7 +153,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
-        self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
+        silent = SilentWorkers(self.scheduler, self.metrics)
+        self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token, silent)
         self.shuffles = SchedulerShuffles(
             self.scheduler,
             settings,
@@ -167,11 +172,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "gpurt_disable": self.stop,
             "gpurt_memory": self.memory,
             "gpurt_shared_memory": self.shared_memory,
+            "gpurt_host_room": self.host_room,
             "gpurt_explain": self.explain,
             HANDLER: self.learned.learned,
             JOIN: self.workers.join,
+            TOKEN: lambda: self.workers.token,
             OWNERS: self.shuffles.recovery.owners,
             RECOVER: self.shuffles.recovery.recover,
+            "gpurt_silent": self.shuffles.recovery.goes_on_without,
             **self.tracing.handlers(),
         }
         operations = {
@@ -181,6 +189,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             LEFT: self.workers.has_left,
             REFUSED: self.refused,
             SEALED: self.shuffles.recovery.sealed,
+            STATUS: self.workers.silent.is_back,
         }
         patches = dask_hooks.PatchSet()
         self._undo.callback(self.tracing.close)
@@ -203,7 +212,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
         # closes a worker that sends an unknown operation.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED):
+            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED, STATUS):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:
@@ -375,6 +384,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         return [
             peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
         ]
+
+    async def host_room(self, host: str) -> dict[str, int | None]:
+        """Make the workers of a host return memory; see :func:`~dask_gpurt.plugins.asking.make_room`."""
+        return await make_room(self.scheduler, host)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Return a report on the whole cluster, for ``dask gpurt doctor`` and users.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from dask.typing import Key
 from distributed import WorkerPlugin
@@ -43,6 +44,7 @@ from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
+from dask_gpurt.plugins.silence import ASK_STATUS, STATUS
 from dask_gpurt.plugins.small_results import RESULTS
 from dask_gpurt.plugins.switching import (
     JOIN,
@@ -51,6 +53,7 @@ from dask_gpurt.plugins.switching import (
     PAUSE_S,
     READY,
     REFUSED,
+    TOKEN,
     JoinReply,
     spare_tracebacks,
 )
@@ -67,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 #: The name of the exchange's thread pool among Dask's executors.
 COMM = "gpurt-comm"
+#: By worker, the lock for switching on and off.
+_switching: WeakKeyDictionary[WorkerServer, asyncio.Lock] = WeakKeyDictionary()
 #: The states of a task that may occupy a thread, and those in which it has ended.
 EXECUTED, ENDED = ("executing", "long-running", "cancelled", "resumed"), ("memory", "error")
 
@@ -75,8 +80,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     """Run the runtime's parts on a worker: exchange, tiers, overlap, reads and reports.
 
     Each part pushes a callback that switches it off. The callbacks run in reverse order, all of them even if
-    one fails. Dask may remove the plugin or add it again while setup is still running; a lock serializes
-    setup and teardown.
+    one fails. Dask may remove the plugin or add it again while setup or teardown is still running; a lock of
+    the worker serializes them.
 
     Parameters
     ----------
@@ -103,7 +108,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
         self._undo = AsyncExitStack()
-        self._switching = asyncio.Lock()
+        self._switching = _switching.setdefault(worker, asyncio.Lock())
         self._id = uuid.uuid4().hex
         spare_tracebacks()
         async with self._switching:
@@ -136,10 +141,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """
         while True:
             try:
-                reply: int = await getattr(self.worker.scheduler, JOIN)(
+                reply: int | None = await getattr(self.worker.scheduler, JOIN)(
                     worker=self.worker.address, token=self.token, devices=devices, plugin=self._id
                 )
-                return JoinReply(reply)
+                # A scheduler on which the runtime has been switched off replies None.
+                return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
             except OSError as error:
                 if is_closing(self.worker):
                     raise
@@ -174,10 +180,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
         patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
+        patches.add_item(worker.stream_handlers, ASK_STATUS, self.tell_status)
         self.streams = PromptStreams()
         undo.callback(self.streams.restore)
         self.streams.add(worker.batched_stream)
-        housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
+        housekeeping = PeriodicCallback(self._keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
         self.tracing.install()
@@ -207,6 +214,21 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.tiers.report_now()  # a client may query memory next
         self.is_on = True
         call_soon(worker, self._warm_up)
+
+    async def _keep_house(self) -> None:
+        """Free idle memory, and switch off if the scheduler has done so while this worker was silent."""
+        with contextlib.suppress(OSError):  # then it asks the next time, or closes without its scheduler
+            if self.is_on and await getattr(self.worker.scheduler, TOKEN)() != self.token:
+                await self._remove_outdated()
+                return
+        await self.exchange.keep_house()
+
+    async def _remove_outdated(self) -> None:
+        """Remove this plugin, unless the plugin of another runtime has replaced it already."""
+        if self.worker.plugins.get(NAME) is self:
+            address = self.worker.address
+            logger.warning("%s was silent while the runtime was switched off, and does so now", address)
+            await self.worker.plugin_remove(name=NAME)
 
     async def _warm_up(self) -> None:
         """Load and compile kernels that the first programs would otherwise wait for.
@@ -242,7 +264,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if is_closing(self.worker):
             for name in (REPORT, EVACUATE, HOST, *TRACING):
                 self.worker.handlers[name] = _ignore
-            for name in (RENEW, RESULTS):
+            for name in (RENEW, RESULTS, ASK_STATUS):
                 self.worker.stream_handlers[name] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -255,6 +277,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def take_results(self, results: Mapping[Key, object]) -> None:
         """Store results sent ahead of the tasks that need them (stream handler)."""
         put_results(self.worker, results)
+
+    def tell_status(self) -> None:
+        """Tell the scheduler that this worker is heard again, and its status (stream handler)."""
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+            self.worker.batched_stream.send({"op": STATUS, "status": self.worker.status.name})
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
         """Apply new owners of a run's outputs (stream handler)."""

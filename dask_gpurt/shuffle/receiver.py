@@ -295,7 +295,7 @@ class Receiver:
             return not any(received.outputs for received in self._shares.values())
 
     def close(self) -> None:
-        """Release all shards. Blocks while any of them is being read."""
+        """Release all shards; those being read, with their last reader. Blocks."""
         with self._lock:
             self._closed = True
             incoming_shards = list(self._unread)

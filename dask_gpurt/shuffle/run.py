@@ -374,7 +374,8 @@ class ShuffleRun:
     async def _deliver(self, owner: str, message: Message) -> list[int]:
         """Send a message to a worker of the run; return the inputs it is missing if the message is a seal.
 
-        Raises the error of the receiver. All messages are idempotent.
+        Raises the error of the receiver. All messages are idempotent, so a worker that is given up as silent
+        may still receive them later.
         """
         epoch = self._owners.epoch
         if owner == self._worker.address:
@@ -383,6 +384,7 @@ class ShuffleRun:
             owner,
             "shuffle_receive",
             check=self.raise_if_closed,
+            awaited_by=lambda: self._key if self._waits_for(message) else None,
             data=pickle.dumps((self._worker.address, epoch, message)),
             shuffle_id=self.id,
             run_id=self.run_id,
@@ -392,6 +394,13 @@ class ShuffleRun:
                 raise PeerLost(f"worker {owner} is closing ({error})") from error
             raise error
         return cast(dict[str, list[int]], reply).get("missing", [])
+
+    def _waits_for(self, message: Message) -> bool:
+        """Return whether the run waits for the reply to a message, so that a silent worker would hold it up.
+
+        It does not wait for offers while inputs are being transferred, nor for a retired share.
+        """
+        return isinstance(message, Seal) or (isinstance(message, list) and self._offers.are_awaited)
 
     async def _flush(self) -> None:
         """Deliver all queued offers. At the barrier, on workers that have transferred inputs."""

@@ -19,6 +19,8 @@ from distributed.core import Status
 from distributed.shuffle._core import id_from_key
 from distributed.shuffle._shuffle import DataFrameShuffleRun
 
+from dask_gpurt.plugins import recovery
+from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import RENEW, ShuffleRun
@@ -161,6 +163,37 @@ def test_a_run_loses_workers_more_often_than_it_may_be_mended(monkeypatch: pytes
         del result
 
     run(test, workers=4, **{"gpurt.shuffle.retries": 1})
+
+
+def test_the_repair_of_a_run_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It waits for an output that is being assembled, so its error reaches no caller; the run restarts."""
+    stopped, mend, failed = gate(monkeypatch, "unpack"), Recovery._mend, threading.Event()
+
+    def fails_once(self: Recovery, *args: Any, **options: Any) -> None:
+        if failed.is_set():
+            mend(self, *args, **options)
+        else:
+            failed.set()
+            raise ValueError("a test")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        monkeypatch.setattr(Recovery, "_mend", fails_once)
+        monkeypatch.setattr(recovery, "PATIENCE_S", 3600)
+        boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
+        await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
+        leaves = next(worker for worker in crew if worker.address != stopped.where[0])
+        await leaves.close(executor_wait=False)
+        await until(lambda: leaves.address not in scheduler.workers)
+        assert not failed.is_set()
+        stopped.open.set()
+        assert_right(await asyncio.wait_for(result, 60))
+        assert counted(scheduler, "shuffle.runs.restarted") == 1
+        assert caplog.text.count("cannot be repaired") == 1
+        del result
+
+    run(test, workers=3, **{"gpurt.exchange.paths": ["comms"]})
 
 
 def test_all_workers_leave_and_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt import config
-from dask_gpurt.exchange import Exchange, Shard, requests
+from dask_gpurt.exchange import Exchange, PeerLost, Shard, requests
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
@@ -156,6 +156,11 @@ class Network:
         self.messages.remove(message)
         if not message.answer.done():
             message.answer.set_exception(CommClosedError("the connection was reset"))
+
+    def give_up(self, message: Message) -> None:
+        """End the call of a message, since its receiver is silent; the message itself stays in flight."""
+        if not message.answer.done():
+            message.answer.set_exception(PeerLost(f"worker {message.address} does not reply"))
 
     def stream(self, process: Process, op: str, **content: Any) -> None:
         """Send a message from the scheduler to a process."""
@@ -331,6 +336,8 @@ class Scheduler:
     def __init__(self, network: Network):
         self.network = network
         self.workers: set[str] = set()
+        #: The workers that have fallen silent.
+        self.silent: set[str] = set()
         self.active: dict[str, Active] = {}
         self._dispatches = itertools.count()
         self.restarts = 0
@@ -396,7 +403,7 @@ class Scheduler:
         """Reassign outputs, possibly to the same owners, and rerun the barrier."""
         self.recoveries += 1
         idle = {output for output in outputs if output in active.outputs}
-        workers = sorted(self.workers - {avoiding}) or [str(avoiding)]
+        workers = sorted(self.workers - self.silent - {avoiding}) or [str(avoiding)]
         active.owners.move(deal(set(outputs) - idle, workers, {}), gone=gone, idle=deal(idle, workers, {}))
         self._moved(active)
 
@@ -427,6 +434,9 @@ class Scheduler:
 
     async def gpurt_gone(self, peers: list[str], closing: bool = False) -> list[str]:
         return [peer for peer in peers if peer not in self.workers or (closing and self._closes(peer))]
+
+    async def gpurt_silent(self, id: str, run_id: int, worker: str) -> bool:
+        return worker in self.silent and self._of(id, run_id) is not None
 
     def _closes(self, address: str) -> bool:
         process = self.network.processes.get(address)
@@ -483,8 +493,8 @@ class Scheduler:
         if active is None or active.owners.epoch != epoch:
             return
         lost = active.owners.received(outputs) - active.outputs.keys()
-        if unreachable is not None:
-            lost |= {o for o, owner in active.owners.items() if owner == unreachable} - active.outputs.keys()
+        avoided = {unreachable} | (self.silent & set(producers))
+        lost |= {o for o, owner in active.owners.items() if owner in avoided} - active.outputs.keys()
         if lost or inputs or (outputs and active.done):
             for key in inputs:
                 active.transferred.pop(int(key.removeprefix("transfer-")), None)

@@ -1,7 +1,8 @@
 """Deliver each row exactly once, whatever happens to messages, attempts, pools and processes.
 
 In this state machine three workers transfer the inputs of two shuffles, one after the other. Messages wait
-until the machine delivers them, in any order, or loses them, before or after they have arrived. Attempts
+until the machine delivers them, in any order, or loses them, before or after they have arrived, or delivers
+them after their sender has given up. Attempts
 fail in the middle, since a pool is full, and are retried elsewhere. Outputs move to other workers, with and
 without a loss. Processes are killed, and replaced at the same address. In the end all pending messages are
 delivered: then every row has arrived once, no shard is held, and no task is blocked.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import pickle
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dask_gpurt.exchange.incoming import ShardState
 from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.shuffle.messages import Retire
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.shuffle.transferred import Transferred
 from tests.helpers.allocations import failing_allocations, none_fails, nth_fails
@@ -244,6 +247,26 @@ class ExactlyOnce(RuleBasedStateMachine):
     def lose(self, which: int) -> None:
         self.network.lose(self._message(which))
         self._settle()
+
+    @precondition(lambda self: self._awaited())
+    @rule(which=st.integers(0, 50))
+    def give_up(self, which: int) -> None:
+        """End a call to a silent worker, which handles the message later."""
+        awaited = self._awaited()
+        self.network.give_up(awaited[which % len(awaited)])
+        self._settle()
+
+    def _awaited(self) -> list[Message]:
+        """Return the messages whose replies a run may wait for."""
+        return [
+            message
+            for message in self.network.messages
+            if message.op == "gpurt_fetch"
+            or (
+                message.op == "shuffle_receive"
+                and not isinstance(pickle.loads(message.content["data"])[2], Retire)
+            )
+        ]
 
     @rule(where=st.integers(0, 2))
     def hear_of_the_scheduler(self, where: int) -> None:

@@ -24,7 +24,7 @@ from dask_gpurt.exchange.incoming import ShardState
 from tests.helpers.clusters import QUICK, instrument
 from tests.helpers.exchanges import Cluster, in_process, intercept, quiet, spec_of
 
-A, B = "tcp://a:1", "tcp://b:1"
+A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 
 
 # ---- wrong rows ----------------------------------------------------------------------
@@ -280,7 +280,7 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     await run._receiver.receive([late])
     assert b.counted("shuffle.shards.stale") == 1
     await quiet()
-    assert a.outbox.view(late.id) is None, "its block is freed"
+    assert a.outbox.view(late.id, late.share) is None, "its block is freed"
     await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
     await cluster.end("a shuffle")
@@ -300,8 +300,8 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
     number = a.outbox.publish(("a shuffle", run.run_id), known.share, B, [a.outbox.allocate(8)])
     await run._receiver.receive([replace(known, id=number, attempt=Attempt(-1, 0))])
     await quiet()
-    assert a.outbox.view(number) is None
-    assert a.outbox.view(known.id) is not None
+    assert a.outbox.view(number, known.share) is None
+    assert a.outbox.view(known.id, known.share) is not None
     cluster.close()
 
 
@@ -670,6 +670,136 @@ def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
 
     intercept(cluster, hang)
     return called
+
+
+@pytest.fixture
+def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch unanswered calls at short intervals."""
+    monkeypatch.setattr("dask_gpurt.exchange.calls.WATCH_S", 0.01)
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_falls_silent_as_the_barrier_begins() -> None:
+    """Its outputs and inputs go to others; what it still does is late, and does no harm."""
+    cluster = Cluster(A, B, C)
+    results = await cluster.transfer_all("a shuffle")
+    goes_on = silenced(cluster, B)
+    with pytest.raises(Reschedule, match="does not reply"):
+        await cluster.barrier("a shuffle", results)
+    await hear(cluster, A, C)
+    assert B not in cluster.scheduler.active["a shuffle"].owners.values()
+    with pytest.raises(Reschedule, match=r"inputs \[1\] are transferred again"):
+        await cluster.barrier("a shuffle", results)
+    await hear(cluster, A, C)
+    results[1] = await cluster.transfer("a shuffle", 1, cluster.network.processes[A])
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert cluster.scheduler.restarts == 0
+    goes_on.set()
+    await quiet()
+    await cluster.hear()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+def silenced(cluster: Cluster, address: str) -> asyncio.Event:
+    """Let a worker fall silent; returns the event that lets it process its messages late."""
+    goes_on = asyncio.Event()
+    cluster.scheduler.silent.add(address)
+
+    async def stops(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
+        if to == address:
+            await goes_on.wait()
+        return await handle(to, op, content)
+
+    intercept(cluster, stops)
+    return goes_on
+
+
+async def hear(cluster: Cluster, *addresses: str) -> None:
+    """Deliver the scheduler's messages to some workers."""
+    for address in addresses:
+        process = cluster.network.processes[address]
+        while cluster.network.streams[process]:
+            await cluster.network.deliver_stream(process)
+    await quiet()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_falls_silent_while_another_worker_offers_it_shards() -> None:
+    """Nothing waits for the offers before the barrier: a task that stops its event loop costs nothing."""
+    cluster = Cluster(A, B, C)
+    goes_on = silenced(cluster, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    results = [await cluster.transfer("a shuffle", i, cluster.network.processes[C]) for i in range(3)]
+    looks, gone = list[str](), cluster.scheduler.gpurt_gone
+
+    async def look(peers: list[str]) -> list[str]:
+        looks.extend(peers)
+        return await gone(peers)
+
+    cluster.scheduler.gpurt_gone = look  # type: ignore[method-assign, assignment]
+    while looks.count(B) < 10:
+        await asyncio.sleep(0.01)
+    assert cluster.scheduler.recoveries == 0
+    with pytest.raises(Reschedule):
+        await cluster.barrier("a shuffle", results)  # on A, which needs the offers of C to be delivered
+    await hear(cluster, A, C)
+    assert cluster.scheduler.recoveries == 1
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    goes_on.set()
+    await quiet()
+    await cluster.hear()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_a_producer_falls_silent_while_its_shards_are_fetched() -> None:
+    """They are lost, and its inputs are transferred again; in mapped memory they would still be readable."""
+    cluster = Cluster(A, B, C, paths=["comms"])
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    called = never_answering(cluster, "gpurt_fetch", B)
+    where = [cluster.network.processes[address] for address in (A, B, C)]
+    results = [await cluster.transfer("a shuffle", i, process) for i, process in enumerate(where)]
+    await called.wait()
+    cluster.scheduler.silent.add(B)
+    while not where[0].counted("shuffle.lost.shards"):
+        await asyncio.sleep(0.01)
+    with pytest.raises(Reschedule, match=r"inputs \[1\] are transferred again"):
+        await cluster.barrier("a shuffle", results)
+    await cluster.hear()
+    assert B not in cluster.scheduler.active["a shuffle"].owners.values()
+    results[1] = await cluster.transfer("a shuffle", 1, where[2])
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    cluster.close()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_is_asked_for_room_while_it_does_not_reply() -> None:
+    """A producer asks twice a second: each request would take another connection."""
+    cluster = Cluster(A, B)
+    a = cluster.network.processes[A]
+    asked = list[str]()
+
+    async def hang(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_drain":
+            asked.append(to)
+            await asyncio.Event().wait()
+        return await handle(to, op, content)
+
+    intercept(cluster, hang)
+    for _ in range(5):
+        a.exchange.requests.ask_for_room({B})
+        await quiet()
+    assert asked == [B]
+    cluster.close()
 
 
 @in_process
