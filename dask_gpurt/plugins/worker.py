@@ -64,7 +64,7 @@ from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.run import EVACUATE, RENEW, ShuffleRun
+from dask_gpurt.shuffle.run import ACCEPTED, EVACUATE, RENEW, ShuffleRun
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +179,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         # Wrap the operation by which the scheduler announces workers that have left.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
+        patches.add_item(worker.stream_handlers, ACCEPTED, self.accepted)
         patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
         patches.add_item(worker.stream_handlers, ASK_STATUS, self.tell_status)
         self.streams = PromptStreams()
@@ -264,7 +265,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if is_closing(self.worker):
             for name in (REPORT, EVACUATE, HOST, *TRACING):
                 self.worker.handlers[name] = _ignore
-            for name in (RENEW, RESULTS, ASK_STATUS):
+            for name in (RENEW, ACCEPTED, RESULTS, ASK_STATUS):
                 self.worker.stream_handlers[name] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -287,6 +288,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Apply new owners of a run's outputs (stream handler)."""
         if (run := self._run(id, run_id)) is not None:
             run.renew(owners)
+
+    def accepted(self, key: Key) -> None:
+        """Release the shards that a task has read, since the scheduler has its result (stream handler)."""
+        if (shuffles := self.worker.plugins.get("shuffle")) is not None:
+            for run in active_runs(shuffles).values():
+                if isinstance(run, ShuffleRun):
+                    run.task_done(key)
 
     async def evacuate(self, runs: Iterable[tuple[Any, int, int]]) -> dict[Any, int]:
         """Have the shards of runs copied by their owners, for some seconds (handler).
@@ -370,10 +378,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 self.tracing.fetched()
             elif start in EXECUTED:
                 self.tracing.task_ended(key)
-        if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
-            for run in active_runs(shuffles).values():
-                if hasattr(run, "task_done"):
-                    run.task_done(key)
 
     def _readings(self) -> list[prometheus.Reading]:
         return [

@@ -53,6 +53,10 @@ OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
 SEALED = "gpurt-sealed"
 #: Message from the scheduler to workers: the owners have changed.
 RENEW = "gpurt-renew"
+#: Message from the scheduler to a worker: the result of a task that has assembled outputs is accepted.
+ACCEPTED = "gpurt-accepted"
+#: Key in the metadata of a task that has assembled outputs.
+ASSEMBLED = "gpurt-assembled"
 #: Handler of workers: have shards copied by their owners, since this worker is about to leave.
 EVACUATE = "gpurt_evacuate"
 #: How long a worker waits for owners to copy its shards until it reports how many are left, in seconds.
@@ -525,6 +529,8 @@ class ShuffleRun:
         self.raise_if_closed()
         output = self._spec.output_of(partition_id)
         self._ensure_owner(output, key)
+        if (task := self._worker.state.tasks.get(key)) is not None:
+            task.metadata[ASSEMBLED] = True
         try:
             assembled = self._receiver.assemble(output, key)
         except (NotReceived, PeerLost, ExchangeClosed) as error:
@@ -577,7 +583,11 @@ class ShuffleRun:
                 return
 
     def task_done(self, key: Key) -> None:
-        """Release the shards of the outputs that a task has read, now that its result is in memory."""
+        """Release the shards of the outputs that a task has read, now that its result is accepted.
+
+        The scheduler refuses the result if it has rerun the barrier meanwhile: Dask then cancels the tasks
+        that depend on the barrier, and sends them again. They need their shards again.
+        """
         if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
             self._note_what_is_left()

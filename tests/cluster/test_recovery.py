@@ -337,7 +337,8 @@ def test_an_owner_is_unreachable_and_assembles_an_output_nevertheless(
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         result = client.compute(shuffled())
         watched = await stopped_in("unpack", stopped, scheduler)
-        (silent,) = stopped.where[:1]
+        (silent,), (other,) = stopped.where[:1], others(crew, stopped)
+        scheduler.set_restrictions({watched.barrier: {other.address}})
         report(scheduler, watched, unreachable=silent)
         assert watched.moved() == watched.owned(silent)
         assert silent not in watched.owners.values()
@@ -346,6 +347,63 @@ def test_an_owner_is_unreachable_and_assembles_an_output_nevertheless(
         stopped.open.set()
         assert_right(await result)
         assert watched.assembled_since() == watched.owned(silent)
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del result
+
+    run(test, **ONE_EACH)
+
+
+def test_an_output_is_being_assembled_while_another_one_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask cancels its task, sends it again, and refuses the first result: its shards must still be there."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        (busy,) = (worker for worker in crew if worker.address == stopped.where[0])
+        (other,), (task,) = others(crew, stopped), busy.state.executing
+        before, lost = task.run_id, min(watched.owned(other.address))
+        scheduler.set_restrictions({watched.barrier: {other.address}})  # the other has no free thread
+        scheduler.extensions["gpurt"].lost(watched.owners[lost], [watched.outputs[lost]])
+        report(scheduler, watched, outputs=[lost])
+        await until(lambda: task.run_id != before)
+        stopped.open.set()
+        assert_right(await result)
+        assert watched.moved() == {lost}
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del result
+
+    run(test, **ONE_EACH)
+
+
+def test_the_end_of_an_output_is_on_its_way_while_another_one_is_repaired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler refuses it, and sends the task again: its shards must still be there."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        (busy,) = (worker for worker in crew if worker.address == stopped.where[0])
+        (other,), (task,) = others(crew, stopped), busy.state.executing
+        lost, held = min(watched.owned(other.address)), list[dict[str, Any]]()
+        finished = scheduler.stream_handlers["task-finished"]
+        scheduler.stream_handlers["task-finished"] = lambda **message: held.append(message)
+        stopped.open.set()
+        await until(lambda: task.key in [message["key"] for message in held])
+        scheduler.extensions["gpurt"].lost(other.address, [watched.outputs[lost]])
+        report(scheduler, watched, outputs=[lost])
+        scheduler.stream_handlers["task-finished"] = finished
+        for message in held:
+            finished(**message)
+        assert_right(await result)
+        assert watched.moved() == {lost}
+        assert watched.sent[task.key] == 1
         assert not watched.transferred_since()
         assert_repaired_once(scheduler)
         del result
