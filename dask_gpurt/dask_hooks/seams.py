@@ -284,6 +284,12 @@ REPLICAS = SeamGroup(
     ),
     without="Dask chooses which workers keep replicas",
 )
+#: The retirement of a worker: waiting for its data to be replicated, and its removal.
+RETIREMENT = SeamGroup(
+    "retirement",
+    (Seam(_SCHEDULER + "_track_retire_worker", "self ws policy prev_status close remove stimulus_id"),),
+    without="inputs of shuffles that a retired worker had transferred are transferred again",
+)
 #: The HTTP server of a running scheduler, to which pages are added.
 HTTP = SeamGroup(
     "pages of the scheduler",
@@ -326,4 +332,16 @@ DASHBOARD = SeamGroup(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only if Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
-PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, RESULTS, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)
+PARTS = (
+    *REQUIRED,
+    READS,
+    EXPRESSIONS,
+    PLANNING,
+    RUN_LOOKUP,
+    RESULTS,
+    RETIREMENT,
+    REPLICA_CHOICE,
+    NANNY,
+    HTTP,
+    *CHOICES,
+)

@@ -22,6 +22,8 @@ from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
 
 #: The statuses of a server that is closing or closed.
 CLOSING = (Status.closing, Status.closed, Status.failed)
+#: The statuses of a worker that has left, or retires.
+LEAVING = (*CLOSING, Status.closing_gracefully)
 
 
 def wrap_execute(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:

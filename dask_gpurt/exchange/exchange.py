@@ -284,6 +284,7 @@ class Exchange:
             released = [(shard, share) for shard, share in shards]
             self.pools.known(kind).release(released)
             self.comms.release(kind, released)
+            self.requests.note_released()
         else:  # for a former worker at this address, whose shard ids mean nothing here
             self.metrics.add("exchange.messages.stale")
 

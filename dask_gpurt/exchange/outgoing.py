@@ -191,6 +191,12 @@ class Outbox:
             mine = (entry for entry in self._entries.values() if entry.run == run)
             return {owner for entry in mine for owner in entry.readers.values()}
 
+    def unread(self, run: RunKey, me: str) -> int:
+        """Return the number of shards of a run that workers other than ``me`` may still read."""
+        with self._changed:
+            mine = (entry for entry in self._entries.values() if entry.run == run)
+            return sum(any(owner != me for owner in entry.readers.values()) for entry in mine)
+
     def shares(self, run: RunKey) -> dict[int, str]:
         """Return the shares of a run whose blocks may still be read, each with its owner."""
         with self._changed:

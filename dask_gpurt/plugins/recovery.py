@@ -14,11 +14,10 @@ See docs/design/exactly-once.md for the protocol.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask.typing import Key
 from distributed.metrics import time
@@ -31,7 +30,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.kept_results import KeptResults
 from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished
 from dask_gpurt.plugins.switching import Workers
-from dask_gpurt.shuffle.owners import Owners, deal
+from dask_gpurt.shuffle.owners import Owners, deal, fair_share
 from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import RENEW
 from dask_gpurt.shuffle.spec import outputs_of
@@ -71,6 +70,27 @@ class _Loss:
     unreachable: set[str] = field(default_factory=set)
     missing: set[Any] = field(default_factory=set)
     culprits: set[str] = field(default_factory=set)
+
+    @property
+    def is_loss(self) -> bool:
+        """Return whether something was lost; otherwise a worker retires, and its outputs move."""
+        return bool(self.gone or self.unreachable or self.missing)
+
+
+class Contribution(NamedTuple):
+    """Describe what a worker has transferred in a run.
+
+    Attributes
+    ----------
+    run_id, epoch
+        The run, and the epoch of its owners.
+    transfers
+        The transfer tasks that the worker has run.
+    """
+
+    run_id: int
+    epoch: int
+    transfers: list[Key]
 
 
 class Recovery:
@@ -272,35 +292,68 @@ class Recovery:
             if worker in run.participating_workers and isinstance(run.run_spec.worker_for, Owners):
                 run.participating_workers.discard(worker)
                 affected.add(shuffle)
-        while affected:
-            together = self._runs.sharing(affected.pop())
-            affected -= together
+        for together in self._together(affected):
             with self._or_begin_again(together, f"worker {worker} has left"):
                 self._replace(worker, together)
+
+    def _together(self, shuffles: set[Any]) -> Iterator[set[Any]]:
+        """Yield the given shuffles in groups that share outputs."""
+        while shuffles:
+            together = self._runs.sharing(shuffles.pop())
+            shuffles -= together
+            yield together
 
     def _replace(self, worker: str, shuffles: set[Any]) -> None:
         """Give the outputs of a worker that has left to other workers."""
         reason = f"worker {worker} has left"
         owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in shuffles))
         lost = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in shuffles))
-        if lost or not all(map(self._runs.is_sealed, shuffles)):
+        transfers = [key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)]
+        if lost or (transfers and not all(map(self._runs.is_sealed, shuffles))):
             loss = self._note(shuffles, lost, reason)
             loss.gone.add(worker)
             loss.culprits.add(worker)
             # Dask reruns a transfer only if its result is lost too; the result may have other replicas.
-            self._release([key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)])
+            self._release(transfers)
             self._look(loss)
             return
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # all outputs are assembled: do not rerun the lost transfers
                 self._results.end(shuffle)
-        elif candidates := self._runs.candidates(*shuffles):
+        elif owned and (candidates := self._runs.candidates(*shuffles)):
             for shuffle in shuffles:
                 self._move(shuffle, {}, {worker}, deal(owned, candidates, {}))
 
     def _transferred_by(self, worker: str, shuffle: Any) -> list[Key]:
         tasks = self._runs.barrier(shuffle).dependencies
         return [task.key for task in tasks if self._results.producer(task.key) == worker]
+
+    def retires(self, worker: str) -> None:
+        """Give the outputs of a worker that retires to others, while it can still offer its shards."""
+        active = self._extension.active_shuffles
+        for together in self._together({shuffle for shuffle in active if self._runs.has(shuffle)}):
+            owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in together))
+            needed = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in together))
+            candidates = self._runs.candidates(*together)
+            if needed and candidates and worker not in candidates:  # otherwise all workers retire
+                self._look(self._note(together, needed, f"worker {worker} retires"))
+
+    def contributions(self, worker: str) -> dict[Any, Contribution]:
+        """Return what would have to be transferred again if a worker left now, by shuffle."""
+        found = {}
+        for shuffle, run in self._extension.active_shuffles.items():
+            if self._runs.has(shuffle) and not self.is_done(shuffle):
+                epoch, transfers = self._runs.owners(shuffle).epoch, self._transferred_by(worker, shuffle)
+                found[shuffle] = Contribution(run.run_id, epoch, transfers)
+        return {shuffle: contributed for shuffle, contributed in found.items() if contributed.transfers}
+
+    def evacuated(self, worker: str, contributed: Contribution) -> None:
+        """Note that owners have copied the shards of a worker, so that they are not lost with it."""
+        self._results.evacuated(worker, contributed.transfers)
+
+    def is_mending(self, shuffles: Iterable[Any]) -> bool:
+        """Return whether a loss, or a move of outputs, has not been carried out yet."""
+        return any(shuffle in self._losses for shuffle in shuffles)
 
     def joined(self, worker: str) -> None:
         """Give a worker that has joined a fair share of the unfinished outputs."""
@@ -316,18 +369,11 @@ class Recovery:
                 self._mend(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
-        """Return the outputs to give to a worker that joins, taken from the owners with the most of them."""
-        waiting = sorted(self._runs.unfinished(shuffle, owners))
-        share = len(waiting) // len(self._runs.candidates(shuffle))
-        if any(owners[output] == worker for output in waiting):
+        """Return the outputs to give to a worker that joins; none if it owns some already."""
+        waiting = {output: owners[output] for output in self._runs.unfinished(shuffle, owners)}
+        if worker in waiting.values():
             return set()
-        taken: set[int] = set()
-        by_owner = Counter(owners[output] for output in waiting)
-        while len(taken) < share:
-            most = max(by_owner, key=lambda owner: by_owner[owner])
-            taken.add(max(o for o in waiting if owners[o] == most and o not in taken))
-            by_owner[most] -= 1
-        return taken
+        return fair_share(waiting, len(self._runs.candidates(shuffle)))
 
     # ---- outputs that move for balance -----------------------------------------------
 
@@ -359,7 +405,7 @@ class Recovery:
         runs = [self._extension.active_shuffles[each].run_spec.worker_for for each in shuffles]
         waits = any(barrier.state == "waiting" for barrier in barriers)
         alike = all(barrier.dependents == barriers[0].dependents for barrier in barriers)
-        if not waits or not alike or any(each in self._losses for each in shuffles):
+        if not waits or not alike or self.is_mending(shuffles):
             return {}
         outputs = set.intersection(*(self._runs.unfinished(each, runs[0]) for each in shuffles))
         owners = {output: runs[0][output] for output in outputs}
@@ -418,7 +464,8 @@ class Recovery:
         needed = set().union(*(self._runs.unfinished(shuffle, loss.outputs) for shuffle in shuffles))
         owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
         workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
-        self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=loss)
+        what = loss if loss.is_loss else None
+        self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=what)
 
     def _is_active(self, shuffle: Any) -> bool:
         return shuffle in self._extension.active_shuffles and self._runs.has(shuffle)

@@ -312,7 +312,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.submitted(tasks)
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
-        self.shuffles.transition(key, finish, kwargs.get("worker"))
+        self.shuffles.transition(key, finish, kwargs.get("worker"), kwargs.get("metadata"))
         if self.placement is None or start != "processing":
             return
         if finish == "memory":

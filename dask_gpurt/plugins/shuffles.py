@@ -6,7 +6,7 @@ Methods are replaced on the one instance. For shuffles of plain Dask each replac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dask.typing import Key
@@ -36,6 +36,7 @@ from dask_gpurt.plugins.balancing import Balancing
 from dask_gpurt.plugins.barrier_ends import BarrierEnds
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
+from dask_gpurt.plugins.retirement import Retirement
 from dask_gpurt.plugins.run_outputs import (
     asked_outputs,
     is_unfinished,
@@ -48,6 +49,7 @@ from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec
 from dask_gpurt.shuffle.retries import RunsInARow
+from dask_gpurt.shuffle.run import ACCEPTED, ASSEMBLED
 from dask_gpurt.shuffle.spec import RunSpec, ShuffleSpec, outputs_of
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,7 @@ class SchedulerShuffles:
         self._barrier_ends = BarrierEnds(scheduler)
         self.results = SmallResults(scheduler, workers.ready, metrics)
         self._balancing = Balancing(scheduler, self.recovery, headroom)
+        self._retirement = Retirement(scheduler, self.recovery, metrics)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s restarts: %s", shuffle_id, reason)
@@ -113,9 +116,11 @@ class SchedulerShuffles:
         )
         self._barrier_ends.install()
         self.results.install()
+        self._retirement.install()
 
     def uninstall(self) -> None:
         """Restore Dask's extension; runs that were taken over restart as Dask's own."""
+        self._retirement.uninstall()
         self.results.uninstall()
         self._barrier_ends.uninstall()
         self.recovery.end_all()
@@ -138,8 +143,16 @@ class SchedulerShuffles:
             if isinstance(run.run_spec.spec, RunSpec)
         }
 
-    def transition(self, key: Key, finish: str, worker: str | None) -> None:
-        """Track the state of a task."""
+    def transition(
+        self, key: Key, finish: str, worker: str | None, metadata: Mapping[str, Any] | None
+    ) -> None:
+        """Track the state of a task.
+
+        Parameters
+        ----------
+        worker, metadata
+            The worker that ran the task and the metadata that it sent, if the task is in memory now.
+        """
         self.recovery.transition(key, finish, worker)
         if finish in ("memory", "forgotten"):
             self._runs.done(key)
@@ -149,7 +162,15 @@ class SchedulerShuffles:
             self._balancing.forgotten(shuffle_id)
         if finish == "memory":
             self._balancing.in_memory(key)
+            if worker is not None and metadata and ASSEMBLED in metadata:
+                self._accept(key, worker)
         self.results.transition(key, finish)
+
+    def _accept(self, key: Key, worker: str) -> None:
+        """Tell a worker that the result of a task that has assembled outputs is accepted."""
+        # Dask closes a worker that receives an unknown operation, as this is without the runtime.
+        if self._patches and worker in self._workers.ready and worker in self._scheduler.stream_comms:
+            self._scheduler.send_all({}, {worker: [{"op": ACCEPTED, "key": key}]})
 
     # ---- replacements of the extension's methods -----------------------------------------
 

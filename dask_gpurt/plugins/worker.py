@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -65,7 +65,7 @@ from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.run import RENEW, ShuffleRun
+from dask_gpurt.shuffle.run import ACCEPTED, EVACUATE, RENEW, ShuffleRun
 
 logger = logging.getLogger(__name__)
 
@@ -178,10 +178,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(self._ignore_calls)
         undo.callback(patches.restore)
         patches.add_item(worker.handlers, REPORT, self.report)
+        patches.add_item(worker.handlers, EVACUATE, self.evacuate)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Wrap the operation by which the scheduler announces workers that have left.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
+        patches.add_item(worker.stream_handlers, ACCEPTED, self.accepted)
         patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
         patches.add_item(worker.stream_handlers, ASK_STATUS, self.tell_status)
         self.streams = PromptStreams()
@@ -277,9 +279,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         Without handlers Dask would log an error or close the connection.
         """
         if is_closing(self.worker):
-            for name in (REPORT, HOST, *TRACING):
+            for name in (REPORT, EVACUATE, HOST, *TRACING):
                 self.worker.handlers[name] = _ignore
-            for name in (RENEW, RESULTS, ASK_STATUS):
+            for name in (RENEW, ACCEPTED, RESULTS, ASK_STATUS):
                 self.worker.stream_handlers[name] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -302,11 +304,38 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
         """Apply new owners of a run's outputs (stream handler)."""
-        if (shuffles := self.worker.plugins.get("shuffle")) is None:
-            return
-        run = active_runs(shuffles).get(id)
-        if isinstance(run, ShuffleRun) and run.run_id == run_id:
+        if (run := self._run(id, run_id)) is not None:
             run.renew(owners)
+
+    def accepted(self, key: Key) -> None:
+        """Release the shards that a task has read, since the scheduler has its result (stream handler)."""
+        if (shuffles := self.worker.plugins.get("shuffle")) is not None:
+            for run in active_runs(shuffles).values():
+                if isinstance(run, ShuffleRun):
+                    run.task_done(key)
+
+    async def evacuate(self, runs: Iterable[tuple[Any, int, int]]) -> dict[Any, int]:
+        """Have the shards of runs copied by their owners, for some seconds (handler).
+
+        Parameters
+        ----------
+        runs
+            The shuffle, the run id and the epoch of each run.
+
+        Returns
+        -------
+        dict
+            The number of shards that are yet to be copied, by shuffle; without runs that are not active here.
+        """
+        mine = {id: (run, epoch) for id, run_id, epoch in runs if (run := self._run(id, run_id)) is not None}
+        left = await asyncio.gather(*(run.evacuate(epoch) for run, epoch in mine.values()))
+        return dict(zip(mine, left, strict=True))
+
+    def _run(self, id: Any, run_id: int) -> ShuffleRun | None:
+        """Return this worker's part of a run; None if it is not active, or not the runtime's."""
+        shuffles = self.worker.plugins.get("shuffle")
+        run = None if shuffles is None else active_runs(shuffles).get(id)
+        return run if isinstance(run, ShuffleRun) and run.run_id == run_id and run.is_open else None
 
     def _build(self, worker: WorkerServer, settings: config.Settings, reply: JoinReply) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
@@ -367,10 +396,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 self.tracing.fetched()
             elif start in EXECUTED:
                 self.tracing.task_ended(key)
-        if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
-            for run in active_runs(shuffles).values():
-                if hasattr(run, "task_done"):
-                    run.task_done(key)
 
     def _readings(self) -> list[prometheus.Reading]:
         return [

@@ -510,12 +510,12 @@ def without_pauses(calls: int = 4) -> Iterator[None]:
     kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, requests.PEER_RETRY_INTERVAL_S
     module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = requests.PEER_RETRY_INTERVAL_S = 0.0
     module.MAX_CALLS = calls
-    kept_here = run.sync, run.LONGEST_PAUSE_S
-    run.sync, run.LONGEST_PAUSE_S = _without_waiting, 0.001
+    kept_here = run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S
+    run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S = _without_waiting, 0.001, 0.001
     try:
         yield
     finally:
-        run.sync, run.LONGEST_PAUSE_S = kept_here
+        run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S = kept_here
         module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, requests.PEER_RETRY_INTERVAL_S = kept
 
 

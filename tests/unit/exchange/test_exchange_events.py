@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,8 @@ from distributed.core import Status, error_message
 from distributed.exceptions import Reschedule
 
 import dask_gpurt
-from dask_gpurt.exchange import Attempt, PeerLost
+from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
+from dask_gpurt.exchange.incoming import ShardState
 from dask_gpurt.shuffle.messages import Seal
 from tests.helpers.clusters import QUICK, instrument
 from tests.helpers.exchanges import Cluster, in_process, intercept, quiet, spec_of
@@ -201,6 +203,59 @@ async def test_a_producer_hears_of_new_owners_from_the_barrier_first() -> None:
 
 
 @in_process
+async def test_the_connection_breaks_while_the_barrier_asks() -> None:
+    """Before the other worker hears the question, and before its answer arrives: it is asked again."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals = itertools.count(1)
+
+    async def break_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        asked = op == "shuffle_receive" and next(seals)
+        if asked == 1:
+            raise CommClosedError("the connection was reset")
+        answer = await handle(address, op, content)
+        if asked == 2:
+            raise CommClosedError("the connection was reset")
+        return answer
+
+    intercept(cluster, break_off)
+    await cluster.barrier("a shuffle", results)
+    assert next(seals) == 4
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_owners_change_while_the_barrier_asks() -> None:
+    """Its inputs may be those before a loss: it neither seals with them, nor reports anything."""
+    await change_owners_at_the_barrier({"status": "OK", "missing": [0]})
+    await change_owners_at_the_barrier(error_message(ExchangeClosed("its part of the run has ended")))
+
+
+async def change_owners_at_the_barrier(answer: Any) -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals = 0
+
+    async def move(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        nonlocal seals
+        if op == "shuffle_receive" and b"Seal" in content["data"]:
+            seals += 1
+            cluster.scheduler.balance("a shuffle", [0], B)
+            await cluster.hear()
+            return answer
+        return await handle(address, op, content)
+
+    intercept(cluster, move)
+    with pytest.raises(Reschedule, match="have changed"):
+        await cluster.barrier("a shuffle", results)
+    await quiet()
+    assert (seals, cluster.scheduler.recoveries) == (1, 0)
+    cluster.close()
+
+
+@in_process
 async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
     cluster = Cluster(A, B)
     assert await cluster.shuffle("first") == cluster.expected()
@@ -226,6 +281,19 @@ async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() 
     assert all(process.outbox.retained >= retained[process] for process in retained), "what may be lost stays"
     await cluster.barrier("first", results)
     assert await cluster.outputs("first") == cluster.expected()
+    cluster.close()
+
+
+@in_process
+async def test_an_input_of_a_run_that_was_read_is_transferred_again() -> None:
+    """After a loss: the retained blocks of its other inputs are about to be offered again, and stay."""
+    cluster = Cluster(A, B)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    await quiet()
+    a = cluster.network.processes[A]
+    run: Any = a.run_of("a shuffle")
+    await cluster.transfer("a shuffle", 0, a)
+    assert a.outbox.has_all(("a shuffle", run.run_id))
     cluster.close()
 
 
@@ -366,6 +434,28 @@ async def offer_to_one_that_closes(answer: Callable[[], Any]) -> None:
 
 
 @in_process
+async def test_an_owner_has_left_and_the_scheduler_does_not_move_its_outputs_yet() -> None:
+    """The sender pauses before it reports the owner again."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    reports: list[str] = []
+
+    async def wait_for_others(unreachable: str, **_: Any) -> None:
+        reports.append(unreachable)
+
+    cluster.scheduler.gpurt_recover = wait_for_others  # type: ignore[method-assign, assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.shuffle.run.FIRST_PAUSE_S", 3600.0)
+        reporting = asyncio.ensure_future(run._unreachable(B, PeerLost("it has left")))
+        await quiet()
+        assert reports == [B]
+        assert not reporting.done()
+        reporting.cancel()
+    cluster.close()
+
+
+@in_process
 async def test_a_loss_that_can_not_be_noted_fails_the_run() -> None:
     """Nothing else would end the tasks that wait for the shard."""
     cluster = Cluster(A, B)
@@ -399,6 +489,125 @@ async def test_an_error_of_a_worker_that_stays_fails_the_run() -> None:
     run: Any = cluster.network.processes[A].run_of("a shuffle")
     with pytest.raises(RuntimeError, match="broken"):
         run.raise_if_closed()
+    cluster.close()
+
+
+# ---- a worker is about to leave ------------------------------------------------------
+
+
+@in_process
+async def test_a_worker_is_evacuated_and_leaves() -> None:
+    """Its outputs have moved, of which it has yet to hear; it is needed for nothing any more."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = a.run_of("a shuffle")
+    active = cluster.scheduler.active["a shuffle"]
+    cluster.scheduler.balance("a shuffle", active.owners, B)
+    assert await run.evacuate(active.owners.epoch) == 0
+    assert {shard.state for shard in b.exchange._incoming[a.exchange.me]} == {ShardState.LANDED}
+    a.die()
+    a.close()
+    cluster.scheduler.leaves(A, results_survive=True)
+    await cluster.hear()
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert b.counted("shuffle.inputs.missing") == 0
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_as_soon_as_the_last_release_arrives() -> None:
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_release":
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.exchange.requests.ROOM_RETRY_INTERVAL_S", 3600.0)
+        patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 3600.0)
+        evacuating = asyncio.ensure_future(run.evacuate(0))
+        while not cluster.network.processes[B].exchange.requests._released:
+            await asyncio.sleep(0.001)
+        await quiet()
+        assert not evacuating.done()
+        arrives.set()
+        assert await evacuating == 0
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_whose_offers_have_not_arrived() -> None:
+    """Their owner copies them once they have, although they are offered after it was asked."""
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive":
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    evacuating = asyncio.ensure_future(run.evacuate(0))
+    await quiet()
+    assert not evacuating.done()
+    arrives.set()
+    assert await evacuating == 0
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner() -> None:
+    """There is no shard to copy, but the owner has to learn so before the worker leaves."""
+    cluster = Cluster(A, B)
+    arrives, commits = asyncio.Event(), list[bytes]()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive":
+            await arrives.wait()
+            commits.append(content["data"])
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    owners = cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS)).owners
+    cluster.rows = lambda source: [row for row in range(40) if owners[row % cluster.OUTPUTS] == A]  # type: ignore
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    evacuating = asyncio.ensure_future(run.evacuate(0))
+    await quiet()
+    assert not evacuating.done()
+    arrives.set()
+    assert await evacuating == 0
+    assert [b"Commit" in data for data in commits] == [True]
+    cluster.close()
+
+
+@in_process
+async def test_owners_do_not_copy_the_shards_of_a_worker_that_is_evacuated() -> None:
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    called = never_answering(cluster, "gpurt_drain", B)
+    run: Any = a.run_of("a shuffle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 0.01)
+        assert await run.evacuate(0) == 1
+    assert called.is_set()
     cluster.close()
 
 
