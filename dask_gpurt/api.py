@@ -19,6 +19,7 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.addresses import require_scheduler
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
@@ -456,7 +457,7 @@ def _address(client: Client) -> str | None:
 async def _stays_on(client: Client) -> bool:
     """Wait for pending switching, and return whether the runtime is on."""
 
-    async def settled(dask_scheduler: Any) -> bool:
+    async def settled(dask_scheduler: SchedulerServer) -> bool:
         runtime = dask_scheduler.extensions.get("gpurt")
         return runtime is not None and await runtime.switch.settled()
 

@@ -13,6 +13,7 @@ from dask_gpurt.dashboard.sampler import Sampler
 from dask_gpurt.dashboard.traffic import MAX_ENDS
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe.shown_tiers import shown_tiers
 from dask_gpurt.plugins.progress_reports import METRIC as PROGRESS
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
@@ -49,7 +50,7 @@ class Collector(SchedulerPlugin):
         self.runtime = runtime
         self.sampler = Sampler()
         self.seconds = 0.0
-        self._scheduler: Any = runtime.scheduler
+        self._scheduler: SchedulerServer = runtime.scheduler
         self._clock = clock
         self._patches = PatchSet()
         self._timer: Any = None
@@ -101,12 +102,12 @@ class Collector(SchedulerPlugin):
         """Handle a transition of a task."""
         self.sampler.shuffles.transition(key, finish, self._clock())
 
-    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+    def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         """Handle the removal of a worker."""
         self.sampler.shuffles.removed(worker)
         self.sampler.traffic.left(worker)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: SchedulerServer) -> None:
         """Handle a restart, which forgets all tasks."""
         self.sampler.shuffles.restart(self._clock())
 

@@ -11,16 +11,18 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.plugins.run_outputs import sharing_outputs
 from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, WorkerSpeeds, balanced
 from dask_gpurt.shuffle.move_cost import Link, reading_s
+from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.transferred import sizes_of_task
 
 #: The fractions of a run's inputs after which its balance is checked. An early move wastes fewer shards that
@@ -65,7 +67,7 @@ class _Watch:
     whole: bool = True
     looks: int = 0
     moves: int = 0
-    together: Collection[Any] = ()
+    together: Collection[ShuffleId] = ()
 
     @property
     def due(self) -> int:
@@ -89,25 +91,26 @@ class Balancing:
         The free memory of workers.
     """
 
-    def __init__(self, scheduler: Any, recovery: Recovery, headroom: Headroom):
+    def __init__(self, scheduler: SchedulerServer, recovery: Recovery, headroom: Headroom):
         self._scheduler = scheduler
         self._recovery = recovery
         self._headroom = headroom
-        self._watched: dict[Any, _Watch] = {}
+        self._watched: dict[ShuffleId, _Watch] = {}
         #: The shuffle of each watched transfer.
-        self._shuffle_of: dict[Key, Any] = {}
+        self._shuffle_of: dict[Key, ShuffleId] = {}
         #: The number of outputs that placement gave to each worker, by shuffle; empty if Dask chose.
-        self._placed: dict[Any, Mapping[str, int]] = {}
+        self._placed: dict[ShuffleId, Mapping[str, int]] = {}
         self._speeds = WorkerSpeeds()
 
-    def placed(self, shuffle: Any, owners: Mapping[int, str]) -> None:
+    def placed(self, shuffle: ShuffleId, owners: Mapping[int, str]) -> None:
         """Record the owners that placement has chosen for a run that is about to begin."""
         self._placed[shuffle] = Counter(owners.values())
 
-    def begins(self, shuffle: Any, run_spec: Any) -> None:
+    def begins(self, shuffle: ShuffleId, run_spec: ShuffleRunSpec[Any]) -> None:
         """Watch a run that begins."""
         transfers = self._scheduler.tasks[barrier_key(shuffle)].dependencies
-        outputs = [output for share in run_spec.worker_for.shares.values() for output in share.outputs]
+        owners = cast(Owners, run_spec.worker_for)
+        outputs = [output for share in owners.shares.values() for output in share.outputs]
         self._stop(shuffle)
         if len(outputs) > 1 and transfers:
             self._watched[shuffle] = _Watch(
@@ -115,12 +118,12 @@ class Balancing:
             )
             self._shuffle_of |= {task.key: shuffle for task in transfers}
 
-    def forgotten(self, shuffle: Any) -> None:
+    def forgotten(self, shuffle: ShuffleId) -> None:
         """Forget a shuffle whose barrier is forgotten."""
         self._stop(shuffle)
         self._placed.pop(shuffle, None)
 
-    def _stop(self, shuffle: Any) -> None:
+    def _stop(self, shuffle: ShuffleId) -> None:
         """Stop watching a run."""
         if self._watched.pop(shuffle, None) is not None:
             self._shuffle_of = {key: of for key, of in self._shuffle_of.items() if of != shuffle}
@@ -139,7 +142,7 @@ class Balancing:
         source, sizes = told
         watch.nbytes.add(source, sizes)
         watch.whole &= sizes.whole
-        if sizes.nbytes and (holder := next(iter(task.who_has), None)) is not None:
+        if sizes.nbytes and (holder := next(iter(task.who_has or ()), None)) is not None:
             watch.paces.append((holder.address, sizes.seconds, sizes.nbytes))
             if sizes.arriving:
                 watch.arriving[holder.address] = sizes.arriving
@@ -148,7 +151,7 @@ class Balancing:
 
     # ---- checks ------------------------------------------------------------------------
 
-    def _look(self, shuffle: Any) -> None:
+    def _look(self, shuffle: ShuffleId) -> None:
         """Check the balance of a run, once the check is due on all sides of a join."""
         together = self._together(shuffle)
         watches = [self._watched[each] for each in together if self._is_watched(each)]
@@ -170,14 +173,14 @@ class Balancing:
             for each in together:
                 self._stop(each)
 
-    def _together(self, shuffle: Any) -> Collection[Any]:
+    def _together(self, shuffle: ShuffleId) -> Collection[ShuffleId]:
         """Return a shuffle and all that share its outputs. Cached, since they do not change during a run."""
         watch = self._watched[shuffle]
         if not watch.together:
             watch.together = sharing_outputs(self._scheduler.tasks[barrier_key(shuffle)]) | {shuffle}
         return watch.together
 
-    def _is_watched(self, shuffle: Any) -> bool:
+    def _is_watched(self, shuffle: ShuffleId) -> bool:
         watch = self._watched.get(shuffle)
         return watch is not None and self._recovery.goes_on(shuffle, watch.run)
 
@@ -193,7 +196,7 @@ class Balancing:
                 self._speeds.observe(worker, seconds, usual * nbytes, watch.run)
         watch.compared = len(watch.paces)
 
-    def _decide(self, together: Collection[Any]) -> Moves:
+    def _decide(self, together: Collection[ShuffleId]) -> Moves:
         """Return the moves of outputs to make now, for shuffles that share them."""
         nbytes = defaultdict[int, float](float)
         for each in together:
@@ -205,7 +208,9 @@ class Balancing:
             moves = self._moves(together, nbytes, self._recovery.movable(together))
         return moves if self._is_worth_reading(moves, together, nbytes) else Moves({})
 
-    def _is_worth_reading(self, moves: Moves, together: Collection[Any], nbytes: Mapping[int, float]) -> bool:
+    def _is_worth_reading(
+        self, moves: Moves, together: Collection[ShuffleId], nbytes: Mapping[int, float]
+    ) -> bool:
         """Return whether moves save more time than the new owners need to read the shards cut so far."""
         watches = [self._watched[each] for each in together]
         paces = [seconds / nbytes for watch in watches for _, seconds, nbytes in watch.paces]
@@ -217,7 +222,7 @@ class Balancing:
         return reading < (moves.before - moves.after) * median(paces)
 
     def _moves(
-        self, together: Collection[Any], nbytes: Mapping[int, float], owners: Mapping[int, str]
+        self, together: Collection[ShuffleId], nbytes: Mapping[int, float], owners: Mapping[int, str]
     ) -> Moves:
         held = defaultdict[str, float](float)
         for output, owner in owners.items():
@@ -253,7 +258,7 @@ class Balancing:
         known = self._scheduler.workers.get(worker)
         return worker if known is None else str(known.host)
 
-    def _threads(self, workers: Collection[str], together: Collection[Any]) -> dict[str, float]:
+    def _threads(self, workers: Collection[str], together: Collection[ShuffleId]) -> dict[str, float]:
         """Return the threads of workers, or if placement chose the owners, in proportion to its choice.
 
         Placement has considered more than this class knows, such as the links to each worker.

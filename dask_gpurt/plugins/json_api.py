@@ -19,7 +19,8 @@ from dask.typing import Key
 from distributed.http.utils import RequestHandler
 
 from dask_gpurt._version import __version__
-from dask_gpurt.dask_hooks.shuffle import barrier_key, runs_of
+from dask_gpurt.dask_hooks.shuffle import RunState, ShuffleId, barrier_key, runs_of
+from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.observe.json_replies import (
     API_VERSION,
     DecisionsReply,
@@ -213,7 +214,7 @@ class JsonApi:
             await asyncio.sleep(0)  # each shuffle iterates over thousands of tasks
         return {**query.page(len(active)), "rows": rows}
 
-    def _shuffle(self, shuffle_id: Any, run: Any, barrier: Any) -> ShuffleReply:
+    def _shuffle(self, shuffle_id: ShuffleId, run: RunState, barrier: SchedulerTask) -> ShuffleReply:
         transferred = barrier.state == "memory"
         inputs = _progress([transferred or task.state == "memory" for task in barrier.dependencies])
         # Outputs that are released once the barrier is done were in memory before, or are not needed.

@@ -38,7 +38,7 @@ class Reporter:
         heartbeat: float = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
         return max(REPORT_INTERVAL_S, heartbeat / MAX_REPORTS_PER_HEARTBEAT)
 
-    def _whole(self, _worker: Any) -> dict[str, Any]:
+    def _whole(self, _worker: WorkerServer) -> dict[str, Any]:
         return self._ledger.snapshot()
 
     def changed(self) -> None:

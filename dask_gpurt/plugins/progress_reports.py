@@ -58,7 +58,7 @@ class ProgressReporter:
         if metrics.get(METRIC) == self.report:
             self._worker.metrics = {name: m for name, m in metrics.items() if name != METRIC}
 
-    def report(self, _worker: Any = None) -> dict[str, Any]:
+    def report(self, _worker: WorkerServer | None = None) -> dict[str, Any]:
         """Return the progress of the latest runs, bytes moved between tiers, and some counters."""
         moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
         counters = {name: self._metrics.total(name).get((), 0) for name in REPORTED}

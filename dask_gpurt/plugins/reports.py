@@ -56,7 +56,7 @@ class HeartbeatCounters:
         # A copy: a heartbeat may be iterating over the old dict.
         worker.metrics = {**worker.metrics, METRIC: self._read}
 
-    def _read(self, _worker: Any) -> dict[str, Any]:
+    def _read(self, _worker: WorkerServer) -> dict[str, Any]:
         return {**self._snapshot(), "token": self._token}
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.scheduler import replicate_since, wrap_retirement
-from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.recovery import LOOK_AGAIN_S, Contribution, Recovery
 from dask_gpurt.shuffle.run import EVACUATE, EVACUATION_STEP_S
@@ -59,7 +59,7 @@ class Retirement:
         self._patches.restore()
 
     def _track(self, original: Track) -> Track:
-        async def track(ws: Any, policy: Any, **options: Any) -> Any:
+        async def track(ws: WorkerState, policy: Any, **options: Any) -> Any:
             try:
                 if await self.evacuate(ws.address):
                     replicate_since(policy)

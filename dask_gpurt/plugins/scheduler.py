@@ -248,7 +248,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         else:
             logger.error("the runtime is not on at %s, and shuffles that reach it fail: %s", worker, reason)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: SchedulerServer) -> None:
         self.shuffles.recovery.restart()
 
     # ---- memory ------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.file import host_values
 from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Place
 
 #: The names of the stream operations, and of the handler that the scheduler calls.
 PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
@@ -45,7 +46,7 @@ class TopologyReporter:
         self._metrics = metrics
         self._host = Host(host_name())
         self._looked = 0.0
-        self._timer: Any = None
+        self._timer: object | None = None
         self._patches = PatchSet()
 
     async def start(self) -> None:
@@ -62,7 +63,7 @@ class TopologyReporter:
         )
         self._later()
 
-    def _look_around(self) -> Any:
+    def _look_around(self) -> Place:
         visible, address = visible_devices(), str(self._worker.address)
         rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP_SCHEMES)
         try:

@@ -155,7 +155,7 @@ class SchedulerTracing:
     """
 
     def __init__(self, scheduler: SchedulerServer, metrics: Metrics):
-        self._scheduler: Any = scheduler
+        self._scheduler: SchedulerServer = scheduler
         self._recorder = Recorder(metrics)
 
     def handlers(self) -> dict[str, Callable[..., Any]]:

@@ -24,7 +24,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
-from dask_gpurt.dask_hooks.shuffle import active_runs
+from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing, put_results
 from dask_gpurt.device import Device
@@ -302,7 +302,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
             self.worker.batched_stream.send({"op": STATUS, "status": self.worker.status.name})
 
-    def renew(self, id: Any, run_id: int, owners: Owners) -> None:
+    def renew(self, id: ShuffleId, run_id: int, owners: Owners) -> None:
         """Apply new owners of a run's outputs (stream handler)."""
         if (run := self._run(id, run_id)) is not None:
             run.renew(owners)
@@ -331,7 +331,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         left = await asyncio.gather(*(run.evacuate(epoch) for run, epoch in mine.values()))
         return dict(zip(mine, left, strict=True))
 
-    def _run(self, id: Any, run_id: int) -> ShuffleRun | None:
+    def _run(self, id: ShuffleId, run_id: int) -> ShuffleRun | None:
         """Return this worker's part of a run; None if it is not active, or not the runtime's."""
         shuffles = self.worker.plugins.get("shuffle")
         run = None if shuffles is None else active_runs(shuffles).get(id)
@@ -388,7 +388,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self._has_frozen:
             gc.unfreeze()  # only now: closing the exchange has ended the warm-up on its threads
 
-    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":
             self.streams.gather(self.worker.batched_stream, bool(self.worker.state.ready))
         if self.is_on and self.metrics.recording is not None and finish in ENDED:

@@ -24,6 +24,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     worker_for_range_sharding,
 )
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
+from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, Routed, Table, halves
 from dask_gpurt.frames.boxes import Grid
 from dask_gpurt.frames.registry import device_kind
@@ -322,7 +323,7 @@ class FrameAssembler:
 # ---- outputs on the scheduler ----------------------------------------------------------------------
 
 
-def outputs_of(barrier: Any) -> Iterator[tuple[Any, int | None]]:
+def outputs_of(barrier: SchedulerTask) -> Iterator[tuple[SchedulerTask, int | None]]:
     """Yield the tasks that depend on a shuffle's barrier, each with the output that it assembles.
 
     The output is None if it cannot be read from the task.
