@@ -5,7 +5,8 @@ Register :class:`Instruments` with a client, to wrap the runtime of each worker 
     client.register_plugin(dask_gpurt.testing.Instruments(handovers=True))
     dask_gpurt.enable(client)
 
-The runtime itself does not depend on this module: wrappers replace methods of its objects.
+A runtime that is switched on calls :func:`instrument`, and depends on nothing else here: wrappers replace
+methods of its objects.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._undo = AsyncExitStack()
         self._switching = _switching.setdefault(worker, asyncio.Lock())
         self._id = uuid.uuid4().hex
-        spare_tracebacks()
+        self._spared = spare_tracebacks()
         async with self._switching:
             try:
                 dask_hooks.require()
@@ -377,6 +377,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         async with self._switching:
             self.is_on = False
             await self._undo.aclose()  # a second call is a no-op
+        self._spared.close()
 
     async def _give_data_back(self) -> None:
         # A closing worker loses its data anyway; do not read spilled data back.

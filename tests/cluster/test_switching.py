@@ -30,6 +30,8 @@ from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from tests.helpers.exchanges import spec_of
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
 
+#: The loggers in which tracebacks are spared while a plugin is on.
+DASKS_LOGS = ("distributed.worker", "distributed.core")
 ROWS = 200
 #: Bytes that exceed a tier of 1 MiB.
 LARGE = 8 * 2**20
@@ -704,6 +706,8 @@ def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPat
 def test_who_switches_on_gets_the_error_of_workers_and_no_tracebacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    before = switching._without_traceback.plugins
+
     @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
     async def test(client: Any, scheduler: Any, *workers: Any) -> None:
         with (
@@ -712,10 +716,25 @@ def test_who_switches_on_gets_the_error_of_workers_and_no_tracebacks(
         ):
             await dask_gpurt.enable(client)
         assert "gpurt" not in scheduler.extensions
+        await until(lambda: switching._without_traceback.plugins == before)
 
     test()
     # Dask reports a connection that closes with its cluster below warnings, with a traceback.
     assert [one for one in caplog.records if one.exc_info and one.levelno >= logging.WARNING] == []
+
+
+def test_dasks_logs_are_as_before_once_the_runtime_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Workers of other tests in this process have failed to switch on, and were closed without their plugin.
+    monkeypatch.setattr(switching._without_traceback, "plugins", 0)
+
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+    async def test(client: Any, scheduler: Any, *workers: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert all(logging.getLogger(name).filters for name in DASKS_LOGS)
+        await dask_gpurt.disable(client)
+        assert not any(logging.getLogger(name).filters for name in DASKS_LOGS)
+
+    test()
 
 
 def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
