@@ -26,7 +26,7 @@ from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import call_soon, is_closing, put_results
+from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing, put_results
 from dask_gpurt.device import Device
 from dask_gpurt.device.discover import kinds
 from dask_gpurt.exchange import Exchange, ExchangeClosed
@@ -142,18 +142,19 @@ class GpurtWorkerPlugin(WorkerPlugin):
         Once the scheduler has said yes, it waits for this plugin when it switches off. So a plugin whose
         connection broke must ask again.
         """
-        while True:
-            try:
-                reply: int | None = await getattr(self.worker.scheduler, JOIN)(
-                    worker=self.worker.address, token=self.token, devices=devices, plugin=self._id
-                )
-                # A scheduler on which the runtime has been switched off replies None.
-                return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
-            except OSError as error:
-                if is_closing(self.worker):
-                    raise
-                logger.warning("%s cannot reach the scheduler, retrying: %s", self.worker.address, error)
-            await asyncio.sleep(PAUSE_S)
+        reply: int | None = await call_scheduler(
+            self.worker,
+            JOIN,
+            subject=self.worker.address,
+            pause_s=PAUSE_S,
+            wanted=lambda: not is_closing(self.worker),
+            worker=self.worker.address,
+            token=self.token,
+            devices=devices,
+            plugin=self._id,
+        )
+        # A scheduler on which the runtime has been switched off replies None.
+        return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
 
     def _say(self, what: str, **more: str) -> None:
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker

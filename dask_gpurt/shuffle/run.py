@@ -15,7 +15,7 @@ import logging
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from dask.context import thread_state
@@ -26,7 +26,7 @@ from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import call_soon, is_closing
+from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from dask_gpurt.shuffle.messages import (
@@ -279,14 +279,19 @@ class ShuffleRun:
             self.fail(error)
 
     async def _ask_scheduler(self, op: str, **message: Any) -> Any:
-        """Call a handler of the scheduler, retrying broken connections while the run is open."""
-        while True:
-            try:
-                return await getattr(self._worker.scheduler, op)(id=self.id, run_id=self.run_id, **message)
-            except OSError as error:
-                logger.warning("%s cannot reach the scheduler, retrying: %s", self, error)
-            await asyncio.sleep(LONGEST_PAUSE_S)
+        """Call a handler of the scheduler about this run, with retries while the run is open."""
+
+        def wanted() -> bool:
             self.raise_if_closed()
+            return True
+
+        return await self._call_scheduler(op, wanted, **message)
+
+    async def _call_scheduler(self, op: str, wanted: Callable[[], bool], **message: Any) -> Any:
+        about = {"id": self.id, "run_id": self.run_id, **message}
+        return await call_scheduler(
+            self._worker, op, subject=self, pause_s=LONGEST_PAUSE_S, wanted=wanted, **about
+        )
 
     def _shard_failed(self, shard: Shard, error: Exception) -> None:
         """Handle the failed pull of an accepted shard. On the event loop; does not block."""
@@ -568,20 +573,15 @@ class ShuffleRun:
     async def _begin_again(self, reason: str) -> None:
         """Ask the scheduler to start a new run, unless it has already done so."""
         logger.warning("%s restarts: %s", self, reason)
-        while not self.closed:
-            try:
-                await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=False)
-                return
-            except (KeyError, ValueError) as error:  # no longer the active run
-                logger.debug("%s had ended: %s", self, error)
-                return
-            except OSError as error:
-                logger.warning("%s cannot reach the scheduler, retrying: %s", self, error)
-                await asyncio.sleep(LONGEST_PAUSE_S)
-            except Exception as error:
-                logger.exception("%s cannot restart", self)
-                self._exception = error  # otherwise its rescheduled tasks would find this run forever
-                return
+        if self.closed:
+            return
+        try:
+            await self._call_scheduler("shuffle_barrier", lambda: not self.closed, consistent=False)
+        except (KeyError, ValueError, OSError) as error:  # no longer the active run, or closed here
+            logger.debug("%s had ended: %s", self, error)
+        except Exception as error:
+            logger.exception("%s cannot restart", self)
+            self._exception = error  # otherwise its rescheduled tasks would find this run forever
 
     def task_done(self, key: Key) -> None:
         """Release the shards of the outputs that a task has read, now that its result is accepted.
