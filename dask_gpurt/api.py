@@ -45,7 +45,7 @@ _planning: WeakKeyDictionary[Client, config.PlanningSettings] = WeakKeyDictionar
 _metrics = Metrics()
 _lock = threading.Lock()
 #: The choices of shuffle methods that have been sent to the scheduler, by client.
-_told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
+_reported_choices: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
 #: Timeout for closing a client that could not switch the runtime on, in seconds.
 CLOSE_TIMEOUT_S = 2.0
 #: The most choices remembered for a client; beyond that all are forgotten, and may be counted again.
@@ -294,7 +294,7 @@ async def activate(client: Client) -> None:
     from dask_gpurt.dataframe import choose
     from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 
-    teach_method()
+    register_method()
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})), dashboard.observe)
     try:
         await client.register_plugin(plugin, NAME)
@@ -305,7 +305,7 @@ async def activate(client: Client) -> None:
             f"{dask_hooks.NEWEST}"
         ) from error
     with _lock:
-        _told.pop(client, None)  # the cluster starts new counters
+        _reported_choices.pop(client, None)  # the cluster starts new counters
         _enabled.add(client)
         choose(is_enabled)
         planning = config.load().planning
@@ -318,25 +318,25 @@ async def activate(client: Client) -> None:
         raise RuntimeError("the runtime was switched off by another client during this call")
 
 
-def teach_method() -> None:
+def register_method() -> None:
     """Make Dask know the shuffle method "gpurt", which without the runtime means Dask's default method."""
-    from dask_gpurt.dataframe import teach
+    from dask_gpurt.dataframe import register_shuffle_method
 
-    teach(is_enabled, _choices)
+    register_shuffle_method(is_enabled, _choices)
 
 
-def _tell_choice(expression: str, choice: MethodChoice) -> None:
+def _report_choice(expression: str, choice: MethodChoice) -> None:
     """Send a choice of the shuffle method to the scheduler, which counts it. Does not block.
 
     Each expression counts once, although a join is lowered each time its divisions are accessed.
     """
     client = default_client()
-    told = _told.setdefault(client, set())
-    if (expression, choice) in told:
+    reported = _reported_choices.setdefault(client, set())
+    if (expression, choice) in reported:
         return
-    if len(told) >= MOST_CHOICES:
-        told.clear()
-    told.add((expression, choice))
+    if len(reported) >= MOST_CHOICES:
+        reported.clear()
+    reported.add((expression, choice))
 
     async def tell() -> None:
         try:
@@ -348,7 +348,7 @@ def _tell_choice(expression: str, choice: MethodChoice) -> None:
     client.loop.add_callback(tell)
 
 
-_choices = Choices(_tell_choice)
+_choices = Choices(_report_choice)
 
 
 def _leave(client: Client) -> None:

@@ -76,15 +76,15 @@ class ReadClock(WorkerPlugin):
         # Use the runtime's layer: the runtime may be switched on before or after.
         self._patches = PatchSet(Layer.READS)
         self._readers = Readers(self._patches, timed, lambda difference: None)
-        self.look()
+        self.wrap_imported()
 
     def teardown(self, worker: WorkerServer) -> None:
         """Restore the readers."""
         self._patches.restore()
 
-    def look(self) -> None:
+    def wrap_imported(self) -> None:
         """Wrap readers that have been imported since."""
-        self._readers.look()
+        self._readers.wrap_imported()
 
 
 def read_seconds(client: Client) -> float:
@@ -94,5 +94,5 @@ def read_seconds(client: Client) -> float:
 
 
 def _read_seconds(dask_worker: WorkerServer) -> tuple[int, float]:
-    dask_worker.plugins[ReadClock.name].look()
+    dask_worker.plugins[ReadClock.name].wrap_imported()
     return os.getpid(), _total.seconds

@@ -15,10 +15,10 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe.shown_tiers import shown_tiers
-from dask_gpurt.plugins.progress_reports import METRIC as PROGRESS
+from dask_gpurt.plugins.progress_reports import PROGRESS_METRIC
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
-from dask_gpurt.plugins.topology_reports import TRAFFIC
+from dask_gpurt.plugins.topology_reports import TRAFFIC_OP
 from dask_gpurt.topology.links import Link, Speed
 
 #: Interval between two samples, in seconds.
@@ -60,7 +60,7 @@ class Collector(SchedulerPlugin):
     def install(self) -> None:
         """Start collecting."""
         self._scheduler.add_plugin(self, name=NAME)
-        self._patches.put_item(self._scheduler.stream_handlers, TRAFFIC, self._after_traffic)
+        self._patches.put_item(self._scheduler.stream_handlers, TRAFFIC_OP, self._after_traffic)
         self._tick()
 
     def uninstall(self) -> None:
@@ -93,7 +93,7 @@ class Collector(SchedulerPlugin):
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """Yield the last report of each worker."""
         for address, ws in self._scheduler.workers.items():
-            if (report := ws.metrics.get(PROGRESS)) is not None:
+            if (report := ws.metrics.get(PROGRESS_METRIC)) is not None:
                 yield address, report
 
     # ---- events ----------------------------------------------------------------------------

@@ -71,7 +71,7 @@ class Choices:
     """
 
     def __init__(self, tell: Callable[[str, MethodChoice], None]):
-        self._tell = tell
+        self._report = tell
         self._recorded: ContextVar[list[tuple[str, MethodChoice]] | None] = ContextVar(
             "gpurt-choices", default=None
         )
@@ -80,7 +80,7 @@ class Choices:
         """Tell a choice, and record it if that is asked for."""
         if (recorded := self._recorded.get()) is not None:
             recorded.append((expression, choice))
-        self._tell(expression, choice)
+        self._report(expression, choice)
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[str, MethodChoice]]]:
@@ -92,7 +92,7 @@ class Choices:
         finally:
             self._recorded.reset(token)
 
-    def tell_again(self, recorded: Iterable[tuple[str, MethodChoice]]) -> None:
+    def report_again(self, recorded: Iterable[tuple[str, MethodChoice]]) -> None:
         """Tell recorded choices."""
         for expression, choice in recorded:
-            self._tell(expression, choice)
+            self._report(expression, choice)

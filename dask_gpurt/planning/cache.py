@@ -203,7 +203,7 @@ class PlanningCache:
             return plan
         plan, chosen = found.value
         if found.how == LOADED:
-            self._choices.tell_again(chosen)
+            self._choices.report_again(chosen)
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return plan
 

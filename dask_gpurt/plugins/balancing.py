@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from dask.typing import Key
 
@@ -20,18 +20,30 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.plugins.run_outputs import sharing_outputs
-from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, WorkerSpeeds, balanced
-from dask_gpurt.shuffle.move_cost import Link, reading_s
+from dask_gpurt.shuffle.balance import Moves, OutputBytes, OwnerCapacity, WorkerSpeeds, balanced
+from dask_gpurt.shuffle.move_cost import HostLink, reading_s
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.transferred import sizes_of_task
 
 #: The fractions of a run's inputs after which its balance is checked. An early move wastes fewer shards that
 #: were offered to the previous owners. At the last check the barrier has not been sent yet.
-LOOKS = (0.125, 0.5, 1.0)
+BALANCE_CHECKS = (0.125, 0.5, 1.0)
 #: The fewest inputs from which the sizes of the others are extrapolated.
 MIN_INPUTS = 4
 #: How often the outputs of a run may move.
 MAX_MOVES = 2
+
+
+class _TransferTime(NamedTuple):
+    """Record the duration of a transfer, and the bytes that it has published."""
+
+    worker: str
+    seconds: float
+    nbytes: int
+
+    @property
+    def seconds_per_byte(self) -> float:
+        return self.seconds / self.nbytes
 
 
 @dataclass(eq=False)
@@ -46,13 +58,13 @@ class _Watch:
         The number of inputs.
     nbytes
         The estimated sizes of outputs.
-    paces, compared
-        The worker, seconds and bytes of each transfer; how many of them have been compared.
+    transfers, compared
+        The times of transfers; how many of them have been compared.
     arriving
         The measured rate at which each worker receives from other hosts, in bytes per second.
     whole
         Whether every published shard can still be offered to other workers.
-    looks, moves
+    checks, moves
         How often the balance was checked, and how often outputs moved.
     together
         The shuffle and all that share its outputs, once looked up.
@@ -61,11 +73,11 @@ class _Watch:
     run: int
     inputs: int
     nbytes: OutputBytes
-    paces: list[tuple[str, float, int]] = field(default_factory=list)
+    transfers: list[_TransferTime] = field(default_factory=list)
     compared: int = 0
     arriving: dict[str, float] = field(default_factory=dict)
     whole: bool = True
-    looks: int = 0
+    checks: int = 0
     moves: int = 0
     together: Collection[ShuffleId] = ()
 
@@ -75,7 +87,7 @@ class _Watch:
         seen = len(self.nbytes)
         if seen < min(MIN_INPUTS, self.inputs):
             return 0
-        return sum(seen >= share * self.inputs for share in LOOKS)
+        return sum(seen >= share * self.inputs for share in BALANCE_CHECKS)
 
 
 class Balancing:
@@ -137,29 +149,30 @@ class Balancing:
         if (shuffle := self._shuffle_of.get(key)) is None:
             return
         watch, task = self._watched[shuffle], self._scheduler.tasks[key]
-        if (told := sizes_of_task(task, watch.run)) is None or not self._recovery.goes_on(shuffle, watch.run):
+        reported = sizes_of_task(task, watch.run)
+        if reported is None or not self._recovery.is_current(shuffle, watch.run):
             return
-        source, sizes = told
+        source, sizes = reported
         watch.nbytes.add(source, sizes)
         watch.whole &= sizes.whole
         if sizes.nbytes and (holder := next(iter(task.who_has or ()), None)) is not None:
-            watch.paces.append((holder.address, sizes.seconds, sizes.nbytes))
+            watch.transfers.append(_TransferTime(holder.address, sizes.seconds, sizes.nbytes))
             if sizes.arriving:
                 watch.arriving[holder.address] = sizes.arriving
-        if watch.due > watch.looks:
-            self._look(shuffle)
+        if watch.due > watch.checks:
+            self._check(shuffle)
 
     # ---- checks ------------------------------------------------------------------------
 
-    def _look(self, shuffle: ShuffleId) -> None:
+    def _check(self, shuffle: ShuffleId) -> None:
         """Check the balance of a run, once the check is due on all sides of a join."""
         together = self._together(shuffle)
         watches = [self._watched[each] for each in together if self._is_watched(each)]
         due = min(watch.due for watch in watches)
-        if len(watches) < len(together) or due <= max(watch.looks for watch in watches):
+        if len(watches) < len(together) or due <= max(watch.checks for watch in watches):
             return
         for watch in watches:
-            watch.looks = due
+            watch.checks = due
             self._compare(watch)
         if all(watch.whole and watch.moves < MAX_MOVES for watch in watches):
             moves = self._decide(together)
@@ -169,7 +182,7 @@ class Balancing:
                 times = moves.before / moves.after
                 reason = f"uneven outputs or workers: the last worker finishes {times:.1f} times as early"
                 self._recovery.balance(together, moves.to, reason)
-        if due == len(LOOKS):
+        if due == len(BALANCE_CHECKS):
             for each in together:
                 self._stop(each)
 
@@ -182,19 +195,19 @@ class Balancing:
 
     def _is_watched(self, shuffle: ShuffleId) -> bool:
         watch = self._watched.get(shuffle)
-        return watch is not None and self._recovery.goes_on(shuffle, watch.run)
+        return watch is not None and self._recovery.is_current(shuffle, watch.run)
 
     def _compare(self, watch: _Watch) -> None:
         """Learn the relative speeds of workers from the durations and sizes of their transfers."""
-        if not watch.paces:
+        if not watch.transfers:
             return
-        usual = median(seconds / nbytes for _, seconds, nbytes in watch.paces)
+        usual = median(transfer.seconds_per_byte for transfer in watch.transfers)
         # The duration of small inputs is mostly call overhead.
-        least = median(nbytes for _, _, nbytes in watch.paces) / 2
-        for worker, seconds, nbytes in watch.paces[watch.compared :]:
+        least = median(transfer.nbytes for transfer in watch.transfers) / 2
+        for worker, seconds, nbytes in watch.transfers[watch.compared :]:
             if nbytes >= least:
                 self._speeds.observe(worker, seconds, usual * nbytes, watch.run)
-        watch.compared = len(watch.paces)
+        watch.compared = len(watch.transfers)
 
     def _decide(self, together: Collection[ShuffleId]) -> Moves:
         """Return the moves of outputs to make now, for shuffles that share them."""
@@ -213,13 +226,13 @@ class Balancing:
     ) -> bool:
         """Return whether moves save more time than the new owners need to read the shards cut so far."""
         watches = [self._watched[each] for each in together]
-        paces = [seconds / nbytes for watch in watches for _, seconds, nbytes in watch.paces]
-        if not moves.to or not paces:
+        rates = [transfer.seconds_per_byte for watch in watches for transfer in watch.transfers]
+        if not moves.to or not rates:
             return bool(moves.to)
         cut = sum(len(watch.nbytes) for watch in watches) / sum(watch.inputs for watch in watches)
         owners = self._recovery.owners_of(next(iter(together)))
         reading = reading_s(moves.to, owners, nbytes, cut, self._links(watches))
-        return reading < (moves.before - moves.after) * median(paces)
+        return reading < (moves.before - moves.after) * median(rates)
 
     def _moves(
         self, together: Collection[ShuffleId], nbytes: Mapping[int, float], owners: Mapping[int, str]
@@ -231,7 +244,7 @@ class Balancing:
         threads = self._threads(possible | held.keys(), together)
         runs = {self._watched[each].run for each in together}
         capacities = [
-            Capacity(
+            OwnerCapacity(
                 worker,
                 threads[worker],
                 self._speeds.of(worker, runs),
@@ -242,16 +255,16 @@ class Balancing:
         known = {output: owner for output, owner in owners.items() if owner in threads}
         return balanced(nbytes, known, capacities) if known else Moves({})
 
-    def _links(self, watches: Collection[_Watch]) -> dict[str, Link]:
+    def _links(self, watches: Collection[_Watch]) -> dict[str, HostLink]:
         """Return the workers' measured links to other hosts."""
         made = Counter[str]()
         for watch in watches:
-            for worker, _, nbytes in watch.paces:
-                made[worker] += nbytes
+            for transfer in watch.transfers:
+                made[transfer.worker] += transfer.nbytes
         rates = {worker: rate for watch in watches for worker, rate in watch.arriving.items()}
         total = max(1, made.total())
         return {
-            worker: Link(self._host(worker), rate, made[worker] / total) for worker, rate in rates.items()
+            worker: HostLink(self._host(worker), rate, made[worker] / total) for worker, rate in rates.items()
         }
 
     def _host(self, worker: str) -> str:

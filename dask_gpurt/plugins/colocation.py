@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 #: The number of workers that ``auto`` starts on a GPU, and the GPU memory that it requires: 32 GiB for each.
 AUTO, ROOMY_BYTES = 2, 64 * 2**30
 #: The environment variable with the reason why a worker runs alone although the settings want more workers.
-ALONE = "GPURT_ALONE"
+ALONE_VARIABLE = "GPURT_ALONE"
 #: Attributes of dask-cuda's worker plugin with sizes and limits of a worker's memory pool.
 _POOL_SIZES = ("initial_pool_size", "maximum_pool_size", "release_threshold")
 
@@ -57,7 +57,7 @@ async def colocate(nanny: Nanny) -> None:
         environment = await asyncio.to_thread(_service.join) if has_gpu(nanny) else {}
     except (MpsError, UnsupportedError) as error:
         logger.warning("starting one worker instead of %d: %s", count, error)
-        nanny.env[ALONE] = str(error)
+        nanny.env[ALONE_VARIABLE] = str(error)
         return
     divide(nanny, count)
     for changed in (nanny.env, nanny.pre_spawn_env):

@@ -37,7 +37,7 @@ from dask_gpurt.observe.json_replies import (
     as_json,
     schemas,
 )
-from dask_gpurt.plugins.reports import REPORT
+from dask_gpurt.plugins.reports import REPORT_HANDLER
 
 if TYPE_CHECKING:
     from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
@@ -170,7 +170,7 @@ class JsonApi:
         try:
             async with asyncio.timeout(DETAILS_TIMEOUT_S):
                 replies = await self._scheduler.broadcast(
-                    msg={"op": REPORT}, workers=list(workers), on_error="return"
+                    msg={"op": REPORT_HANDLER}, workers=list(workers), on_error="return"
                 )
         except TimeoutError as error:
             message = f"a worker did not answer within {DETAILS_TIMEOUT_S:g} s"

@@ -13,7 +13,7 @@ from distributed.metrics import time
 
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
-from dask_gpurt.plugins.run_outputs import IDLE, is_unfinished
+from dask_gpurt.plugins.run_outputs import IDLE_STATES, is_unfinished
 from dask_gpurt.shuffle.spec import outputs_of
 
 
@@ -81,7 +81,7 @@ class KeptResults:
         outputs = {task.key: output for task, output in outputs_of(barrier)}
         # If only some results computed from outputs were lost, the other outputs stay idle as long as the
         # collection is persisted. They must not keep the run alive.
-        pending = {task.key for task in barrier.dependents if task.state not in IDLE}
+        pending = {task.key for task in barrier.dependents if task.state not in IDLE_STATES}
         self._kept[shuffle], self._pending[shuffle] = outputs, pending
         for key in outputs:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
@@ -102,7 +102,7 @@ class KeptResults:
             self._producers[key] = worker
         for shuffle in self._shuffles_of.get(key, ()):
             pending = self._pending[shuffle]
-            if finish not in IDLE:
+            if finish not in IDLE_STATES:
                 pending.add(key)
                 if finish == "memory" and (partition := self._kept[shuffle][key]) is not None:
                     self._read[shuffle].add(partition)

@@ -97,7 +97,7 @@ class WorkerOverlap:
 
     def prepare(self) -> None:
         """Determine the possible settings, and read statistics from their file. Blocks."""
-        if self._settings.mode not in ("adaptive", "fixed") or self._is_nothing_asked():
+        if self._settings.mode not in ("adaptive", "fixed") or self._confines_nothing():
             return
         # A cap that the settings fix for all kernels must not be changed.
         free = self._residency.actuator if self._residency.setting == "auto" else None
@@ -120,7 +120,7 @@ class WorkerOverlap:
             self._metrics,
         )
 
-    def _is_nothing_asked(self) -> bool:
+    def _confines_nothing(self) -> bool:
         """Return whether there is no GPU and, as by default, the settings do not confine anything."""
         settings = self._settings
         asked = (

@@ -32,7 +32,7 @@ from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished, owners_of
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal, fair_share
 from dask_gpurt.shuffle.retries import LossesInARow
-from dask_gpurt.shuffle.run import RENEW
+from dask_gpurt.shuffle.run import NEW_OWNERS_OP
 from dask_gpurt.shuffle.spec import outputs_of
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 #: The topic of Dask's event log for the beginnings, repairs and restarts of runs.
 SHUFFLE_TOPIC = "gpurt-shuffle"
 #: How long a repair waits for unaffected outputs being assembled, and the polling interval, in seconds.
-PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
+MAX_REPAIR_DELAY_S, REPAIR_POLL_INTERVAL_S = 0.25, 0.02
 #: Seconds between looks at the worker of a barrier.
-BARRIER_LOOK_S = 1.0
+BARRIER_POLL_INTERVAL_S = 1.0
 
 
 @dataclass
@@ -226,7 +226,7 @@ class Recovery:
             if id not in self._results:  # the run had ended, and an output is needed again
                 self._results.keep(id)
             shuffles = self._runs.sharing(id) if lost else {id}
-            loss = self._note(shuffles, lost, reason)
+            loss = self._record_loss(shuffles, lost, reason)
             loss.missing.update(outputs, inputs)
             loss.unreachable |= avoided
             loss.culprits |= avoided - silent
@@ -235,15 +235,15 @@ class Recovery:
                 for shuffle in shuffles:
                     self._in_a_row.moves(shuffle)
             self._release(inputs)
-            self._look(loss)
+            self._repair_soon(loss)
 
     # ---- silent workers --------------------------------------------------------------
 
-    def goes_on_without(self, id: ShuffleId, run_id: int, worker: str) -> bool:
+    def continues_without(self, id: ShuffleId, run_id: int, worker: str) -> bool:
         """Return whether a run goes on without a worker that does not reply, since it is silent (handler)."""
-        return self._owners(id, run_id) is not None and self._gives_up(id, worker)
+        return self._owners(id, run_id) is not None and self._abandons_silent(id, worker)
 
-    def _gives_up(self, shuffle: ShuffleId, worker: str) -> bool:
+    def _abandons_silent(self, shuffle: ShuffleId, worker: str) -> bool:
         """Return whether a worker is silent and others can take over, and if so keep tasks off it."""
         silent = self._workers.silent
         if worker not in self._workers.ready or not silent.is_silent(worker):
@@ -258,15 +258,15 @@ class Recovery:
         """Begin to look after a barrier that has been sent to a worker."""
         if shuffle not in self._watched and self._is_active(shuffle):
             self._watched.add(shuffle)
-            self._scheduler.loop.call_later(BARRIER_LOOK_S, self._look_at_barrier, shuffle)
+            self._scheduler.loop.call_later(BARRIER_POLL_INTERVAL_S, self._check_barrier, shuffle)
 
-    def _look_at_barrier(self, shuffle: ShuffleId) -> None:
+    def _check_barrier(self, shuffle: ShuffleId) -> None:
         """Rerun a barrier whose worker is silent: nothing has to call that worker, and Dask would wait."""
         self._watched.discard(shuffle)
         if not self._is_active(shuffle) or not self._runs.is_task(barrier_key(shuffle), "processing"):
             return
         worker = self._runs.barrier(shuffle).processing_on
-        if worker is not None and self._gives_up(shuffle, worker.address):
+        if worker is not None and self._abandons_silent(shuffle, worker.address):
             self._release([barrier_key(shuffle)], "processing")
         else:
             self._watch_barrier(shuffle)
@@ -309,12 +309,12 @@ class Recovery:
         lost = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in shuffles))
         transfers = [key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)]
         if lost or (transfers and not all(map(self._runs.is_sealed, shuffles))):
-            loss = self._note(shuffles, lost, reason)
+            loss = self._record_loss(shuffles, lost, reason)
             loss.gone.add(worker)
             loss.culprits.add(worker)
             # Dask reruns a transfer only if its result is lost too; the result may have other replicas.
             self._release(transfers)
-            self._look(loss)
+            self._repair_soon(loss)
             return
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # all outputs are assembled: do not rerun the lost transfers
@@ -335,7 +335,7 @@ class Recovery:
             needed = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in together))
             candidates = self._runs.candidates(*together)
             if needed and candidates and worker not in candidates:  # otherwise all workers retire
-                self._look(self._note(together, needed, f"worker {worker} retires"))
+                self._repair_soon(self._record_loss(together, needed, f"worker {worker} retires"))
 
     def contributions(self, worker: str) -> dict[ShuffleId, Contribution]:
         """Return what would have to be transferred again if a worker left now, by shuffle."""
@@ -350,7 +350,7 @@ class Recovery:
         """Note that owners have copied the shards of a worker, so that they are not lost with it."""
         self._results.evacuated(worker, contributed.transfers)
 
-    def is_mending(self, shuffles: Iterable[ShuffleId]) -> bool:
+    def is_repair_pending(self, shuffles: Iterable[ShuffleId]) -> bool:
         """Return whether a loss, or a move of outputs, has not been carried out yet."""
         return any(shuffle in self._losses for shuffle in shuffles)
 
@@ -365,7 +365,7 @@ class Recovery:
                 continue
             taken = self._share_for(worker, shuffle, owners)
             if taken and shuffle not in self._losses:
-                self._mend(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
+                self._reassign(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
     def _share_for(self, worker: str, shuffle: ShuffleId, owners: Owners) -> set[int]:
         """Return the outputs to give to a worker that joins; none if it owns some already."""
@@ -376,7 +376,7 @@ class Recovery:
 
     # ---- outputs that move for balance -----------------------------------------------
 
-    def goes_on(self, shuffle: ShuffleId, run_id: int) -> bool:
+    def is_current(self, shuffle: ShuffleId, run_id: int) -> bool:
         """Return whether a run is the current run of its shuffle."""
         return self._owners(shuffle, run_id) is not None
 
@@ -404,7 +404,7 @@ class Recovery:
         runs = [self._runs.owners(each) for each in shuffles]
         waits = any(barrier.state == "waiting" for barrier in barriers)
         alike = all(barrier.dependents == barriers[0].dependents for barrier in barriers)
-        if not waits or not alike or self.is_mending(shuffles):
+        if not waits or not alike or self.is_repair_pending(shuffles):
             return {}
         outputs = set.intersection(*(self._runs.unfinished(each, runs[0]) for each in shuffles))
         owners = {output: runs[0][output] for output in outputs}
@@ -419,7 +419,7 @@ class Recovery:
         """
         for each in shuffles:
             logger.info("Shuffle %s continues: %s", each, reason)
-            self._tell(each, "balances", reason, len(to))
+            self._log_event(each, "balances", reason, len(to))
             self._in_a_row.moves(each)
             self._move(each, to, (), {})
         for worker in set(to.values()):
@@ -432,7 +432,7 @@ class Recovery:
 
     # ---- repair ----------------------------------------------------------------------
 
-    def _note(self, shuffles: Collection[ShuffleId], outputs: Collection[int], reason: str) -> _Loss:
+    def _record_loss(self, shuffles: Collection[ShuffleId], outputs: Collection[int], reason: str) -> _Loss:
         """Record a loss of shuffles that share outputs, merged with their pending losses."""
         known = [self._losses[shuffle] for shuffle in shuffles if shuffle in self._losses]
         loss = known[0] if known else _Loss(reason, time())
@@ -440,8 +440,8 @@ class Recovery:
         self._losses |= dict.fromkeys(shuffles, loss)
         return loss
 
-    def _look(self, loss: _Loss) -> None:
-        """Repair a loss as soon as no unaffected output is being assembled, or after ``PATIENCE_S``.
+    def _repair_soon(self, loss: _Loss) -> None:
+        """Repair a loss as soon as no unaffected output is being assembled, or after ``MAX_REPAIR_DELAY_S``.
 
         When the barrier reruns, Dask cancels the tasks that are assembling outputs. Some may have finished by
         then and released their shards, so their outputs would be lost too, and repairing these would cancel
@@ -450,8 +450,8 @@ class Recovery:
         shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
         with self._or_begin_again(shuffles, loss.reason):
             others = any(self._has_others(shuffle, loss) for shuffle in shuffles)
-            if others and time() - loss.since < PATIENCE_S:
-                self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
+            if others and time() - loss.since < MAX_REPAIR_DELAY_S:
+                self._scheduler.loop.call_later(REPAIR_POLL_INTERVAL_S, self._repair_soon, loss)
                 return
             for shuffle in shuffles:
                 del self._losses[shuffle]
@@ -464,7 +464,7 @@ class Recovery:
         owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
         workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
         what = loss if loss.is_loss else None
-        self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=what)
+        self._reassign(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=what)
 
     def _is_active(self, shuffle: ShuffleId) -> bool:
         return shuffle in self._extension.active_shuffles and self._runs.has(shuffle)
@@ -495,7 +495,7 @@ class Recovery:
             for key, partition in outputs.items()
         )
 
-    def _mend(
+    def _reassign(
         self,
         shuffles: Collection[ShuffleId],
         lost: Collection[int],
@@ -532,17 +532,17 @@ class Recovery:
         for shuffle in shuffles:
             logger.warning("Shuffle %s continues: %s", shuffle, reason)
             self._metrics.add("shuffle.runs.recovered", int(loss is not None))
-            self._tell(shuffle, "goes-on" if loss is None else "recovers", reason, len(lost))
+            self._log_event(shuffle, "goes-on" if loss is None else "recovers", reason, len(lost))
             self._move(shuffle, to, () if loss is None else loss.gone, kept)
         for worker in {*to.values(), *kept.values()}:
             self._in_a_row.takes_part(worker, shuffles)
         barriers = map(barrier_key, shuffles)
         self._release(barriers, "memory", "processing", "queued", "no-worker")
 
-    def _tell(self, shuffle: ShuffleId, action: str, reason: str, outputs: int) -> None:
+    def _log_event(self, shuffle: ShuffleId, action: str, reason: str, outputs: int) -> None:
         """Log an event with an action, its reason, and the number of outputs that change owners."""
-        told = {"action": action, "shuffle": str(shuffle), "reason": reason, "outputs": outputs}
-        self._scheduler.log_event(SHUFFLE_TOPIC, told)
+        event = {"action": action, "shuffle": str(shuffle), "reason": reason, "outputs": outputs}
+        self._scheduler.log_event(SHUFFLE_TOPIC, event)
 
     def _release(self, keys: Iterable[Key], *states: str) -> None:
         """Release those tasks that are in one of the states, by default in memory, so that they rerun."""
@@ -592,7 +592,7 @@ class Recovery:
         """Send workers the current owners of a run."""
         run = self._extension.active_shuffles[shuffle]
         owners = ToPickle(self._runs.owners(shuffle).snapshot())
-        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": owners}
+        message = {"op": NEW_OWNERS_OP, "id": shuffle, "run_id": run.run_id, "owners": owners}
         # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         here = self._scheduler.stream_comms.keys() & set(workers) & self._workers.ready
         self._scheduler.send_all({}, {worker: [message] for worker in here})

@@ -16,7 +16,7 @@ from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.spec import RunSpec, outputs_of
 
 #: States of outputs that nothing waits for.
-IDLE = ("released", "forgotten", "erred")
+IDLE_STATES = ("released", "forgotten", "erred")
 
 
 def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
@@ -49,7 +49,7 @@ def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None
 
 def is_unfinished(task: SchedulerTask) -> bool:
     """Return whether the task of an output is needed, and not in memory."""
-    return task.state not in ("memory", *IDLE)
+    return task.state not in ("memory", *IDLE_STATES)
 
 
 def needed_outputs(barrier: SchedulerTask, outputs: Iterable[int]) -> set[int]:

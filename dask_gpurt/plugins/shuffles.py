@@ -53,7 +53,7 @@ from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec
 from dask_gpurt.shuffle.retries import RunsInARow
-from dask_gpurt.shuffle.run import ACCEPTED, ASSEMBLED
+from dask_gpurt.shuffle.run import ACCEPTED_OP, ASSEMBLED_KEY
 from dask_gpurt.shuffle.spec import RunSpec, ShuffleSpec, outputs_of
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class SchedulerShuffles:
             self._balancing.forgotten(shuffle_id)
         if finish == "memory":
             self._balancing.in_memory(key)
-            if worker is not None and metadata and ASSEMBLED in metadata:
+            if worker is not None and metadata and ASSEMBLED_KEY in metadata:
                 self._accept(key, worker)
         self.results.transition(key, finish)
 
@@ -174,7 +174,7 @@ class SchedulerShuffles:
         """Tell a worker that the result of a task that has assembled outputs is accepted."""
         # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         if self._patches and worker in self._workers.ready and worker in self._scheduler.stream_comms:
-            self._scheduler.send_all({}, {worker: [{"op": ACCEPTED, "key": key}]})
+            self._scheduler.send_all({}, {worker: [{"op": ACCEPTED_OP, "key": key}]})
 
     # ---- replacements of the extension's methods -----------------------------------------
 

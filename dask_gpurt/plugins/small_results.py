@@ -37,7 +37,7 @@ from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.transferred import Transferred
 
 #: The stream operations by which the scheduler sends results to a worker, and by which that confirms them.
-RESULTS, CONFIRMED = "gpurt-results", "gpurt-results-confirmed"
+SEND_RESULTS_OP, CONFIRM_RESULTS_OP = "gpurt-results", "gpurt-results-confirmed"
 #: Dask's stream operations by which a worker reports that it has computed and that it has released a result.
 REPORTS = ("task-finished", "release-worker-data")
 
@@ -113,7 +113,7 @@ class SmallResults:
         if not missing or worker.address not in self._ready:
             return
         sent = ToPickle({task.key: result for task, result in missing.items()})
-        self._scheduler.send_all({}, {worker.address: [{"op": RESULTS, "results": sent}]})
+        self._scheduler.send_all({}, {worker.address: [{"op": SEND_RESULTS_OP, "results": sent}]})
         for task in missing:
             self._scheduler.add_replica(task, worker)
         self._unconfirmed[worker.address].update(task.key for task in missing)

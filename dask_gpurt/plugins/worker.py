@@ -35,37 +35,37 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.plugins.colocation import ALONE
+from dask_gpurt.plugins.colocation import ALONE_VARIABLE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.progress_reports import ProgressReporter
 from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
-from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
+from dask_gpurt.plugins.reports import REPORT_HANDLER, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
-from dask_gpurt.plugins.silence import ASK_STATUS, STATUS
-from dask_gpurt.plugins.small_results import CONFIRMED, RESULTS
+from dask_gpurt.plugins.silence import ASK_STATUS_OP, STATUS_OP
+from dask_gpurt.plugins.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
 from dask_gpurt.plugins.switching import (
-    JOIN,
-    LEFT,
+    JOIN_HANDLER,
+    LEFT_OP,
     NAME,
     PAUSE_S,
-    READY,
-    REFUSED,
-    TOKEN,
+    READY_OP,
+    REFUSED_OP,
+    TOKEN_HANDLER,
     JoinReply,
     spare_tracebacks,
 )
 from dask_gpurt.plugins.tiers import WorkerTiers
-from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
+from dask_gpurt.plugins.topology_reports import HOST_HANDLER, TopologyReporter
 from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
 from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.run import ACCEPTED, EVACUATE, RENEW, ShuffleRun
+from dask_gpurt.shuffle.run import ACCEPTED_OP, EVACUATE_HANDLER, NEW_OWNERS_OP, ShuffleRun
 
 logger = logging.getLogger(__name__)
 
@@ -123,13 +123,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
                     logger.info("the runtime was switched off before %s joined", worker.address)
                     self._leave()
                     return
-                self._undo.callback(self._say, LEFT, plugin=self._id)
+                self._undo.callback(self._send, LEFT_OP, plugin=self._id)
                 await self._switch_on(worker, config.load_over(self.given), reply)
-                self._say(READY)
+                self._send(READY_OP)
             except BaseException as error:
                 self._leave()
                 if isinstance(error, config.ConfigError):
-                    self._say(REFUSED, reason=str(error))
+                    self._send(REFUSED_OP, reason=str(error))
                 try:
                     await self._undo.aclose()
                 except Exception:  # logged only: the error that is raised below is the cause
@@ -144,7 +144,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """
         reply: int | None = await call_scheduler(
             self.worker,
-            JOIN,
+            JOIN_HANDLER,
             subject=self.worker.address,
             pause_s=PAUSE_S,
             wanted=lambda: not is_closing(self.worker),
@@ -156,7 +156,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         # A scheduler on which the runtime has been switched off replies None.
         return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
 
-    def _say(self, what: str, **more: str) -> None:
+    def _send(self, what: str, **more: str) -> None:
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
             self.worker.batched_stream.send({"op": what, "token": self.token, **more})
 
@@ -168,7 +168,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def _switch_on(self, worker: WorkerServer, settings: config.Settings, reply: JoinReply) -> None:
         undo = self._undo
         self.metrics = Metrics()
-        if reason := os.environ.get(ALONE):
+        if reason := os.environ.get(ALONE_VARIABLE):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
         self._has_frozen = False
@@ -178,19 +178,19 @@ class GpurtWorkerPlugin(WorkerPlugin):
         patches = dask_hooks.PatchSet()
         undo.callback(self._ignore_calls)
         undo.callback(patches.restore)
-        patches.add_item(worker.handlers, REPORT, self.report)
-        patches.add_item(worker.handlers, EVACUATE, self.evacuate)
+        patches.add_item(worker.handlers, REPORT_HANDLER, self.report)
+        patches.add_item(worker.handlers, EVACUATE_HANDLER, self.evacuate)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Wrap the operation by which the scheduler announces workers that have left.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
-        patches.add_item(worker.stream_handlers, RENEW, self.renew)
-        patches.add_item(worker.stream_handlers, ACCEPTED, self.accepted)
-        patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
-        patches.add_item(worker.stream_handlers, ASK_STATUS, self.tell_status)
+        patches.add_item(worker.stream_handlers, NEW_OWNERS_OP, self.renew)
+        patches.add_item(worker.stream_handlers, ACCEPTED_OP, self.accepted)
+        patches.add_item(worker.stream_handlers, SEND_RESULTS_OP, self.take_results)
+        patches.add_item(worker.stream_handlers, ASK_STATUS_OP, self.tell_status)
         self.streams = PromptStreams()
         undo.callback(self.streams.restore)
         self.streams.add(worker.batched_stream)
-        housekeeping = PeriodicCallback(self._keep_house, TRIM_INTERVAL_S * 1000)
+        housekeeping = PeriodicCallback(self._run_housekeeping, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
         self.tracing.install()
@@ -221,12 +221,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.is_on = True
         call_soon(worker, self._warm_up)
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         """Free idle memory, and switch off if the scheduler has done so while this worker was silent."""
         if await self._is_outdated():
             await self._remove_outdated()
         else:
-            await self.exchange.keep_house()
+            await self.exchange.run_housekeeping()
 
     async def _is_outdated(self) -> bool:
         """Ask the scheduler, at intervals, whether this plugin's runtime is not on any more."""
@@ -236,7 +236,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             return False
         self._checked = time.monotonic()
         try:
-            token: str | None = await getattr(self.worker.scheduler, TOKEN)()
+            token: str | None = await getattr(self.worker.scheduler, TOKEN_HANDLER)()
         except OSError:  # it asks again, or closes without its scheduler
             return False
         return token != self.token
@@ -280,9 +280,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         Without handlers Dask would log an error or close the connection.
         """
         if is_closing(self.worker):
-            for name in (REPORT, EVACUATE, HOST, *TRACING):
+            for name in (REPORT_HANDLER, EVACUATE_HANDLER, HOST_HANDLER, *TRACING):
                 self.worker.handlers[name] = _ignore
-            for name in (RENEW, ACCEPTED, RESULTS, ASK_STATUS):
+            for name in (NEW_OWNERS_OP, ACCEPTED_OP, SEND_RESULTS_OP, ASK_STATUS_OP):
                 self.worker.stream_handlers[name] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,12 +296,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Store results sent ahead of the tasks that need them, and confirm them (stream handler)."""
         put_results(self.worker, results)
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self.worker.batched_stream.send({"op": CONFIRMED, "keys": list(results)})
+            self.worker.batched_stream.send({"op": CONFIRM_RESULTS_OP, "keys": list(results)})
 
     def tell_status(self) -> None:
         """Tell the scheduler that this worker is heard again, and its status (stream handler)."""
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self.worker.batched_stream.send({"op": STATUS, "status": self.worker.status.name})
+            self.worker.batched_stream.send({"op": STATUS_OP, "status": self.worker.status.name})
 
     def renew(self, id: ShuffleId, run_id: int, owners: Owners) -> None:
         """Apply new owners of a run's outputs (stream handler)."""

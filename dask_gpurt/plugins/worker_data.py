@@ -39,7 +39,7 @@ from dask_gpurt.plugins.tiers import WorkerTiers
 _ALWAYS = ("dask", "pickle")
 
 #: The stream operation by which a worker reports keys that it has lost.
-LOST = "gpurt-lost"
+LOST_KEYS_OP = "gpurt-lost"
 
 
 class WorkerData:
@@ -134,7 +134,7 @@ class WorkerData:
         for key in keys:
             self._tiered_buffer.discard(key)
         # Sent before Dask's own message, which does not handle keys that cannot be recomputed.
-        self.worker.batched_stream.send({"op": LOST, "keys": keys})
+        self.worker.batched_stream.send({"op": LOST_KEYS_OP, "keys": keys})
         self.worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id=f"gpurt-lost-{time()}"))
 
     # ---- replacements of the worker's coroutines ---------------------------------------

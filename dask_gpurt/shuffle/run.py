@@ -48,17 +48,17 @@ from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 logger = logging.getLogger(__name__)
 
 #: Names of scheduler handlers; see `dask_gpurt.plugins.recovery`.
-OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
+OWNERS_HANDLER, RECOVER_HANDLER = "gpurt_owners", "gpurt_recover"
 #: Stream message from a worker to the scheduler: a barrier has sealed its run.
-SEALED = "gpurt-sealed"
+SEALED_OP = "gpurt-sealed"
 #: Message from the scheduler to workers: the owners have changed.
-RENEW = "gpurt-renew"
+NEW_OWNERS_OP = "gpurt-renew"
 #: Message from the scheduler to a worker: the result of a task that has assembled outputs is accepted.
-ACCEPTED = "gpurt-accepted"
+ACCEPTED_OP = "gpurt-accepted"
 #: Key in the metadata of a task that has assembled outputs.
-ASSEMBLED = "gpurt-assembled"
+ASSEMBLED_KEY = "gpurt-assembled"
 #: Handler of workers: have shards copied by their owners, since this worker is about to leave.
-EVACUATE = "gpurt_evacuate"
+EVACUATE_HANDLER = "gpurt_evacuate"
 #: How long a worker waits for owners to copy its shards until it reports how many are left, in seconds.
 EVACUATION_STEP_S = 10.0
 
@@ -162,9 +162,9 @@ class ShuffleRun:
         # Peers learn of the failure from the reply to their next offer. A producer that waits for room in its
         # pool sends no offers, and the shards received here would never be read: release them, so that it
         # can continue.
-        call_soon(self._worker, self._let_go)
+        call_soon(self._worker, self._release_shards)
 
-    async def _let_go(self) -> None:
+    async def _release_shards(self) -> None:
         """Release all received shards."""
         with contextlib.suppress(ExchangeClosed):  # a closed exchange has released them
             await self._exchange.offload(self._receiver.close)
@@ -261,7 +261,7 @@ class ShuffleRun:
 
     async def _catch_up(self) -> None:
         """Fetch the current owners from the scheduler; raise ShuffleClosedError if the run is over."""
-        reply = await self._ask_scheduler(OWNERS)
+        reply = await self._ask_scheduler(OWNERS_HANDLER)
         # A scheduler on which the runtime has been switched off replies None.
         if reply is None or reply["owners"] is None:
             raise ShuffleClosedError(f"{self} is over")
@@ -272,7 +272,7 @@ class ShuffleRun:
         logger.warning("%s: %s", self, reason)
         epoch = self._owners.epoch
         try:
-            await self._ask_scheduler(RECOVER, epoch=epoch, reason=reason, **what)
+            await self._ask_scheduler(RECOVER_HANDLER, epoch=epoch, reason=reason, **what)
             if self._owners.epoch == epoch:
                 await self._catch_up()
         except Exception as error:  # every call waiting in this run raises it
@@ -449,7 +449,9 @@ class ShuffleRun:
         self.raise_if_closed()
         # This message and the end of this task use the same stream, so the scheduler gets this message first.
         # If it has moved outputs in the meantime, it has also rescheduled the barrier, and ignores both.
-        self._worker.batched_stream.send({"op": SEALED, "id": self.id, "run_id": self.run_id, "epoch": epoch})
+        self._worker.batched_stream.send(
+            {"op": SEALED_OP, "id": self.id, "run_id": self.run_id, "epoch": epoch}
+        )
         return self.run_id
 
     async def _seal_all(self, results: Sequence[Transferred], epoch: int) -> set[int]:
@@ -536,7 +538,7 @@ class ShuffleRun:
         output = self._spec.output_of(partition_id)
         self._ensure_owner(output, key)
         if (task := self._worker.state.tasks.get(key)) is not None:
-            task.metadata[ASSEMBLED] = True
+            task.metadata[ASSEMBLED_KEY] = True
         try:
             assembled = self._receiver.assemble(output, key)
         except (NotReceived, PeerLost, ExchangeClosed) as error:

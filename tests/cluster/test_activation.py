@@ -15,7 +15,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.api import teach_method
+from dask_gpurt.api import register_method
 from dask_gpurt.config import ConfigError
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import state
@@ -224,7 +224,7 @@ def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Pa
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalCluster]:
     """Yield a cluster without the runtime."""
-    teach_method()  # a process that has once enabled the runtime keeps it registered
+    register_method()  # a process that has once enabled the runtime keeps it registered
     with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local:
         yield local
 

@@ -103,7 +103,7 @@ def test_a_producer_waits_for_what_another_worker_has_published(
     stopped, and replies to none.
     """
     monkeypatch.setattr(asking, "ROOM_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(Exchange, "keep_house", _keep_no_house)  # only the rounds return memory
+    monkeypatch.setattr(Exchange, "run_housekeeping", _keep_no_house)  # only the rounds return memory
 
     @on_cluster(workers=4)
     async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any, d: Any) -> None:

@@ -19,12 +19,12 @@ from distributed.comm.core import CommClosedError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
-from dask_gpurt.api import teach_method
+from dask_gpurt.api import register_method
 from dask_gpurt.config import ConfigError
 from dask_gpurt.plugins import silence, switching
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.running import TaskRunner
-from dask_gpurt.plugins.switching import LEFT, JoinReply, Workers
+from dask_gpurt.plugins.switching import LEFT_OP, JoinReply, Workers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from tests.helpers.exchanges import spec_of
@@ -424,7 +424,7 @@ def on_cluster_with_a_silent_worker(test: Callable[..., Awaitable[None]]) -> Non
     """Run a coroutine with a client, a scheduler and two workers, the second of which falls silent."""
 
     async def body(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        teach_method()
+        register_method()
         before = restored(scheduler, a), restored(scheduler, b)
         await test(client, scheduler, a, b)
         assert_on(scheduler, a, b)
@@ -472,13 +472,13 @@ def test_a_worker_is_silent_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_is_silent_while_it_goes_off(monkeypatch: pytest.MonkeyPatch, hears: bool) -> None:
     """It does not hear of that until it looks it up, or its last message is not heard."""
     monkeypatch.setattr("dask_gpurt.plugins.worker.TRIM_INTERVAL_S", 0.1)
-    say, silent = GpurtWorkerPlugin._say, set[str]()
+    say, silent = GpurtWorkerPlugin._send, set[str]()
 
     def unheard(self: GpurtWorkerPlugin, what: str, **more: str) -> None:
-        if what != LEFT or self.worker.address not in silent:
+        if what != LEFT_OP or self.worker.address not in silent:
             say(self, what, **more)
 
-    monkeypatch.setattr(GpurtWorkerPlugin, "_say", unheard)
+    monkeypatch.setattr(GpurtWorkerPlugin, "_send", unheard)
 
     @on_cluster_with_a_silent_worker
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.reads.clock import ThreadTime
-from dask_gpurt.reads.pace import MAX_BESIDE, MIN_READS, ReadPace, ReadTimes
+from dask_gpurt.reads.concurrency import MAX_BESIDE, MIN_READS, ReadConcurrency, ReadTimes
 
 MIB = 2**20
 
@@ -20,7 +20,7 @@ def read(seconds: float, waited_s: float, nbytes: int = 10 * MIB) -> ReadTimes:
 
 
 def after(reads: list[tuple[ReadTimes, float]]) -> int:
-    pace = ReadPace()
+    pace = ReadConcurrency()
     for times, computed_s in reads:
         pace.note(times, computed_s)
     return pace.beside
