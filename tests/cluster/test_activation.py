@@ -177,7 +177,9 @@ def test_takeover_can_be_forbidden() -> None:
         dask_gpurt.disable(client)
 
 
-def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shuffles_that_are_not_taken_over_are_reported(
+    plain: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Simulate a future Dask with frames of another library."""
     monkeypatch.setattr("dask_gpurt.plugins.shuffles.library", lambda frame: None)
     dask_gpurt.enable(plain)

@@ -75,7 +75,7 @@ def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_what_was_read_of_a_peer_does_not_count(drained: bool) -> None:
+def test_pages_read_from_a_peer_do_not_count(drained: bool) -> None:
     """Neither mapped nor copied reads count. Dask pauses and kills workers by what counts."""
 
     @on_cluster(workers=2)
@@ -147,7 +147,7 @@ def test_a_producer_waits_for_what_another_worker_has_no_use_for(
     run()
 
 
-def test_what_files_of_others_fill_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_memory_that_other_files_fill_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks may still fit. While any worker holds memory itself, producers keep waiting."""
     monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
 

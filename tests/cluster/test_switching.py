@@ -231,7 +231,7 @@ def test_a_run_comes_to_a_worker_that_has_no_exchange_yet(monkeypatch: pytest.Mo
         await switching
 
 
-def test_what_was_taken_over_begins_again_by_dask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shuffle_that_was_taken_over_restarts_as_dasks_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def held(frame: pd.DataFrame, partition_info: Any = None) -> pd.DataFrame:
         if partition_info and partition_info["number"] == 3:
             Event("reached").set()
@@ -517,7 +517,9 @@ def test_it_goes_on_at_a_worker_that_still_goes_off_itself(monkeypatch: pytest.M
 # ---- errors --------------------------------------------------------------------------------
 
 
-def test_what_a_worker_can_not_take_back_is_told_and_the_rest_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_fail_to_switch_off_are_reported_and_the_rest_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         before = whole_state(scheduler, a, b)
@@ -595,7 +597,7 @@ def built() -> dict[str, Any]:
     }
 
 
-def test_what_was_built_while_it_was_on_is_computed_afterwards() -> None:
+def test_a_collection_built_while_it_was_on_is_computed_afterwards() -> None:
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         await dask_gpurt.enable(client)
@@ -611,7 +613,7 @@ def test_what_was_built_while_it_was_on_is_computed_afterwards() -> None:
             assert len(made.compute())
 
 
-def test_what_was_taken_over_is_computed_by_tasks_after_it_was_switched_off() -> None:
+def test_a_shuffle_that_was_taken_over_is_computed_by_tasks_after_switching_off() -> None:
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         with dask.config.set({"dataframe.shuffle.method": "tasks"}), client.as_current():
@@ -703,7 +705,7 @@ def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPat
 # ---- settings that are refused -----------------------------------------------------------
 
 
-def test_who_switches_on_gets_the_error_of_workers_and_no_tracebacks(
+def test_switching_on_raises_the_error_of_workers_without_tracebacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = switching._without_traceback.plugins
@@ -773,7 +775,7 @@ def test_a_smaller_worker_that_joins_takes_part_with_default_limits() -> None:
     test()
 
 
-def test_what_a_program_has_frozen_stays_so() -> None:
+def test_objects_that_a_program_has_frozen_stay_frozen() -> None:
     """As in a program whose workers are in its own process."""
     gc.freeze()
 

@@ -70,7 +70,7 @@ def read(path: Path, metrics: Metrics, count: int = 3) -> list[Any]:
 # ---- the store ------------------------------------------------------------------------------------
 
 
-def test_what_one_process_saves_the_next_finds(path: Path, metrics: Metrics) -> None:
+def test_a_plan_saved_by_one_process_is_found_by_the_next(path: Path, metrics: Metrics) -> None:
     assert read(path, metrics) == [None] * 3
     write(path, metrics, "a", {"b": 1})
     assert read(path, metrics) == ["a", {"b": 1}, None]
@@ -118,7 +118,7 @@ def test_another_process_that_is_writing_is_not_waited_for(
     assert read(path, metrics, 1) == ["a"]
 
 
-def test_what_was_not_used_for_longest_goes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_plan_goes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results_file, "FILE_LIMIT_BYTES", 25)
     for now, key in enumerate(KEYS[:2]):
         add(path, {key: b"0123456789"}, (), now)
@@ -167,7 +167,7 @@ class Unloadable:
         return int, ("no number",)
 
 
-def test_what_cannot_be_pickled_is_counted_and_planned_anew(path: Path, metrics: Metrics) -> None:
+def test_a_plan_that_cannot_be_pickled_is_counted_and_made_anew(path: Path, metrics: Metrics) -> None:
     write(path, metrics, Unpicklable(), Unloadable(), "a")
     assert "not to be pickled" in reasons(metrics)[NOT_STORED]
     assert read(path, metrics) == [None, None, "a"]
@@ -346,7 +346,7 @@ def test_digests_of_different_keys_differ() -> None:
     ],
     ids=lambda key: type(key).__name__,
 )
-def test_what_may_be_another_in_the_next_process_has_no_digest(key: Any) -> None:
+def test_a_value_that_may_differ_in_the_next_process_has_no_digest(key: Any) -> None:
     assert digest_of(key) is None
 
 
@@ -419,7 +419,7 @@ def test_the_content_of_an_expression_counts(table: str) -> None:
     assert content_of(dd.read_parquet(table).key.expr) != content_of(read.key.expr)
 
 
-def test_what_is_not_in_files_has_no_content(table: str) -> None:
+def test_an_input_without_files_has_no_content(table: str) -> None:
     read = dd.read_parquet(table)
     named = dask.delayed(3, name="threshold")  # may be another number in the next process
     frame = pd.DataFrame({"key": [1]})

@@ -32,7 +32,7 @@ def test_as_many_leave_as_hide_the_waits() -> None:
     assert after([(read(9.1, 9.0), 0.1)] * 9) == MAX_BESIDE
 
 
-def test_what_other_tasks_compute_hides_waits_too() -> None:
+def test_compute_of_other_tasks_hides_waits_too() -> None:
     read_and_others = [(read(1.1, 1.0), 0.1), (ReadTimes(), 0.6), (ReadTimes(), 0.6)]
     assert after(read_and_others * 9) == 1
 
@@ -67,7 +67,7 @@ def test_none_leave_for_a_fast_store_nor_where_reads_compute(
         assert found == 0
 
 
-def test_what_a_thread_does_with_its_time() -> None:
+def test_the_time_of_a_thread_is_divided_into_compute_and_waits() -> None:
     before = ThreadTime.now()
     began = time.thread_time()
     while time.thread_time() < began + 0.05:

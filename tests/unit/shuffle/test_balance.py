@@ -252,7 +252,7 @@ def test_a_move_makes_the_last_worker_earlier_and_none_overfull(
 
 
 @given(cluster=clusters())
-def test_what_is_balanced_stays(
+def test_balanced_outputs_stay(
     cluster: tuple[dict[int, float], dict[int, str], list[OwnerCapacity]],
 ) -> None:
     """Giving away the largest outputs first is not optimal, but within a factor of two."""

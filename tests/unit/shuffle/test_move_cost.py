@@ -33,7 +33,7 @@ def test_a_worker_with_a_slow_link_sends_its_part_to_each_of_them() -> None:
     assert reading_s(to, OWNERS, NBYTES, 0.5, links(d=2.0 * MB)) == pytest.approx(2 * 1.25 / 2)
 
 
-def test_what_moves_to_a_worker_with_a_slow_link_comes_over_it() -> None:
+def test_outputs_that_move_to_a_worker_with_a_slow_link_come_over_it() -> None:
     assert reading_s({0: "d"}, OWNERS, NBYTES, 1.0, links(d=2.0 * MB)) == pytest.approx(7.5 / 2)
 
 
