@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from dask.typing import Key
 
@@ -23,71 +22,11 @@ from dask_gpurt.plugins.run_outputs import sharing_outputs
 from dask_gpurt.shuffle.balance import Moves, OutputBytes, OwnerCapacity, WorkerSpeeds, balanced
 from dask_gpurt.shuffle.move_cost import HostLink, reading_s
 from dask_gpurt.shuffle.owners import Owners
+from dask_gpurt.shuffle.transfer_times import RunTransfers
 from dask_gpurt.shuffle.transferred import sizes_of_task
 
-#: The fractions of a run's inputs after which its balance is checked. An early move wastes fewer shards that
-#: were offered to the previous owners. At the last check the barrier has not been sent yet.
-BALANCE_CHECKS = (0.125, 0.5, 1.0)
-#: The fewest inputs from which the sizes of the others are extrapolated.
-MIN_INPUTS = 4
 #: How often the outputs of a run may move.
 MAX_MOVES = 2
-
-
-class _TransferTime(NamedTuple):
-    """Record the duration of a transfer, and the bytes that it has published."""
-
-    worker: str
-    seconds: float
-    nbytes: int
-
-    @property
-    def seconds_per_byte(self) -> float:
-        return self.seconds / self.nbytes
-
-
-@dataclass(eq=False)
-class _Watch:
-    """Collect the reports of a run's transfers.
-
-    Attributes
-    ----------
-    run
-        The run id.
-    inputs
-        The number of inputs.
-    nbytes
-        The estimated sizes of outputs.
-    transfers, compared
-        The times of transfers; how many of them have been compared.
-    arriving
-        The measured rate at which each worker receives from other hosts, in bytes per second.
-    whole
-        Whether every published shard can still be offered to other workers.
-    checks, moves
-        How often the balance was checked, and how often outputs moved.
-    together
-        The shuffle and all that share its outputs, once looked up.
-    """
-
-    run: int
-    inputs: int
-    nbytes: OutputBytes
-    transfers: list[_TransferTime] = field(default_factory=list)
-    compared: int = 0
-    arriving: dict[str, float] = field(default_factory=dict)
-    whole: bool = True
-    checks: int = 0
-    moves: int = 0
-    together: Collection[ShuffleId] = ()
-
-    @property
-    def due(self) -> int:
-        """Return how many checks are due by now."""
-        seen = len(self.nbytes)
-        if seen < min(MIN_INPUTS, self.inputs):
-            return 0
-        return sum(seen >= share * self.inputs for share in BALANCE_CHECKS)
 
 
 class Balancing:
@@ -107,7 +46,9 @@ class Balancing:
         self._scheduler = scheduler
         self._recovery = recovery
         self._headroom = headroom
-        self._watched: dict[ShuffleId, _Watch] = {}
+        self._watched: dict[ShuffleId, RunTransfers] = {}
+        #: A watched shuffle and all that share its outputs, once looked up.
+        self._shared: dict[ShuffleId, Collection[ShuffleId]] = {}
         #: The shuffle of each watched transfer.
         self._shuffle_of: dict[Key, ShuffleId] = {}
         #: The number of outputs that placement gave to each worker, by shuffle; empty if Dask chose.
@@ -125,7 +66,7 @@ class Balancing:
         outputs = [output for share in owners.shares.values() for output in share.outputs]
         self._stop(shuffle)
         if len(outputs) > 1 and transfers:
-            self._watched[shuffle] = _Watch(
+            self._watched[shuffle] = RunTransfers(
                 run_spec.run_id, len(transfers), OutputBytes(outputs, len(transfers))
             )
             self._shuffle_of |= {task.key: shuffle for task in transfers}
@@ -137,6 +78,7 @@ class Balancing:
 
     def _stop(self, shuffle: ShuffleId) -> None:
         """Stop watching a run."""
+        self._shared.pop(shuffle, None)
         if self._watched.pop(shuffle, None) is not None:
             self._shuffle_of = {key: of for key, of in self._shuffle_of.items() if of != shuffle}
 
@@ -153,12 +95,8 @@ class Balancing:
         if reported is None or not self._recovery.is_current(shuffle, watch.run):
             return
         source, sizes = reported
-        watch.nbytes.add(source, sizes)
-        watch.whole &= sizes.whole
-        if sizes.nbytes and (holder := next(iter(task.who_has or ()), None)) is not None:
-            watch.transfers.append(_TransferTime(holder.address, sizes.seconds, sizes.nbytes))
-            if sizes.arriving:
-                watch.arriving[holder.address] = sizes.arriving
+        holder = next(iter(task.who_has or ()), None)
+        watch.add(source, sizes, None if holder is None else holder.address)
         if watch.due > watch.checks:
             self._check(shuffle)
 
@@ -173,7 +111,7 @@ class Balancing:
             return
         for watch in watches:
             watch.checks = due
-            self._compare(watch)
+            watch.compare(self._speeds)
         if all(watch.whole and watch.moves < MAX_MOVES for watch in watches):
             moves = self._decide(together)
             if moves.to:
@@ -182,32 +120,20 @@ class Balancing:
                 times = moves.before / moves.after
                 reason = f"uneven outputs or workers: the last worker finishes {times:.1f} times as early"
                 self._recovery.balance(together, moves.to, reason)
-        if due == len(BALANCE_CHECKS):
+        if watches[0].is_last_check:
             for each in together:
                 self._stop(each)
 
     def _together(self, shuffle: ShuffleId) -> Collection[ShuffleId]:
         """Return a shuffle and all that share its outputs. Cached, since they do not change during a run."""
-        watch = self._watched[shuffle]
-        if not watch.together:
-            watch.together = sharing_outputs(self._scheduler.tasks[barrier_key(shuffle)]) | {shuffle}
-        return watch.together
+        if shuffle not in self._shared:
+            barrier = self._scheduler.tasks[barrier_key(shuffle)]
+            self._shared[shuffle] = sharing_outputs(barrier) | {shuffle}
+        return self._shared[shuffle]
 
     def _is_watched(self, shuffle: ShuffleId) -> bool:
         watch = self._watched.get(shuffle)
         return watch is not None and self._recovery.is_current(shuffle, watch.run)
-
-    def _compare(self, watch: _Watch) -> None:
-        """Learn the relative speeds of workers from the durations and sizes of their transfers."""
-        if not watch.transfers:
-            return
-        usual = median(transfer.seconds_per_byte for transfer in watch.transfers)
-        # The duration of small inputs is mostly call overhead.
-        least = median(transfer.nbytes for transfer in watch.transfers) / 2
-        for worker, seconds, nbytes in watch.transfers[watch.compared :]:
-            if nbytes >= least:
-                self._speeds.observe(worker, seconds, usual * nbytes, watch.run)
-        watch.compared = len(watch.transfers)
 
     def _decide(self, together: Collection[ShuffleId]) -> Moves:
         """Return the moves of outputs to make now, for shuffles that share them."""
@@ -255,7 +181,7 @@ class Balancing:
         known = {output: owner for output, owner in owners.items() if owner in threads}
         return balanced(nbytes, known, capacities) if known else Moves({})
 
-    def _links(self, watches: Collection[_Watch]) -> dict[str, HostLink]:
+    def _links(self, watches: Collection[RunTransfers]) -> dict[str, HostLink]:
         """Return the workers' measured links to other hosts."""
         made = Counter[str]()
         for watch in watches:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from dask.typing import Key
 from distributed.metrics import time
@@ -31,6 +30,7 @@ from dask_gpurt.plugins.kept_results import KeptResults
 from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished, owners_of
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal, fair_share
+from dask_gpurt.shuffle.recovery import Contribution, Loss, PendingLosses, common_owners
 from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import NEW_OWNERS_OP
 from dask_gpurt.shuffle.spec import outputs_of
@@ -43,54 +43,6 @@ SHUFFLE_TOPIC = "gpurt-shuffle"
 MAX_REPAIR_DELAY_S, REPAIR_POLL_INTERVAL_S = 0.25, 0.02
 #: Seconds between looks at the worker of a barrier.
 BARRIER_POLL_INTERVAL_S = 1.0
-
-
-@dataclass
-class _Loss:
-    """Collect reported losses until they are repaired together.
-
-    Attributes
-    ----------
-    outputs
-        Outputs to be received again.
-    gone, unreachable
-        Workers that have left, and workers that cannot be reached or are silent.
-    missing
-        Reported outputs and transfer tasks.
-    culprits
-        The workers to blame: gone, unreachable or closing.
-    since
-        When the first loss was reported, in seconds.
-    """
-
-    reason: str
-    since: float
-    outputs: set[int] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
-    unreachable: set[str] = field(default_factory=set)
-    missing: set[int | Key] = field(default_factory=set)
-    culprits: set[str] = field(default_factory=set)
-
-    @property
-    def is_loss(self) -> bool:
-        """Return whether something was lost; otherwise a worker retires, and its outputs move."""
-        return bool(self.gone or self.unreachable or self.missing)
-
-
-class Contribution(NamedTuple):
-    """Describe what a worker has transferred in a run.
-
-    Attributes
-    ----------
-    run_id, epoch
-        The run, and the epoch of its owners.
-    transfers
-        The transfer tasks that the worker has run.
-    """
-
-    run_id: int
-    epoch: int
-    transfers: list[Key]
 
 
 class Recovery:
@@ -125,8 +77,7 @@ class Recovery:
         self._begin_again = begin_again
         self._in_a_row = LossesInARow()
         self._results = KeptResults(scheduler, self._in_a_row.forget)
-        #: Losses that have not been repaired yet, by shuffle. Shuffles with common outputs share one.
-        self._losses: dict[ShuffleId, _Loss] = {}
+        self._losses = PendingLosses[ShuffleId]()
         #: Shuffles whose barriers are watched.
         self._watched: set[ShuffleId] = set()
 
@@ -134,7 +85,7 @@ class Recovery:
 
     def begins(self, shuffle: ShuffleId) -> None:
         """Track a run that begins."""
-        self._losses.pop(shuffle, None)  # of the previous run
+        self._losses.forget([shuffle])  # of the previous run
         self._results.begins(shuffle)
 
     def forgotten(self, shuffle: ShuffleId) -> None:
@@ -407,9 +358,7 @@ class Recovery:
         if not waits or not alike or self.is_repair_pending(shuffles):
             return {}
         outputs = set.intersection(*(self._runs.unfinished(each, runs[0]) for each in shuffles))
-        owners = {output: runs[0][output] for output in outputs}
-        same = all(run.get(output) == owner for run in runs for output, owner in owners.items())
-        return owners if same else {}
+        return common_owners(outputs, runs)
 
     def balance(self, shuffles: Collection[ShuffleId], to: Mapping[int, str], reason: str) -> None:
         """Give movable outputs to other owners. May be called within a transition.
@@ -432,33 +381,27 @@ class Recovery:
 
     # ---- repair ----------------------------------------------------------------------
 
-    def _record_loss(self, shuffles: Collection[ShuffleId], outputs: Collection[int], reason: str) -> _Loss:
-        """Record a loss of shuffles that share outputs, merged with their pending losses."""
-        known = [self._losses[shuffle] for shuffle in shuffles if shuffle in self._losses]
-        loss = known[0] if known else _Loss(reason, time())
-        loss.outputs.update(outputs)
-        self._losses |= dict.fromkeys(shuffles, loss)
-        return loss
+    def _record_loss(self, shuffles: Collection[ShuffleId], outputs: Collection[int], reason: str) -> Loss:
+        return self._losses.add(shuffles, outputs, reason, time())
 
-    def _repair_soon(self, loss: _Loss) -> None:
+    def _repair_soon(self, loss: Loss) -> None:
         """Repair a loss as soon as no unaffected output is being assembled, or after ``MAX_REPAIR_DELAY_S``.
 
         When the barrier reruns, Dask cancels the tasks that are assembling outputs. Some may have finished by
         then and released their shards, so their outputs would be lost too, and repairing these would cancel
         further tasks.
         """
-        shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
+        shuffles = self._losses.shuffles(loss)
         with self._or_begin_again(shuffles, loss.reason):
             others = any(self._has_others(shuffle, loss) for shuffle in shuffles)
             if others and time() - loss.since < MAX_REPAIR_DELAY_S:
                 self._scheduler.loop.call_later(REPAIR_POLL_INTERVAL_S, self._repair_soon, loss)
                 return
-            for shuffle in shuffles:
-                del self._losses[shuffle]
+            self._losses.forget(shuffles)
             if active := [shuffle for shuffle in shuffles if self._is_active(shuffle)]:
                 self._repair(active, loss)
 
-    def _repair(self, shuffles: Collection[ShuffleId], loss: _Loss) -> None:
+    def _repair(self, shuffles: Collection[ShuffleId], loss: Loss) -> None:
         """Give the outputs of a loss to the workers that are left."""
         needed = set().union(*(self._runs.unfinished(shuffle, loss.outputs) for shuffle in shuffles))
         owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
@@ -480,12 +423,12 @@ class Recovery:
             yield
         except Exception as error:
             logger.exception("Shuffles %s cannot be repaired", ", ".join(map(str, shuffles)))
+            self._losses.forget(shuffles)
             for shuffle in shuffles:
-                self._losses.pop(shuffle, None)
                 if self._is_active(shuffle):
                     self._begin_again(shuffle, f"{reason}; its repair has failed: {error!r}")
 
-    def _has_others(self, shuffle: ShuffleId, loss: _Loss) -> bool:
+    def _has_others(self, shuffle: ShuffleId, loss: Loss) -> bool:
         """Return whether outputs that a loss does not affect are being assembled."""
         if not self._runs.is_task(barrier_key(shuffle), "memory"):
             return False
@@ -503,7 +446,7 @@ class Recovery:
         reason: str,
         *,
         idle: Collection[int] = (),
-        loss: _Loss | None = None,
+        loss: Loss | None = None,
     ) -> None:
         """Give outputs to workers, and rerun the barriers of their shuffles.
 
@@ -563,13 +506,13 @@ class Recovery:
             return "no worker is left for its outputs"
         return f"it was repaired {self._retries} times in a row" if exhausted else None
 
-    def _is_exhausted(self, shuffle: ShuffleId, loss: _Loss) -> bool:
+    def _is_exhausted(self, shuffle: ShuffleId, loss: Loss) -> bool:
         """Return whether a shuffle has no repairs left, and this loss has not been counted yet."""
         if self._in_a_row[shuffle] < self._retries:
             return False
         return self._in_a_row.is_new(shuffle, loss.culprits, loss.missing)
 
-    def _count(self, shuffles: Iterable[ShuffleId], loss: _Loss) -> None:
+    def _count(self, shuffles: Iterable[ShuffleId], loss: Loss) -> None:
         """Count a repair; the count resets once all outputs that are unfinished now have been in memory."""
         for shuffle in shuffles:
             outputs = [task.key for task in self._runs.barrier(shuffle).dependents if is_unfinished(task)]

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from dask_gpurt.exchange.shard import Section
 
 #: The most outputs whose bytes a transfer reports, and the least multiple of the mean that is reported.
-MAX_TOLD, HEAVY = 32, 1.25
+MAX_HEAVY, HEAVY = 32, 1.25
 #: Deviations up to this many standard errors count as chance.
 CHANCE_ERRORS = 2.0
 #: Transfers that the speed of a worker is estimated from: the most, the fewest that have to be of the run in
@@ -49,7 +49,7 @@ class InputSizes(NamedTuple):
     nbytes
         Packed bytes of all outputs.
     heavy
-        Bytes of the outputs far above the mean, at most :data:`MAX_TOLD` of them.
+        Bytes of the outputs far above the mean, at most :data:`MAX_HEAVY` of them.
     seconds
         Time to split and pack the input, excluding waits for room, in seconds.
     whole
@@ -91,7 +91,7 @@ class InputSizes(NamedTuple):
             for output, (start, stop) in zip(section.partitions, pairwise(section.offsets), strict=True):
                 found[output] += int((stop - start) * per_row)
         least = HEAVY * total / max(1, outputs)
-        heavy = {output: nbytes for output, nbytes in found.most_common(MAX_TOLD) if nbytes > least}
+        heavy = {output: nbytes for output, nbytes in found.most_common(MAX_HEAVY) if nbytes > least}
         return cls(total, heavy, seconds, whole, arriving)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.exchange.shard import Section
 from dask_gpurt.shuffle.balance import (
-    MAX_TOLD,
+    MAX_HEAVY,
     MIN_GAIN,
     MIN_GAIN_BYTES,
     InputSizes,
@@ -49,7 +49,7 @@ def test_an_input_tells_of_its_heavy_outputs_only() -> None:
 
 def test_a_message_stays_small() -> None:
     told = input_of({output: 100 * (output < 100) for output in range(1000)})
-    assert len(told.heavy) == MAX_TOLD
+    assert len(told.heavy) == MAX_HEAVY
 
 
 def test_halves_of_an_input_count_together() -> None:
