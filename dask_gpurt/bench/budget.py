@@ -68,7 +68,7 @@ class TaskLog(SchedulerPlugin):
         for step in known.get("startstops") or ():
             self._steps.append(Step(kind, step["action"], thread, step["start"], step["stop"]))
 
-    def log_event(self, topic: str, msg: Any) -> None:
+    def log_event(self, topic: str, msg: object) -> None:
         """Record when a graph arrived, and when its tasks were created."""
         if topic == "scheduler" and isinstance(msg, dict) and msg.get("action") == "update-graph":
             metrics = msg.get("metrics")

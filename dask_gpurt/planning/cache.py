@@ -71,7 +71,7 @@ class PlanningCache:
     store
         Returns the store for results of the current client; None if they are not kept for other processes.
     choices
-        Is told the choices of shuffle methods in plans that another process has made.
+        Receives the choices of shuffle methods in plans that another process has made.
     """
 
     def __init__(

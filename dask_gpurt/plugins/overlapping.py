@@ -12,7 +12,7 @@ from typing import Any
 
 from dask.typing import Key
 from dask.utils import key_split
-from distributed.worker_state_machine import ExecuteSuccessEvent
+from distributed.worker_state_machine import ExecuteSuccessEvent, StateMachineEvent
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
@@ -211,7 +211,7 @@ class WorkerOverlap:
         except (StatisticsFileError, OSError) as error:
             self._metrics.fallback(Fallback.OVERLAP_NOT_SAVED, str(error))
 
-    async def execute(self, key: Key, *, stimulus_id: str) -> Any:
+    async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent:
         """Run a task, confined while runs are in flight."""
         assert self._control is not None
         task = self._worker.state.tasks[key]

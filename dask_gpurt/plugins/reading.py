@@ -15,6 +15,7 @@ from typing import Any
 from dask.system import CPU_COUNT
 from dask.typing import Key
 from distributed.sizeof import safe_sizeof
+from distributed.worker_state_machine import StateMachineEvent
 
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
@@ -133,7 +134,7 @@ class WorkerReads:
 
     # ---- on the event loop -------------------------------------------------------------------------
 
-    async def execute(self, key: Key, *, stimulus_id: str) -> Any:
+    async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent:
         """Run a task, and track its reads."""
         execution = _Execution(key, self, self._begins_with_read(self._worker.state.tasks[key]))
         token = _handed_over.set(execution)
