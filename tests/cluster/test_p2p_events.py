@@ -180,7 +180,7 @@ def test_the_repair_of_a_run_fails(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         result = client.compute(shuffled())
         await until(stopped.reached.is_set)
         monkeypatch.setattr(Recovery, "_reassign", fails_once)
-        monkeypatch.setattr(recovery, "PATIENCE_S", 3600)
+        monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 3600)
         boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
         await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
         leaves = next(worker for worker in crew if worker.address != stopped.where[0])

@@ -56,7 +56,7 @@ IN_PROCESS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let outputs that are being assembled finish, however busy the machine is."""
-    monkeypatch.setattr(recovery, "PATIENCE_S", 60)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 60)
 
 
 async def stopped_in(phase: str, stopped: Gate, scheduler: Any) -> Watched:
@@ -228,7 +228,7 @@ def test_an_output_of_a_killed_worker_has_another_replica() -> None:
 
 def test_outputs_that_have_been_read_are_needed_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One repair receives them again, though each task reports only its own output."""
-    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 0)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         results = shuffled().map_partitions(lambda part: part.assign(more=1)).optimize()
@@ -356,7 +356,7 @@ def test_an_owner_is_unreachable_and_assembles_an_output_nevertheless(
 
 def test_an_output_is_being_assembled_while_another_one_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dask cancels its task, sends it again, and refuses the first result: its shards must still be there."""
-    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 0)
     stopped = gate(monkeypatch, "unpack")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -383,7 +383,7 @@ def test_the_end_of_an_output_is_on_its_way_while_another_one_is_repaired(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scheduler refuses it, and sends the task again: its shards must still be there."""
-    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 0)
     stopped = gate(monkeypatch, "unpack")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
