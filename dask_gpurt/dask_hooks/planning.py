@@ -253,12 +253,36 @@ class _Pickler(pickle.Pickler):
     """Pickle expressions with facts about files on Arrow's file systems."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, parquet.ReadParquetPyarrowFS):
+            return _with_statistics, (_statistics_of_files(value), *value.__reduce__())
         if type(value) is parquet.FragmentWrapper:
             # A copy, since pickling would empty it for a moment; see `copy_of_facts`.
             return parquet.FragmentWrapper(value.fragment, value._filesystem).__reduce__()
         if type(value) is FileInfo:  # Arrow pickles none
             return _file_info, (value.path, value.type, value.size, value.mtime_ns)
         return NotImplemented
+
+
+def _statistics_of_files(read: Expr) -> dict[str, Any]:
+    """Return the statistics of a read's files that Dask has collected, by the token of the file."""
+    known: dict[str, Any] = vars(parquet)["_STATS_CACHE"]
+    # There is no list of files if Dask has read a file of metadata in their place.
+    tokens = map(tokenize, read._dataset_info.get("all_files", ()))
+    return {token: known[token] for token in tokens if token in known}
+
+
+def _with_statistics(
+    statistics: Mapping[str, Any], reconstruct: Callable[..., Expr], operands: tuple[Any, ...]
+) -> Expr:
+    """Return a read from Arrow's file system, with the statistics that it was planned with.
+
+    The number of its partitions depends on them. Dask collects them as it plans, in a dict of the process, in
+    which the scheduler finds them if it is of the same process. If it did not, it would compute them through
+    the client, which waits for the scheduler.
+    """
+    for token, found in statistics.items():
+        vars(parquet)["_STATS_CACHE"].setdefault(token, found)
+    return reconstruct(*operands)
 
 
 def _file_info(path: str, kind: Any, size: int | None, mtime_ns: int | None) -> FileInfo:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -20,10 +21,12 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from dask.dataframe.dask_expr.io import parquet
+from dask.tokenize import tokenize
 from dask.utils import M
 
 from dask_gpurt.config import cache_files
-from dask_gpurt.dask_hooks.planning import content_of
+from dask_gpurt.dask_hooks.planning import content_of, pickled
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import digests, results_file, store
 from dask_gpurt.planning.digests import digest_of, environment
@@ -427,6 +430,19 @@ def test_what_is_not_in_files_has_no_content(table: str) -> None:
     for expression in (read.map_partitions(M.add, named, meta=read), dd.from_pandas(frame), secret):
         assert content_of(expression.expr) is None
         assert content_of(expression.key.sum().expr) is None
+
+
+def test_a_plan_brings_the_statistics_that_the_scheduler_needs(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler in the process of the client would otherwise compute them, and wait for itself."""
+    table = dd.read_parquet(table, filesystem="arrow")
+    stored = pickled(table["key"].sum().optimize(fuse=False).expr)
+    files = [tokenize(file) for file in table.expr._dataset_info["all_files"]]
+    expected = {file: vars(parquet)["_STATS_CACHE"][file] for file in files}
+    monkeypatch.setitem(vars(parquet), "_STATS_CACHE", {})  # as in the next process
+    pickle.loads(stored)
+    assert vars(parquet)["_STATS_CACHE"] == expected != {}
 
 
 def test_a_plan_is_not_stored_if_a_setting_has_changed_meanwhile(table: str, path: Path) -> None:
