@@ -62,6 +62,7 @@ __all__ = [
     "known_of_files",
     "metadata",
     "name_of",
+    "note_state_of_files",
     "operands_of",
     "pickled",
     "reads_more_than_operands",
@@ -79,6 +80,9 @@ Replacement = Callable[..., Any]
 
 #: Operands in which an expression caches facts about files; its name follows from the files themselves.
 _OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
+
+#: The key of facts about files under which the runtime notes the state of these files.
+_STATE = "gpurt-state"
 
 #: Operands that do not influence these facts.
 _OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
@@ -155,6 +159,31 @@ def checksum_of_files(expr: Expr) -> str | None:
     return str(expr.checksum)
 
 
+def note_state_of_files(expr: Expr, known: dict[str, Any], states: Mapping[str, Any]) -> None:
+    """Note in facts about files the state that the files had before they were read.
+
+    On an Arrow file system Dask's checksum is of paths, sizes and times, which a replaced file may have too.
+    """
+    if isinstance(expr, parquet.ReadParquetPyarrowFS):
+        known[_STATE] = tokenize(states)
+
+
+def _version_of_files(expr: Expr) -> tuple[str | None, str | None]:
+    """Return what changes with the files that an expression reads.
+
+    Raises
+    ------
+    TokenizationError
+        If files may change without it.
+    """
+    checksum = checksum_of_files(expr)
+    if not isinstance(expr, parquet.ReadParquetPyarrowFS):
+        return checksum, None
+    if (state := expr._dataset_info.get(_STATE)) is None:
+        raise TokenizationError("the state of the files is not known")
+    return checksum, state
+
+
 def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
     """Return what the file system reports of one file of a read; None if it has no files.
 
@@ -225,7 +254,7 @@ def content_of(expr: Expr) -> str | None:
         if type(node) is Isin and isinstance(node.operands[1], _DelayedExpr):
             operands[1] = _in_any_order(node.operands[1])
         try:
-            token = _tokenize_deterministic(type(node), checksum_of_files(node), operands)
+            token = _tokenize_deterministic(type(node), _version_of_files(node), operands)
         except TokenizationError:
             return None
         tokens[name_of(node)] = token

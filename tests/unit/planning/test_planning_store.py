@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -430,6 +432,33 @@ def test_what_is_not_in_files_has_no_content(table: str) -> None:
     for expression in (read.map_partitions(M.add, named, meta=read), dd.from_pandas(frame), secret):
         assert content_of(expression.expr) is None
         assert content_of(expression.key.sum().expr) is None
+
+
+def test_the_state_of_files_counts(table: str, path: Path) -> None:
+    """On an Arrow file system Dask compares sizes and times, which a file in the place of another may share."""
+    part, planner, contents = Path(table, "part.0.parquet"), Planner(), []
+    planner.cache.install()
+    try:
+        with planner.used():
+            for _ in range(3):
+                planner.begin_again(path)
+                read = dd.read_parquet(table, filesystem="arrow").key.expr
+                contents.append((read._name, content_of(read)))
+                del read
+                gc.collect()
+                if len(contents) == 2:
+                    copy = part.with_name("copy")
+                    shutil.copy2(part, copy)
+                    copy.replace(part)
+    finally:
+        planner.cache.remove()
+    assert contents[0] == contents[1] != (contents[0][0], None)
+    assert contents[2][0] == contents[0][0]
+    assert contents[2][1] not in (contents[0][1], None)
+
+
+def test_files_of_which_the_state_is_not_known_have_no_content(table: str) -> None:
+    assert content_of(dd.read_parquet(table, filesystem="arrow").key.expr) is None
 
 
 def test_a_plan_brings_the_statistics_that_the_scheduler_needs(
