@@ -27,6 +27,7 @@ from dask.dataframe.dask_expr.io import parquet
 from dask.tokenize import tokenize
 from dask.utils import M
 
+from dask_gpurt import api
 from dask_gpurt.config import cache_files
 from dask_gpurt.dask_hooks.planning import content_of, pickled
 from dask_gpurt.observe import Metrics
@@ -190,6 +191,10 @@ def empty(path: Path) -> None:
     os.truncate(path, len(results_file.MAGIC))
 
 
+def empty_head(path: Path) -> None:
+    os.truncate(path, 0)
+
+
 def flip_result(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-9] ^= 1  # a letter of the result
@@ -208,7 +213,7 @@ def lengthen_index(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, empty, flip_result, flip_index, lengthen_index])
+@pytest.mark.parametrize("damage", [cut, empty, empty_head, flip_result, flip_index, lengthen_index])
 def test_a_damaged_file_is_replaced(path: Path, metrics: Metrics, damage: Callable[[Path], None]) -> None:
     write(path, metrics, "a" * 50)
     damage(path)
@@ -302,6 +307,18 @@ def test_a_place_that_cannot_be_written_is_counted(tmp_path: Path, metrics: Metr
     assert read(path, metrics, 1) == [None]
     write(path, metrics, "a")
     assert set(reasons(metrics)) == {UNREADABLE, NOT_STORED}
+
+
+def test_a_user_without_a_home_directory_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    metrics = Metrics()
+    monkeypatch.setattr(api, "_metrics", metrics)
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert api._store_of.__wrapped__("auto") is None
+    assert "home directory" in reasons(metrics)[NOT_STORED]
 
 
 # ---- digests ----------------------------------------------------------------------------------------
@@ -435,7 +452,7 @@ def test_what_is_not_in_files_has_no_content(table: str) -> None:
 
 
 def test_the_state_of_files_counts(table: str, path: Path) -> None:
-    """On an Arrow file system Dask compares sizes and times, which a file in the place of another may share."""
+    """On an Arrow file system Dask compares sizes and times, which the file may share with its successor."""
     part, planner, contents = Path(table, "part.0.parquet"), Planner(), []
     planner.cache.install()
     try:
