@@ -503,7 +503,7 @@ class Scheduler:
 
 @contextmanager
 def without_pauses(calls: int = 4) -> Iterator[None]:
-    """Skip all pauses of the exchange, and limit the number of calls."""
+    """Skip pauses of the exchange, shorten those of runs to a millisecond, and limit the number of calls."""
     from dask_gpurt.exchange import calls as module
     from dask_gpurt.shuffle import run
 

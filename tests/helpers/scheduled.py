@@ -46,10 +46,11 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.silence import SilentWorkers
 from dask_gpurt.plugins.small_results import CONFIRMED, RESULTS
 from dask_gpurt.plugins.switching import READY, Workers
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
-from dask_gpurt.shuffle.run import OWNERS, RECOVER, RENEW, SEALED
+from dask_gpurt.shuffle.run import ACCEPTED, OWNERS, RECOVER, RENEW, SEALED
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.scheduler import VirtualScheduler
 from dask_gpurt.simulate.worker import EVENTS
@@ -170,6 +171,7 @@ class ScheduledWorker(Process, BaseWorker):
         self.stream_handlers |= {
             **{op: partial(self._on_event, event) for op, event in EVENTS.items()},
             RENEW: runtime.renew,
+            ACCEPTED: runtime.accepted,
             RESULTS: runtime.take_results,
             STATUS: self._change_status,
             "close": self._on_close,
@@ -278,7 +280,7 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
     def __init__(self, scheduler: Any, settings: config.Settings):
         self.scheduler, self.settings, self.metrics = scheduler, settings, Metrics()
         self.placement = None
-        self.workers = Workers(scheduler, b"", TOKEN)
+        self.workers = Workers(scheduler, b"", TOKEN, SilentWorkers(scheduler, self.metrics))
         headroom: Any = None  # only needed for balancing
         self.shuffles = SchedulerShuffles(
             scheduler, settings, self.metrics, lambda: None, self.workers, headroom
@@ -333,6 +335,7 @@ class DaskScheduler(VirtualScheduler):
             OWNERS: self.recovery.owners,
             RECOVER: self.recovery.recover,
             "gpurt_gone": self.runtime.gone,
+            "gpurt_silent": self.recovery.goes_on_without,
             "gpurt_links": _no_links,
         }
         self.stream_handlers |= {

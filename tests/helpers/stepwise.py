@@ -12,7 +12,7 @@ from unittest import mock
 
 from distributed.core import Status
 
-from dask_gpurt.plugins import recovery
+from dask_gpurt.plugins import recovery, silence
 from tests.helpers.computations import Computation, Witness
 from tests.helpers.exchanges import Message, without_pauses
 from tests.helpers.scheduled import RELIABLE, DaskScheduler, ScheduledWorker, Wire, stable_hashes
@@ -69,6 +69,7 @@ class StepwiseCluster:
             threads_in_turn(),
             stable_hashes(),
             mock.patch.object(recovery, "time", self.loop.time),
+            mock.patch.object(silence, "time", return_value=0.0),  # heartbeats of all workers arrive in time
         ):
             self._patches.enter_context(patch)
         logging.disable()  # injected failures would flood the log

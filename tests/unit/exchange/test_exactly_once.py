@@ -41,6 +41,7 @@ from tests.helpers.exchanges import (
     without_pauses,
 )
 from tests.helpers.machines import settings_of
+from tests.helpers.turns import VirtualLoop
 
 ADDRESSES, NEW_ADDRESS = ["tcp://a:1", "tcp://b:1", "tcp://c:1"], "tcp://d:1"
 INPUTS, OUTPUTS, ROWS = 3, 4, 400
@@ -57,7 +58,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     )
     def begins(self, pool: int, paths: tuple[str, ...]) -> None:
         self.pool, self.paths = pool, paths
-        self.loop = asyncio.new_event_loop()
+        self.loop = VirtualLoop()
         self.pauses = without_pauses()
         self.pauses.__enter__()
         self.wait_for_room = Outbox.wait_for_room
@@ -277,6 +278,12 @@ class ExactlyOnce(RuleBasedStateMachine):
         if waiting:
             self._do(self.network.deliver_stream(waiting[where % len(waiting)]))
 
+    @rule()
+    def pause_ends(self) -> None:
+        """Let time pass until the next pause of a run is over."""
+        self.loop.pass_until_next_timer()
+        self._settle()
+
     # ---- processes -------------------------------------------------------------------
 
     @rule(where=st.integers(0, 2))
@@ -361,7 +368,6 @@ class ExactlyOnce(RuleBasedStateMachine):
         if any(process.shuffles.shuffle_runs.closed for process in self._alive()):
             return False
         if any(run._retiring for process in self._alive() if (run := process.run_of(self.shuffle))):
-            self.loop.run_until_complete(asyncio.sleep(0.001))
             return False
         return not self.network.messages and not any(self.network.streams.values()) and not self.background
 
@@ -378,7 +384,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         for message in list(self.network.messages):
             if message in self.network.messages:
                 self._do(self.network.deliver(message))
-        self._settle()
+        self.pause_ends()
 
     def _go_on(self) -> None:
         """Take the next step of a cluster without faults, whenever nothing is in flight."""
