@@ -29,7 +29,7 @@ def test_it_begins_once_the_workers_have_joined(monkeypatch: pytest.MonkeyPatch)
         assert began.result() == 1
         monkeypatch.setattr(chaos, "PATIENCE_S", 0.1)
         with (
-            pytest.raises(click.ClickException, match="has 1 workers after 0.1 s instead of 2"),
+            pytest.raises(click.ClickException, match=r"has 1 workers after 0\.1 s instead of 2"),
             chaos.running_cluster(address, 2),
         ):
             pass
