@@ -21,7 +21,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.addresses import require_scheduler
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import KINDS
-from dask_gpurt.observe import MethodChoice, Metrics
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
@@ -391,10 +391,15 @@ def _planning_store() -> Store | None:
 
 
 @functools.cache
-def _store_of(setting: str) -> Store:
+def _store_of(setting: str) -> Store | None:
     from dask_gpurt.planning.store import Store, default_path
 
-    store = Store(default_path() if setting == "auto" else Path(setting), _metrics)
+    try:
+        path = default_path() if setting == "auto" else Path(setting)
+    except RuntimeError as error:  # the user has no home directory, as often in a container
+        _metrics.fallback(Fallback.PLANNING_NOT_STORED, str(error))
+        return None
+    store = Store(path, _metrics)
     atexit.register(store.save)  # not earlier: it would take the time of a query, or of the event loop
     return store
 
