@@ -19,6 +19,12 @@ from tests.helpers.planned import Planner, Step, computed, planned, programs, wr
 
 #: Above the default, examples are random: `GPURT_TEST_EXAMPLES=1000 python -m pytest …`.
 EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
+CHOSEN = settings(
+    max_examples=EXAMPLES,
+    derandomize=EXAMPLES <= 30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +48,7 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@CHOSEN
 @given(program=programs)
 def test_programs_are_planned_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
@@ -58,7 +64,7 @@ def test_programs_are_planned_as_dask_does(
     assert again == expected
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@CHOSEN
 @given(program=programs)
 def test_programs_are_planned_by_the_next_process_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
@@ -103,7 +109,7 @@ LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
 COMPUTED = ("metadata.computed", "plans.computed", "files.read")
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@CHOSEN
 @given(program=programs)
 def test_fused_programs_have_the_same_results(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
