@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import random
 from itertools import permutations
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -243,15 +243,59 @@ def test_what_transfers_show_counts_soon_where_there_are_few_workers() -> None:
     assert found[-1].seconds_per_byte > 5 * before.seconds_per_byte
 
 
-def test_the_topology_is_asked_seldom() -> None:
-    asked = []
+class Asked(Topology):
+    """Record the pairs of workers whose link is looked up."""
 
-    class Asked(Topology):
-        def way(self, *pair: Any, **options: Any) -> tuple[Link, Speed]:
-            asked.append(pair)
-            return super().way(*pair, **options)
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[str, str]] = []
 
-    routes = Routes(Asked())
+    def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
+        self.asked.append((source, target))
+        return super().way(source, target, by_comms)
+
+
+def test_the_topology_is_asked_seldom_for_workers_whose_place_is_unknown() -> None:
+    topology = Asked()
+    routes = Routes(topology)
     for number in range(50_000):
         routes.between(f"a{number % 97}", Tier.DEVICE, f"b{number % 89}")
-    assert len(asked) < 50_000 / 4
+    assert len(topology.asked) < 50_000 / 4
+
+
+def test_the_topology_is_asked_seldom_for_pairs_of_many_hosts() -> None:
+    """A random graph on 512 workers needs a route for each pair about once."""
+    topology, rng = Asked(), random.Random(0)
+    workers = [f"w{number}" for number in range(512)]
+    for number, worker in enumerate(workers):
+        topology.add(worker, Place(f"host{number // 8}", f"gpu{number}", nvlink=f"host{number // 8}"))
+    routes = Routes(topology)
+    for _ in range(50_000):
+        routes.between(rng.choice(workers), Tier.DEVICE, rng.choice(workers))
+    assert len(topology.asked) < 50_000 / 20
+
+
+@given(st.randoms(use_true_random=False), st.booleans())
+def test_a_cached_route_is_that_of_its_pair(rng: random.Random, by_comms: bool) -> None:
+    topology = Topology()
+    for host in range(6):
+        for number in range(rng.randint(1, 3)):
+            topology.add(
+                f"{host}-{number}",
+                Place(
+                    f"host{host}",
+                    rng.choice([None, f"gpu{number}"]),
+                    nvlink=rng.choice([None, "a", "b"]),
+                    rdma=rng.random() < 0.5,
+                    by_tcp=rng.random() < 0.5,
+                ),
+            )
+    workers = [worker for host in range(6) for worker in topology.on_host(f"host{host}")]
+    for one, other in (rng.sample(workers, 2) for _ in range(5)):
+        topology.observe(one, other, 10**9, rng.choice([0.01, 10.0]), by_comms=by_comms)
+    cached = Routes(topology, by_comms)
+    for _ in range(60):
+        one, other = rng.sample(workers, 2)
+        assert cached.between(one, Tier.DEVICE, other) == Routes(topology, by_comms).between(
+            one, Tier.DEVICE, other
+        )
