@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +13,16 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import FreeMemory, GatedPlacement, Placement
 from dask_gpurt.simulate.cluster import Cluster
+from dask_gpurt.simulate.network import Transfer
 from dask_gpurt.simulate.simulation import Simulation
 from dask_gpurt.simulate.work import Workload
-from dask_gpurt.simulate.worker import TieredWorker, VirtualWorker
+from dask_gpurt.simulate.worker import Overheads, TieredWorker, VirtualWorker
 from dask_gpurt.topology import Topology
 
 #: Virtual seconds between two reports of a worker's memory to the scheduler.
 REPORT_INTERVAL_S = 0.2
+#: Smaller transfers are not reported, as in a real cluster.
+MIN_REPORTED_BYTES = 1_000_000
 
 
 class VirtualHeadroom:
@@ -117,15 +121,15 @@ class _TimedPlacement(Placement):
             super().unbind()
 
 
-def bind_placement(simulation: Simulation, *, always: bool = True) -> None:
-    """Use the runtime's placement in a simulation.
+def bind_placement(simulation: Simulation, *, always: bool = False) -> None:
+    """Use the runtime's placement in a simulation. It learns the speeds of links from transfers.
 
     Parameters
     ----------
     always
         Whether it also decides while workers do not differ enough for that to matter.
     """
-    topology = simulation.cluster.topology()
+    topology = simulation.cluster.belief()
     for worker in simulation.workers:
         topology.add(worker, simulation.machine(worker).place)
     headroom = VirtualHeadroom(simulation)
@@ -139,8 +143,14 @@ def bind_placement(simulation: Simulation, *, always: bool = True) -> None:
         for worker in headroom.report():
             placement.on_memory_reported(worker)
 
+    def transferred(transfer: Transfer) -> None:
+        if transfer.nbytes > MIN_REPORTED_BYTES:
+            seconds = simulation.clock.now - transfer.sent
+            topology.observe(transfer.source, transfer.target, transfer.nbytes, seconds, by_comms=True)
+
     scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
-    simulation.clock.every(lambda: REPORT_INTERVAL_S, report)
+    simulation.clock.every(lambda: REPORT_INTERVAL_S, scheduler.busy.around(report))
+    simulation.transferred = transferred
     simulation.shuffles.choose = placement.owners
     placement.bind()
 
@@ -160,14 +170,29 @@ class Mode(NamedTuple):
     worker: type[VirtualWorker]
 
 
-#: Placements by name. ``stock`` is Dask as shipped, ``placement`` the runtime's placement on Dask's workers,
-#: ``gated`` the same but only while workers differ, ``gpurt`` the whole runtime.
+#: Placements by name. ``stock`` is Dask as shipped, ``tiers`` the runtime with Dask's choices, ``gpurt`` the
+#: runtime with placement, which chooses while workers differ, ``always`` the same but at all times.
 PLACEMENTS: Mapping[str, Mode] = {
     "stock": Mode(None, VirtualWorker),
-    "placement": Mode(bind_placement, VirtualWorker),
-    "gated": Mode(partial(bind_placement, always=False), VirtualWorker),
+    "tiers": Mode(None, TieredWorker),
     "gpurt": Mode(bind_placement, TieredWorker),
+    "always": Mode(partial(bind_placement, always=True), TieredWorker),
 }
+
+
+def charged(simulation: Simulation) -> Overheads:
+    """Return the overheads of a finished simulation, with the CPU time that its scheduler has taken.
+
+    With them, the same simulation takes as much longer as its scheduler is busy: with choices of workers one
+    by one, and with all else, such as work stealing and what placement learns, as a part of each message.
+    """
+    scheduler = simulation.scheduler
+    others = scheduler.busy.seconds - scheduler.deciding.seconds
+    return replace(
+        simulation.overheads,
+        scheduler=simulation.overheads.scheduler + max(0.0, others) / max(1, scheduler.messages),
+        decision=scheduler.deciding.microseconds / 1e6,
+    )
 
 
 def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **options: Any) -> Simulation:
