@@ -48,7 +48,6 @@ from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.durations import DurationModel, WorkerSlowdown
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.queueing import EVERYWHERE, AvailableWorkers, IdleWorkerFilter, SiblingQueue
-from dask_gpurt.placement.replicas import ReplicaPlacement
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
@@ -174,7 +173,6 @@ RULES: Mapping[str, Sequence[Patch]] = {
     "stealing: thieves": [(Placement, "_get_thief", _dasks_thief)],
     "stealing: the cost of moving inputs": [(Placement, "_get_comm_cost", _dasks_comm_cost)],
     "owners of a shuffle's outputs": [(Placement, "owners", _chosen)],
-    "replicas": [(ReplicaPlacement, "bind", _nothing)],
     "gate": [(GatedPlacement, "_differing", _always(engagement.Reason.LINKS))],
     "gate: links": [(engagement, "links_differ", _always(False))],
     "gate: speeds": [(engagement, "speeds_differ", _always(False))],

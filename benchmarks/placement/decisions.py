@@ -116,9 +116,6 @@ class Roomy:
     def free_memory(self, worker: str) -> FreeMemory:
         return FreeMemory(60 << 30, 100 << 30, Tier.PINNED)
 
-    def has_reported(self, worker: str) -> bool:
-        return True
-
     def tier(self, worker: str, key: Any) -> Tier:
         return Tier.DEVICE
 

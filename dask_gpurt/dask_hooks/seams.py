@@ -17,7 +17,6 @@ _CORE = "distributed.shuffle._core:"
 _TASKS = "dask._task_spec:"
 _SCHEDULER = "distributed.scheduler:Scheduler."
 _STATE = "distributed.scheduler:SchedulerState."
-_MANAGER = "distributed.active_memory_manager:ActiveMemoryManagerExtension."
 
 #: The task classes of graphs, and functions that tasks of dataframes call.
 GRAPHS = SeamGroup(
@@ -268,15 +267,6 @@ STEALING = SeamGroup(
     ),
     without="Dask chooses which worker takes tasks from others",
 )
-#: The choices of the workers that receive or drop a replica.
-REPLICAS = SeamGroup(
-    "active memory manager",
-    (
-        Seam(_MANAGER + "_find_recipient", "self ts candidates pending_repl"),
-        Seam(_MANAGER + "_find_dropper", "self ts candidates pending_drop"),
-    ),
-    without="Dask chooses which workers keep replicas",
-)
 #: The HTTP server of a running scheduler, to which pages are added.
 HTTP = SeamGroup(
     "pages of the scheduler",
@@ -318,5 +308,5 @@ DASHBOARD = SeamGroup(
 #: The groups that every process of a cluster needs; clients need EXPRESSIONS too.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only if Dask's choices are replaced.
-CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
+CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING)
 PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, RESULTS, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import distributed
     from dask.typing import Key
-    from distributed import active_memory_manager, scheduler, worker_memory, worker_state_machine
+    from distributed import scheduler, worker_memory, worker_state_machine
     from distributed.core import Status
     from distributed.worker_state_machine import StateMachineEvent
     from tornado.ioloop import IOLoop, PeriodicCallback
@@ -312,13 +312,6 @@ class SchedulerServer(SchedulerState, Protocol):
     ) -> dict[str, Any]: ...
 
 
-class MemoryBalancer(Protocol):
-    """Type the balancer of replicas: ``distributed.active_memory_manager.ActiveMemoryManagerExtension``."""
-
-    @property
-    def workers_memory(self) -> Mapping[Any, int]: ...
-
-
 # ---- compared with Dask's own ----------------------------------------------------------------------
 
 if TYPE_CHECKING:
@@ -345,9 +338,6 @@ if TYPE_CHECKING:
         return of_dask
 
     def _task_group(of_dask: scheduler.TaskGroup) -> TaskGroup:
-        return of_dask
-
-    def _memory_balancer(of_dask: active_memory_manager.ActiveMemoryManagerExtension) -> MemoryBalancer:
         return of_dask
 
     def _worker_state(of_dask: scheduler.WorkerState) -> WorkerState:

@@ -268,9 +268,6 @@ METRICS: Mapping[str, Metric] = {
             "times that placement engaged, by reason: `links`, `speeds`, `residency`, `headroom`",
             on=Server.SCHEDULER,
         ),
-        _counter("placement.replicas.made", "requested replicas", on=Server.SCHEDULER),
-        _counter("placement.replicas.refused", "replicas that no worker had room for", on=Server.SCHEDULER),
-        _counter("placement.replicas.dropped", "dropped replicas", on=Server.SCHEDULER),
         # ---- planning
         _counter(
             "planning.expressions.{outcome}",

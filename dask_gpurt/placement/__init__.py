@@ -1,4 +1,4 @@
-"""Choose the worker of each task, the owners of shuffle outputs, and the workers of replicas."""
+"""Choose the worker of each task and the owners of shuffle outputs."""
 
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.placement.cost import Terms

@@ -20,7 +20,6 @@ from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.history import MAX_KEYS, History
 from dask_gpurt.placement.outputs import ShuffleInputs, assign, possible_owners
 from dask_gpurt.placement.queueing import IdleWorkerFilter, SiblingQueue
-from dask_gpurt.placement.replicas import ReplicaPlacement
 from dask_gpurt.topology import Topology
 
 #: How many thieves of a neighbourhood have their costs compared, and from how many of the least loaded
@@ -29,7 +28,7 @@ MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
 
 
 class Placement:
-    """Choose workers for tasks, root tasks, steals, replicas and shuffle outputs on a scheduler of Dask.
+    """Choose workers for tasks, root tasks, steals and shuffle outputs on a scheduler of Dask.
 
     The caller reports events for which Dask has no hook through the ``on_…`` methods. If a choice raises, or
     Dask's method differs from the known one, Dask chooses.
@@ -41,7 +40,7 @@ class Placement:
     Parameters
     ----------
     state
-        Dask's ``SchedulerState``. Its extensions ``stealing`` and ``amm`` are bound too, if present.
+        Dask's ``SchedulerState``. Its extension ``stealing`` is bound too, if present.
     topology
         The places of workers. It may learn them before or after Dask does, see :meth:`on_place_changed`.
     headroom
@@ -93,9 +92,6 @@ class Placement:
         self._overrides.scheduler(self._state, lambda name: getattr(self, f"_{name}"))
         if (extension := self._state.extensions.get("stealing")) is not None:
             self._overrides.stealing(extension, lambda name: getattr(self, name))
-        if (manager := self._state.extensions.get("amm")) is not None:
-            ours = ReplicaPlacement(manager, self._state, self._topology, self._headroom, self._metrics)
-            ours.bind(self._overrides)
         for ws in list(self._state.workers.values()):
             self._state.check_idle_saturated(ws)
         for ts in list(self._state.queued.sorted()):

@@ -44,10 +44,6 @@ class VirtualHeadroom:
             self._reported[worker] = self._now(worker)
         return self._reported[worker]
 
-    def has_reported(self, worker: str) -> bool:
-        """Return whether a worker has reported its memory, which is always true here."""
-        return True
-
     def tier(self, worker: str, key: Key) -> Tier:
         """Return the tier of a key on a worker."""
         known = self._simulation.peer(worker)

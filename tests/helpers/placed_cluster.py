@@ -30,9 +30,6 @@ class Rooms:
             return FreeMemory(free)
         return FreeMemory(min(free, self.live[worker]), 1000 * GB, Tier.HOST, self.live[worker])
 
-    def has_reported(self, worker: str) -> bool:
-        return True
-
     def tier(self, worker: str, key: Any) -> Tier:
         return self.tiers.get((worker, key), Tier.DEVICE)
 
