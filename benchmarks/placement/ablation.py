@@ -164,15 +164,10 @@ def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def _chosen(self: Any, barrier: Any, chosen: Any) -> Any:
-    return chosen
-
-
 RULES: Mapping[str, Sequence[Patch]] = {
     "tasks with inputs": [(Placement, "_decide_worker_non_rootish", _dasks_non_rootish)],
     "stealing: thieves": [(Placement, "_get_thief", _dasks_thief)],
     "stealing: the cost of moving inputs": [(Placement, "_get_comm_cost", _dasks_comm_cost)],
-    "owners of a shuffle's outputs": [(Placement, "owners", _chosen)],
     "gate": [(GatedPlacement, "_differing", _always(engagement.Reason.LINKS))],
     "gate: links": [(engagement, "links_differ", _always(False))],
     "gate: speeds": [(engagement, "speeds_differ", _always(False))],
@@ -336,7 +331,7 @@ def simulate(cell: Cell, without: Collection[str]) -> Outcome | None:
             return None
     found, counts = simulation.result, simulation.metrics.snapshot()["counters"]
     assert not found.fallbacks, (cell, without)
-    decisions = counts.get("placement.decisions", 0) + counts.get("placement.shuffles", 0)
+    decisions = counts.get("placement.decisions", 0)
     return Outcome(found.makespan, found.over_memory, found.spilled, found.between_hosts, int(decisions))
 
 

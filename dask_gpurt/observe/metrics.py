@@ -259,11 +259,6 @@ METRICS: Mapping[str, Metric] = {
         # ---- placement
         _counter("placement.decisions", "tasks for which placement chose the worker", on=Server.SCHEDULER),
         _counter(
-            "placement.shuffles",
-            "shuffles whose outputs were assigned to owners by cost",
-            on=Server.SCHEDULER,
-        ),
-        _counter(
             "placement.engaged.{reason}",
             "times that placement engaged, by reason: `links`, `speeds`, `residency`, `headroom`",
             on=Server.SCHEDULER,

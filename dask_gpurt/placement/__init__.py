@@ -1,4 +1,4 @@
-"""Choose the worker of each task and the owners of shuffle outputs."""
+"""Choose the worker of each task."""
 
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.placement.cost import Terms

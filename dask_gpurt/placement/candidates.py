@@ -70,7 +70,6 @@ class CandidateSelector:
         """Drop the cached routes if the neighbourhoods of a worker have changed."""
         if self.available.has_moved(ws):
             self.estimates.routes.clear()
-            self.estimates.shard_routes.clear()
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker that Dask has removed."""

@@ -186,8 +186,8 @@ class Estimates:
 
     Attributes
     ----------
-    routes, shard_routes
-        Routes of dependencies over Dask's comms, and of shards over the exchange.
+    routes
+        Routes of dependencies over Dask's comms.
     arrivals
         The work of tasks that are about to be placed, in seconds, on the workers with most of their inputs.
     """
@@ -195,7 +195,7 @@ class Estimates:
     def __init__(self, state: SchedulerState, topology: Topology, headroom: Headroom):
         self._state = state
         self._headroom = headroom
-        self.routes, self.shard_routes = Routes(topology), Routes(topology, by_comms=False)
+        self.routes = Routes(topology)
         self.durations, self.slowdown = DurationModel(), WorkerSlowdown()
         self.arrivals = PendingWork()
         #: Seconds by which placed tasks are expected to take longer than usual because of their input sizes.

@@ -10,7 +10,7 @@ from time import monotonic
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask
+from dask_gpurt.dask_hooks.types import SchedulerState
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.estimators import RunningMoments
 from dask_gpurt.placement import engagement
@@ -136,10 +136,6 @@ class GatedPlacement:
         self._short.discard(worker)
         self._placement.on_worker_removed(worker)
         self._checked_at = -inf
-
-    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owner of each output of a shuffle; Dask's choice while placement is off."""
-        return chosen if self._reason is None else self._placement.owners(barrier, chosen)
 
     # ---- the rule ----------------------------------------------------------------------
 

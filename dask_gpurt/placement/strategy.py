@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import islice
 from math import floor
@@ -18,7 +17,6 @@ from dask_gpurt.placement.candidates import CandidateSelector
 from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.history import MAX_KEYS, History
-from dask_gpurt.placement.outputs import ShuffleInputs, assign, possible_owners
 from dask_gpurt.placement.queueing import IdleWorkerFilter, SiblingQueue
 from dask_gpurt.topology import Topology
 
@@ -28,7 +26,7 @@ MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
 
 
 class Placement:
-    """Choose workers for tasks, root tasks, steals and shuffle outputs on a scheduler of Dask.
+    """Choose workers for tasks, root tasks and steals on a scheduler of Dask.
 
     The caller reports events for which Dask has no hook through the ``on_…`` methods. If a choice raises, or
     Dask's method differs from the known one, Dask chooses.
@@ -231,33 +229,6 @@ class Placement:
 
     def _get_comm_cost(self, ts: SchedulerTask, ws: WorkerState) -> float:
         return self._estimates.fetch(self._estimates.inputs(ts), ws).seconds
-
-    # ---- shuffles ----------------------------------------------------------------------
-
-    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owner of each output of a shuffle, see :mod:`dask_gpurt.placement.outputs`.
-
-        Parameters
-        ----------
-        barrier
-            The barrier task of the shuffle.
-        chosen
-            Dask's choice. Ours starts with the same worker, so that small shuffles rotate over workers.
-        """
-        guarded = self._overrides.guarded("owners", self._owners, lambda _, chosen: chosen)
-        found: dict[int, str] = guarded(barrier, chosen)
-        return found
-
-    def _owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
-        valid = self._state.valid_workers(barrier)
-        workers = sorted(self._state.running if valid is None else valid, key=lambda ws: ws.address)
-        if not workers or not chosen:
-            return chosen
-        first = bisect_left([ws.address for ws in workers], chosen[min(chosen)])
-        inputs = ShuffleInputs(barrier)
-        found = possible_owners(inputs, workers[first:] + workers[:first], self._estimates)
-        self._metrics.add("placement.shuffles")
-        return assign(chosen, found, inputs.nbytes)
 
     # ---- root tasks --------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
@@ -84,10 +84,6 @@ class SchedulerPlacement:
     def remove(self, worker: str) -> None:
         """Note that Dask has removed a worker."""
         self._chooser.on_worker_removed(worker)
-
-    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owner of each output of a shuffle, given Dask's choice."""
-        return self._chooser.owners(barrier, chosen)
 
     def latest(self, most: int) -> list[dict[str, Any]]:
         """Return the latest decisions with their reasons."""

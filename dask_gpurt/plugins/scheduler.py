@@ -154,7 +154,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.scheduler,
             settings,
             self.metrics,
-            lambda: self.placement,
             self.workers,
             LedgerHeadroom(self.cluster_memory, self.scheduler.workers),
         )

@@ -6,7 +6,7 @@ Methods are replaced on the one instance. For shuffles of plain Dask each replac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 from dask.typing import Key
@@ -33,14 +33,12 @@ from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.balancing import Balancing
-from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
 from dask_gpurt.plugins.run_outputs import (
     asked_outputs,
     is_unfinished,
     needed_outputs,
     possible_owners,
-    sharing_outputs,
 )
 from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.plugins.switching import Workers
@@ -59,8 +57,6 @@ class SchedulerShuffles:
     ----------
     scheduler
         Dask's scheduler.
-    placement
-        Returns the current placement, which chooses owners; None if it is off.
     workers
         The workers with the runtime.
     headroom
@@ -72,7 +68,6 @@ class SchedulerShuffles:
         scheduler: SchedulerServer,
         settings: Settings,
         metrics: Metrics,
-        placement: Callable[[], SchedulerPlacement | None],
         workers: Workers,
         headroom: Headroom,
     ):
@@ -80,7 +75,6 @@ class SchedulerShuffles:
         self._extension = scheduler.extensions["shuffle"]
         self._settings = settings
         self._metrics = metrics
-        self._placement = placement
         self._workers = workers
         self._patches = PatchSet()
         self._runs = RunsInARow()
@@ -195,9 +189,6 @@ class SchedulerShuffles:
             if not isinstance(spec, RunSpec):
                 return chosen
             barrier = self._scheduler.tasks[barrier_key(spec.id)]
-            placement = self._placement()
-            if placement is not None and not _has_partner(barrier, self._extension.active_shuffles):
-                chosen = self._placed(placement, barrier, chosen)
             chosen = self._among_possible(spec, chosen)
             wanted = needed_outputs(barrier, chosen)
             if isinstance(spec, RechunkSpec):  # Dask's spec of a rechunk does not list the culled chunks
@@ -205,12 +196,6 @@ class SchedulerShuffles:
             return Owners.begin(chosen, wanted)
 
         return calculate
-
-    def _placed(self, placement: SchedulerPlacement, barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owners that placement chooses, and pass its choice on to the balancing."""
-        owners = placement.owners(barrier, chosen)
-        self._balancing.placed(id_from_key(barrier.key), {} if owners is chosen else owners)
-        return owners
 
     def _transition(self, original: Callable[..., None]) -> Callable[..., None]:
         def transition(key: Key, start: str, finish: str, *args: Any, **options: Any) -> None:
@@ -307,8 +292,3 @@ class SchedulerShuffles:
             name_workers(self._scheduler, task)
             if partition in worker_for and task.state in ("released", "waiting"):
                 set_restriction(self._extension, task, worker_for[partition])
-
-
-def _has_partner(barrier: Any, active: Collection[Any]) -> bool:
-    """Return whether a shuffle shares outputs with an active one, whose owners Dask has chosen already."""
-    return any(other in active for other in sharing_outputs(barrier))

@@ -147,7 +147,6 @@ def bind_placement(simulation: Simulation, *, always: bool = False) -> None:
     scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
     simulation.clock.every(lambda: REPORT_INTERVAL_S, scheduler.busy.around(report))
     simulation.transferred = transferred
-    simulation.shuffles.choose = placement.owners
     placement.bind()
 
 
