@@ -32,27 +32,16 @@ import click
 
 from benchmarks.common.commandline import split_list, write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement import (
-    GatedPlacement,
-    candidates,
-    cost,
-    durations,
-    engagement,
-    estimates,
-    queueing,
-    routes,
-)
+from dask_gpurt.placement import GatedPlacement, candidates, gate
+from dask_gpurt.placement.available import IdleWorkerFilter
 from dask_gpurt.placement.candidates import CandidateSelector
 from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.durations import DurationModel, WorkerSlowdown
 from dask_gpurt.placement.estimates import Estimates
-from dask_gpurt.placement.queueing import EVERYWHERE, AvailableWorkers, IdleWorkerFilter, SiblingQueue
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
 from dask_gpurt.simulate.clock import Stuck
-from dask_gpurt.simulate.placements import PLACEMENTS, VirtualHeadroom
+from dask_gpurt.simulate.placements import PLACEMENTS
 from dask_gpurt.simulate.simulation import WorkloadFailed
 from dask_gpurt.simulate.workloads import Graph, Scale, varied
 
@@ -80,25 +69,14 @@ Patch = tuple[object, str, object]
 
 def _dasks_non_rootish(self: Any, ts: Any) -> Any:
     """Let Dask choose, but keep the books of all other rules."""
-    self._candidates.on_placing(ts)
     ws = self._dasks("decide_worker_non_rootish", ts)
     if ws is not None:
-        self._estimates.on_decided(ts, self._estimates.cost(self._estimates.demand(ts), ws), ws)
+        self._estimates.on_decided(self._estimates.cost(self._estimates.demand(ts), ws), ws)
     return ws
 
 
 def _dasks_thief(self: Any, scheduler: Any, ts: Any, thieves: Any, *, occupancies: Any) -> Any:
     return self._dasks("_get_thief", scheduler, ts, thieves, occupancies=occupancies)
-
-
-def _dasks_comm_cost(self: Any, ts: Any, ws: Any) -> Any:
-    return self._originals["get_comm_cost"](ts, ws)
-
-
-def _any_root(self: Any, ts: Any, open_to: Any, slot: Any = None) -> Any:
-    """Return the costs of a root task on the worker with a slot, wherever its siblings are."""
-    slot = slot or self.available.least_loaded_of(open_to)
-    return [] if slot is None else [self.estimates.cost(self.estimates.demand(ts), slot)]
 
 
 def _without(function: Callable[..., Any], **fields: Any) -> Callable[..., Any]:
@@ -110,54 +88,15 @@ def _without(function: Callable[..., Any], **fields: Any) -> Callable[..., Any]:
     return replaced
 
 
-def _gains(self: CandidateSelector, candidate: Candidate, holder: Candidate) -> bool:
-    """Return whether a candidate finishes earlier, by whatever time; moving takes no longer than running."""
-    terms = candidate.terms
-    longer = terms.moving - holder.terms.moving > holder.terms.running + holder.terms.room
-    return not longer and terms.seconds < holder.terms.seconds
-
-
-def _unbounded(self: CandidateSelector, candidate: Candidate, holder: Candidate) -> bool:
-    """Return whether a gain is certain, however long moving takes."""
-    running, gain = holder.terms.running, holder.terms.seconds - candidate.terms.seconds
-    short = candidate.terms.moving <= candidates.NEGLIGIBLE_MOVE_S
-    least = min(running / 2, candidates.MIN_GAIN_S) if short else candidates.MIN_GAIN_S
-    return gain >= max(least, candidates.WAIT_ERROR * candidate.terms.waiting)
-
-
-def _first(nbytes: float, routes: Any) -> float:
-    """Return the time to move an input from its first holder."""
-    latency, seconds_per_byte = next(iter(routes))
-    return float(latency + nbytes * seconds_per_byte)
-
-
-def _no_seconds(function: Callable[..., tuple[float, bool]]) -> Callable[..., tuple[float, bool]]:
-    """Return a method that says whether there is room, and that making it takes no time."""
-    return lambda *arguments: (0.0, function(*arguments)[1])
-
-
-def _no_shares(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that learns from a task, but not how large its result was."""
-
-    def learned(self: Any, *arguments: Any) -> None:
-        function(self, *arguments)
-        self._min_result_share.clear()
-
-    return learned
+def _faster(self: CandidateSelector, candidate: Candidate, holder: Candidate) -> bool:
+    """Return whether a candidate finishes earlier, however long moving takes."""
+    return candidate.seconds < holder.seconds
 
 
 def _not_excluded(self: Any, ws: Any) -> None:
     """Index a worker, but leave it to Dask whether it gets root tasks."""
-    if ws in self._state.running and self._available.check(ws) and ws in self._state.idle_task_count:
-        self._last_idle = ws
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _home(self: Any, ws: Any) -> Any:
-    return next(name for name in self._neighbourhoods(ws) if name[0] in ("nvlink", "host"))
+    if ws in self._state.running:
+        self._available.check(ws)
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -167,63 +106,24 @@ def _always(value: Any) -> Callable[..., Any]:
 RULES: Mapping[str, Sequence[Patch]] = {
     "tasks with inputs": [(Placement, "_decide_worker_non_rootish", _dasks_non_rootish)],
     "stealing: thieves": [(Placement, "_get_thief", _dasks_thief)],
-    "stealing: the cost of moving inputs": [(Placement, "_get_comm_cost", _dasks_comm_cost)],
-    "gate": [(GatedPlacement, "_differing", _always(engagement.Reason.LINKS))],
-    "gate: links": [(engagement, "links_differ", _always(False))],
-    "gate: speeds": [(engagement, "speeds_differ", _always(False))],
-    "gate: residency": [(engagement, "lie_unevenly", _always(False))],
-    "gate: headroom": [(engagement, "headroom_differs", _always(False))],
-    "root tasks: all": [
-        (CandidateSelector, "for_root", _always([])),
-        (SiblingQueue, "on_started", _nothing),
-    ],
-    "root tasks: choice of a worker": [(CandidateSelector, "for_root", _any_root)],
-    "root tasks: siblings are reserved": [(SiblingQueue, "on_started", _nothing)],
-    "root tasks: near the worker of a sibling": [(candidates, "siblings", _always(()))],
+    "gate": [(GatedPlacement, "_differing", _always(gate.Reason.LINKS))],
+    "gate: links": [(gate, "links_differ", _always(False))],
+    "gate: residency": [(gate, "lie_unevenly", _always(False))],
+    "gate: headroom": [(gate, "is_short", _always(False))],
+    "root tasks: all": [(CandidateSelector, "for_root", _always([]))],
+    "root tasks: near the worker of a sibling": [(candidates, "anchor", _always(None))],
     "root tasks: waiting is free while all slots fill": [
         (CandidateSelector, "_fills_all_slots", _always(False))
     ],
     "root tasks: only where there is room": [(IdleWorkerFilter, "check", _not_excluded)],
     "all tasks: only where there is room": [(Estimates, "has_room", _always(True))],
-    "tasks of a new graph count as arriving": [(CandidateSelector, "on_graph", _nothing)],
-    "readers of aliases count": [(estimates, "_followers", _always({}))],
-    "durations by bytes of inputs": [
-        (DurationModel, "predict", _always(None)),
-        (DurationModel, "mean", _always(None)),
-    ],
-    "slowdowns of workers": [(WorkerSlowdown, "of", _always(1.0))],
-    "slowdowns: only beyond chance": [(durations, "CHANCE_ERRORS", 0.0)],
-    "tasks of an input's kind count while they run": [
-        (Estimates, "demand", _without(Estimates.demand, sources=()))
-    ],
-    "other holders only if that pays": [(CandidateSelector, "_is_no_worse", _always(True))],
-    "workers near the holders": [(CandidateSelector, "_near", _always(()))],
-    "near before far": [
-        (AvailableWorkers, "neighbourhoods", _always((EVERYWHERE,))),
-        (AvailableWorkers, "home", _home),
-    ],
+    "an idler worker than the holders": [(CandidateSelector, "_idler", _always(None))],
+    "moving takes no longer than the task": [(CandidateSelector, "_pays", _faster)],
     "other workers where none has room": [(CandidateSelector, "_far", _always(()))],
-    "not while durations are unknown or roots queue": [(CandidateSelector, "_may_move", _always(True))],
-    "a gain is certain": [(CandidateSelector, "_pays", _gains)],
-    "a gain is certain: 50 ms": [(candidates, "MIN_GAIN_S", 0.0)],
-    "a gain is certain: a third of the wait": [(candidates, "WAIT_ERROR", 0.0)],
-    "a gain is certain: less where moves are free": [(candidates, "NEGLIGIBLE_MOVE_S", -1.0)],
-    "moving takes no longer than the task": [(CandidateSelector, "_pays", _unbounded)],
-    "tasks that wait for inputs look around": [(candidates, "_waits_for_inputs", _always(False))],
     "bytes in flight": [(Estimates, "seconds_inbound", _always(0.0))],
-    "tiers of inputs": [(VirtualHeadroom, "tier", _always(Tier.DEVICE))],
-    "the replica with the best route": [(cost, "moving", _first)],
     "hosts share their links": [(Routes, "_workers_on_host_of", _always(1))],
-    "copies through host memory": [(routes, "THROUGH_HOST", ())],
-    "seconds to spill": [(Estimates, "_room", _no_seconds(Estimates._room))],
     "the working set fits": [(Estimates, "demand", _without(Estimates.demand, working_set=0.0))],
-    "results: at least the smallest share of inputs": [
-        (Estimates, "on_task_finished", _no_shares(Estimates.on_task_finished))
-    ],
-    "bytes since a worker's report": [(Estimates, "_arrived_since_report", _always(0))],
     "four holders": [(candidates, "MAX_HOLDERS", 1)],
-    "two neighbours": [(candidates, "MAX_NEAR_WORKERS", 1)],
-    "sixteen far workers": [(candidates, "MAX_FAR_WORKERS", 4), (queueing, "MAX_FAR_WORKERS", 4)],
 }
 
 

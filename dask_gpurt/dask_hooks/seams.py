@@ -239,11 +239,8 @@ PLACEMENT = SeamGroup(
     (
         Seam(_STATE + "decide_worker_non_rootish", "self ts"),
         Seam(_STATE + "decide_worker_rootish_queuing_enabled", "self"),
-        Seam(_STATE + "decide_worker_rootish_queuing_disabled", "self ts"),
         Seam(_STATE + "is_rootish", "self ts"),
-        Seam(_STATE + "get_comm_cost", "self ts ws"),
         Seam(_STATE + "check_idle_saturated", "self ws occ"),
-        Seam(_SCHEDULER + "stimulus_queue_slots_maybe_opened", "self stimulus_id", bodies=("ce50724904e1",)),
     ),
     without="Dask chooses workers by the methods that differ",
 )

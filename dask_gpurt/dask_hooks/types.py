@@ -166,9 +166,6 @@ class TaskPrefix(Protocol):
 class TaskGroup(Protocol):
     """Type the tasks of one prefix in one graph: ``distributed.scheduler.TaskGroup``."""
 
-    last_worker: Any  # a WorkerState of Dask's own; it is also assigned
-    last_worker_tasks_left: int
-
     @property
     def states(self) -> Mapping[Any, int]: ...
     @property

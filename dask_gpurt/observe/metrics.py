@@ -260,7 +260,7 @@ METRICS: Mapping[str, Metric] = {
         _counter("placement.decisions", "tasks for which placement chose the worker", on=Server.SCHEDULER),
         _counter(
             "placement.engaged.{reason}",
-            "times that placement engaged, by reason: `links`, `speeds`, `residency`, `headroom`",
+            "times that placement engaged, by reason: `links`, `residency`, `headroom`",
             on=Server.SCHEDULER,
         ),
         # ---- planning

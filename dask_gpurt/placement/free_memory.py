@@ -1,4 +1,4 @@
-"""Look up free memory of workers and tiers of data, in the workers' ledgers or in Dask's own counts."""
+"""Look up free memory of workers, in their ledgers or in Dask's own counts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Protocol
 
-from dask.typing import Key
-from dask.utils import key_split
-
 from dask_gpurt.dask_hooks.types import WorkerState
 from dask_gpurt.memory.ledger import ClusterMemory, FreeMemory
-from dask_gpurt.memory.tiers import Tier
 
 
 class Headroom(Protocol):
@@ -22,9 +18,6 @@ class Headroom(Protocol):
 
     def free_memory(self, worker: str) -> FreeMemory:
         """Return the free memory of a worker."""
-
-    def tier(self, worker: str, key: Key) -> Tier:
-        """Return the tier of a key on a worker that holds it; ``Tier.DEVICE`` if unknown."""
 
 
 class LedgerHeadroom:
@@ -51,9 +44,3 @@ class LedgerHeadroom:
         if not state or not state.memory_limit:
             return FreeMemory(math.inf)
         return FreeMemory(state.memory_limit - state.nbytes, live=state.memory_limit)
-
-    def tier(self, worker: str, key: Key) -> Tier:
-        """Return the tier with most of the bytes of the key's prefix on a worker."""
-        if not self._ledgers.spilled(worker):
-            return Tier.DEVICE
-        return self._ledgers.fullest(worker, key_split(key)) or Tier.DEVICE

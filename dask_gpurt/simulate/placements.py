@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from dask.typing import Key
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import FreeMemory, GatedPlacement, Placement
 from dask_gpurt.simulate.cluster import Cluster
 from dask_gpurt.simulate.network import Transfer
@@ -44,12 +42,6 @@ class VirtualHeadroom:
             self._reported[worker] = self._now(worker)
         return self._reported[worker]
 
-    def tier(self, worker: str, key: Key) -> Tier:
-        """Return the tier of a key on a worker."""
-        known = self._simulation.peer(worker)
-        found = known.tiers.tier(key) if known else None
-        return found or Tier.DEVICE
-
     def report(self) -> list[str]:
         """Update the reports of all workers; return the workers whose free memory has changed."""
         changed = []
@@ -64,10 +56,8 @@ class VirtualHeadroom:
         known = self._simulation.peer(worker)
         if known is None:
             return FreeMemory(0)
-        below = known.tiers.free_below()
-        first = next((tier for tier, free in below.items() if free > 0), None)
-        left = sum(max(0.0, free) for free in below.values())
-        return FreeMemory(known.tiers.free, left, first, known.tiers.capacity.live)
+        below = sum(max(0.0, free) for free in known.tiers.free_below().values())
+        return FreeMemory(known.tiers.free, below, known.tiers.capacity.live)
 
 
 class _Events(SchedulerPlugin):
@@ -86,17 +76,9 @@ class _Events(SchedulerPlugin):
         self._topology.remove(worker)
         self._placement.on_worker_removed(worker)
 
-    def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **kwargs: Any) -> None:
-        self._placement.on_graph(tasks)
-
-    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        if start != "processing":
-            return
-        if finish != "memory":
-            self._placement.on_task_ended(key)
-            return
-        seconds = [one["stop"] - one["start"] for one in kwargs["startstops"] if one["action"] == "compute"]
-        self._placement.on_task_ended(key, kwargs["worker"], sum(seconds))
+    def update_graph(self, scheduler: Any, **kwargs: Any) -> None:
+        if isinstance(self._placement, GatedPlacement):
+            self._placement.on_graph()
 
 
 class _TimedPlacement(Placement):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import dask
@@ -10,33 +9,12 @@ import pytest
 from dask._task_spec import Task, TaskRef
 
 from benchmarks.placement import decisions as bare
-from dask_gpurt.observe import Metrics
-from dask_gpurt.placement import Placement
 from tests.helpers.placed_cluster import GB, Cluster, run
 
 
 def loads(tasks: int) -> dict[Any, list[Any]]:
     """Make a graph of root tasks only."""
     return {("load", i): [] for i in range(tasks)}
-
-
-def test_siblings_meet_on_one_host() -> None:
-    def apart(ours: bool) -> float:
-        state = bare.BareState(64)
-        if ours:
-            Placement(state, bare.topology_of(state), bare.Roomy(), Metrics()).bind()
-        state.submit(*bare.graph_of(bare.tree(2048)))
-        where: dict[Any, str] = {}
-        order = random.Random(1)
-        while state.sent:  # tasks finish in any order
-            state.sent.rotate(order.randrange(len(state.sent)))
-            address, key = state.sent.popleft()
-            where[key] = address.rpartition(":")[0]
-            state.finish(key, address)
-        families = [{where["sum0", 8 * i + j] for j in range(8)} for i in range(224)]
-        return sum(len(hosts) - 1 for hosts in families) / len(families)
-
-    assert apart(ours=True) < apart(ours=False) / 3
 
 
 def test_the_queue_respects_headroom_and_moves_on_when_room_comes() -> None:
