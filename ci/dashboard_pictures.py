@@ -54,7 +54,7 @@ class Picture(NamedTuple):
 
 
 PICTURES: Mapping[str, Picture] = {
-    "dashboard-page": Picture("/gpurt", 1400, 1700),
+    "dashboard-page": Picture("/gpurt", 1400, 1720),
     "dashboard-memory": Picture("/individual-gpurt-memory", 1000, 420),
     "dashboard-traffic": Picture("/individual-gpurt-traffic", 1000, 420),
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import logging
 import sys
 import threading
-import warnings
-from types import ModuleType
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,15 +18,17 @@ from distributed import Client, default_client
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
+from dask_gpurt.addresses import require_scheduler
 from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import MethodChoice, Metrics
-from dask_gpurt.observe.methods import METHOD_TOPIC
+from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
 from dask_gpurt.observe.tables import Explanation, MemoryUsage
 
 if TYPE_CHECKING:
     from dask_gpurt.planning import PlanningCache
+    from dask_gpurt.planning.store import Store
 
 # Modules that import private parts of Dask are imported only after these have been found to exist.
 
@@ -42,11 +45,13 @@ _metrics = Metrics()
 _lock = threading.Lock()
 #: The choices of shuffle methods that have been sent to the scheduler, by client.
 _told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
+#: Timeout for closing a client that could not switch the runtime on, in seconds.
+CLOSE_TIMEOUT_S = 2.0
 #: The most choices remembered for a client; beyond that all are forgotten, and may be counted again.
 MOST_CHOICES = 10_000
 
 
-def enable(client: Client | str | None = None) -> Any:
+def enable(client: Client | str | None = None) -> Client:
     """Switch the runtime on for a client and its cluster, and return the client.
 
     The call is a transaction: either the runtime is on afterwards, on the scheduler and on all workers, or an
@@ -69,6 +74,10 @@ def enable(client: Client | str | None = None) -> Any:
     ------
     ConfigError
         If a setting under ``gpurt`` is invalid.
+    ValueError
+        If the text is not the address of a scheduler.
+    ConnectionError
+        If no scheduler answers at the address within six seconds.
     UnsupportedError
         If the platform is not Linux, or the Dask of a process of the cluster differs in a part that the
         runtime replaces.
@@ -77,15 +86,25 @@ def enable(client: Client | str | None = None) -> Any:
         the runtime off in the meantime.
     """
     config.load()  # validate before connecting a client
-    if not isinstance(client, str):
-        chosen = _open_client(client)
-        return chosen.sync(_enable, chosen)
-    connected = Client(client)
+    if isinstance(client, str):
+        return _enable_at(client)
+    chosen = _open_client(client)
+    # With an asynchronous client this is awaitable, as a client is; no type tells the two kinds apart.
+    enabled: Client = chosen.sync(_enable, chosen)
+    return enabled
+
+
+def _enable_at(address: str) -> Client:
+    """Connect a new client, which becomes the current one, and switch the runtime on."""
+    require_scheduler(address)
+    client = Client(address)
     try:
-        return connected.sync(_enable, connected)
+        client.sync(_enable, client)
     except BaseException:
-        connected.close()
+        with contextlib.suppress(TimeoutError):  # the first error says more
+            client.close(timeout=CLOSE_TIMEOUT_S)
         raise
+    return client
 
 
 async def _enable(client: Client) -> Client:
@@ -126,8 +145,8 @@ def _open_client(client: Client | None) -> Client:
     return client
 
 
-def disable(client: Client | None = None) -> Any:
-    """Switch the runtime off for a client and its cluster, and restore Dask as shipped.
+def disable(client: Client | None = None) -> Client:
+    """Switch the runtime off for a client and its cluster, restore Dask as shipped, and return the client.
 
     Running shuffles of clients with the runtime fail with an error that gives the reason. Shuffles of other
     clients, which the runtime has taken over, restart with Dask's own ``p2p``. Collections that were built
@@ -138,6 +157,11 @@ def disable(client: Client | None = None) -> Any:
     client
         The client, by default the current one. With an asynchronous client, await the result.
 
+    Returns
+    -------
+    Client
+        The client, whose shuffles are Dask's own from now on.
+
     Raises
     ------
     RuntimeError
@@ -147,8 +171,9 @@ def disable(client: Client | None = None) -> Any:
     client = _client(client)
     _leave(client)
     if client.status == "closed" and not client.asynchronous:
-        return None  # its loop has ended
-    return client.sync(_deactivate, client)
+        return client  # its loop has ended
+    disabled: Client = client.sync(_deactivate, client)
+    return disabled
 
 
 def is_enabled(client: Client | None = None) -> bool:
@@ -261,24 +286,6 @@ def explain(client: Client | None, key: Key) -> Explanation:
     return found
 
 
-class _CallableModule(ModuleType):
-    """Support the deprecated ``dask_gpurt.memory(client)``, to be removed in version 0.2.
-
-    The import system binds the name to the package, so the package itself has to be callable.
-    """
-
-    def __call__(self, client: Client | None = None, *, by: str = "tier") -> MemoryUsage:
-        warnings.warn(
-            "dask_gpurt.memory(client) is deprecated: use dask_gpurt.memory_usage(client)",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return memory_usage(client, by=by)
-
-
-sys.modules["dask_gpurt.memory"].__class__ = _CallableModule
-
-
 async def activate(client: Client) -> None:
     """Switch the runtime on for a client and its cluster; preload hooks await this."""
     dask_hooks.require(expressions=True)
@@ -314,7 +321,7 @@ def teach_method() -> None:
     """Make Dask know the shuffle method "gpurt", which without the runtime means Dask's default method."""
     from dask_gpurt.dataframe import teach
 
-    teach(is_enabled, _tell_choice)
+    teach(is_enabled, _choices)
 
 
 def _tell_choice(expression: str, choice: MethodChoice) -> None:
@@ -340,6 +347,9 @@ def _tell_choice(expression: str, choice: MethodChoice) -> None:
     client.loop.add_callback(tell)
 
 
+_choices = Choices(_tell_choice)
+
+
 def _leave(client: Client) -> None:
     with _lock:
         # The whole cluster is switched off, which affects its other clients too.
@@ -358,7 +368,7 @@ def _leave(client: Client) -> None:
 def _planning_cache() -> PlanningCache:
     from dask_gpurt.planning import PlanningCache
 
-    return PlanningCache(_planning_client, _metrics, _fuses)
+    return PlanningCache(_planning_client, _metrics, _fuses, _planning_store, _choices)
 
 
 def _planning_client() -> str | None:
@@ -373,6 +383,21 @@ def _fuses() -> bool:
     return settings is not None and settings.fuse
 
 
+def _planning_store() -> Store | None:
+    """Return the store for what the current client plans; None if other processes are not to find it."""
+    _, settings = _current_planning()
+    return _store_of(settings.store) if settings is not None and settings.store is not None else None
+
+
+@functools.cache
+def _store_of(setting: str) -> Store:
+    from dask_gpurt.planning.store import Store, default_path
+
+    store = Store(default_path() if setting == "auto" else Path(setting), _metrics)
+    atexit.register(store.save)  # not earlier: it would take the time of a query, or of the event loop
+    return store
+
+
 def _current_planning() -> tuple[Client | None, config.PlanningSettings | None]:
     try:
         client = default_client()
@@ -381,12 +406,13 @@ def _current_planning() -> tuple[Client | None, config.PlanningSettings | None]:
     return client, _planning.get(client)
 
 
-async def _deactivate(client: Client) -> None:
+async def _deactivate(client: Client) -> Client:
     if client.status != "closed" and await _is_on(client):
         try:
             await _scheduler(client).gpurt_disable()
         finally:
             _leave(client)  # again, for clients that have enabled it in the meantime
+    return client
 
 
 async def _report(client: Client, connect: bool) -> RuntimeReport:

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 from distributed import WorkerPlugin
 from distributed.worker_state_machine import ExecuteFailureEvent
 
-from dask_gpurt.config import Settings
 from dask_gpurt.device import Device, Pool
 from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.copies import address
@@ -89,15 +88,10 @@ class Instruments(WorkerPlugin):
 _INSTRUMENTS: dict[str, Instruments] = {}
 
 
-def instrument(runtime: Any, settings: Settings) -> None:
-    """Wrap a runtime that has been switched on, if its worker has :class:`Instruments`.
-
-    The deprecated settings ``gpurt.memory.failures`` and ``gpurt.overlap.check`` have the same effect.
-    """
+def instrument(runtime: Any) -> None:
+    """Wrap a runtime that has been switched on, if its worker has :class:`Instruments`."""
     if (instruments := _INSTRUMENTS.get(runtime.worker.address)) is not None:
         instruments.wrap(runtime)
-    elif settings.memory.failures or settings.overlap.check:
-        Instruments(settings.memory.failures, handovers=settings.overlap.check).wrap(runtime)
 
 
 # ---- faults ----------------------------------------------------------------------------------

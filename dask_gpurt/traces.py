@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import distributed
 import fsspec
@@ -136,8 +136,9 @@ class trace:
 
     Examples
     --------
-    >>> with dask_gpurt.trace("trace.json"):  # doctest: +SKIP
+    >>> with dask_gpurt.trace("trace.json") as trace:  # doctest: +SKIP
     ...     frame.merge(other, on="key").compute()
+    >>> trace.found.summary()  # doctest: +SKIP
     """
 
     def __init__(self, path: str | Path, client: Client | None = None):
@@ -145,9 +146,10 @@ class trace:
         self._client = client
         self.found = Trace()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         self._client = self._client or default_client()
         self._client.sync(self.__aenter__)
+        return self
 
     def __exit__(
         self,
@@ -158,7 +160,7 @@ class trace:
         assert self._client is not None
         self._client.sync(self.__aexit__, kind, error, traceback)
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Self:
         self._client = self._client or default_client()
         if not self._path.parent.is_dir():  # check early, not when writing the trace
             raise FileNotFoundError(f"the folder {self._path.parent} for the trace does not exist")
@@ -169,6 +171,7 @@ class trace:
             )
         self._collector = Collector(self._client)
         await self._collector.begin()
+        return self
 
     async def __aexit__(
         self,

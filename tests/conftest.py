@@ -5,7 +5,9 @@ import gc
 import importlib
 import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +41,8 @@ if sys.version_info < (3, 12):
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
+#: The folder that takes the place of the user's cache.
+_CACHE = pytest.StashKey[str]()
 #: Maximum number of test processes: each of them may start clusters.
 MOST_PROCESSES = 4
 #: Tests of GPUs that were skipped on a host with a GPU, with reasons that are not accepted.
@@ -53,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
     logging.getLogger("distributed.shuffle._scheduler_plugin").setLevel(logging.ERROR)
     if os.environ.get("GPURT_REQUIRE_GPU") == "1" and not cuda_devices():
         raise pytest.UsageError("GPURT_REQUIRE_GPU=1 is set, but there is no CUDA device")
+    # Neither read nor write the user's own cache, in which plans would last from one run to the next.
+    os.environ["XDG_CACHE_HOME"] = config.stash[_CACHE] = tempfile.mkdtemp(prefix="gpurt-tests-cache-")
     caps.confine()
     fork_with_imports()
 
@@ -99,6 +105,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if cuda_devices() and (reason := unaccepted_skip(report)):
         _unaccepted[report.nodeid] = reason
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash.get(_CACHE, ""), ignore_errors=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 from dask.utils import parse_bytes
+
+from benchmarks.common import compact_json
 
 
 def in_bytes(_: Any, __: Any, text: str | None) -> int | None:
@@ -32,4 +33,4 @@ def write(results: Mapping[str, Any], output: Path | None) -> None:
     """Write results as JSON, unless ``output`` is None."""
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(results, indent=1) + "\n")
+        output.write_text(compact_json.dumps(results) + "\n")

@@ -10,7 +10,6 @@ separately: it imports modules, and task durations are still unknown. Results mu
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import statistics
@@ -30,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
+from benchmarks.common.commandline import write
 from benchmarks.common.moved import moved
 from benchmarks.placement import simulator
 from benchmarks.placement.workloads import WORKLOADS, Workload
@@ -204,7 +204,7 @@ def main(workers: int, size: int, repeat: int, names: Sequence[str], path: Path 
             "runs": [asdict(run) for run in runs],
             **environment(),
         }
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        write(results, path)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from .figures import rounded, spread
 from .planning import MetadataClock
 from .queries import QUERIES, Query
 from .reference import numbers_of
-from .tables import ParquetTables, default_parts, prepare
+from .tables import ARROW, FOLDER, PATTERN, ParquetTables, default_parts, prepare
 
 DASK, KEPT = "dask", "kept"
 RUNS = ("first", "warm")
@@ -126,6 +126,7 @@ def figures_of(seconds: dict[tuple[str, str], list[list[float]]], numbers: Seque
 @click.option("--data", type=click.Path(path_type=Path), help="Where the tables are, or are made.")
 @click.option("--queries", default="all", show_default=True, callback=lambda _, __, text: numbers_of(text))
 @click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
+@click.option("--named", type=click.Choice([FOLDER, PATTERN, ARROW]), default=FOLDER, show_default=True)
 @click.option("--turns", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--clock", type=click.Choice([*CLOCKS]), default="wall", show_default=True)
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
@@ -135,19 +136,24 @@ def main(
     data: Path | None,
     queries: list[int],
     backend: str,
+    named: str,
     turns: int,
     clock: str,
     output: Path | None,
 ) -> None:
     parts = parts or default_parts(scale)
-    tables = prepare(data or Path(tempfile.gettempdir()) / "tpch" / f"scale-{scale:g}-{parts}", scale, parts)
+    directory = data or Path(tempfile.gettempdir()) / "tpch" / f"scale-{scale:g}-{parts}"
+    tables = ParquetTables(prepare(directory, scale, parts).directory, named)
     chosen, metrics = [QUERIES[number] for number in queries], Metrics()
     with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": backend}):
         seconds = take_turns(chosen, tables, turns, metrics, CLOCKS[clock])
         calls = {contender: metadata_calls(chosen, tables, contender) for contender in (DASK, KEPT)}
     figures = figures_of(seconds, queries)
     results = {
-        "parameters": {"scale": scale, "parts": parts, "backend": backend, "turns": turns, "clock": clock},
+        "parameters": {
+            **{"scale": scale, "parts": parts, "backend": backend},
+            **{"named": named, "turns": turns, "clock": clock},
+        },
         **environment(),
         "figures": rounded(figures),
         "metadata_calls": calls,

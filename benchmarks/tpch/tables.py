@@ -31,11 +31,24 @@ GENERATOR = "tpchgen-cli"
 PARTS_PER_SCALE, FEWEST_PARTS, MOST_PARTS = 8, 4, 64
 
 
-class ParquetTables:
-    """Read the tables of a directory with ``dask.dataframe``, in the configured backend."""
+#: The ways in which a program may name the files of a table.
+FOLDER, PATTERN, ARROW = "folder", "pattern", "arrow"
 
-    def __init__(self, directory: Path):
+
+class ParquetTables:
+    """Read the tables of a directory with ``dask.dataframe``, in the configured backend.
+
+    Parameters
+    ----------
+    directory
+        Has a directory for each table.
+    named
+        How files are named: by their folder, by a pattern, or by their folder on Arrow's file system.
+    """
+
+    def __init__(self, directory: Path, named: str = FOLDER):
         self.directory = directory
+        self.named = named
         manifest = json.loads((directory / MANIFEST).read_text())
         self.scale: float = manifest["scale"]
         self.parts: int = manifest["parts"]
@@ -44,7 +57,9 @@ class ParquetTables:
         """Return the dask.dataframe of a table."""
         import dask.dataframe as dd
 
-        return dd.read_parquet(str(self.directory / name))
+        folder = str(self.directory / name)
+        path = f"{folder}/*.parquet" if self.named == PATTERN else folder
+        return dd.read_parquet(path, filesystem="arrow" if self.named == ARROW else "fsspec")
 
     def nbytes(self) -> int:
         """Return the bytes of all files."""

@@ -35,6 +35,8 @@ class Findings(Parts):
         Whether tables were read from files rather than generated.
     against
         The shuffle method that the runtime was compared with.
+    rounds
+        Number of rounds.
     ratio
         The ratio of that method's time to the runtime's: median, smallest and largest of the rounds; None if
         nothing was compared.
@@ -48,6 +50,7 @@ class Findings(Parts):
     departed: int
     from_files: bool
     against: str
+    rounds: int
     ratio: tuple[float, float, float] | None
 
     @property
@@ -97,7 +100,13 @@ def _comparison(found: Findings) -> Iterator[Advice]:
     if found.ratio is None:
         return
     value, low, high = found.ratio
-    if low > 1:
+    if found.rounds == 1:
+        yield Advice(
+            "there was only 1 round",
+            "measure more --rounds before you decide, since one may differ from the next",
+            "docs/guides/measure.md",
+        )
+    elif low > 1:
         yield Advice(
             f"{found.against} took {value:.2f} times as long, and longer in every round",
             "switch the runtime on, with gpurt.enabled: true",
@@ -148,9 +157,9 @@ def _comms(found: Findings) -> Iterator[Advice]:
     nbytes = found.counters.get("exchange.bytes.comms", 0)
     if nbytes and found.hosts == 1:
         yield Advice(
-            f"{nbytes / 2**20:.1f} MiB of shards took Dask's comms between workers of one host",
+            f"{nbytes / 2**20:.1f} MiB of shards went through Dask's comms between workers of one host",
             "let them share memory: `dask gpurt doctor --scheduler ADDRESS` says why they do not",
-            "docs/guides/troubleshooting.md#why-bytes-take-dasks-comms",
+            "docs/guides/troubleshooting.md#why-bytes-go-through-dasks-comms",
         )
 
 

@@ -187,6 +187,11 @@ class BenchResult:
         return run.contender == contender and run.warm is warm
 
     @property
+    def rounds(self) -> int:
+        """Return the number of rounds."""
+        return len({run.round for run in self.runs})
+
+    @property
     def queries(self) -> list[str]:
         """Return the names of the queries, in order."""
         return list(dict.fromkeys(run.query for run in self.runs))
@@ -221,6 +226,7 @@ class BenchResult:
             departed=self.observed.departed,
             from_files=self.from_files,
             against=self.contenders[-1],
+            rounds=self.rounds,
             ratio=None if self.ratio is None else (self.ratio.value, self.ratio.low, self.ratio.high),
         )
 
@@ -264,10 +270,11 @@ class BenchResult:
         if self.ratio is None:
             return "The runtime was already on, and was left on: there is nothing to compare it with."
         ratio, other = self.ratio, self.contenders[-1]
-        rounds = len({run.round for run in self.runs})
+        of_rounds = (
+            f"{ratio.low:.2f} to {ratio.high:.2f} in {self.rounds} rounds; " if self.rounds > 1 else ""
+        )
         return (
-            f"{other} takes {ratio.value:.2f} times as long as the runtime ({ratio.low:.2f} to "
-            f"{ratio.high:.2f} in {rounds} round{'s' * (rounds != 1)}; geometric mean of "
+            f"{other} takes {ratio.value:.2f} times as long as the runtime ({of_rounds}geometric mean of "
             f"{len(self.queries)} queries)."
         )
 
@@ -302,8 +309,15 @@ def readable(name: str, value: Any) -> str:
     if value is None or value != value:
         return "-"
     if name.endswith("_bytes"):
-        return format_bytes(int(value))
+        return short_bytes(int(value))
     return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def short_bytes(nbytes: int) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    number, unit = format_bytes(nbytes).split()
+    digits = 0 if unit == "B" else max(0, 3 - len(number.partition(".")[0]))
+    return f"{float(number):.{digits}f} {unit}"
 
 
 def _plain(value: Any) -> Any:

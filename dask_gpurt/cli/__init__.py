@@ -23,9 +23,20 @@ COMMANDS: Mapping[str, str] = {
     "trace": "trace",
 }
 
+#: The exit code after ctrl-C, 128 and the number of the signal.
+INTERRUPTED = 130
+
 
 class _Commands(click.Group):
     """Import each command only when it is used, so that ``doctor`` runs with an unsupported Dask."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command; after ctrl-C say so in one line, and exit as a shell's own commands do."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,6 @@ import click
 from distributed import Client
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import dask_gpurt
@@ -22,6 +22,7 @@ from dask_gpurt.bench.measure import METHODS
 from dask_gpurt.bench.results import SECONDS, SIZES, Run
 from dask_gpurt.cli.cluster import choose_backend, connected, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.cli.progress import progress
 
 #: Short headings, so that a table fits into 80 characters.
 SHORT = {
@@ -131,13 +132,11 @@ def _backend_of(client: Client) -> str:
 
 @contextmanager
 def _progress(*, quiet: bool) -> Iterator[Callable[[Run, int], None]]:
-    """Show a progress bar; yield the callback to call after each run."""
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        bar = progress.add_task("starting", total=None)
-        yield lambda run, total: progress.update(
-            bar, advance=1, total=total, description=f"{run.query}, {run.contender}"
-        )
+    """Show progress; yield the callback to call after each run."""
+    numbers = itertools.count(1)
+    with progress(width=28, quiet=quiet) as show:
+        show("starting", 0, None)
+        yield lambda run, total: show(f"{run.query}, {run.contender}", next(numbers), total)
 
 
 def print_result(result: BenchResult) -> None:

@@ -21,8 +21,8 @@ from rich.console import Console
 import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, local_cluster, visible_gpus
 from dask_gpurt.cli.overlap import of_files, print_part
+from dask_gpurt.config.cache_files import directory
 from dask_gpurt.observe import Fallback
-from dask_gpurt.overlap.statistics_file import directory
 
 Frame = Any
 
@@ -42,7 +42,7 @@ QUERIES: dict[str, Callable[[Frame, Frame], Frame]] = {
 }
 
 
-@click.command(short_help="Learn which settings pay beside a shuffle here.")
+@click.command(short_help="Measure which settings pay off beside a shuffle.")
 @click.option("--seconds", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Duration.")
 @click.option("--size", default="4GiB", show_default=True, help="Size of the data on each GPU.")
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
@@ -109,7 +109,7 @@ def ensure_confined(client: Client) -> None:
     """
     for worker, reply in dask_gpurt.report(client).workers.items():
         if known := reply.fallbacks.get(Fallback.OVERLAP_UNCONFINED.id):
-            raise click.ClickException(f"nothing can be learnt on worker {worker}: {known.reason}")
+            raise click.ClickException(f"no statistics can be collected on worker {worker}: {known.reason}")
 
 
 def learn(client: Client, backend: str, size: int, seconds: float) -> int:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import importlib.util
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 
 import click
 import dask
 from distributed import Client, LocalCluster
-from distributed.comm.addressing import parse_address, parse_host_port
-from distributed.core import rpc
 from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml
-from distributed.security import Security
 
-#: Timeouts for a scheduler to answer, and for closing a connection to it, in seconds.
-CONNECT_TIMEOUT_S, CLOSE_TIMEOUT_S = 6.0, 2.0
+from dask_gpurt.addresses import require_scheduler
+
+#: Timeout for closing a connection to a scheduler, in seconds.
+CLOSE_TIMEOUT_S = 2.0
 
 
 def choose_backend(backend: str) -> str:
@@ -89,13 +89,31 @@ def local_cluster(
             # Use any free port for the scheduler's HTTP server; the default may be in use.
             "scheduler_kwargs": {"dashboard_address": ":0"},
         }
-        if backend == "cudf":
-            cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
-            cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
-        else:
-            cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
+        with _without_interrupts():
+            if backend == "cudf":
+                cluster_class = importlib.import_module("dask_cuda").LocalCUDACluster
+                cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
+            else:
+                cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
         with cluster:
             yield cluster
+
+
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Keep ctrl-C from all threads and processes that are started meanwhile, and from those that they start.
+
+    The terminal sends it to the whole process group. The cluster's event loop starts the workers, also later
+    ones, and they inherit its mask: they end when this process closes the cluster, instead of each on its own
+    with a traceback. For this thread a ctrl-C is only delayed.
+    """
+    # Otherwise the thread that starts the first worker would start it, which unblocks the signal there.
+    resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -115,18 +133,12 @@ def connected(address: str) -> Iterator[Client]:
     Raises
     ------
     click.ClickException
-        If the address is invalid, or no scheduler answers within :data:`CONNECT_TIMEOUT_S`.
+        If the address is invalid, or no scheduler answers in time.
     """
-    _refuse_without_port(address)
     try:
-        asyncio.run(_try_out(address))
-    except TimeoutError as error:
-        reason = f"no answer within {CONNECT_TIMEOUT_S:g} s"
-        raise click.ClickException(f"no scheduler answers at {address}: {reason}") from error
-    except MemoryError as error:  # the first bytes of an HTTP response, read as a length
-        raise click.ClickException(f"no scheduler answers at {address}, but another server") from error
-    except (OSError, ValueError) as error:
-        raise click.ClickException(f"no scheduler answers at {address}: {error}") from error
+        require_scheduler(address)
+    except (ValueError, ConnectionError) as error:
+        raise click.ClickException(str(error)) from error
     # A client's preload hook would switch the runtime on, which changes the cluster.
     with dask.config.set({"distributed.client.preload": []}):
         client = Client(address, set_as_default=False)
@@ -134,26 +146,3 @@ def connected(address: str) -> Iterator[Client]:
         yield client
     finally:
         client.close(timeout=CLOSE_TIMEOUT_S)
-
-
-def _refuse_without_port(address: str) -> None:
-    """Reject addresses to which Dask would try to connect forever."""
-    scheme, place = parse_address(address)
-    if scheme == "inproc":
-        raise click.ClickException(
-            f"{address} can be reached only from within the scheduler's own process: call "
-            "dask_gpurt.report(client) there, or start the cluster with processes=True"
-        )
-    try:
-        parse_host_port(place)
-    except ValueError as error:
-        raise click.ClickException(
-            f"{address} is not the address of a scheduler: expected tcp://HOST:PORT"
-        ) from error
-
-
-async def _try_out(address: str) -> None:
-    """Check that a scheduler answers: another kind of server may accept the connection and not respond."""
-    arguments = Security().get_connection_args("client")
-    async with asyncio.timeout(CONNECT_TIMEOUT_S), rpc(address, connection_args=arguments) as scheduler:
-        await scheduler.identity(n_workers=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
 import tempfile
 import textwrap
 import time
+import webbrowser
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -23,7 +25,6 @@ import pandas as pd
 from distributed import Client, wait
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import dask_gpurt
@@ -38,6 +39,7 @@ from dask_gpurt.cli.flights import (
     distribute,
     load_tables,
 )
+from dask_gpurt.cli.progress import progress
 from dask_gpurt.cli.report import speedups, write_report
 from dask_gpurt.cli.tier_view import TierSampler
 
@@ -83,6 +85,7 @@ class OperationTiming:
 @click.option(
     "--report", type=click.Path(dir_okay=False, path_type=Path), default="gpurt-demo.html", show_default=True
 )
+@click.option("--open", "opens", is_flag=True, help="Open the dashboard in a browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def demo(
     workers: int | None,
@@ -94,6 +97,7 @@ def demo(
     partitions: int | None,
     repeat: int,
     report: Path,
+    opens: bool,
     as_json: bool,
 ) -> None:
     """Join, group and sort real flights; check and time every result.
@@ -109,8 +113,11 @@ def demo(
     with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
             dask_gpurt.enable(client)
+        link = dashboard_page(client)
         if not as_json:
-            click.echo(preview(client, chosen, repeat))
+            click.echo(preview(client, chosen, repeat, link))
+        if opens and link:
+            webbrowser.open(link)
         sampler = TierSampler(partial(_tiers, client))
         with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
             frames = distribute(tables, backend, partitions, Path(folder))
@@ -146,17 +153,29 @@ def _tiers(client: Client) -> pd.DataFrame:
     return dask_gpurt.memory_usage(client).to_pandas()
 
 
-def preview(client: Client, methods: Sequence[str], repeat: int) -> str:
+def dashboard_page(client: Client) -> str | None:
+    """Return the address of the runtime's page on the dashboard, or of Dask's own where the runtime is off.
+
+    None if there is no dashboard.
+    """
+    if importlib.util.find_spec("bokeh") is None:
+        return None
+    link: str = client.dashboard_link
+    return f"{link.removesuffix('/status')}/gpurt" if dask_gpurt.is_enabled(client) else link
+
+
+def preview(client: Client, methods: Sequence[str], repeat: int, link: str | None) -> str:
     """Describe the planned runs, and where to watch them."""
+    workers = len(client.nthreads())
     runs = len(OPERATIONS) * len(methods) * (repeat + 1)
     timed = "once" if repeat == 1 else f"{repeat} times"
     said = (
-        f"{len(client.nthreads())} workers on this machine. {runs} runs: {len(OPERATIONS)} operations by "
-        f"{', '.join(methods)}, each once to warm up and {timed} to be timed and checked."
+        f"{workers} worker{'s' * (workers != 1)} on this machine. {runs} runs: {len(OPERATIONS)} operations "
+        f"by {', '.join(methods)}, each once to warm up and {timed} to be timed and checked."
     )
-    if importlib.util.find_spec("bokeh") is None:
+    if link is None:
         return f"{said}\nInstall bokeh to watch the next demo on Dask's dashboard."
-    return f"{said}\nDashboard, while they run: {client.dashboard_link}"
+    return f"{said}\nDashboard, while they run: {link}"
 
 
 def choose_methods(methods: str) -> list[str]:
@@ -183,18 +202,17 @@ def run_operations(
     quiet: bool,
 ) -> list[OperationTiming]:
     """Run every operation with every method, interleaved: a warm-up, then the timed and checked runs."""
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    total = len(OPERATIONS) * len(methods) * (repeat + 1)
+    numbers = itertools.count()
     outcomes = []
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
-        bar = progress.add_task("", total=len(OPERATIONS) * len(methods) * (repeat + 1))
+    with progress(width=36, quiet=quiet) as show:
         for operation in OPERATIONS:
-            progress.update(bar, description=operation.name)
             expected = canonical(operation.run(tables))
             outcome = OperationTiming(operation.name, len(expected), {method: [] for method in methods})
             for turn in range(repeat + 1):
                 for method in methods:
+                    show(operation.name, next(numbers), total)
                     _run_once(client, operation, frames, expected, method, outcome, sampler, timed=turn > 0)
-                    progress.advance(bar)
             outcomes.append(outcome)
     return outcomes
 

@@ -17,8 +17,17 @@ from rich.table import Table
 from dask_gpurt.cli.cluster import connected
 from dask_gpurt.cli.examine import examine
 from dask_gpurt.cli.verdicts import as_yaml
+from dask_gpurt.dask_hooks import State
 from dask_gpurt.device.host import SHM
 from dask_gpurt.observe import MethodChoice
+from dask_gpurt.observe.shown_tiers import SHOWN_POOLS
+
+#: What is printed for the state of a part of Dask that the runtime replaces or relies on.
+SEAM_STATES: Mapping[str, str] = {
+    State.KNOWN: "work as the runtime expects",
+    State.DIFFERS: "differ",
+    State.UNUSED: "are not needed with these settings",
+}
 
 
 @click.command(short_help="Show what is on, falls back, or is set wrong.")
@@ -78,17 +87,25 @@ def print_facts(facts: Mapping[str, Any]) -> None:
         console.print("✓ no setting is wrong", style="green")
 
 
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _residency(found: Mapping[str, Any]) -> str:
     setting = found["setting"]
     if not found["ready"]:
         return found["reason"] or "off"
-    return f"{setting} blocks of a kernel on an SM" if isinstance(setting, int) else "loaded, no caps set"
+    return (
+        f"at most {_several(setting, 'block')} of a kernel on an SM"
+        if isinstance(setting, int)
+        else "possible, none set"
+    )
 
 
 def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield lines that count the seams by state, and name those that differ."""
     states = Counter(seam["state"] for seam in seams)
-    yield "Dask's parts", ", ".join(f"{count} {state}" for state, count in states.items())
+    yield "Dask's parts", ", ".join(f"{count} {SEAM_STATES[state]}" for state, count in states.items())
     for seam in seams:
         if seam["difference"]:
             yield "Differs", f"{seam['part']}, {seam['difference']}"
@@ -97,10 +114,19 @@ def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]
 def _method_lines(counters: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """Yield lines that count the shuffles that went through the runtime or were left to Dask, by reason."""
     if runs := counters.get("shuffle.taken-over"):
-        yield "Served", f"{runs:.0f} runs of p2p shuffles"
+        yield "Served", f"{_several(int(runs), 'run')} of p2p shuffles"
     for choice in MethodChoice:
         if count := choice.counted(counters):
-            yield "Served" if choice.taken else "Left to Dask", f"{count} shuffles: {choice.text}"
+            line = "Served" if choice.taken else "Left to Dask"
+            yield line, f"{_several(count, 'shuffle')}: {choice.text}"
+
+
+def _path_lines(paths: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield lines that count the connections by path; that of a worker to itself goes without saying."""
+    for link in paths:
+        if link["path"] != "local":
+            why = f", because {link['reason']}" if link["reason"] else ""
+            yield "Path", f"{link['path']}: {_several(link['count'], 'connection')} between workers{why}"
 
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -110,8 +136,9 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     but = ", but a setting is wrong and keeps the runtime off" if stays_off else ""
     yield "gpurt.enabled", f"{as_yaml(settings['configured'])} in this configuration{but}"
     if cluster:
-        state = f"on, takeover {as_yaml(cluster['takeover'])}" if cluster["enabled"] else "off"
-        yield "Cluster", f"{cluster['address']}, {cluster['workers']} workers: the runtime is {state}"
+        state = f"on, with takeover {as_yaml(cluster['takeover'])}" if cluster["enabled"] else "off"
+        workers = _several(cluster["workers"], "worker")
+        yield "Cluster", f"{cluster['address']}, {workers}: the runtime is {state}"
     yield from _seam_lines(facts["seams"])
     yield "Method", f"{settings['method'] or 'not set'}: shuffles go {settings['shuffles']}"
     missing = [f"no {what}: {reason}" for what, reason in machine["missing"].items()]
@@ -120,29 +147,23 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     shm = machine["shm"]
     yield SHM, f"{format_bytes(shm['free'])} free of {format_bytes(shm['total'])}"
     if cluster is None or not cluster["enabled"]:
-        reason = machine["interposer"]["reason"]
-        yield "Residency", reason or "the interposer is built"
+        if "cuda" in machine["devices"]:
+            yield "Residency caps", machine["interposer"]["reason"] or "possible: the interposer is built"
         yield "Paths", f"{', '.join(machine['paths'])} where both workers can"
         return
     yield from _method_lines(cluster["counters"])
-    for link in cluster["paths"]:
-        yield (
-            "Path",
-            f"{link['count']} times {link['path']}" + (f": {link['reason']}" if link["reason"] else ""),
-        )
+    yield from _path_lines(cluster["paths"])
     for sentence in cluster["departed"]:
         yield "Left", sentence
-    for found in cluster["residency"]:
-        yield "Residency", f"{found['count']} workers: {_residency(found)}"
+    for found in cluster["residency"] if "cuda" in cluster["devices"] else ():
+        yield "Residency caps", f"{_residency(found)}, on {_several(found['count'], 'worker')}"
     for kind in sorted({kind for pools in cluster["pools"].values() for kind in pools}):
         pools = [found[kind] for found in cluster["pools"].values() if kind in found]
         used, capacity = (sum(pool[what] for pool in pools) for what in ("used", "capacity"))
-        yield (
-            "Pools",
-            f"{kind}: {format_bytes(used)} of {format_bytes(capacity)} used, on {len(pools)} workers",
-        )
+        used_of = f"{format_bytes(used)} of {format_bytes(capacity)} used"
+        yield "Pools", f"{SHOWN_POOLS.get(kind, kind)}: {used_of}, on {_several(len(pools), 'worker')}"
     for fallback in cluster["fallbacks"]:
         what = f"{fallback['what']} ({fallback['id']})"
-        yield "Fell back", f"{fallback['count']} times, {what}: {fallback['reason']}"
+        yield "Fell back", f"{_several(fallback['count'], 'time')}, {what}: {fallback['reason']}"
     if not cluster["fallbacks"]:
         yield "Fell back", "nothing"

@@ -81,7 +81,7 @@ def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool | 
     if runs and enabled and method in (None, "gpurt"):
         return "through the runtime"
     if runs and enabled and takeover and method == "tasks":
-        return "through the runtime, which takes a configured tasks over"
+        return "through the runtime, in place of the configured tasks"
     if runs and takeover and method in (None, "gpurt", "p2p"):
         return "by p2p, which the runtime takes over"
     return f"by Dask's own {'default' if method in (None, 'gpurt') else method}"

@@ -14,9 +14,10 @@ from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import connected
+from dask_gpurt.config.cache_files import directory
 from dask_gpurt.device.discover import cuda_missing
 from dask_gpurt.overlap.governor import rows
-from dask_gpurt.overlap.statistics_file import StatisticsFileError, directory, load
+from dask_gpurt.overlap.statistics_file import StatisticsFileError, load
 
 #: Maximum number of printed decisions of a worker, the latest.
 PRINTED_DECISIONS = 10
@@ -46,7 +47,7 @@ def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> No
         )
     elif not found:
         click.echo(
-            f"nothing was learnt: no file in {directory()}. "
+            f"there are no statistics: no file in {directory()}. "
             "Workers whose 'gpurt.overlap.mode' is 'adaptive' write one"
         )
     elif scheduler and all(is_off(part) for part in found.values()):

@@ -128,7 +128,7 @@ def _speeds(description: Description) -> Table:
         link: speed for host in description.hosts.values() for link, speed in host.known().speeds.items()
     }
     table = Table("link", "bandwidth", "latency", "known", box=SIMPLE_HEAD)
-    for link in Link:
+    for link in description.links():
         source, speed = next(
             (source, speeds[link])
             for source, speeds in (

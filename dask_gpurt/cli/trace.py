@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -14,6 +15,7 @@ from rich.table import Table
 from dask_gpurt import traces
 from dask_gpurt.cli.cluster import connected
 from dask_gpurt.observe.performance import lacks
+from dask_gpurt.observe.trace import StepSummary, Trace
 
 #: Maximum number of printed steps; the longest come first.
 PRINTED_STEPS = 20
@@ -46,14 +48,26 @@ def trace(scheduler: str, seconds: float, out: Path) -> None:
                     click.echo("ended early", err=True)
         except (RuntimeError, FileNotFoundError) as error:
             raise click.ClickException(str(error)) from error
-    found = recorded.found
+    print_trace(recorded.found)
+    click.echo(f"{out} is for https://ui.perfetto.dev")
+
+
+def print_trace(found: Trace) -> None:
+    """Print the longest steps of a trace, and what it lacks."""
     console = Console(highlight=False)
+    summary = found.summary()
+    if summary:
+        console.print(_table(summary))
+    else:
+        console.print("no task ran, and nothing was moved: run something on the cluster meanwhile")
+    for sentence in lacks(found):
+        console.print(f"{sentence}.", style="red", markup=False)
+
+
+def _table(summary: Sequence[StepSummary]) -> Table:
     table = Table("where", "step", "times", "seconds", "longest", box=SIMPLE_HEAD)
-    for row in found.summary()[:PRINTED_STEPS]:
+    for row in summary[:PRINTED_STEPS]:
         table.add_row(
             row.process, row.step, str(row.times), format_time(row.seconds), format_time(row.longest)
         )
-    console.print(table)
-    for sentence in lacks(found):
-        console.print(f"{sentence}.", style="red", markup=False)
-    console.print(f"{out} is for https://ui.perfetto.dev", markup=False, soft_wrap=True)
+    return table

@@ -22,7 +22,8 @@ HOOK = "dask_gpurt.preload"
 HOOKED = ("client", "scheduler", "worker", "nanny")
 DEADLOCK = (
     "before Python 3.12 and with the runtime off Dask's own sort_values and set_index can deadlock where "
-    "client and scheduler share a process, as with LocalCluster: use 3.12, or run the scheduler by itself"
+    "client and scheduler share a process, as with LocalCluster: use Python 3.12, or run the scheduler in "
+    "its own process"
 )
 
 
@@ -44,7 +45,7 @@ def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> I
     if settings["configured"]:
         if not any(settings["hooks"].values()):
             yield (
-                f"'gpurt.enabled' is true, but no preload list of Dask has {HOOK!r}, so nothing reads it: "
+                f"'gpurt.enabled' is true, but no preload list of Dask has {HOOK!r}, so it has no effect: "
                 "install the package with pip, which brings etc/dask/gpurt.yaml, or add it to "
                 "'distributed.client.preload'"
             )
@@ -95,7 +96,7 @@ def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> I
         if bool(settings["takeover"]) != bool(cluster["takeover"]):
             yield (
                 f"'gpurt.takeover' is {as_yaml(settings['takeover'])} here, but the cluster was switched on "
-                f"with {as_yaml(cluster['takeover'])}, which counts for p2p until it is switched off"
+                f"with {as_yaml(cluster['takeover'])}, which applies to p2p until it is switched off"
             )
     elif not enabled and not settings["configured"]:
         for key, value in changed.items():
@@ -114,7 +115,7 @@ def notes(versions: Mapping[str, str], cluster: Mapping[str, Any] | None) -> Ite
                 yield f"{node} {has}, this process has {versions['dask_gpurt']}: install the same everywhere"
     for number in sorted(dasks):
         if not OLDEST <= Version(number) <= NEWEST:
-            yield f"Dask {number} is outside of what is tested, {OLDEST} to {NEWEST}"
+            yield f"Dask {number} is outside the tested range, {OLDEST} to {NEWEST}"
     if "dask-cuda" in versions:
         yield (
             "workers of dask-cuda do not read 'distributed.worker.preload'; their nannies read "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +16,6 @@ def _setting(parse: Callable[[str, object], object]) -> Any:
 
 def _section(settings: type) -> Any:
     return field(metadata={"section": settings})
-
-
-def _deprecated(key: str, instead: str) -> None:
-    warnings.warn(f"{key!r} is deprecated: register {instead}", DeprecationWarning, stacklevel=3)
 
 
 @dataclass(frozen=True)
@@ -122,8 +117,6 @@ class MemorySettings:
         Maximum bytes in files.
     retries
         How often a task that ran out of memory is retried.
-    failures
-        Deprecated in favour of ``dask_gpurt.testing.Instruments``. Make one in this many allocations fail.
     """
 
     tiers: bool = _setting(values.boolean)
@@ -132,11 +125,6 @@ class MemorySettings:
     host: Size | int | None = _setting(values.size_or_none)
     disk: Size | None = _setting(values.size_or_auto)
     retries: int = _setting(values.count)
-    failures: int = _setting(values.count)
-
-    def __post_init__(self) -> None:
-        if self.failures:
-            _deprecated("gpurt.memory.failures", "dask_gpurt.testing.Instruments(failures=...)")
 
 
 @dataclass(frozen=True)
@@ -184,8 +172,6 @@ class OverlapSettings:
         Trials of the mode ``adaptive`` besides caps.
     learned
         The file for statistics of the mode ``adaptive``; None leaves it to the worker.
-    check
-        Deprecated in favour of ``dask_gpurt.testing.Instruments``. Whether to check handovers of memory.
 
     Raises
     ------
@@ -198,7 +184,6 @@ class OverlapSettings:
     fixed: FixedSettings = _section(FixedSettings)
     adaptive: AdaptiveSettings = _section(AdaptiveSettings)
     learned: str | None = _setting(values.path_or_auto)
-    check: bool = _setting(values.boolean)
 
     @property
     def intercepts(self) -> bool:
@@ -207,8 +192,6 @@ class OverlapSettings:
         return self.residency != "off" or asked.get(self.mode) is not None
 
     def __post_init__(self) -> None:
-        if self.check:
-            _deprecated("gpurt.overlap.check", "dask_gpurt.testing.Instruments(handovers=True)")
         if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
             keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
             raise wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")
@@ -242,10 +225,13 @@ class PlanningSettings:
         Whether to cache expressions, their metadata and plans between queries.
     fuse
         Whether to fuse tasks of a computation that run in sequence on one partition.
+    store
+        The file for what the cache keeps for other processes, ``"auto"`` for the default one; None for none.
     """
 
     cache: bool = _setting(values.boolean)
     fuse: bool = _setting(values.boolean)
+    store: str | None = _setting(values.path_auto_or_off)
 
 
 @dataclass(frozen=True)

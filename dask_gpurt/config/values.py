@@ -209,6 +209,15 @@ def path_or_auto(key: str, value: object) -> str | None:
     return None if value.strip().lower() == "auto" else os.path.expanduser(value.strip())
 
 
+def path_auto_or_off(key: str, value: object) -> str | None:
+    if value is False or str(value).strip().lower() in ("off", "false", "none"):  # yaml reads off as false
+        return None
+    if not isinstance(value, str) or not value.strip():
+        raise wrong(key, value, "'auto', 'off', or the path of a file")
+    word = value.strip()
+    return "auto" if word.lower() == "auto" else os.path.expanduser(word)
+
+
 def residency(key: str, value: object) -> int | str:
     word = str(value).strip().lower()
     if word in ("off", "auto") or value is False:  # yaml reads off as false

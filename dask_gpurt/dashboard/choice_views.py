@@ -12,9 +12,13 @@ from dask_gpurt.dashboard.collector import Collector
 from dask_gpurt.dashboard.components import MAX_ROWS, TableComponent, short_time
 from dask_gpurt.dashboard.sampler import WorkerSample
 
+#: The counters that the table of overlap shows also where no compute is confined.
+SEEN = ("reads.seconds.reading", "reads.seconds.beside", "memory.waits")
+NO_OVERLAP = "none yet; overlap is off, as on every worker without a GPU, and no task has read or waited"
+
 
 class OverlapTable(TableComponent):
-    """Show compute beside communication and reads on each worker, and whether it is confined."""
+    """Show compute beside communication and reads on each worker where there is any."""
 
     title = "Compute beside communication and reads"
     columns: ClassVar[Mapping[str, str]] = {
@@ -25,9 +29,10 @@ class OverlapTable(TableComponent):
     widths: ClassVar[Mapping[str, int]] = {"mode": 170, "lost": 170, "beside": 160, "waits": 130, "last": 260}
 
     def show(self, collector: Collector) -> None:
-        there = [worker for worker in collector.sampler.workers.values() if worker.gone_at is None]
-        self.put_rows([self._texts(worker) for worker in there[:MAX_ROWS] if worker.overlap])
-        self.say("" if len(there) <= MAX_ROWS else f"the first {MAX_ROWS} of {len(there)} workers")
+        there = [worker for worker in collector.sampler.workers.values() if is_seen(worker)]
+        self.put_rows([self._texts(worker) for worker in there[:MAX_ROWS]])
+        left = len(there) > MAX_ROWS
+        self.say(f"the first {MAX_ROWS} of {len(there)} workers" if left else "" if there else NO_OVERLAP)
 
     def _texts(self, worker: WorkerSample) -> dict[str, str]:
         overlap, counters = worker.overlap, worker.counters
@@ -44,10 +49,17 @@ class OverlapTable(TableComponent):
         }
 
 
+def is_seen(worker: WorkerSample) -> bool:
+    """Return whether a current worker confines compute, or has read beside it or waited for memory."""
+    if worker.gone_at is not None or not worker.overlap:
+        return False
+    return worker.overlap["mode"] != "off" or any(map(worker.counters.get, SEEN))
+
+
 class KernelTable(TableComponent):
     """Show the governors' statistics of each kernel under each setting."""
 
-    title = "Learnt of kernels beside communication"
+    title = "Kernels beside communication"
     columns: ClassVar[Mapping[str, str]] = {
         "kernel": "Kernel", "setting": "Setting", "samples": "Samples", "compute": "Compute",
         "adds": "Adds to a step", "total": "Step, expected", "worst": "at worst", "used": "Used",
@@ -66,7 +78,7 @@ class KernelTable(TableComponent):
             }
             for row in rows
         ])  # fmt: skip
-        self.say("" if rows else "nothing yet: it is learnt on GPUs, with gpurt.overlap.mode: adaptive")
+        self.say("" if rows else "none yet; they are learned on GPUs, with gpurt.overlap.mode: adaptive")
 
 
 class DecisionTable(TableComponent):

@@ -18,6 +18,7 @@ from dask_gpurt.plugins.progress_reports import METRIC as PROGRESS
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 from dask_gpurt.plugins.topology_reports import TRAFFIC
+from dask_gpurt.topology.links import Link, Speed
 
 #: Interval between two samples, in seconds.
 SAMPLE_INTERVAL_S = 1.0
@@ -145,13 +146,13 @@ class Collector(SchedulerPlugin):
 
     # ---- look-ups of open pages --------------------------------------------------------------
 
-    def limit(self, source: str, target: str) -> tuple[str, float] | None:
-        """Return the class of the link between two workers and its bandwidth; None if it is unknown."""
+    def way(self, source: str, target: str) -> tuple[Link, Speed] | None:
+        """Return the link between two workers and its estimated speed; None if it is unknown, or none."""
         topology = self.runtime.places.topology
-        if topology.place(source) is None or topology.place(target) is None:
+        if source == target or topology.place(source) is None or topology.place(target) is None:
             return None
-        link, speed = topology.way(source, target)
-        return str(link), speed.bandwidth
+        way: tuple[Link, Speed] = topology.way(source, target)
+        return way
 
     def decisions(self, most: int) -> list[dict[str, Any]]:
         """Return the last placement decisions with their reasons, the latest first."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from bokeh.layouts import column
 from bokeh.models import (
     ColumnDataSource,
     DataRange1d,
@@ -15,7 +14,6 @@ from bokeh.models import (
     LinearColorMapper,
 )
 from bokeh.models.widgets import Select
-from bokeh.plotting import figure
 from dask.utils import format_bytes
 
 from dask_gpurt.dashboard.collector import Collector
@@ -41,22 +39,19 @@ TIER_COLOURS = dict(
 RATE_COLOURS = {SPILLED: "#c9475f", UNSPILLED: "#22a06b"}
 
 
+def worker_select() -> Any:
+    """Return a select of a worker, for :class:`OverTime`, which fills in the options."""
+    return Select(value=ALL, width=220)
+
+
 class OverTime(FigureComponent):
     """Show series over time, for all workers or for a selected one, which may have left."""
 
     def __init__(self, find: Find, colours: dict[str, str]):
-        super().__init__(find)
+        tools, times = "pan,xwheel_zoom,reset", DataRange1d(range_padding=0)
+        super().__init__(find, x_axis_type="datetime", tools=tools, x_range=times)
         self.source = ColumnDataSource({"time": [], **{name: [] for name in colours}})
-        self.figure = figure(
-            title=self.title,
-            x_axis_type="datetime",
-            tools="pan,xwheel_zoom,reset",
-            toolbar_location=None,
-            x_range=DataRange1d(range_padding=0),
-            sizing_mode="stretch_both",
-        )
         bytes_axis(self.figure.yaxis[0])
-        self.figure.title.text_font_size = "11px"
         self.lines = {
             name: self.figure.line(
                 "time", name, source=self.source, color=colour, line_width=2, legend_label=name
@@ -77,9 +72,16 @@ class OverTime(FigureComponent):
         legend.location, legend.orientation = "top_left", "horizontal"
         legend.background_fill_alpha = 0.6
         legend.padding = legend.margin = 4
-        self.select: Any = Select(value=ALL, width=220)
+        self.select: Any = worker_select()
         self.select.on_change("value", self._on_chosen)
-        self.root = column(self.select, self.figure, sizing_mode="stretch_both")
+        self.root.children.insert(0, self.select)
+
+    def follow(self, select: Any) -> None:
+        """Show the worker that a select outside of this component chooses, instead of one of its own."""
+        self.root.children.remove(self.select)
+        select.options = self.select.options
+        self.select = select
+        select.on_change("value", self._on_chosen)
 
     def _on_chosen(self, attr: str, old: str, new: str) -> None:
         self.update_now()
@@ -146,11 +148,8 @@ class TiersOfWorkers(FigureComponent):
     title = "Tiers by worker, shares of their limits"
 
     def __init__(self, find: Find):
-        super().__init__(find)
+        super().__init__(find, tools="", y_range=FactorRange(), x_range=FactorRange())
         self.source = ColumnDataSource({name: [] for name in ("worker", "tier", "share", "text", "colour")})
-        self.root = self.figure = figure(
-            title=self.title, tools="", toolbar_location=None, y_range=FactorRange(), x_range=FactorRange()
-        )
         heat = {"field": "share", "transform": LinearColorMapper(palette=HEAT, low=0, high=1)}
         where: dict[str, Any] = {"x": "tier", "y": "worker", "source": self.source}
         self.figure.rect(**where, width=0.96, height=0.9, line_color="#cccccc", fill_color=heat)

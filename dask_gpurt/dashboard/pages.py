@@ -12,13 +12,20 @@ from distributed.dashboard.components import add_periodic_callback
 from dask_gpurt.dashboard.choice_views import DecisionTable, KernelTable, OverlapTable
 from dask_gpurt.dashboard.collector import Collector
 from dask_gpurt.dashboard.components import Component, Find
-from dask_gpurt.dashboard.memory_views import MemoryOverTime, SpillRates, TiersOfWorkers
+from dask_gpurt.dashboard.memory_views import (
+    MemoryOverTime,
+    OverTime,
+    SpillRates,
+    TiersOfWorkers,
+    worker_select,
+)
 from dask_gpurt.dashboard.shuffle_views import ShuffleProgress, ShuffleTable
 from dask_gpurt.dashboard.traffic_views import LinkTable, TrafficHeat
 from dask_gpurt.dask_hooks.dashboard import Page, fill
 
 #: The path of the page with all components.
 PAGE = "gpurt"
+TITLE = "Gpurt"
 #: The component of each individual page and its update interval in milliseconds, by path.
 PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-memory": (MemoryOverTime, 1000),
@@ -32,12 +39,13 @@ PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-kernels": (KernelTable, 5000),
     "/individual-gpurt-decisions": (DecisionTable, 2000),
 }
-#: The rows of the page with all components: height in pixels, and the names of the components side by side.
+#: The rows of the page with all components: the largest height in pixels, and the components side by side.
 LAYOUT = (
-    (300, ("memory", "spilling")),
-    (300, ("shuffles", "workers")),
+    (260, ("memory", "spilling")),
+    (260, ("shuffles",)),
     (240, ("shuffle-table",)),
-    (340, ("traffic", "links")),
+    (320, ("workers", "traffic")),
+    (240, ("links",)),
     (240, ("decisions",)),
     (200, ("overlap",)),
     (200, ("kernels",)),
@@ -57,27 +65,26 @@ def pages(lookup: Lookup) -> dict[str, Page]:
 
 def _whole(lookup: Lookup, scheduler: Any, extra: Mapping[str, Any], document: Any) -> None:
     find = partial(lookup, scheduler)
-    rows = [
-        row(
-            *(_started(f"/individual-gpurt-{name}", find, document) for name in names),
-            sizing_mode="stretch_width",
-            height=height,
-        )
-        for height, names in LAYOUT
-    ]
-    fill(document, column(*rows, sizing_mode="stretch_width"), "GPU runtime", extra)
+    select, rows = worker_select(), []
+    for height, names in LAYOUT:
+        parts = [_started(f"/individual-gpurt-{name}", find, document) for name in names]
+        for part in parts:
+            part.limit_height(height)
+            if isinstance(part, OverTime):
+                part.follow(select)
+        rows.append(row(*(part.root for part in parts), sizing_mode="stretch_width"))
+    fill(document, column(select, *rows, sizing_mode="stretch_width"), TITLE, extra)
 
 
 def _part(lookup: Lookup, path: str, scheduler: Any, extra: Mapping[str, Any], document: Any) -> None:
-    root = _started(path, partial(lookup, scheduler), document)
-    fill(document, root, PARTS[path][0].title, None)
+    part = _started(path, partial(lookup, scheduler), document)
+    fill(document, part.root, part.title, None)
 
 
-def _started(path: str, find: Find, document: Any) -> Any:
-    """Create a component that is updated while the document is shown; return its root."""
+def _started(path: str, find: Find, document: Any) -> Component:
+    """Create a component that is updated while the document is shown."""
     kind, interval = PARTS[path]
     component = kind(find)
     component.update()
     add_periodic_callback(document, component, interval)
-    component.root.sizing_mode = "stretch_both"
-    return component.root
+    return component

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from bokeh.models import ColumnDataSource, FactorRange, Range1d
-from bokeh.plotting import figure
 from dask.utils import format_bytes
 
 from dask_gpurt.dashboard.collector import Collector
@@ -29,34 +28,27 @@ STATE_COLOURS = {"running": "#3d7fc1", "done": "#22a06b", "failed": "#c9475f", "
 class ShuffleProgress(FigureComponent):
     """Show the progress of the last shuffles in each phase."""
 
-    title = "Shuffles, the latest on top"
+    title = "Progress of shuffles, the latest on top"
     phases: ClassVar[Mapping[str, str]] = {
         "sent": "split and sent",
         "received": "received",
-        "done": "put together",
+        "done": "assembled",
     }
 
     def __init__(self, find: Find):
-        super().__init__(find)
+        super().__init__(find, tools="", y_range=FactorRange(), x_range=Range1d(start=0, end=3))
         names = ("shuffle", "left", "right", "back", "text", "at", "colour")
         self.source = ColumnDataSource({name: [] for name in names})
-        self.root = self.figure = figure(
-            title=self.title,
-            tools="",
-            toolbar_location=None,
-            y_range=FactorRange(),
-            x_range=Range1d(start=0, end=3),
-        )
-        self.root.hbar("shuffle", 0.7, "back", "left", source=self.source, color="#eeeeee")
-        self.root.hbar("shuffle", 0.7, "right", "left", source=self.source, color="colour", alpha=0.75)
-        self.root.text(
+        self.figure.hbar("shuffle", 0.7, "back", "left", source=self.source, color="#eeeeee")
+        self.figure.hbar("shuffle", 0.7, "right", "left", source=self.source, color="colour", alpha=0.75)
+        self.figure.text(
             "at", "shuffle", "text", source=self.source, text_baseline="middle", text_font_size="11px"
         )
-        self.root.xaxis.ticker = [0.5, 1.5, 2.5]
-        self.root.xaxis.major_label_overrides = {
+        self.figure.xaxis.ticker = [0.5, 1.5, 2.5]
+        self.figure.xaxis.major_label_overrides = {
             at + 0.5: name for at, name in enumerate(self.phases.values())
         }
-        self.root.grid.grid_line_color = None
+        self.figure.grid.grid_line_color = None
 
     def show(self, collector: Collector) -> None:
         rows = collector.sampler.shuffles.rows(time.time(), MAX_BARS)
@@ -72,8 +64,8 @@ class ShuffleProgress(FigureComponent):
                 data["at"].append(at + 0.05)
                 data["colour"].append(STATE_COLOURS[row["state"]])
         labels = [_short(row) for row in reversed(rows)]
-        if self.root.y_range.factors != labels:
-            self.root.y_range.factors = labels
+        if self.figure.y_range.factors != labels:
+            self.figure.y_range.factors = labels
         put(self.source, data)
         states = [row["state"] for row in rows]
         self.say(", ".join(f"{states.count(s)} {s}" for s in STATE_COLOURS if s in states) or "none yet")
@@ -82,13 +74,26 @@ class ShuffleProgress(FigureComponent):
 class ShuffleTable(TableComponent):
     """Show the figures of the last shuffles: time by step, skew, restarts and recoveries."""
 
-    title = "Shuffles"
+    title = "Figures of shuffles"
     columns: ClassVar[Mapping[str, str]] = {
         "shuffle": "Shuffle", "state": "State", "seconds": "Time", "inputs": "Inputs", "outputs": "Outputs",
         "bytes": "Sent", "rows": "Rows", "skew": "Skew", "splitting": "Split", "packing": "Pack",
         "assembling": "Assemble", "restarts": "Restarts", "recoveries": "Recovered", "reason": "Last reason",
     }  # fmt: skip
-    widths: ClassVar[Mapping[str, int]] = {"shuffle": 110, "skew": 150, "recoveries": 130, "reason": 260}
+    widths: ClassVar[Mapping[str, int]] = {
+        "shuffle": 95,
+        "state": 60,
+        "seconds": 55,
+        "inputs": 60,
+        "outputs": 65,
+        "skew": 110,
+        "splitting": 65,
+        "packing": 65,
+        "assembling": 75,
+        "restarts": 65,
+        "recoveries": 105,
+        "reason": 210,
+    }
 
     def show(self, collector: Collector) -> None:
         rows = collector.sampler.shuffles.rows(time.time(), MAX_ROWS)

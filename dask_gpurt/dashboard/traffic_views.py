@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from bokeh.models import ColumnDataSource, FactorRange, HoverTool, LinearColorMapper
 from bokeh.models.annotations import ColorBar
-from bokeh.plotting import figure
 from dask.utils import format_bytes
 
 from dask_gpurt.dashboard.collector import Collector
@@ -26,27 +25,22 @@ from dask_gpurt.dashboard.components import (
     short_bytes,
 )
 from dask_gpurt.dashboard.traffic import Flow
+from dask_gpurt.topology.links import THROUGH_MEMORY, Link, Speed
 
 
 class TrafficHeat(FigureComponent):
-    """Show the bytes between all pairs of workers, with paths, bandwidth and the speed of the link."""
+    """Show the bytes between all pairs of workers, with paths, bandwidth and the estimate for the link."""
 
     title = "Bytes from worker (row) to worker (column)"
 
     def __init__(self, find: Find):
-        super().__init__(find)
-        names = ("source", "target", "nbytes", "total", "paths", "bandwidth", "limit", "text", "colour")
+        super().__init__(
+            find, tools="", x_range=FactorRange(), y_range=FactorRange(), x_axis_location="above"
+        )
+        names = ("source", "target", "nbytes", "total", "paths", "bandwidth", "estimate", "text", "colour")
         self.source = ColumnDataSource({name: [] for name in names})
         self._mapper = LinearColorMapper(palette=HEAT, low=0, high=1)
-        self.root = self.figure = figure(
-            title=self.title,
-            tools="",
-            toolbar_location=None,
-            x_range=FactorRange(),
-            y_range=FactorRange(),
-            x_axis_location="above",
-        )
-        self.root.rect(
+        self.figure.rect(
             "target",
             "source",
             0.97,
@@ -55,7 +49,7 @@ class TrafficHeat(FigureComponent):
             line_color="#cccccc",
             fill_color={"field": "nbytes", "transform": self._mapper},
         )
-        self.root.text(
+        self.figure.text(
             "target",
             "source",
             "text",
@@ -67,8 +61,8 @@ class TrafficHeat(FigureComponent):
         )
         bar = ColorBar(color_mapper=self._mapper, width=12)
         bytes_axis(bar)
-        self.root.add_layout(bar, "right")
-        self.root.add_tools(
+        self.figure.add_layout(bar, "right")
+        self.figure.add_tools(
             HoverTool(
                 tooltips=[
                     ("from", "@source"),
@@ -76,12 +70,12 @@ class TrafficHeat(FigureComponent):
                     ("bytes", "@total"),
                     ("by path", "@paths"),
                     ("while copied", "@bandwidth"),
-                    ("the link", "@limit"),
+                    ("link, estimated", "@estimate"),
                 ]
             )
         )
-        self.root.xaxis.major_label_orientation = math.pi / 5
-        self.root.grid.grid_line_color = None
+        self.figure.xaxis.major_label_orientation = math.pi / 5
+        self.figure.grid.grid_line_color = None
 
     def show(self, collector: Collector) -> None:
         traffic, workers = collector.sampler.traffic, collector.sampler.workers
@@ -90,7 +84,7 @@ class TrafficHeat(FigureComponent):
         data: Data = {name: [] for name in self.source.data}
         few = len(label) <= 8
         for source, target, flow in traffic.flows():
-            limit, speed = collector.limit(source, target), flow.bandwidth
+            way, speed = collector.way(source, target), flow.bandwidth
             total = format_bytes(flow.nbytes)
             data["source"].append(label[source])
             data["target"].append(label[target])
@@ -98,24 +92,24 @@ class TrafficHeat(FigureComponent):
             data["total"].append(total)
             data["paths"].append(_by_path(flow))
             data["bandwidth"].append(_rate(speed) if speed else "read in place")
-            data["limit"].append(f"{limit[0]}, {_rate(limit[1])}" if limit else "")
+            data["estimate"].append(f"{way[0]}, {_rate(way[1].bandwidth)}" if way else "")
             data["text"].append(total if few else "")
         self._mapper.high = largest = max([1, *data["nbytes"]])
         data["colour"] = ["white" if nbytes > DARK_SHARE * largest else "black" for nbytes in data["nbytes"]]
         ends = sorted(label.values())
-        if self.root.x_range.factors != ends:
-            self.root.x_range.factors, self.root.y_range.factors = ends, ends[::-1]
+        if self.figure.x_range.factors != ends:
+            self.figure.x_range.factors, self.figure.y_range.factors = ends, ends[::-1]
         put(self.source, data)
         self.say(format_bytes(sum(data["nbytes"])) if data["nbytes"] else "none yet")
 
 
 class LinkTable(TableComponent):
-    """Show the pairs with the most bytes, with paths, bandwidth and the speed of the link."""
+    """Show the pairs with the most bytes, with paths, bandwidth and the estimate for the link."""
 
     title = "Transfers"
     columns: ClassVar[Mapping[str, str]] = {
         "source": "From", "target": "To", "nbytes": "Bytes", "paths": "By path", "bandwidth": "While copied",
-        "link": "Link", "limit": "Its speed", "share": "Share",
+        "link": "Link", "estimate": "Estimate", "share": "Of estimate",
     }  # fmt: skip
     widths: ClassVar[Mapping[str, int]] = {
         "source": 60,
@@ -124,8 +118,8 @@ class LinkTable(TableComponent):
         "paths": 270,
         "bandwidth": 95,
         "link": 105,
-        "limit": 80,
-        "share": 50,
+        "estimate": 80,
+        "share": 80,
     }
 
     def show(self, collector: Collector) -> None:
@@ -133,7 +127,7 @@ class LinkTable(TableComponent):
         flows = sorted(collector.sampler.traffic.flows(), key=lambda flow: -flow[2].nbytes)
         rows = []
         for source, target, flow in flows[:MAX_ROWS]:
-            limit, speed = collector.limit(source, target), flow.bandwidth
+            way, speed = collector.way(source, target), flow.bandwidth
             rows.append(
                 {
                     "source": named.get(source, source),
@@ -141,13 +135,26 @@ class LinkTable(TableComponent):
                     "nbytes": format_bytes(flow.nbytes),
                     "paths": _by_path(flow),
                     "bandwidth": _rate(speed) if speed else "read in place",
-                    "link": limit[0] if limit else "",
-                    "limit": _rate(limit[1]) if limit else "",
-                    "share": f"{speed / limit[1]:.0%}" if speed and limit else "",
+                    "link": str(way[0]) if way else "",
+                    "estimate": _rate(way[1].bandwidth) if way else "",
+                    "share": share_of(speed, *way) if speed and way else "",
                 }
             )
         self.put_rows(rows)
+        self.table.columns[-1].visible = any(row["share"] for row in rows)
         self.say("" if rows else "none yet")
+
+
+def share_of(bandwidth: float, link: Link, estimate: Speed) -> str:
+    """Return the share of a link's estimated bandwidth that copies have reached.
+
+    Empty for copies through a memory, which is not the workers' alone. The mean over all copies can exceed
+    the estimate, which follows the latest of them.
+    """
+    if link in THROUGH_MEMORY:
+        return ""
+    share = bandwidth / estimate.bandwidth
+    return f"{share:.0%}" if share <= 1 else "over 100%"
 
 
 def _by_path(flow: Flow) -> str:

@@ -62,7 +62,7 @@ def _individual(pages: Mapping[str, Page]) -> list[str]:
 
 
 def _title(path: str) -> str:
-    return path.removeprefix("/individual-").replace("-", " ").title().replace("Gpurt", "GPU runtime:")
+    return path.removeprefix("/individual-").replace("-", " ").title().replace("Gpurt", "Gpurt:")
 
 
 def fill(document: Any, root: Any, title: str, extra: Mapping[str, Any] | None) -> None:

@@ -14,6 +14,7 @@ from dask.dataframe.dask_expr import _shuffle
 from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection, RenameFrame, ResetIndex
 from dask.dataframe.dask_expr._merge import (
     BlockwiseMerge,
+    BroadcastJoin,
     HashJoinP2P,
     Merge,
     create_assign_index_merge_transfer,
@@ -38,6 +39,7 @@ __all__ = [
     "AssignPartitioningIndex",
     "Blockwise",
     "BlockwiseMerge",
+    "BroadcastJoin",
     "Fused",
     "HashJoinP2P",
     "Merge",

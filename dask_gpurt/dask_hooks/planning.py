@@ -7,6 +7,9 @@ installed on Dask's classes, for all clients of the process.
 
 from __future__ import annotations
 
+import io
+import pickle
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +20,16 @@ import pandas as pd
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Assign, Blockwise, Filter, Projection, optimize_blockwise_fusion
+from dask.dataframe.dask_expr._expr import (
+    Assign,
+    Blockwise,
+    Filter,
+    Isin,
+    Literal,
+    Projection,
+    _DelayedExpr,
+    optimize_blockwise_fusion,
+)
 from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
@@ -25,18 +37,19 @@ from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FromMap
 from dask.delayed import Delayed
-from dask.tokenize import tokenize
+from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
 from dask.typing import Key
 from dask.utils import methodcaller
-from fsspec import AbstractFileSystem
+from pyarrow.fs import FileInfo
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
 
 __all__ = [
     "Expr",
-    "a_file_of",
     "checksum_of_files",
+    "content_of",
+    "copy_of_facts",
     "deferred_values",
     "files_read",
     "fuse_blockwise",
@@ -50,10 +63,12 @@ __all__ = [
     "metadata",
     "name_of",
     "operands_of",
+    "pickled",
     "reads_more_than_operands",
     "rebuild",
     "replace_planning",
     "settings",
+    "state_of_a_file",
     "tell_of_files",
     "with_operand",
     "with_seed",
@@ -119,18 +134,42 @@ def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
     expr._dataset_info_cache = known
 
 
+def copy_of_facts(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of facts about files that expressions of another thread may use at the same time.
+
+    Pickling an expression empties the wrappers of its files for a moment, in which another thread would find
+    nothing in them.
+    """
+    found = dict(known)
+    if "fragments" in found:  # of Arrow's file systems
+        found["fragments"] = [
+            parquet.FragmentWrapper(wrapper.fragment, wrapper._filesystem) for wrapper in found["fragments"]
+        ]
+    return found
+
+
 def checksum_of_files(expr: Expr) -> str | None:
-    """Return the checksum of all files that an expression reads through fsspec; None if it reads none."""
-    if not isinstance(expr, parquet.ReadParquetFSSpec):
+    """Return the checksum of all files that an expression reads; None if it reads no Parquet files."""
+    if not isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
         return None
     return str(expr.checksum)
 
 
-def a_file_of(expr: Expr) -> tuple[AbstractFileSystem, str] | None:
-    """Return the file system and path of one file of a read; None if it has no files."""
+def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
+    """Return what the file system reports of one file of a read; None if it has no files.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the file no longer exists.
+    """
     facts = expr._dataset_info
+    if isinstance(expr, parquet.ReadParquetPyarrowFS):
+        files = facts.get("all_files")  # none if Dask has read a file of metadata in their place
+        return {"size": files[0].size, "mtime": files[0].mtime_ns / 1e9} if files else None
     files = facts["ds"].files
-    return (facts["fs"], files[0]) if files else None
+    state: Mapping[str, Any] | None = facts["fs"].info(files[0]) if files else None
+    return state
 
 
 def reads_more_than_operands(expr: Expr) -> bool:
@@ -161,6 +200,76 @@ def deferred_values(operand: Any) -> list[Any] | None:
     tasks = dict(operand.dask).values()
     values = [task.value for task in tasks if isinstance(task, DataNode)]
     return values if len(values) == len(tasks) else None
+
+
+def content_of(expr: Expr) -> str | None:
+    """Return a token of an expression that is the same in other processes; None if there is none.
+
+    An expression's name is not: that of a Parquet read contains a hash of strings, which Python salts. In
+    other processes an equal token has to stand for an equal result. So all inputs have to be Parquet files,
+    whose checksum counts, or values. A ``Delayed`` that the user has named may have another value there, and
+    options of a file system may be secrets, which should not end up in a file.
+    """
+    tokens: dict[str, str] = {}
+    left = [expr]
+    while left:  # iterative, as in `rebuild`
+        node = left[-1]
+        missing = [each for each in node.dependencies() if name_of(each) not in tokens]
+        if missing:
+            left.extend(missing)
+            continue
+        left.pop()
+        if not node.dependencies() and not _is_known_input(node):
+            return None
+        operands = [tokens[name_of(each)] if isinstance(each, Expr) else each for each in operands_of(node)]
+        if type(node) is Isin and isinstance(node.operands[1], _DelayedExpr):
+            operands[1] = _in_any_order(node.operands[1])
+        try:
+            token = _tokenize_deterministic(type(node), checksum_of_files(node), operands)
+        except TokenizationError:
+            return None
+        tokens[name_of(node)] = token
+    return tokens[name_of(expr)]
+
+
+def _is_known_input(expr: Expr) -> bool:
+    if isinstance(expr, _DelayedExpr):
+        values = deferred_values(expr.operands[0]) or []
+        return [name_of(expr)] == [f"delayed-{_tokenize_deterministic(value)}" for value in values]
+    if isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
+        return not expr.storage_options
+    return isinstance(expr, Literal)
+
+
+def _in_any_order(values: Expr) -> list[Any]:
+    """Return the values of an ``isin``, sorted: Dask takes them from a set, whose order is random."""
+    return [
+        (str(found.dtype), sorted(map(repr, found.tolist()))) if isinstance(found, np.ndarray) else found
+        for found in deferred_values(values.operands[0]) or ()
+    ]
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle expressions with facts about files on Arrow's file systems."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is parquet.FragmentWrapper:
+            # A copy, since pickling would empty it for a moment; see `copy_of_facts`.
+            return parquet.FragmentWrapper(value.fragment, value._filesystem).__reduce__()
+        if type(value) is FileInfo:  # Arrow pickles none
+            return _file_info, (value.path, value.type, value.size, value.mtime_ns)
+        return NotImplemented
+
+
+def _file_info(path: str, kind: Any, size: int | None, mtime_ns: int | None) -> FileInfo:
+    return FileInfo(path, kind, size=size, mtime_ns=mtime_ns)
+
+
+def pickled(value: Any) -> bytes:
+    """Return a pickled expression, or facts about files. Other threads may use it meanwhile."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(value)
+    return file.getvalue()
 
 
 def is_method_name(operand: Any) -> bool:
@@ -298,8 +407,8 @@ def graph_of(plan: Expr) -> dict[Key, GraphNode]:
 def settings() -> tuple[str, ...]:
     """Return the settings that influence planning. Equal settings give equal plans and equal metadata.
 
-    In addition to settings of Dask and pandas, these include the choice of the shuffle method: with a local
-    ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles.
+    In addition to settings of Dask, pandas and cudf, these include the choice of the shuffle method: with a
+    local ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles.
     """
     chosen = dask.config.config
     method = str(vars(_shuffle)["get_default_shuffle_method"]())
@@ -313,7 +422,15 @@ def settings() -> tuple[str, ...]:
         repr(chosen.get("explicit-comms")),
         repr(_PANDAS_OPTIONS.get("mode", {}).get("string_storage")),
         repr(_PANDAS_OPTIONS.get("future")),
+        *_options_of_cudf(),
     )
+
+
+def _options_of_cudf() -> Iterator[str]:
+    """Yield the options of cudf that influence dtypes, if it has been imported."""
+    if (option := getattr(sys.modules.get("cudf"), "get_option", None)) is not None:
+        for name in ("default_integer_bitwidth", "default_float_bitwidth", "mode.pandas_compatible"):
+            yield repr(option(name))
 
 
 # ---- replacing ------------------------------------------------------------------------------------
@@ -340,8 +457,7 @@ def replace_planning(
         Called as ``describe(original, expr)``; returns the metadata of a join, projection, filter, assignment
         or groupby, which depend only on the operands and the metadata of the inputs.
     look_at_files
-        Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files through
-        fsspec needs.
+        Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files needs.
     file_plans
         The number of sets of files and filters for which Dask caches footer statistics.
 
@@ -353,9 +469,10 @@ def replace_planning(
     wraps: dict[Any, Wrap] = {
         PLANNING["__new__"]: lambda original: partial(made, original),
         PLANNING["optimize_until"]: lambda original: partial(optimise, original),
-        PLANNING["_dataset_info"]: lambda original: partial(look_at_files, original),
     }
     for seam in PLANNING.seams:
+        if seam.attribute == "_dataset_info":
+            wraps[seam] = lambda original: partial(look_at_files, original)
         if (concerns := _DESCRIBED.get(seam.short)) is not None:
             wraps[seam] = partial(_where, concerns, describe)
     PLANNING.require()

@@ -10,9 +10,9 @@ from distributed import SpecCluster
 from distributed.stealing import WorkStealing
 
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError
-from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, guarded
-from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, RESULTS, STEALING
-from dask_gpurt.dask_hooks.types import SchedulerState, WorkerState
+from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, Wrap, guarded
+from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, RESULTS, RETIREMENT, STEALING
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerState, WorkerState
 
 
 class Unsuitable(Exception):
@@ -95,6 +95,31 @@ def require_replicas() -> None:
         If a required part of Dask differs from the known one.
     """
     RESULTS.require()
+
+
+def wrap_retirement(patches: PatchSet, scheduler: SchedulerServer, wrap: Wrap) -> None:
+    """Wrap the coroutine that tracks a worker's retirement.
+
+    ``(ws, policy, *, prev_status, close, remove, stimulus_id)`` is called once the worker does not get tasks
+    any more. It waits until the worker's data have been replicated, and then removes the worker.
+
+    Raises
+    ------
+    UnsupportedError
+        If it differs from the known one.
+    """
+    patches.replace(RETIREMENT["_track_retire_worker"], wrap, on=scheduler)
+
+
+def replicate_since(policy: Any) -> None:
+    """Have results replicated that a worker has made since the policy of its retirement was done.
+
+    Dask would lose them. This ends the retirement if no other worker can take them.
+    """
+    manager = policy.manager
+    if policy not in manager.policies and not policy.no_recipients:
+        manager.add_policy(policy)
+        manager.run_once()
 
 
 def network_occupancy(ws: WorkerState) -> int:

@@ -156,6 +156,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_merge:Merge._on_condition_already_partitioned", "self expr on"),
         Seam(_EXPR + "_shuffle:P2PShuffle._layer", "self"),
         Seam(_EXPR + "_merge:BlockwiseMerge._task", "self name index"),
+        Seam(_EXPR + "_merge:BroadcastJoin._layer", "self", bodies=("342b6da8daea",)),
         Seam(_EXPR + "_merge:HashJoinP2P._layer", "self"),
         Seam(_EXPR + "_merge:create_assign_index_merge_transfer", ""),
         Seam(
@@ -183,6 +184,10 @@ PLANNING = SeamGroup(
         Seam("dask._expr:FinalizeCompute"),
         Seam("dask._expr:_ExprSequence"),
         Seam("dask._task_spec:convert_legacy_graph"),
+        Seam("dask.tokenize:_tokenize_deterministic", "args kwargs"),
+        Seam(_EXPR + "_expr:Isin"),
+        Seam(_EXPR + "_expr:Literal"),
+        Seam(_EXPR + "_expr:_DelayedExpr"),
         Seam(_EXPR + "_expr:optimize_blockwise_fusion", "expr"),
         Seam(_EXPR + "_quantiles:RepartitionQuantiles"),
         Seam(_EXPR + "_merge:Merge._meta", "self", bodies=("7c0a8d4b8c24",)),
@@ -192,6 +197,8 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "_reductions:ApplyConcatApply._meta", "self", bodies=("fc1f6575f429",)),
         Seam(_EXPR + "_groupby:GroupbyAggregation._meta", "self", bodies=("ae71eae6efc9",)),
         Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
+        Seam(_EXPR + "io.parquet:ReadParquetPyarrowFS._dataset_info", "self", bodies=("8cf372230c97",)),
+        Seam(_EXPR + "io.parquet:FragmentWrapper", "fragment filesystem file_size fragment_packed"),
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
         Seam(_EXPR + "io.io:FromMap"),
     ),
@@ -204,7 +211,7 @@ RUN_LOOKUP = SeamGroup(
         Seam(_PLUGIN + "get_or_create_shuffle", "self shuffle_id"),
         Seam(_PLUGIN + "get_shuffle_run", "self shuffle_id run_id"),
     ),
-    without="tasks ask the event loop for their run",
+    without="tasks look up their run on the event loop",
 )
 #: Giving a worker results that it neither computes nor fetches, and metadata in its task-finished messages.
 RESULTS = SeamGroup(
@@ -231,7 +238,7 @@ REPLICA_CHOICE = SeamGroup(
             bodies=("19649549c823",),
         ),
     ),
-    without="dependencies are fetched from where Dask chooses",
+    without="Dask chooses where dependencies are fetched from",
 )
 #: The choice of the worker that runs a task. Methods that differ are left to Dask individually.
 PLACEMENT = SeamGroup(
@@ -264,6 +271,12 @@ STEALING = SeamGroup(
     ),
     without="Dask chooses which worker takes tasks from others",
 )
+#: The retirement of a worker: waiting for its data to be replicated, and its removal.
+RETIREMENT = SeamGroup(
+    "retirement",
+    (Seam(_SCHEDULER + "_track_retire_worker", "self ws policy prev_status close remove stimulus_id"),),
+    without="inputs of shuffles that a retired worker had transferred are transferred again",
+)
 #: The HTTP server of a running scheduler, to which pages are added.
 HTTP = SeamGroup(
     "pages of the scheduler",
@@ -286,7 +299,7 @@ NANNY = SeamGroup(
             "worker_class env interface host port protocol config worker_kwargs",
         ),
     ),
-    without="one worker runs where several were to share a GPU",
+    without="only one worker runs on the GPU",
 )
 #: The pages of a scheduler's dashboard. Comparing one of them imports Bokeh.
 DASHBOARD = SeamGroup(
@@ -306,4 +319,16 @@ DASHBOARD = SeamGroup(
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only if Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING)
-PARTS = (*REQUIRED, READS, EXPRESSIONS, PLANNING, RUN_LOOKUP, RESULTS, REPLICA_CHOICE, NANNY, HTTP, *CHOICES)
+PARTS = (
+    *REQUIRED,
+    READS,
+    EXPRESSIONS,
+    PLANNING,
+    RUN_LOOKUP,
+    RESULTS,
+    RETIREMENT,
+    REPLICA_CHOICE,
+    NANNY,
+    HTTP,
+    *CHOICES,
+)

@@ -22,6 +22,8 @@ from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
 
 #: The statuses of a server that is closing or closed.
 CLOSING = (Status.closing, Status.closed, Status.failed)
+#: The statuses of a worker that has left, or retires.
+LEAVING = (*CLOSING, Status.closing_gracefully)
 
 
 def wrap_execute(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
@@ -119,9 +121,12 @@ def put_results(worker: WorkerServer, results: Mapping[Key, object]) -> None:
     if new:
         worker.handle_stimulus(UpdateDataEvent(data=new, stimulus_id=stimulus_id))
     for key, state in states.items():
-        # The key is being fetched or computed. That continues and reports the replica at its end; until then
-        # withdraw the replica.
-        if state not in ("released", "memory"):
+        if state == "memory":
+            # It was fetched, and its task has run again before the scheduler had heard of this replica.
+            worker.state.data[key] = results[key]
+        elif state != "released":
+            # The key is being fetched or computed. That continues and reports the replica at its end; until
+            # then withdraw the replica.
             worker.batched_stream.send({"op": "release-worker-data", "key": key, "stimulus_id": stimulus_id})
 
 

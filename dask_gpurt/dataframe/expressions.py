@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from dask.utils import apply
+
 from dask_gpurt.dask_hooks.expr import (
     Assign,
     AssignPartitioningIndex,
     Blockwise,
     BlockwiseMerge,
+    BroadcastJoin,
     Fused,
     HashJoinP2P,
     P2PShuffle,
@@ -29,7 +32,7 @@ from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, 
 from dask_gpurt.frames import Hashed, Ranged
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.shuffle.joins import merge_aligned, merge_unpack
+from dask_gpurt.shuffle.joins import merge_aligned, merge_frames, merge_unpack
 
 
 class GpurtShuffle(P2PShuffle):
@@ -203,6 +206,23 @@ class GpurtBlockwiseMerge(BlockwiseMerge):
     def _task(self, name: Any, index: int) -> Task:
         task = super()._task(name, index)
         return Task(name, merge_aligned, *task.args, **task.kwargs)
+
+
+class GpurtSemiMerge(BlockwiseMerge):
+    """Join aligned partitions, or one that others share, of which only the keys of the right side count."""
+
+    def _task(self, name: Any, index: int) -> Task:
+        task = super()._task(name, index)
+        return Task(name, merge_frames, *task.args, **task.kwargs)
+
+
+class GpurtBroadcastSemiJoin(BroadcastJoin):
+    """Join each partition with all of the smaller side, of which only the keys of the right side count."""
+
+    def _layer(self) -> dict[Any, Any]:
+        layer: dict[Any, Any] = super()._layer()
+        joins = {key: task for key, task in layer.items() if task[0] is apply}
+        return layer | {key: (apply, merge_frames, *task[2:]) for key, task in joins.items()}
 
 
 class _WholeHashJoin(HashJoinP2P):

@@ -27,6 +27,7 @@ from dask_gpurt.dask_hooks.expr import (
     Assign,
     AssignPartitioningIndex,
     BlockwiseMerge,
+    BroadcastJoin,
     HashJoinP2P,
     Merge,
     RearrangeByColumn,
@@ -48,7 +49,9 @@ from dask_gpurt.dask_hooks.planning import keys_of
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dataframe.expressions import (
     GpurtBlockwiseMerge,
+    GpurtBroadcastSemiJoin,
     GpurtHashJoin,
+    GpurtSemiMerge,
     GpurtShuffle,
     GpurtTaskShuffle,
     HashTargets,
@@ -59,6 +62,7 @@ from dask_gpurt.frames import library
 from dask_gpurt.observe import MethodChoice
 from dask_gpurt.planning.fusing import needed_tasks
 from dask_gpurt.shuffle import ShuffleSpec
+from dask_gpurt.shuffle.joins import SEMI
 
 #: Called with the name of an expression and the choice for it, each time that it is lowered.
 OnChoice = Callable[[str, MethodChoice], None]
@@ -196,10 +200,12 @@ class Lowering:
         for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
             if is_aligned(expr, side, on):  # at most the other side is shuffled
                 aligned = original(expr)
-                return GpurtBlockwiseMerge(*aligned.operands) if type(aligned) is BlockwiseMerge else aligned
+                if type(aligned) is BlockwiseMerge:
+                    return GpurtBlockwiseMerge(*aligned.operands)
+                return _as_we_join(aligned)
         lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
         if type(lowered) is not HashJoinP2P:
-            return lowered
+            return _as_we_join(lowered)
         self._on_choice(name_of(expr), choice)
         return GpurtHashJoin(*lowered.operands)
 
@@ -253,6 +259,13 @@ def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
 def _names_ours(asked: str | None) -> bool:
     """Return whether the method of an expression, or the default if it has none, is ours."""
     return (asked or default_shuffle_method()) == METHOD
+
+
+def _as_we_join(lowered: Any) -> Any:
+    """Replace a semi join without a shuffle by ours; return any other expression unchanged."""
+    kinds: dict[type, Any] = {BlockwiseMerge: GpurtSemiMerge, BroadcastJoin: GpurtBroadcastSemiJoin}
+    kind = kinds.get(type(lowered))
+    return kind(*lowered.operands) if kind is not None and lowered.how == SEMI else lowered
 
 
 def _as_dask_knows(expr: Any, parameter: str) -> Any:

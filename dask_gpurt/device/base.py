@@ -296,6 +296,18 @@ class CodecError(Exception):
     """A device could not compress or decompress bytes; the message has the reason."""
 
 
+class Guard(Protocol):
+    """Call back when user code cannot allocate."""
+
+    def renew(self) -> None:
+        """Guard the allocator that user code has now, in case it has been replaced. On the event loop."""
+        ...
+
+    def remove(self) -> None:
+        """Stop, and give user code the allocator that it would have without the guard. On the event loop."""
+        ...
+
+
 class Codec(Protocol):
     """Compress buffers of a device. Thread-safe; its methods block."""
 
@@ -507,8 +519,8 @@ class Device(Protocol):
         """Return a function that pins host memory and returns the undo; None if pinning has no benefit."""
         ...
 
-    def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
-        """Install a callback for failed allocations of user code; return the undo.
+    def guard(self, short: Callable[[int], bool]) -> Guard:
+        """Install a callback for failed allocations of user code.
 
         Parameters
         ----------

@@ -37,6 +37,7 @@ from dask_gpurt.device.base import (
     Codec,
     DeviceFiles,
     Fence,
+    Guard,
     Mapping,
     MappingError,
     Pool,
@@ -50,6 +51,7 @@ from dask_gpurt.device.base import (
 )
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
+from dask_gpurt.device.cuda_guard import ResourceGuard
 from dask_gpurt.device.cuda_memory import DeviceSpan, behind, copy_async, cut
 from dask_gpurt.device.green import GreenContexts, usual_context
 from dask_gpurt.topology.detect import host_id
@@ -151,9 +153,7 @@ class CudaDevice:
         self.integrated = bool(runtime.getDeviceProperties(self.index)["integrated"])
         self._streams = threading.local()
         self._codecs: dict[str, Codec] | None = None
-        #: Count the bytes allocated by user code since `guard`, and since the last call of `peak`.
-        self._held: Any = None
-        self._since: Any = None
+        self._guard: ResourceGuard | None = None
 
     def stream(self) -> tuple[Stream, Any]:
         """Return this thread's communication stream, for rmm and libcudf, and for cupy."""
@@ -340,31 +340,16 @@ class CudaDevice:
         runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
         return lambda: runtime.hostUnregister(memory.ctypes.data)
 
-    def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
+    def guard(self, short: Callable[[int], bool]) -> Guard:
         _start_spilling_of_cudf()
-        before = rmm.mr.get_per_device_resource(self.index)
-        self._held = rmm.mr.StatisticsResourceAdaptor(before)
-        self._since = rmm.mr.StatisticsResourceAdaptor(self._held)
-        self._since.push_counters()
-        ours = rmm.mr.FailureCallbackResourceAdaptor(self._since, short)
-        rmm.mr.set_per_device_resource(self.index, ours)
-        return lambda: self._give_back(ours, before)
-
-    def _give_back(self, ours: Any, before: Any) -> None:
-        self._held = self._since = None
-        # If another resource has been installed on top, it keeps wrapping ours.
-        if rmm.mr.get_per_device_resource(self.index) is ours:
-            rmm.mr.set_per_device_resource(self.index, before)
+        self._guard = ResourceGuard(self.index, short)
+        return self._guard
 
     def peak(self) -> int:
-        if self._since is None:
-            return 0
-        since = self._since.pop_counters()
-        self._since.push_counters()
-        return int(since.peak_bytes)
+        return self._guard.peak() if self._guard is not None else 0
 
     def allocated(self) -> int:
-        return int(self._held.allocation_counts.current_bytes) if self._held is not None else 0
+        return self._guard.allocated() if self._guard is not None else 0
 
     def close(self) -> None:
         pass

@@ -256,6 +256,16 @@ def _up(offset: int) -> int:
     return -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+class NoGuard:
+    """Guard nothing: Linux overcommits memory, so ``malloc`` does not fail."""
+
+    def renew(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        pass
+
+
 class HostDevice:
     """Use the CPU and host memory.
 
@@ -388,8 +398,8 @@ class HostDevice:
     def pinning(self) -> None:
         return None  # its copies do not cross a bus
 
-    def guard(self, short: Callable[[int], bool]) -> Callable[[], None]:
-        return passed  # Linux overcommits memory, so malloc does not fail
+    def guard(self, short: Callable[[int], bool]) -> NoGuard:
+        return NoGuard()
 
     def peak(self) -> int:
         return 0

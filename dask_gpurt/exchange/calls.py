@@ -1,7 +1,8 @@
 """Call handlers of peers, and retry broken connections until the peer replies or has left.
 
-A worker that disappears silently, or is paused, does not break its connections: Dask tries to connect for 30
-seconds, and waits for a reply forever. So each call is monitored.
+A worker that disappears silently, or is stopped, does not break its connections: Dask tries to connect for 30
+seconds, and waits for a reply forever. So each call is monitored. A call that a run waits for also ends when
+the scheduler has not heard from the peer either; the run then goes on without it.
 
 Every handler of the exchange is idempotent, so a call whose reply was lost can be retried.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.exchange.shard import PeerLost
+from dask_gpurt.exchange.shard import PeerLost, RunKey
 from dask_gpurt.observe import Metrics
 
 #: Failed calls after which a peer counts as lost, and the longest pause between two of them in seconds.
@@ -27,6 +28,10 @@ CLOSES = "gpurt: this worker closes"
 WATCH_S = 0.5
 #: The most addresses of removed workers that are remembered.
 MAX_REMOVED = 1024
+
+
+def _no_run() -> RunKey | None:
+    return None
 
 
 class Calls:
@@ -55,7 +60,15 @@ class Calls:
         if (removal := self._removals.pop(address, None)) is not None:
             removal.set_result(None)
 
-    async def call(self, address: str, op: str, *, check: Callable[[], None], **message: Any) -> Any:
+    async def call(
+        self,
+        address: str,
+        op: str,
+        *,
+        check: Callable[[], None],
+        awaited_by: Callable[[], RunKey | None] = _no_run,
+        **message: Any,
+    ) -> Any:
         """Call a handler of the worker at an address, with retries; return its reply.
 
         Parameters
@@ -64,16 +77,19 @@ class Calls:
             The name of the handler, which has to be idempotent.
         check
             Raises if the reply is no longer needed. Called while waiting and before each retry.
+        awaited_by
+            Returns the run that currently waits for the reply, if any.
 
         Raises
         ------
         PeerLost
-            If the worker has left, is closing, or could not be reached in :data:`MAX_CALLS` calls.
+            If the worker has left, is closing, or could not be reached in :data:`MAX_CALLS` calls; or if it
+            is silent and a run waits for it. It may have received the message, or still receive it.
         """
         pause = FIRST_PAUSE_S
         for number in range(1, MAX_CALLS + 1):
             try:
-                return await self.once(address, op, check=check, **message)
+                return await self.once(address, op, check=check, awaited_by=awaited_by, **message)
             except OSError as error:
                 check()
                 self._metrics.add("exchange.calls.repeated")
@@ -87,13 +103,21 @@ class Calls:
             check()
         raise AssertionError("unreachable")
 
-    async def once(self, address: str, op: str, *, check: Callable[[], None], **message: Any) -> Any:
-        """Call a handler once.
+    async def once(
+        self,
+        address: str,
+        op: str,
+        *,
+        check: Callable[[], None],
+        awaited_by: Callable[[], RunKey | None] = _no_run,
+        **message: Any,
+    ) -> Any:
+        """Call a handler once; see :meth:`call`.
 
         Raises
         ------
         PeerLost
-            If the worker leaves during the call, or fails to reply because it is closing.
+            If the worker leaves during the call, fails to reply because it is closing, or is silent.
         OSError
             If the connection breaks.
         """
@@ -105,11 +129,20 @@ class Calls:
         try:
             while not await self._answered(answer, address):
                 check()
-                if await self.has_left(address) and not answer.done():
-                    raise PeerLost(f"worker {address} has left")
+                lost = await self._lost(address, awaited_by())
+                if lost is not None and not answer.done():
+                    raise PeerLost(lost)
             return await self._result(answer, address)
         finally:
             answer.cancel()  # a no-op if it is done
+
+    async def _lost(self, address: str, run: RunKey | None) -> str | None:
+        """Return why a worker will not reply in time; None if it may."""
+        if await self.has_left(address):
+            return f"worker {address} has left"
+        if run is not None and await self._is_silent(address, run):
+            return f"worker {address} does not reply, and the scheduler does not hear from it"
+        return None
 
     async def _answered(self, answer: asyncio.Future[Any], address: str) -> bool:
         """Wait for a reply, a removal of the worker or the next check; return whether the reply has come."""
@@ -140,6 +173,13 @@ class Calls:
     async def is_closing(self, address: str) -> bool:
         """Ask the scheduler whether a worker has left or is closing; False if it is unreachable."""
         return await self._ask(address, closing=True)
+
+    async def _is_silent(self, address: str, run: RunKey) -> bool:
+        """Ask the scheduler whether a run goes on without a worker; False if it is unreachable."""
+        shuffle, run_id = run
+        with contextlib.suppress(OSError, RuntimeError):  # as in `_ask`
+            return bool(await self._worker.scheduler.gpurt_silent(id=shuffle, run_id=run_id, worker=address))
+        return False
 
     async def _ask(self, address: str, **more: bool) -> bool:
         # Either way this worker is about to close: it has lost its scheduler, or closed its own connections.

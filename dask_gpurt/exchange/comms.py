@@ -6,7 +6,8 @@ Coroutines run on the event loop, copies and compression in threads of the excha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 from weakref import WeakValueDictionary
@@ -44,6 +45,8 @@ class Comms:
         self._compressor = Compressor(endpoint.metrics)
         #: By peer, the lock for its first shard, held while that is fetched.
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        #: The copies in the pool in host memory, made or in the making, by kind of device, shard and share.
+        self._copies: dict[tuple[str, int, int], tuple[RunKey, asyncio.Task[dict[str, Any] | None]]] = {}
 
     def _carries(self, device: Device) -> bool:
         """Return whether this worker's comms can send buffers of a device directly."""
@@ -89,8 +92,10 @@ class Comms:
             producer.address,
             "gpurt_fetch",
             check=incoming.check_wanted,
+            awaited_by=lambda: incoming.run,
             kind=shard.device,
             shard=shard.id,
+            share=shard.share,
             run=list(incoming.run),
             packing=packing,
             staged_for=None if incoming.path.staging is None else self._end.me.address,
@@ -137,9 +142,7 @@ class Comms:
             self._end.links.arrivals.observe(nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
-        """Return the sections of a fetched shard. Staged ones are valid until the staged copy is released.
-        Blocks.
-        """
+        """Return the sections of a fetched shard. Staged ones are valid until it is released. Blocks."""
         sizes = [section.nbytes for section in incoming.shard.sections]
         if reply["staged"]:
             assert incoming.path.staging is not None
@@ -164,6 +167,7 @@ class Comms:
         self,
         kind: str,
         shard: int,
+        share: int,
         run: list[Any],
         packing: dict[str, Any] | None,
         staged_for: str | None,
@@ -193,17 +197,18 @@ class Comms:
             self._end.metrics.add("exchange.messages.stale")
             return {"data": None}
         outbox = self._end.pools.known(kind)
-        blocks = outbox.view(shard)
+        blocks = outbox.view(shard, share)
         if blocks is None:
             return {"data": None}
         device = self._end.pools.device(kind)
         staged = None
         if staged_for:
-            staged = await self._end.offload(self._staged, device, blocks, key, staged_for)
+            copy = partial(self._copy, device, blocks, key, staged_for)
+            staged = await self._staged((kind, shard, share), key, copy)
         codec, data = None, []
         if staged is None:
             codec, data = await self._end.offload(self._prepared, device, blocks, key, packing)
-        if outbox.view(shard) is None:  # the run has ended, before the staged copy was published
+        if outbox.view(shard, share) is None:  # released meanwhile, or its run has ended
             if staged is not None:
                 self._end.pools.known("host").release([(staged["shard"], COPIED)])
             return {"data": None}
@@ -214,10 +219,38 @@ class Comms:
             "seconds": perf_counter() - start,
         }
 
-    def _staged(
-        self, device: Device, blocks: Sequence[Block], run: RunKey, peer: str
+    async def _staged(
+        self, which: tuple[str, int, int], run: RunKey, copy: Callable[[], dict[str, Any] | None]
     ) -> dict[str, Any] | None:
-        """Copy a shard into the pool in host memory; return None if that has no room."""
+        """Return a shard's copy in the pool in host memory; None if that has no room.
+
+        A repeated fetch gets the same copy: its owner does not know of an earlier one, and would free only
+        one of them.
+        """
+        if (known := self._copies.get(which)) is None:
+            known = self._copies[which] = run, asyncio.ensure_future(self._end.offload(copy))
+        _, copying = known
+        try:
+            return await asyncio.shield(copying)
+        finally:
+            if copying.done() and _result(copying) is None and self._copies.get(which) is known:
+                del self._copies[which]  # the next fetch tries again
+
+    def release(self, kind: str, shards: Iterable[tuple[int, int]]) -> None:
+        """Free the copies of shards that their owners have released, given as pairs of a shard and a share.
+
+        An owner releases a shard once it does not read it any more, so it does not read the copy either.
+        """
+        for shard, share in shards:
+            if (known := self._copies.pop((kind, shard, share), None)) is not None:
+                known[1].add_done_callback(self._free)
+
+    def _free(self, copying: asyncio.Future[dict[str, Any] | None]) -> None:
+        if (staged := _result(copying)) is not None:
+            self._end.pools.known("host").release([(staged["shard"], COPIED)])
+
+    def _copy(self, device: Device, blocks: Sequence[Block], run: RunKey, peer: str) -> dict[str, Any] | None:
+        """Copy a shard into the pool in host memory; return None if that has no room. Blocks."""
         outbox = self._end.pools.outbox("host")
         copies: list[Block] = []
         try:
@@ -251,8 +284,14 @@ class Comms:
         return device.for_comm(buffer) if self._carries(device) else memoryview(device.to_host(buffer))
 
     def forget(self, run: RunKey) -> None:
-        """Forget a run that is over."""
+        """Forget a run that is over; its copies are freed with its other blocks."""
         self._compressor.forget(run)
+        self._copies = {which: known for which, known in self._copies.items() if known[0] != run}
+
+
+def _result(copying: asyncio.Future[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """Return a copy that is complete; None if there was no room or it has failed."""
+    return None if copying.cancelled() or copying.exception() is not None else copying.result()
 
 
 def received(data: Any) -> Buffer | np.ndarray:

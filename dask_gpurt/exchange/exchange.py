@@ -95,7 +95,7 @@ class Exchange:
         self.requests = PeerRequests(endpoint, self)
         self.pools.ask_for_room = self.requests.ask_for_room
         inflight = settings.exchange.inflight
-        self.puller = Puller(endpoint, inflight, self.comms, self.requests, self._tell_in_flight)
+        self.puller = Puller(endpoint, inflight, self.comms, self._tell_in_flight)
         self._incoming: defaultdict[Peer, set[IncomingShard]] = defaultdict(set)
         self._asked: dict[Peer, float] = {}
         self._publishing: set[RunKey] = set()
@@ -237,7 +237,7 @@ class Exchange:
         self.requests.release_soon(shard.producer, shard.device, shard.id, shard.share)
 
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
-        """Release incoming shards that are no longer needed. Blocks while landed ones are being read.
+        """Release incoming shards that are no longer needed, those being read with their last reader. Blocks.
 
         Raises
         ------
@@ -281,7 +281,10 @@ class Exchange:
     def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None:
         """Handle the release of shards of incarnation ``to``, given as pairs of a shard and a share."""
         if to == self.me.incarnation:
-            self.pools.known(kind).release((shard, share) for shard, share in shards)
+            released = [(shard, share) for shard, share in shards]
+            self.pools.known(kind).release(released)
+            self.comms.release(kind, released)
+            self.requests.note_released()
         else:  # for a former worker at this address, whose shard ids mean nothing here
             self.metrics.add("exchange.messages.stale")
 

@@ -9,7 +9,8 @@ system has no memory for it. Its producer then waits as if the pool were full. T
    next.
 2. While a producer waits, there is a round twice a second: all workers of the host return the memory of free
    blocks, and ask the owners of all their published blocks to copy them. Owners need no pool for that, since
-   the copies can go to disk. So published blocks become free, and the next round returns their memory.
+   the copies can go to disk. So published blocks become free, and the next round returns their memory. A
+   worker that is stopped does not delay the others: each has a limited time to reply.
 3. A waiting producer without published blocks needs no signal, since it retries each round.
 4. Memory that other producers take in the meantime goes into blocks that are published in turn, and their
    number is bounded by the number of inputs. A run that fails, and a worker that dies, return all of theirs.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from distributed.comm.addressing import get_address_host
@@ -103,25 +104,16 @@ class HostRoom:
         try:
             # If the scheduler is unreachable, the next round asks it, or this worker closes.
             with contextlib.suppress(OSError):
-                self._note(await self._held())
+                host = get_address_host(self._worker.address)
+                # A scheduler on which the runtime has been switched off replies None.
+                self._note(await self._worker.scheduler.gpurt_host_room(host=host) or {})
         finally:
             self._asking = False
 
-    async def _held(self) -> dict[str, Any]:
-        """Make all workers of this host return memory; return the bytes that each of them still uses."""
-        replies: dict[str, Any] = await self._worker.scheduler.broadcast(
-            msg={"op": "gpurt_make_room"},
-            hosts=[get_address_host(self._worker.address)],
-            on_error="return_pickle",
-        )
-        return replies
-
-    def _note(self, held: dict[str, Any]) -> None:
-        """Record the result of a round."""
-        # The reply of a worker on which the runtime is off is None. The reply of an unreachable worker is an
-        # error, which counts as memory in use.
+    def _note(self, held: Mapping[str, int | None]) -> None:
+        """Record the bytes that the workers of this host still use, None for those that have not told."""
         now = time.monotonic()
-        if self._worker.address not in held or any(held.values()):
+        if self._worker.address not in held or any(nbytes != 0 for nbytes in held.values()):
             self._foreign_since = None
         elif self._foreign_since is None:
             self._foreign_since = now

@@ -65,10 +65,12 @@ class IncomingShard:
         self.landing = landing
         self._release = release
         self._failed = failed
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
         self._readers = 0
         self._moving = False
         self._held = True
+        #: Whether the bytes are in the landing.
+        self._kept = False
         self._landed: Future[None] = Future()
         #: Done once the producer's block is released: nothing here reads it any more.
         self.let_go: Future[None] = Future()
@@ -92,7 +94,7 @@ class IncomingShard:
             self._moving = False
             in_vain = self.state is ShardState.GONE
             if not in_vain:
-                self.state = ShardState.LANDED
+                self.state, self._kept = ShardState.LANDED, True
                 self._forget()
             let_go = self._lets_go()
         if in_vain:
@@ -143,10 +145,9 @@ class IncomingShard:
         finally:
             with self._lock:
                 self._readers -= 1
-                self._lock.notify_all()
                 let_go = self.state in (ShardState.LANDED, ShardState.GONE) and self._lets_go()
-            if let_go:
-                self._let_go()
+                unused = self._drops()
+            self._end(let_go, unused)
 
     def source(self, which: int) -> Buffer:
         """Return the mapped bytes of a section in the producer's pool; valid while the shard is there."""
@@ -159,22 +160,24 @@ class IncomingShard:
         return [self.source(which) for which in range(len(self.shard.sections))]
 
     def discard(self) -> None:
-        """Release a shard that is no longer needed. If it has landed, blocks while it is being read.
+        """Release a shard that is no longer needed, or leave that to its last reader.
 
-        If it is in the producer's pool, its last reader releases it, and this does not block. Blocking could
-        deadlock: the reader may be waiting for the pull of another shard, which needs this thread.
+        This does not wait for readers, since that could deadlock: a reader may be waiting for the pull of
+        another shard, which needs this thread.
         """
         with self._lock:
-            before, self.state = self.state, ShardState.GONE
-            while self._readers and before is ShardState.LANDED:
-                self._lock.wait()
-            let_go = self._lets_go()
+            self.state = ShardState.GONE
+            let_go, unused = self._lets_go(), self._drops()
+        self._end(let_go, unused)
+        self._forget()
+
+    def _end(self, let_go: bool, unused: bool) -> None:
+        """Release the producer's block and delete the landed bytes, if the caller has to."""
         if let_go:
             self._let_go()
-        if before is ShardState.LANDED:
+        if unused:
             self._pass_fences()
             self.landing.discard(self.key)
-        self._forget()
 
     def abandon(self) -> None:
         """Release the shard, now or with its last reader. The caller ensures that no move or read starts."""
@@ -215,6 +218,12 @@ class IncomingShard:
         """Return whether the caller must release the producer's block; True at most once. Under the lock."""
         held, self._held = self._held, self._held and (self._moving or self._readers > 0)
         return held and not self._held
+
+    def _drops(self) -> bool:
+        """Return whether the caller must delete the landed bytes; True at most once. Under the lock."""
+        unused = self._kept and self.state is ShardState.GONE and not self._readers
+        self._kept = self._kept and not unused
+        return unused
 
     def _let_go(self) -> None:
         # Not under the lock, since waiting for a fence may take long, and the event loop takes the lock too.

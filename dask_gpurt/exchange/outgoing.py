@@ -148,11 +148,11 @@ class Outbox:
             finally:
                 self.waiting -= 1
 
-    def view(self, shard: int) -> tuple[Block, ...] | None:
-        """Return the blocks of a shard; None if it is not published any more."""
+    def view(self, shard: int, share: int) -> tuple[Block, ...] | None:
+        """Return the blocks of a shard; None if it is not published for this share any more."""
         with self._changed:
             entry = self._entries.get(shard)
-        return entry.blocks if entry else None
+            return entry.blocks if entry is not None and share in entry.readers else None
 
     def release(self, shards: Iterable[tuple[int, int]]) -> None:
         """Release shards on behalf of their owners.
@@ -190,6 +190,12 @@ class Outbox:
         with self._changed:
             mine = (entry for entry in self._entries.values() if entry.run == run)
             return {owner for entry in mine for owner in entry.readers.values()}
+
+    def unread(self, run: RunKey, me: str) -> int:
+        """Return the number of shards of a run that workers other than ``me`` may still read."""
+        with self._changed:
+            mine = (entry for entry in self._entries.values() if entry.run == run)
+            return sum(any(owner != me for owner in entry.readers.values()) for entry in mine)
 
     def shares(self, run: RunKey) -> dict[int, str]:
         """Return the shares of a run whose blocks may still be read, each with its owner."""

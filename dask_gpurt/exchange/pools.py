@@ -107,6 +107,10 @@ class Pools:
         """Return the owners that may still read blocks of a run, each with the outbox of the blocks."""
         return [(outbox, owner) for outbox in list(self._outboxes.values()) for owner in outbox.owners(run)]
 
+    def unread(self, run: RunKey, me: str) -> int:
+        """Return the number of shards of a run that workers other than ``me`` may still read."""
+        return sum(outbox.unread(run, me) for outbox in list(self._outboxes.values()))
+
     def end(self, run: RunKey) -> None:
         """Free the retained blocks of a run that has ended."""
         for outbox in list(self._outboxes.values()):

@@ -14,8 +14,6 @@ from dask_gpurt.device.base import CodecError
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
-from dask_gpurt.exchange.outgoing import COPIED
-from dask_gpurt.exchange.requests import PeerRequests
 from dask_gpurt.exchange.shard import ExchangeClosed
 from dask_gpurt.observe import Fallback
 
@@ -39,13 +37,11 @@ class Puller:
         endpoint: Endpoint,
         inflight: int,
         comms: Comms,
-        requests: PeerRequests,
         changed: Callable[[], None],
     ):
         self._end = endpoint
         self._limiter = ResourceLimiter(inflight)
         self._comms = comms
-        self._requests = requests
         self._changed = changed
         #: The number of pulls in flight.
         self.under_way = 0
@@ -122,7 +118,6 @@ class Puller:
             assert incoming.path.staging is not None
             for offset, section in zip(staged["offsets"], incoming.shard.sections, strict=True):
                 incoming.path.staging.drop_pages(offset, section.nbytes)
-            self._requests.release_soon(incoming.shard.producer, "host", staged["shard"], COPIED)
 
     def _recorded(self, incoming: IncomingShard) -> AbstractContextManager[None]:
         """Record the body as a pull, if a trace is being recorded."""

@@ -1,7 +1,7 @@
 """Send requests to the exchanges of peers; :class:`Exchange` has the handlers.
 
-An owner releases the blocks that it has read. A producer that is short of room asks owners to copy the shards
-that they would read in place, and at the end of a run asks them to release its shards.
+An owner releases the blocks that it has read. A producer that is short of room, or about to leave, asks
+owners to copy the shards that they would read in place, and at the end of a run to release its shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from dask_gpurt.exchange.endpoint import Endpoint
-from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.exchange.outgoing import ROOM_RETRY_INTERVAL_S, Outbox
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,10 @@ class PeerRequests:
         self._here = here
         #: Releases to be sent, by pool; a key exists while a task is sending its releases.
         self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
+        #: Set whenever a peer releases shards of this worker.
+        self._is_released = asyncio.Event()
+        #: The owners that are being asked for room.
+        self._draining: set[str] = set()
 
     # ---- from an owner to the producers of its shards --------------------------------
 
@@ -113,10 +117,31 @@ class PeerRequests:
         if owner == self._end.me.address:
             self._here.drain(producer=list(self._end.me))
             return
+        if owner in self._draining:  # it is silent: further requests would only take connections
+            return
+        self._draining.add(owner)
         me = list(self._end.me)
-        # Best effort: the request is repeated while room is short.
-        with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
-            await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+        try:
+            # Best effort: the request is repeated while room is short.
+            with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
+                await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+        finally:
+            self._draining.discard(owner)
+
+    def note_released(self) -> None:
+        """Note that a peer has released shards of this worker."""
+        self._is_released.set()
+
+    async def evacuate(self, run: RunKey) -> None:
+        """Ask owners to copy the published shards of a run; return once no other worker may read any."""
+        me = self._end.me.address
+        while owners := {owner for _, owner in self._end.pools.owners(run)} - {me}:
+            await self._send_drain(owners)
+            with contextlib.suppress(TimeoutError):  # ask again: more may have been offered since
+                async with asyncio.timeout(ROOM_RETRY_INTERVAL_S):
+                    while self._end.pools.unread(run, me):
+                        self._is_released.clear()
+                        await self._is_released.wait()
 
     async def withdraw(self, run: RunKey) -> None:
         """Free the published blocks of a run, once no owner reads them any more."""
@@ -134,7 +159,7 @@ class PeerRequests:
         if owner == self._end.me.address:
             await self._here.forget(producer=list(self._end.me), run=list(run))
             return True
-        message = {"producer": list(self._end.me), "run": list(run)}
+        message: dict[str, Any] = {"producer": list(self._end.me), "run": list(run)}
         try:
             await self._end.calls.once(owner, "gpurt_forget", check=self._check_open, **message)
         except PeerLost:

@@ -82,10 +82,14 @@ class ReportReply(Reply):
     details: Annotated[dict[str, object], "the full report of each `worker` of the query, by address"]
 
 
+#: Stable, also where people are shown other names.
+TIER_NAMES = "`device`, `pinned`, `host` or `disk`; on a worker without a GPU `device` is its memory"
+
+
 class TierReply(TypedDict):
     """Hold the bytes of a tier."""
 
-    tier: Annotated[str, "`device`, `pinned`, `host` or `disk`"]
+    tier: Annotated[str, TIER_NAMES]
     capacity: Annotated[int, "maximum bytes in the tier"]
     headroom: Annotated[int, "capacity less partitions, shards and reservations"]
     partitions: Annotated[int, "results of tasks"]
@@ -106,7 +110,7 @@ class PrefixReply(TypedDict):
     """Hold the bytes in a tier of one worker that belong to one prefix of tasks."""
 
     worker: Annotated[str, "its address"]
-    tier: Annotated[str, "`device`, `pinned`, `host` or `disk`"]
+    tier: Annotated[str, TIER_NAMES]
     kind: Annotated[str, "`partitions`, `shards` or `reservations`"]
     prefix: Annotated[str, "prefix of the tasks; for kinds other than partitions, the kind"]
     bytes: int

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from enum import Enum
 
 from dask_gpurt.observe.counting import Metrics
@@ -38,7 +40,7 @@ class MethodChoice(Enum):
     LOCAL_SCHEDULER = "local-scheduler", False, "'scheduler' is one of Dask's own in the client's process"
     UNSUPPORTED_FRAMES = "unsupported-frames", False, "the frames are neither pandas nor cudf"
     COLUMN_LEVELS = "column-levels", False, "the columns have several levels"
-    OTHER_METHOD = "other-method", False, "the method is another one of Dask's"
+    OTHER_METHOD = "other-method", False, "another Dask method is set"
 
     def __init__(self, id: str, taken: bool, text: str):
         self.id = id
@@ -55,3 +57,42 @@ class MethodChoice(Enum):
     def counted(self, counters: Mapping[str, float]) -> int:
         """Return the count of this choice in the counters of a report."""
         return int(counters.get(f"shuffle.{'taken' if self.taken else 'left'}.{self.id}", 0))
+
+
+class Choices:
+    """Tell choices of shuffle methods, and record those that are made in planning a query.
+
+    A plan that another process has made is used without choosing again; then the recorded ones are told.
+
+    Parameters
+    ----------
+    tell
+        Called with the name of an expression and the choice for it.
+    """
+
+    def __init__(self, tell: Callable[[str, MethodChoice], None]):
+        self._tell = tell
+        self._recorded: ContextVar[list[tuple[str, MethodChoice]] | None] = ContextVar(
+            "gpurt-choices", default=None
+        )
+
+    def __call__(self, expression: str, choice: MethodChoice) -> None:
+        """Tell a choice, and record it if that is asked for."""
+        if (recorded := self._recorded.get()) is not None:
+            recorded.append((expression, choice))
+        self._tell(expression, choice)
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[tuple[str, MethodChoice]]]:
+        """Record the choices that are made in the context."""
+        found: list[tuple[str, MethodChoice]] = []
+        token = self._recorded.set(found)
+        try:
+            yield found
+        finally:
+            self._recorded.reset(token)
+
+    def tell_again(self, recorded: Iterable[tuple[str, MethodChoice]]) -> None:
+        """Tell recorded choices."""
+        for expression, choice in recorded:
+            self._tell(expression, choice)

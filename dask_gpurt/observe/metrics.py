@@ -156,6 +156,11 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter("shuffle.runs.restarted", "runs that restarted as a whole", on=Server.SCHEDULER),
         _counter(
+            "shuffle.workers.silent",
+            "silent workers that runs went on without",
+            on=Server.SCHEDULER,
+        ),
+        _counter(
             "shuffle.outputs.moved",
             "outputs moved to other owners once their sizes were known",
             on=Server.SCHEDULER,
@@ -270,14 +275,18 @@ METRICS: Mapping[str, Metric] = {
             on=Server.CLIENT,
         ),
         _counter(
-            "planning.metadata.{outcome}", "metadata of operations: `reused`, `computed`", on=Server.CLIENT
+            "planning.metadata.{outcome}",
+            "metadata of operations: `reused`, `loaded`, `computed`",
+            on=Server.CLIENT,
         ),
         _counter(
             "planning.files.{outcome}",
-            "inspections of the files of a table: `reused`, `read`",
+            "inspections of the files of a table: `reused`, `loaded`, `read`",
             on=Server.CLIENT,
         ),
-        _counter("planning.plans.{outcome}", "optimised queries: `reused`, `computed`", on=Server.CLIENT),
+        _counter(
+            "planning.plans.{outcome}", "optimised queries: `reused`, `loaded`, `computed`", on=Server.CLIENT
+        ),
         # ---- overlap
         _counter("overlap.decisions", "changes of the setting under which a kernel runs"),
         _counter("overlap.confined", "times that compute was confined"),

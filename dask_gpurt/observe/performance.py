@@ -17,7 +17,8 @@ from dask.utils import format_bytes, format_time
 from dask_gpurt.observe.chrome_trace import chrome_trace
 from dask_gpurt.observe.metrics import METRICS, Kind, Unit, UnknownMetricError, find
 from dask_gpurt.observe.recording import Kind as EventKind
-from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.report import RuntimeReport, shown_name
+from dask_gpurt.observe.shown_tiers import shown_columns
 from dask_gpurt.observe.trace import Trace
 
 #: Maximum size of a compressed trace that is embedded in the page.
@@ -166,7 +167,8 @@ def _transfers(trace: Trace) -> Table:
 
 
 def _memory(memory: Sequence[Mapping[str, Any]]) -> Table:
-    kinds = [name for name in (memory[0] if memory else {}) if name not in ("worker", "tier")]
+    columns = shown_columns(memory, list(memory[0]) if memory else [])
+    kinds = [name for name in columns if name not in ("worker", "tier")]
     rows = [(str(row["worker"]), str(row["tier"]), *(_bytes(row[kind]) for kind in kinds)) for row in memory]
     return Table("Memory", "The contents of the tiers at the end.", ("worker", "tier", *kinds), rows)
 
@@ -177,7 +179,9 @@ def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
         unit, counts = _declared(name)
         grown = value - before.counters.get(name, 0) if counts else value
         if grown:
-            rows.append((name, _readable(grown, unit), "grew" if counts else "most so far"))
+            rows.append(
+                (shown_name(name, after.devices), _readable(grown, unit), "grew" if counts else "most so far")
+            )
     return Table(
         "Counters",
         "The growth of counters; the largest value of gauges since the runtime was switched on.",

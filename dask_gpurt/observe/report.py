@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
@@ -11,8 +10,8 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.observe.fallbacks import FORMER_KEYS
 from dask_gpurt.observe.metrics import Unit, UnknownMetricError, find
+from dask_gpurt.observe.shown_tiers import shown_metric
 
 
 class _Plain(Mapping[str, Any]):
@@ -76,24 +75,18 @@ class FallbackCount(_Record):
     count: int
 
     @classmethod
-    def of(cls, id: str, known: Mapping[str, Any]) -> FallbackCount:
-        """Build the count of a fallback from plain values; those of versions before 0.1 have no text."""
-        return cls(**cls._known({"text": id, **known}))
+    def of(cls, known: Mapping[str, Any]) -> FallbackCount:
+        """Build the count of a fallback from plain values."""
+        return cls(**cls._known(known))
 
 
 class Fallbacks(_Plain):
-    """Hold counts of fallbacks, by the id of a :class:`~dask_gpurt.observe.Fallback`.
-
-    The texts that were the keys before are accepted for one release, with a warning.
-    """
+    """Hold counts of fallbacks, by the id of a :class:`~dask_gpurt.observe.Fallback`."""
 
     def __init__(self, counted: Mapping[str, Mapping[str, Any]] | None = None):
-        self._counted = {id: FallbackCount.of(id, known) for id, known in (counted or {}).items()}
+        self._counted = {id: FallbackCount.of(known) for id, known in (counted or {}).items()}
 
     def __getitem__(self, id: str) -> FallbackCount:
-        if id not in self._counted and (current := FORMER_KEYS.get(id)) in self._counted:
-            warnings.warn(f"the fallback {id!r} has the id {current!r} now", DeprecationWarning, stacklevel=2)
-            id = str(current)
         return self._counted[id]
 
     def __iter__(self) -> Iterator[str]:
@@ -106,7 +99,7 @@ class Fallbacks(_Plain):
         return f"{type(self).__name__}({self._counted!r})"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class WorkerReport(_Record):
     """Report the state, counters and fallbacks of the runtime on one worker.
 
@@ -165,10 +158,19 @@ class WorkerReport(_Record):
             return ("error",)
         return tuple(name for name in super()._names() if name != "error")
 
+    def __repr__(self) -> str:
+        if self.error is not None:
+            return f"<WorkerReport: no answer, {self.error}>"
+        lines = [f"<WorkerReport: dask-gpurt {self.version} on {' and '.join(self.devices) or 'no device'}"]
+        lines += [f"  {problem}" for problem in self.problems]
+        lines += _counter_lines(self.counters, set(self.devices))
+        lines += [f"  {_fallback(id, known)}" for id, known in self.fallbacks.items()]
+        return "\n".join(lines) + ">"
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class DepartedWorker(_Record):
-    """Report the counters and fallbacks of a worker that has left, as of its last heartbeat.
+    """Report the counters and fallbacks of a worker that has left, as of its last heartbeat or report.
 
     Parameters
     ----------
@@ -177,8 +179,8 @@ class DepartedWorker(_Record):
     left
         When the scheduler noticed that it had left, in seconds since the epoch.
     silent
-        Seconds from its last heartbeat until then, which the counters do not cover; None if it never
-        reported.
+        Seconds from its last heartbeat or report until then, which the counters do not cover; None if there
+        was neither.
     counters, fallbacks
         As in a :class:`WorkerReport`.
     """
@@ -194,6 +196,9 @@ class DepartedWorker(_Record):
     def of(cls, known: Mapping[str, Any]) -> DepartedWorker:
         """Build the report of a worker that has left from plain values."""
         return cls(**cls._known({**known, "fallbacks": Fallbacks(known["fallbacks"])}))
+
+    def __repr__(self) -> str:
+        return f"<DepartedWorker: {self}>"
 
     def __str__(self) -> str:
         at = datetime.fromtimestamp(self.left).strftime("%H:%M:%S")
@@ -217,7 +222,7 @@ class RuntimeReport(_Record):
     counters
         Metrics of the whole cluster by name, as listed in ``docs/reference/metrics.md``: the sums of
         counters, the largest values of gauges. Workers that have left are included as of their last
-        heartbeat.
+        heartbeat or report.
     fallbacks
         Fallbacks of the scheduler, by id.
     workers
@@ -267,12 +272,17 @@ class RuntimeReport(_Record):
         ]
         return pd.DataFrame(rows, columns=["worker", "metric", "value", "unit"])
 
+    @property
+    def devices(self) -> set[str]:
+        """Return the kinds of device of all workers."""
+        return {kind for worker in self.workers.values() for kind in worker.devices}
+
     def __repr__(self) -> str:
         if not self.enabled:
             return "<RuntimeReport: the runtime is off>"
         count = len(self.workers)
         lines = [f"<RuntimeReport: dask-gpurt {self.version} on {count} worker{'' if count == 1 else 's'}"]
-        lines += [f"  {name}: {_readable(name, value)}" for name, value in sorted(self.counters.items())]
+        lines += _counter_lines(self.counters, self.devices)
         lines += [f"  scheduler {_fallback(id, known)}" for id, known in self.fallbacks.items()]
         for address, worker in self.workers.items():
             if worker.error is not None:
@@ -284,8 +294,20 @@ class RuntimeReport(_Record):
         return "\n".join(lines) + ">"
 
 
+def shown_name(metric: str, devices: set[str]) -> str:
+    """Return the name of a metric as it is printed: on workers without a GPU tiers have other names."""
+    return shown_metric(metric) if devices == {"host"} else metric
+
+
+def _counter_lines(counters: Mapping[str, float], devices: set[str]) -> list[str]:
+    return [
+        f"  {shown_name(name, devices)}: {_readable(name, value)}" for name, value in sorted(counters.items())
+    ]
+
+
 def _fallback(id: str, known: FallbackCount) -> str:
-    return f"fell back {known.count} times, {known.text} ({id}): {known.reason}"
+    times = "once" if known.count == 1 else f"{known.count} times"
+    return f"fell back {times}, {known.text} ({id}): {known.reason}"
 
 
 def _unit(name: str) -> Unit:

@@ -1,14 +1,16 @@
 """Map the tiers of a worker to their display names. Pure.
 
-Metrics use the same names on all workers: the tier in which tasks compute is ``device``, and published shards
-count beside it. On a worker without a GPU that tier is host memory, and the pool of published shards is in
-shared memory.
+Metrics and the JSON API use the same names on all workers: the tier in which tasks compute is ``device``,
+and published shards count beside it. On a worker without a GPU that tier is host memory, and the pool of
+published shards is in shared memory. Whatever is printed for people uses the display names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from dask_gpurt.observe.metrics import UnknownMetricError, find
 
 Row = Mapping[str, Any]
 
@@ -16,6 +18,10 @@ Row = Mapping[str, Any]
 MEMORY, SHARED_MEMORY = "memory", "shared memory"
 #: All display names, from fast to slow.
 SHOWN = ("device", MEMORY, SHARED_MEMORY, "pinned", "host", "disk")
+#: Display names of the exchange pools, by kind of device.
+SHOWN_POOLS: Mapping[str, str] = {"host": SHARED_MEMORY, "cuda": "device"}
+#: The labels of metrics that name a tier.
+_TIER_LABELS = ("tier", "from", "to")
 
 
 def shown_tiers(rows: Iterable[Row], shared_memory: Mapping[str, int]) -> Iterator[Row]:
@@ -55,3 +61,23 @@ def _pool(row: Row, capacity: int) -> Row:
         "headroom": capacity - row["published"],
         "published": row["published"],
     }
+
+
+def shown_columns(shown: Iterable[Row], columns: Sequence[str]) -> list[str]:
+    """Return the columns to print for rows with display names: without ``cudf`` where no worker has a GPU."""
+    gpus = any(row["tier"] == "device" for row in shown)
+    return [column for column in columns if gpus or column != "cudf"]
+
+
+def shown_metric(name: str) -> str:
+    """Return the name of a metric of workers without a GPU, followed by the display names of its tiers."""
+    try:
+        metric = find(name)
+    except UnknownMetricError:  # from a worker with another version
+        return name
+    found = metric.pattern.fullmatch(name)
+    values = zip(metric.labels, found.groups() if found else (), strict=True)
+    tiers = [value for label, value in values if label in _TIER_LABELS]
+    if "device" not in tiers:
+        return name
+    return f"{name} ({' to '.join(MEMORY if tier == 'device' else tier for tier in tiers)})"

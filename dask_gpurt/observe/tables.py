@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.observe.shown_tiers import Row, shown_tiers
+from dask_gpurt.observe.shown_tiers import Row, shown_columns, shown_tiers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,27 +28,13 @@ class Table(Sequence[Row]):
     columns: tuple[str, ...]
 
     def __getitem__(self, item: Any) -> Any:
-        if isinstance(item, (int, slice)):
-            return self.rows[item]
-        return self._former(f"[{item!r}]")[item]
+        return self.rows[item]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._former(f".{name}"), name)
-
-    def _former(self, used: str) -> pd.DataFrame:
-        """Return the frame that clients used to get, with a warning; to be removed in version 0.2."""
-        warnings.warn(
-            f"this is not a frame any more: call .to_pandas() before {used}", DeprecationWarning, stacklevel=3
-        )
-        return self._frame()
 
     def _frame(self) -> pd.DataFrame:
         return pd.DataFrame(self.rows, columns=list(self.columns))
@@ -59,13 +44,17 @@ class Table(Sequence[Row]):
         return self._frame()
 
     def __repr__(self) -> str:
-        frame = self.to_pandas()
+        frame = self._printed()
         if frame.empty:
             return f"<{self._title()}: no rows>"
         for column in frame:
             if (format := self._format(str(column))) is not None:
                 frame[column] = ["" if pd.isna(value) else format(value) for value in frame[column]]
         return f"<{self._title()}\n{frame.to_string(index=False)}>"
+
+    def _printed(self) -> pd.DataFrame:
+        """Return the frame with the columns to print."""
+        return self.to_pandas()
 
     def _title(self) -> str:
         return type(self).__name__
@@ -105,6 +94,10 @@ class MemoryUsage(Table):
             return self._frame()
         shown = shown_tiers(self.rows, self.shared_memory)
         return pd.DataFrame(list(shown), columns=list(self.columns))
+
+    def _printed(self) -> pd.DataFrame:
+        shown = list(shown_tiers(self.rows, self.shared_memory))
+        return pd.DataFrame(shown, columns=shown_columns(shown, self.columns))
 
     def _title(self) -> str:
         if not self.rows:

@@ -30,7 +30,7 @@ class Clock(NamedTuple):
     round_trip: float
 
 
-@dataclass
+@dataclass(repr=False)
 class ProcessTrace:
     """Hold the recording of one server.
 
@@ -76,6 +76,9 @@ class ProcessTrace:
         self._received += arrived
         self.lost = self._lost_before + lost + taken - self._received
 
+    def __repr__(self) -> str:
+        return f"<ProcessTrace of {self.name or 'a process'}: {_events(len(self.events), self.lost)}>"
+
     def aligned(self) -> Iterator[Event]:
         """Yield the events with times on the scheduler's clock."""
         offset = self.clock.offset if self.clock else 0.0
@@ -108,7 +111,7 @@ class StepSummary(NamedTuple):
     nbytes: int
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace:
     """Hold the trace of a cluster.
 
@@ -131,6 +134,10 @@ class Trace:
     processes: dict[str, ProcessTrace] = field(default_factory=dict)
     unanswered: dict[str, str] = field(default_factory=dict)
     left_out: int = 0
+
+    def __repr__(self) -> str:
+        events = sum(len(process.events) for process in self.processes.values())
+        return f"<Trace of {len(self.processes)} processes: {_events(events, self.lost)}>"
 
     @property
     def lost(self) -> int:
@@ -164,6 +171,10 @@ class Trace:
             for (address, step), events in found.items()
         ]
         return sorted(rows, key=lambda row: (-row.seconds, -row.times, row.process, row.step))
+
+
+def _events(count: int, lost: int) -> str:
+    return f"{count:,} events{f', {lost:,} lost' if lost else ''}"
 
 
 def title(event: Event) -> str:

@@ -5,16 +5,13 @@ Workers share the file. Each merges its statistics under a lock and replaces the
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from dask_gpurt.config.cache_files import alone, directory, replace
 from dask_gpurt.overlap.statistics import OverlapStatistics
 
 #: The version of the file's format.
@@ -42,11 +39,6 @@ class CacheKey:
 
     def __str__(self) -> str:
         return ", ".join([self.device, *(f"{name} {number}" for name, number in self.libraries.items())])
-
-
-def directory() -> Path:
-    """Return the default folder of statistics files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "dask-gpurt")
 
 
 def default_path(cache_key: CacheKey) -> Path:
@@ -106,14 +98,14 @@ def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
         If the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path):
+    with alone(path):
         values = {
             "format": FILE_FORMAT,
             "device": cache_key.device,
             "libraries": dict(cache_key.libraries),
             "known": merged(read(path, cache_key), known).plain(),
         }
-        _replace(path, values)
+        replace(path, lambda file: file.write(json.dumps(values).encode()))
 
 
 def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistics:
@@ -126,26 +118,3 @@ def merged(one: OverlapStatistics, other: OverlapStatistics) -> OverlapStatistic
         if name not in found.kernels or kernel.samples >= found.kernels[name].samples:
             found.kernels[name] = kernel
     return found
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Lock the file against other workers, between reading and replacing it."""
-    import fcntl  # only on systems that the runtime supports
-
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-        yield
-
-
-def _replace(path: Path, values: Mapping[str, Any]) -> None:
-    """Replace the file atomically, so that other workers never read a partial file."""
-    handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    try:
-        with open(handle, "w") as file:
-            json.dump(values, file)
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise

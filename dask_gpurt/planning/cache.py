@@ -12,6 +12,9 @@ There are four caches, each for a different computation that Dask repeats:
 
 The name of an expression depends on operations, parameters and the checksums of files, but not on settings.
 If a setting that influences planning changes, all caches are cleared.
+
+Metadata, plans and facts about files are also kept in a store, from which other processes load them
+(:mod:`~dask_gpurt.planning.store`).
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.planning import (
     Expr,
-    a_file_of,
     checksum_of_files,
+    content_of,
+    copy_of_facts,
     files_read,
     is_computation,
     known_of_files,
@@ -35,14 +39,18 @@ from dask_gpurt.dask_hooks.planning import (
     reads_more_than_operands,
     replace_planning,
     settings,
+    state_of_a_file,
     tell_of_files,
 )
-from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.planning.files import FileStates, Source, has_version
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics
+from dask_gpurt.observe.methods import Choices
+from dask_gpurt.planning.files import FileStates, has_version, source_of
 from dask_gpurt.planning.fusing import fuse
+from dask_gpurt.planning.kept import LOADED, Found, Generation, Kept
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
 from dask_gpurt.planning.schemas import schema_of
+from dask_gpurt.planning.store import Store
 
 #: The sizes of the caches. The 22 queries of TPC-H create 7,000 expressions.
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT = 8_192, 4_096, 256, 256
@@ -60,6 +68,10 @@ class PlanningCache:
         Counts uses of the caches.
     is_fused
         Returns whether computations of the current client are fused.
+    store
+        Returns the store for results of the current client; None if they are not kept for other processes.
+    choices
+        Is told the choices of shuffle methods in plans that another process has made.
     """
 
     def __init__(
@@ -67,19 +79,23 @@ class PlanningCache:
         current_client: Callable[[], Hashable | None],
         metrics: Metrics,
         is_fused: Callable[[], bool] = lambda: False,
+        store: Callable[[], Store | None] = lambda: None,
+        choices: Choices | None = None,
     ):
         self._current_client = current_client
         self._is_fused = is_fused
         self._metrics = metrics
         self._patches = PatchSet()
         self._lock = threading.Lock()
+        self._choices = choices or Choices(lambda expression, choice: None)
         self._settings: tuple[Any, ...] | None = None
         self._changes = 0
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
-        self._metadata: LRU[Any] = LRU(METADATA_LIMIT)
-        self._plans: LRU[Expr] = LRU(PLANS_LIMIT)
-        self._files: LRU[tuple[FileStates, dict[str, Any]]] = LRU(FILES_LIMIT)
+        self._metadata: Kept[Any] = Kept("metadata", METADATA_LIMIT, store)
+        #: Plans, with the choices of shuffle methods made for them.
+        self._plans: Kept[tuple[Expr, list[tuple[str, MethodChoice]]]] = Kept("plans", PLANS_LIMIT, store)
+        self._files: Kept[tuple[FileStates, dict[str, Any]]] = Kept("files", FILES_LIMIT, store)
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
 
     def install(self) -> None:
@@ -108,23 +124,35 @@ class PlanningCache:
         for kept in (self._expressions, self._metadata, self._plans, self._files, self._versioned):
             kept.clear()
 
-    def _generation(self) -> int | None:
-        """Return a number that changes with the settings, clearing the caches then; None without a client.
+    def _generation(self) -> Generation | None:
+        """Return the current generation, clearing the caches if it is a new one; None without a client.
 
         The number is part of cache keys. If thread 1 optimises, thread 2 changes a setting and clears the
         caches, and then thread 1 stores its plan, the plan has the previous generation and is never found.
         """
         if (client := self._current_client()) is None:
             return None
-        found = (client, *settings())
+        current = settings()
+        found = (client, *current)
         with self._lock:
             changed = found != self._settings
             self._settings = found
             self._changes += changed
-            generation = self._changes
+            generation = Generation(self._changes, current)
         if changed:
             self.clear()
         return generation
+
+    def _keep(
+        self, kept: Kept[Any], generation: Generation, key: Hashable, value: Any, sought: Found[Any]
+    ) -> None:
+        """Keep a result, in the store only if no setting has changed since its generation was taken.
+
+        If thread 1 plans while thread 2 changes a setting, the plan may be partly of either. In memory it has
+        the previous generation, and is never found. But another process may have these settings again. Even
+        if thread 2 restores the setting, the number differs: each expression that a thread makes compares.
+        """
+        kept.put(generation, key, value, sought if self._generation() == generation else Found(None, LOADED))
 
     # ---- replacements of Dask's functions -----------------------------------------------------------
 
@@ -160,30 +188,37 @@ class PlanningCache:
         if generation is None or expr not in self._plain:
             return plan_anew()
         self._expressions.put(name_of(expr), expr)
-        key = (generation, name_of(expr), stage, fused, runs_locally())
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = plan_anew()
-            self._plans.put(key, plan)
+        way = (stage, fused, runs_locally())
+
+        def content() -> Hashable | None:
+            return None if (token := content_of(expr)) is None else (token, way)
+
+        key = (name_of(expr), way)
+        found = self._plans.get(generation, key, content)
+        if found.value is None:
+            with self._choices.recorded() as chosen:
+                plan = plan_anew()
+            self._keep(self._plans, generation, key, (plan, chosen), found)
             self._metrics.add("planning.plans.{outcome}", 1, "computed")
-        else:
-            self._metrics.add("planning.plans.{outcome}", 1, "reused")
+            return plan
+        plan, chosen = found.value
+        if found.how == LOADED:
+            self._choices.tell_again(chosen)
+        self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return plan
 
     def _describe(self, original: Callable[[Expr], Any], expr: Expr) -> Any:
         generation = self._generation()
         if generation is None or (operation := _operation_key(expr)) is None:
             return original(expr)
-        key = (generation, operation)
-        found = self._metadata.get(key)
-        if found is None:
-            found = original(expr)
-            self._metadata.put(key, found)
-            self._metrics.add("planning.metadata.{outcome}", 1, "computed")
-        else:
-            self._metrics.add("planning.metadata.{outcome}", 1, "reused")
+        found = self._metadata.get(generation, operation, lambda: operation)
+        frame = found.value
+        if frame is None:
+            frame = original(expr)
+            self._keep(self._metadata, generation, operation, frame, found)
+        self._metrics.add("planning.metadata.{outcome}", 1, "computed" if found.value is None else found.how)
         # Give each expression its own frame, as Dask does, since index names may be set in place.
-        return found.copy(deep=False) if hasattr(found, "iloc") else found
+        return frame.copy(deep=False) if hasattr(frame, "iloc") else frame
 
     def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
         if (known := known_of_files(expr)) is not None:
@@ -192,24 +227,28 @@ class PlanningCache:
         if generation is None:
             return original(expr)
         read = files_read(expr)
-        operands, source = frozen(read), Source.of(read)
+        operands, source = frozen(read), source_of(read)
         if operands is None or source is None:
             return original(expr)
-        key = (generation, operands)
         # Taken before reading: if files change meanwhile, the states differ on the next lookup.
         states = source.states()
         if states is None:
             return original(expr)
-        before = self._files.get(key)
-        if before is not None and before[0] == states:
-            known = dict(before[1])
+        key = (type(expr), operands)
+
+        def content() -> Hashable | None:
+            return None if read["storage_options"] else key  # which may be secrets
+
+        found = self._files.get(generation, key, content)
+        if found.value is not None and found.value[0] == states:
+            known = copy_of_facts(found.value[1])
             tell_of_files(expr, known)
-            self._metrics.add("planning.files.{outcome}", 1, "reused")
+            self._metrics.add("planning.files.{outcome}", 1, found.how)
             return known
-        found = original(expr)
-        self._files.put(key, (states, dict(found)))
+        known = original(expr)
+        self._keep(self._files, generation, key, (states, copy_of_facts(known)), found)
         self._metrics.add("planning.files.{outcome}", 1, "read")
-        return found
+        return known
 
     def _may_change(self, expr: Expr) -> bool:
         """Return whether an expression with plain operands may change although its name stays the same."""
@@ -226,13 +265,11 @@ class PlanningCache:
 
 def _has_versions(expr: Expr) -> bool:
     """Return whether the name of a read changes whenever its files are written."""
-    if (file := a_file_of(expr)) is None:
-        return False
-    files, path = file  # one file represents the whole table
     try:
-        return has_version(files.info(path))
+        state = state_of_a_file(expr)  # one file represents the whole table
     except FileNotFoundError:  # removed since Dask listed it
         return False
+    return state is not None and has_version(state)
 
 
 def _operation_key(expr: Expr) -> Hashable | None:

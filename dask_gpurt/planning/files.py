@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fsspec import AbstractFileSystem
-from fsspec.core import url_to_fs
+from fsspec.core import has_magic, url_to_fs
+from pyarrow.fs import FileSelector, FileSystem, FileType, LocalFileSystem
 
 #: What a file system reports of each file, by file name: size, times, and version tags.
 FileStates = dict[str, dict[str, Any]]
-
-_PATTERN_CHARACTERS = "*?["
 
 #: Fields, in lower case, by which file systems report a tag that differs for each content of a file.
 _TAGS = frozenset(
@@ -25,38 +24,53 @@ _TAGS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Source:
-    """List the files and folders of a table, with their file system."""
-
-    files: AbstractFileSystem
-    paths: tuple[str, ...]
-
-    @classmethod
-    def of(cls, read: Mapping[str, Any]) -> Source | None:
-        """Return the files of a Parquet read through fsspec; None for patterns and other file systems.
-
-        Parameters
-        ----------
-        read
-            The operands of the read by name.
-        """
-        given = read["path"]
-        paths = [given] if isinstance(given, (str, os.PathLike)) else given
-        if read["filesystem"] != "fsspec" or not isinstance(paths, list) or not paths:
-            return None
-        names = [os.fspath(path) for path in paths]
-        if any(character in name for name in names for character in _PATTERN_CHARACTERS):
-            return None
-        found = [url_to_fs(path, **(read["storage_options"] or {})) for path in names]
-        return cls(found[0][0], tuple(path for _, path in found))
+class Source(Protocol):
+    """List the files of a table."""
 
     def states(self) -> FileStates | None:
         """Return the state of each file, including those in folders; None if a file has no version."""
+        ...
+
+
+def source_of(read: Mapping[str, Any]) -> Source | None:
+    """Return the files of a Parquet read, through fsspec or Arrow's local file system; None for others.
+
+    Parameters
+    ----------
+    read
+        The operands of the read by name.
+    """
+    given, filesystem = read["path"], read["filesystem"]
+    is_list = isinstance(given, list)
+    names = [os.fspath(path) for path in (given if is_list else [given])]
+    if not names:
+        return None
+    if isinstance(filesystem, str) and filesystem.lower() in ("arrow", "pyarrow"):
+        is_local = not read["storage_options"] and type(FileSystem.from_uri(names[0])[0]) is LocalFileSystem
+        return ArrowSource.of(names) if is_local else None
+    if type(filesystem) is LocalFileSystem:
+        return ArrowSource.of(names)
+    if filesystem != "fsspec":
+        return None
+    found = [url_to_fs(name, **(read["storage_options"] or {})) for name in names]
+    # As Dask does: in a list any pattern is expanded, a single path only if it has an asterisk.
+    patterns = [path for _, path in found if (has_magic(path) if is_list else "*" in path)]
+    return FsspecSource(found[0][0], tuple(path for _, path in found), frozenset(patterns))
+
+
+@dataclass(frozen=True)
+class FsspecSource:
+    """List files, those in folders, and those that match patterns, through a file system of fsspec."""
+
+    files: AbstractFileSystem
+    paths: tuple[str, ...]
+    patterns: frozenset[str] = frozenset()
+
+    def states(self) -> FileStates | None:
+        """Return the state of each file; None if a file has no version."""
         found: FileStates = {}
         for path in self.paths:
-            self.files.invalidate_cache(path)  # cached listings of an object store may be stale
-            found |= self.files.find(path, detail=True)
+            found |= self._matching(path) if path in self.patterns else self._within(path)
         for name, listed in found.items():
             # Some stores list a path that is a file without its details, and a listing has the times of a
             # symbolic link itself rather than of its target.
@@ -66,6 +80,51 @@ class Source:
                 except FileNotFoundError:  # a dangling link: keep its listed state
                     continue
         return found if all(map(has_version, found.values())) else None
+
+    def _within(self, path: str) -> FileStates:
+        self.files.invalidate_cache(path)  # cached listings of an object store may be stale
+        within: FileStates = self.files.find(path, detail=True)
+        return within
+
+    def _matching(self, pattern: str) -> FileStates:
+        self.files.invalidate_cache()  # it may match in any folder
+        found = self.files.glob(pattern, detail=True).items()
+        return {name: listed for name, listed in found if listed["type"] != "directory"}
+
+
+@dataclass(frozen=True)
+class ArrowSource:
+    """List files and folders of the local file system of Arrow, which follows links to folders."""
+
+    paths: tuple[str, ...]
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> ArrowSource:
+        """Return the source of paths, which may be URIs."""
+        return cls(tuple(name.removeprefix("file://").rstrip("/") for name in names))
+
+    def states(self) -> FileStates | None:
+        """Return the state of each file; None if a file has no version."""
+        try:
+            found = {name: _state_of(name) for name in self._files()}
+        except FileNotFoundError:  # removed since it was listed: Dask finds out
+            return None
+        return found if all(map(has_version, found.values())) else None
+
+    def _files(self) -> Iterator[str]:
+        files = LocalFileSystem()
+        for path in self.paths:
+            if os.path.isdir(path):
+                listed = files.get_file_info(FileSelector(path, recursive=True))
+                yield from (info.path for info in listed if info.type == FileType.File)
+            else:
+                yield path
+
+
+def _state_of(name: str) -> dict[str, Any]:
+    status = os.stat(name)
+    times = {"mtime": status.st_mtime, "mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+    return {"size": status.st_size, "dev": status.st_dev, "ino": status.st_ino, **times}
 
 
 def has_version(state: Mapping[str, Any]) -> bool:

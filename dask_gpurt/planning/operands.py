@@ -1,7 +1,8 @@
 """Select the expressions that may be cached: they hold no data, and are fully identified by their names.
 
-A frame, a future or a file system in an expression would live as long as the expression is cached. A user's
-function is identified by module and name, and may change when the module is reloaded.
+A frame, a future or a file system in an expression would live as long as the expression is cached; Arrow's
+local file system is accepted, since it has no state. A user's function is identified by module and name, and
+may change when the module is reloaded.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import pandas as pd
 from pandas.api.extensions import ExtensionDtype
+from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt.dask_hooks.planning import (
     Expr,
@@ -93,7 +95,7 @@ class Plain:
             return self._is_plain([value.func, value.args, value.keywords])
         if (deferred := deferred_values(value)) is not None:
             return all(map(self._is_plain, deferred))
-        return is_trusted(value) or is_empty_frame(value)
+        return is_trusted(value) or is_empty_frame(value) or type(value) is LocalFileSystem
 
 
 def is_empty_frame(value: Any) -> bool:
@@ -126,4 +128,6 @@ def frozen(value: Any) -> Hashable | None:
         return frozen([*value.items()])
     if value is None or isinstance(value, (bool, int, float, str, bytes, Enum, np.dtype)):
         return (type(value), value)
+    if type(value) is LocalFileSystem:  # its options are in the arguments by which it is pickled
+        return (type(value), frozen(value.__reduce__()[1]))
     return (type(value), value) if is_trusted(value) else None

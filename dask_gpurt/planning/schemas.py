@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 #: Dtypes other than numpy's for which equality means that they are identical.
-_SIMPLE = (
+SIMPLE_DTYPES = (
     pd.BooleanDtype, pd.Int8Dtype, pd.Int16Dtype, pd.Int32Dtype, pd.Int64Dtype, pd.UInt8Dtype, pd.UInt16Dtype,
     pd.UInt32Dtype, pd.UInt64Dtype, pd.Float32Dtype, pd.Float64Dtype, pd.ArrowDtype,
 )  # fmt: skip
@@ -83,7 +83,7 @@ def _label(label: Hashable) -> Hashable | None:
 
 
 def _dtype_key(dtype: Any) -> Hashable | None:
-    if isinstance(dtype, np.dtype) or type(dtype) in _SIMPLE:
+    if isinstance(dtype, np.dtype) or type(dtype) in SIMPLE_DTYPES:
         return (type(dtype), dtype)
     if type(dtype) is pd.StringDtype:
         return (pd.StringDtype, dtype.storage, dtype.na_value is pd.NA)

@@ -38,7 +38,7 @@ class KeptResults:
         self._read: dict[Any, set[int]] = {}
         self._shuffles_of: dict[Key, set[Any]] = {}
         self._pending: dict[Any, set[Key]] = {}
-        #: The worker that last ran each transfer task; None if it has not run yet.
+        #: The worker that last ran each transfer task; None if it has not run yet, or was evacuated.
         self._producers: dict[Key, str | None] = {}
 
     def __contains__(self, shuffle: object) -> bool:
@@ -57,8 +57,14 @@ class KeptResults:
         self._read[shuffle].difference_update(outputs)
 
     def producer(self, transfer: Key) -> str | None:
-        """Return the worker that last ran a transfer task; None if none has."""
+        """Return the worker that a transfer task depends on: the last that ran it, unless evacuated."""
         return self._producers.get(transfer)
+
+    def evacuated(self, worker: str, transfers: Iterable[Key]) -> None:
+        """Note that the shards of transfer tasks have been copied by their owners: the worker may leave."""
+        for key in transfers:
+            if self._producers.get(key) == worker:
+                self._producers[key] = None
 
     def begins(self, shuffle: Any) -> None:
         """Track a run that begins, and keep its results."""

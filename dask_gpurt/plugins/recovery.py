@@ -14,23 +14,23 @@ See docs/design/exactly-once.md for the protocol.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key, restrict_again
+from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.kept_results import KeptResults
 from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished
 from dask_gpurt.plugins.switching import Workers
-from dask_gpurt.shuffle.owners import Owners, deal
+from dask_gpurt.shuffle.owners import Owners, deal, fair_share
 from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.run import RENEW
 from dask_gpurt.shuffle.spec import outputs_of
@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 SHUFFLE_TOPIC = "gpurt-shuffle"
 #: How long a repair waits for unaffected outputs being assembled, and the polling interval, in seconds.
 PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
+#: Seconds between looks at the worker of a barrier.
+BARRIER_LOOK_S = 1.0
 
 
 @dataclass
@@ -52,7 +54,7 @@ class _Loss:
     outputs
         Outputs to be received again.
     gone, unreachable
-        Workers that have left, and workers that cannot be reached.
+        Workers that have left, and workers that cannot be reached or are silent.
     missing
         Reported outputs and transfer tasks.
     culprits
@@ -68,6 +70,27 @@ class _Loss:
     unreachable: set[str] = field(default_factory=set)
     missing: set[Any] = field(default_factory=set)
     culprits: set[str] = field(default_factory=set)
+
+    @property
+    def is_loss(self) -> bool:
+        """Return whether something was lost; otherwise a worker retires, and its outputs move."""
+        return bool(self.gone or self.unreachable or self.missing)
+
+
+class Contribution(NamedTuple):
+    """Describe what a worker has transferred in a run.
+
+    Attributes
+    ----------
+    run_id, epoch
+        The run, and the epoch of its owners.
+    transfers
+        The transfer tasks that the worker has run.
+    """
+
+    run_id: int
+    epoch: int
+    transfers: list[Key]
 
 
 class Recovery:
@@ -104,6 +127,8 @@ class Recovery:
         self._results = KeptResults(scheduler, self._in_a_row.forget)
         #: Losses that have not been repaired yet, by shuffle. Shuffles with common outputs share one.
         self._losses: dict[Any, _Loss] = {}
+        #: Shuffles whose barriers are watched.
+        self._watched: set[Any] = set()
 
     # ---- the life of runs ------------------------------------------------------------
 
@@ -120,6 +145,8 @@ class Recovery:
         """Track the state of a task; see :meth:`KeptResults.transition`."""
         if finish in ("memory", "forgotten"):
             self._in_a_row.done(key)
+        if finish == "processing" and (shuffle := id_from_key(key)) is not None:
+            self._watch_barrier(shuffle)
         self._results.transition(key, finish, worker)
 
     def is_done(self, shuffle: Any) -> bool:
@@ -181,27 +208,67 @@ class Recovery:
         producers
             The workers that held the lost shards. Those that have left or are closing are to blame.
         unreachable
-            A worker that does not answer; its unfinished outputs are given to other workers.
+            A worker that does not answer; its unfinished outputs are given to other workers. So are those of
+            silent workers among the producers.
         """
         owners = self._owners(id, run_id)
         if owners is None or owners.epoch != epoch:
             return
+        named = set() if unreachable is None else {unreachable}
+        silent = {worker for worker in named.union(producers) if worker in self._workers.silent}
+        avoided = named | silent
         lost = owners.received(outputs)
         if lost:  # other outputs that were read and are needed again would be reported lost soon
             lost |= self._runs.unfinished(id, self._results.read(id))
-        if unreachable is not None:
-            lost |= self._runs.unfinished(id, self._runs.owned(id, unreachable))
+        for worker in avoided:
+            lost |= self._runs.unfinished(id, self._runs.owned(id, worker))
         if lost or inputs or (outputs and self._runs.is_task(barrier_key(id), "memory")):
             if id not in self._results:  # the run had ended, and an output is needed again
                 self._results.keep(id)
-            loss = self._note(self._runs.sharing(id) if lost else {id}, lost, reason)
+            shuffles = self._runs.sharing(id) if lost else {id}
+            loss = self._note(shuffles, lost, reason)
             loss.missing.update(outputs, inputs)
+            loss.unreachable |= avoided
+            loss.culprits |= avoided - silent
             loss.culprits.update(producer for producer in producers if self._leaves(producer))
-            if unreachable is not None:
-                loss.unreachable.add(unreachable)
-                loss.culprits.add(unreachable)
+            if silent:  # it is no failure, however often it happens
+                for shuffle in shuffles:
+                    self._in_a_row.moves(shuffle)
             self._release(inputs)
             self._look(loss)
+
+    # ---- silent workers --------------------------------------------------------------
+
+    def goes_on_without(self, id: Any, run_id: int, worker: str) -> bool:
+        """Return whether a run goes on without a worker that does not reply, since it is silent (handler)."""
+        return self._owners(id, run_id) is not None and self._gives_up(id, worker)
+
+    def _gives_up(self, shuffle: Any, worker: str) -> bool:
+        """Return whether a worker is silent and others can take over, and if so keep tasks off it."""
+        silent = self._workers.silent
+        if worker not in self._workers.ready or not silent.is_silent(worker):
+            return False
+        able = self._runs.candidates(*self._runs.sharing(shuffle))
+        if all(other == worker or other in silent for other in able):
+            return False
+        silent.hold(worker)
+        return True
+
+    def _watch_barrier(self, shuffle: Any) -> None:
+        """Begin to look after a barrier that has been sent to a worker."""
+        if shuffle not in self._watched and self._is_active(shuffle):
+            self._watched.add(shuffle)
+            self._scheduler.loop.call_later(BARRIER_LOOK_S, self._look_at_barrier, shuffle)
+
+    def _look_at_barrier(self, shuffle: Any) -> None:
+        """Rerun a barrier whose worker is silent: nothing has to call that worker, and Dask would wait."""
+        self._watched.discard(shuffle)
+        if not self._is_active(shuffle) or not self._runs.is_task(barrier_key(shuffle), "processing"):
+            return
+        if self._gives_up(shuffle, self._runs.barrier(shuffle).processing_on.address):
+            self._release([barrier_key(shuffle)], "processing")
+        else:
+            self._watch_barrier(shuffle)
 
     def _leaves(self, worker: str) -> bool:
         state = self._scheduler.workers.get(worker)
@@ -225,34 +292,68 @@ class Recovery:
             if worker in run.participating_workers and isinstance(run.run_spec.worker_for, Owners):
                 run.participating_workers.discard(worker)
                 affected.add(shuffle)
-        while affected:
-            together = self._runs.sharing(affected.pop())
-            affected -= together
-            self._replace(worker, together)
+        for together in self._together(affected):
+            with self._or_begin_again(together, f"worker {worker} has left"):
+                self._replace(worker, together)
+
+    def _together(self, shuffles: set[Any]) -> Iterator[set[Any]]:
+        """Yield the given shuffles in groups that share outputs."""
+        while shuffles:
+            together = self._runs.sharing(shuffles.pop())
+            shuffles -= together
+            yield together
 
     def _replace(self, worker: str, shuffles: set[Any]) -> None:
         """Give the outputs of a worker that has left to other workers."""
         reason = f"worker {worker} has left"
         owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in shuffles))
         lost = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in shuffles))
-        if lost or not all(map(self._runs.is_sealed, shuffles)):
+        transfers = [key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)]
+        if lost or (transfers and not all(map(self._runs.is_sealed, shuffles))):
             loss = self._note(shuffles, lost, reason)
             loss.gone.add(worker)
             loss.culprits.add(worker)
             # Dask reruns a transfer only if its result is lost too; the result may have other replicas.
-            self._release([key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)])
+            self._release(transfers)
             self._look(loss)
             return
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # all outputs are assembled: do not rerun the lost transfers
                 self._results.end(shuffle)
-        elif candidates := self._runs.candidates(*shuffles):
+        elif owned and (candidates := self._runs.candidates(*shuffles)):
             for shuffle in shuffles:
                 self._move(shuffle, {}, {worker}, deal(owned, candidates, {}))
 
     def _transferred_by(self, worker: str, shuffle: Any) -> list[Key]:
         tasks = self._runs.barrier(shuffle).dependencies
         return [task.key for task in tasks if self._results.producer(task.key) == worker]
+
+    def retires(self, worker: str) -> None:
+        """Give the outputs of a worker that retires to others, while it can still offer its shards."""
+        active = self._extension.active_shuffles
+        for together in self._together({shuffle for shuffle in active if self._runs.has(shuffle)}):
+            owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in together))
+            needed = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in together))
+            candidates = self._runs.candidates(*together)
+            if needed and candidates and worker not in candidates:  # otherwise all workers retire
+                self._look(self._note(together, needed, f"worker {worker} retires"))
+
+    def contributions(self, worker: str) -> dict[Any, Contribution]:
+        """Return what would have to be transferred again if a worker left now, by shuffle."""
+        found = {}
+        for shuffle, run in self._extension.active_shuffles.items():
+            if self._runs.has(shuffle) and not self.is_done(shuffle):
+                epoch, transfers = self._runs.owners(shuffle).epoch, self._transferred_by(worker, shuffle)
+                found[shuffle] = Contribution(run.run_id, epoch, transfers)
+        return {shuffle: contributed for shuffle, contributed in found.items() if contributed.transfers}
+
+    def evacuated(self, worker: str, contributed: Contribution) -> None:
+        """Note that owners have copied the shards of a worker, so that they are not lost with it."""
+        self._results.evacuated(worker, contributed.transfers)
+
+    def is_mending(self, shuffles: Iterable[Any]) -> bool:
+        """Return whether a loss, or a move of outputs, has not been carried out yet."""
+        return any(shuffle in self._losses for shuffle in shuffles)
 
     def joined(self, worker: str) -> None:
         """Give a worker that has joined a fair share of the unfinished outputs."""
@@ -268,18 +369,11 @@ class Recovery:
                 self._mend(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
     def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
-        """Return the outputs to give to a worker that joins, taken from the owners with the most of them."""
-        waiting = sorted(self._runs.unfinished(shuffle, owners))
-        share = len(waiting) // len(self._runs.candidates(shuffle))
-        if any(owners[output] == worker for output in waiting):
+        """Return the outputs to give to a worker that joins; none if it owns some already."""
+        waiting = {output: owners[output] for output in self._runs.unfinished(shuffle, owners)}
+        if worker in waiting.values():
             return set()
-        taken: set[int] = set()
-        by_owner = Counter(owners[output] for output in waiting)
-        while len(taken) < share:
-            most = max(by_owner, key=lambda owner: by_owner[owner])
-            taken.add(max(o for o in waiting if owners[o] == most and o not in taken))
-            by_owner[most] -= 1
-        return taken
+        return fair_share(waiting, len(self._runs.candidates(shuffle)))
 
     # ---- outputs that move for balance -----------------------------------------------
 
@@ -311,7 +405,7 @@ class Recovery:
         runs = [self._extension.active_shuffles[each].run_spec.worker_for for each in shuffles]
         waits = any(barrier.state == "waiting" for barrier in barriers)
         alike = all(barrier.dependents == barriers[0].dependents for barrier in barriers)
-        if not waits or not alike or any(each in self._losses for each in shuffles):
+        if not waits or not alike or self.is_mending(shuffles):
             return {}
         outputs = set.intersection(*(self._runs.unfinished(each, runs[0]) for each in shuffles))
         owners = {output: runs[0][output] for output in outputs}
@@ -355,19 +449,42 @@ class Recovery:
         further tasks.
         """
         shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
-        if any(self._has_others(shuffle, loss) for shuffle in shuffles) and time() - loss.since < PATIENCE_S:
-            self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
-            return
-        for shuffle in shuffles:
-            del self._losses[shuffle]
-        active = self._extension.active_shuffles
-        shuffles = [shuffle for shuffle in shuffles if shuffle in active and self._runs.has(shuffle)]
-        if not shuffles:
-            return
+        with self._or_begin_again(shuffles, loss.reason):
+            others = any(self._has_others(shuffle, loss) for shuffle in shuffles)
+            if others and time() - loss.since < PATIENCE_S:
+                self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
+                return
+            for shuffle in shuffles:
+                del self._losses[shuffle]
+            if active := [shuffle for shuffle in shuffles if self._is_active(shuffle)]:
+                self._repair(active, loss)
+
+    def _repair(self, shuffles: Collection[Any], loss: _Loss) -> None:
+        """Give the outputs of a loss to the workers that are left."""
         needed = set().union(*(self._runs.unfinished(shuffle, loss.outputs) for shuffle in shuffles))
         owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
         workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
-        self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=loss)
+        what = loss if loss.is_loss else None
+        self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=what)
+
+    def _is_active(self, shuffle: Any) -> bool:
+        return shuffle in self._extension.active_shuffles and self._runs.has(shuffle)
+
+    @contextmanager
+    def _or_begin_again(self, shuffles: Collection[Any], reason: str) -> Iterator[None]:
+        """Restart shuffles if the body, which repairs them, raises.
+
+        The repair may have been deferred, or be a part of Dask's removal of a worker: then its exception
+        reaches no caller, and outputs that are still bound to a lost worker would never be assembled.
+        """
+        try:
+            yield
+        except Exception as error:
+            logger.exception("Shuffles %s cannot be repaired", ", ".join(map(str, shuffles)))
+            for shuffle in shuffles:
+                self._losses.pop(shuffle, None)
+                if self._is_active(shuffle):
+                    self._begin_again(shuffle, f"{reason}; its repair has failed: {error!r}")
 
     def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
         """Return whether outputs that a loss does not affect are being assembled."""

@@ -10,6 +10,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.worker import LEAVING
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.spec import RunSpec, outputs_of
@@ -23,14 +24,16 @@ def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterabl
 
     They have the runtime and the device of the frames, and meet the user's restrictions of the tasks by
     worker, host and resource (Dask's own shuffles only regard workers). An output whose owner does not meet
-    them would never run.
+    them would never run. Workers that retire or close are among them only if there are no others, and so are
+    silent workers.
     """
     found = list(scheduler.workers)
     for spec in specs:
         able = workers.ready if spec.device is None else workers.ready_with(spec.device)
         allowed = _allowed(scheduler, barrier_key(spec.id))
         found = [worker for worker in found if worker in able and (allowed is None or worker in allowed)]
-    return found
+    found = [worker for worker in found if scheduler.workers[worker].status not in LEAVING] or found
+    return [worker for worker in found if worker not in workers.silent] or found
 
 
 def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None:

@@ -26,12 +26,15 @@ from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
+from dask_gpurt.plugins.asking import make_room
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import METRIC, OP
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.silence import STATUS, SilentWorkers
+from dask_gpurt.plugins.small_results import CONFIRMED
 from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import (
     JOIN,
@@ -39,6 +42,7 @@ from dask_gpurt.plugins.switching import (
     NAME,
     READY,
     REFUSED,
+    TOKEN,
     Switch,
     Workers,
     spare_tracebacks,
@@ -119,6 +123,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._undo.callback(self._unregister, STARTING)
             self.place(self.settings.placement.enabled)
             self._undo.callback(self.place, False)
+            self._undo.callback(self.workers.silent.close)
             self._undo.push_async_callback(self.workers.off)
             await self.workers.on()
             self.shuffles.install()
@@ -149,7 +154,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
-        self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token)
+        silent = SilentWorkers(self.scheduler, self.metrics)
+        self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token, silent)
         self.shuffles = SchedulerShuffles(
             self.scheduler,
             settings,
@@ -166,11 +172,14 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "gpurt_disable": self.stop,
             "gpurt_memory": self.memory,
             "gpurt_shared_memory": self.shared_memory,
+            "gpurt_host_room": self.host_room,
             "gpurt_explain": self.explain,
             HANDLER: self.learned.learned,
             JOIN: self.workers.join,
+            TOKEN: lambda: self.workers.token,
             OWNERS: self.shuffles.recovery.owners,
             RECOVER: self.shuffles.recovery.recover,
+            "gpurt_silent": self.shuffles.recovery.goes_on_without,
             **self.tracing.handlers(),
         }
         operations = {
@@ -180,6 +189,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             LEFT: self.workers.has_left,
             REFUSED: self.refused,
             SEALED: self.shuffles.recovery.sealed,
+            STATUS: self.workers.silent.is_back,
+            CONFIRMED: self.shuffles.results.confirmed,
         }
         patches = dask_hooks.PatchSet()
         self._undo.callback(self.tracing.close)
@@ -202,7 +213,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
         # closes a worker that sends an unknown operation.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED):
+            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED, STATUS, CONFIRMED):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:
@@ -300,7 +311,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.submitted()
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
-        self.shuffles.transition(key, finish, kwargs.get("worker"))
+        self.shuffles.transition(key, finish, kwargs.get("worker"), kwargs.get("metadata"))
 
     def explain(self, key: Key) -> list[dict[str, Any]] | None:
         """Return the last placement decision about a key; None if placement is off."""
@@ -368,6 +379,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         return [
             peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
         ]
+
+    async def host_room(self, host: str) -> dict[str, int | None]:
+        """Make the workers of a host return memory; see :func:`~dask_gpurt.plugins.asking.make_room`."""
+        return await make_room(self.scheduler, host)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Return a report on the whole cluster, for ``dask gpurt doctor`` and users.

@@ -6,7 +6,7 @@ Methods are replaced on the one instance. For shuffles of plain Dask each replac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dask.typing import Key
@@ -33,7 +33,9 @@ from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.balancing import Balancing
+from dask_gpurt.plugins.barrier_ends import BarrierEnds
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
+from dask_gpurt.plugins.retirement import Retirement
 from dask_gpurt.plugins.run_outputs import (
     asked_outputs,
     is_unfinished,
@@ -45,6 +47,7 @@ from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec
 from dask_gpurt.shuffle.retries import RunsInARow
+from dask_gpurt.shuffle.run import ACCEPTED, ASSEMBLED
 from dask_gpurt.shuffle.spec import RunSpec, ShuffleSpec, outputs_of
 
 logger = logging.getLogger(__name__)
@@ -79,8 +82,10 @@ class SchedulerShuffles:
         self._patches = PatchSet()
         self._runs = RunsInARow()
         self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
-        self._results = SmallResults(scheduler, workers.ready, metrics)
+        self._barrier_ends = BarrierEnds(scheduler)
+        self.results = SmallResults(scheduler, workers.ready, metrics)
         self._balancing = Balancing(scheduler, self.recovery, headroom)
+        self._retirement = Retirement(scheduler, self.recovery, metrics)
 
     def _begin_again(self, shuffle_id: Any, reason: str) -> None:
         logger.warning("Shuffle %s restarts: %s", shuffle_id, reason)
@@ -103,11 +108,15 @@ class SchedulerShuffles:
             remove_worker=self._remove_worker,
             valid_workers_downscaling=self._valid_workers_downscaling,
         )
-        self._results.install()
+        self._barrier_ends.install()
+        self.results.install()
+        self._retirement.install()
 
     def uninstall(self) -> None:
         """Restore Dask's extension; runs that were taken over restart as Dask's own."""
-        self._results.uninstall()
+        self._retirement.uninstall()
+        self.results.uninstall()
+        self._barrier_ends.uninstall()
         self.recovery.end_all()
         self._patches.restore()
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
@@ -128,8 +137,16 @@ class SchedulerShuffles:
             if isinstance(run.run_spec.spec, RunSpec)
         }
 
-    def transition(self, key: Key, finish: str, worker: str | None) -> None:
-        """Track the state of a task."""
+    def transition(
+        self, key: Key, finish: str, worker: str | None, metadata: Mapping[str, Any] | None
+    ) -> None:
+        """Track the state of a task.
+
+        Parameters
+        ----------
+        worker, metadata
+            The worker that ran the task and the metadata that it sent, if the task is in memory now.
+        """
         self.recovery.transition(key, finish, worker)
         if finish in ("memory", "forgotten"):
             self._runs.done(key)
@@ -139,7 +156,15 @@ class SchedulerShuffles:
             self._balancing.forgotten(shuffle_id)
         if finish == "memory":
             self._balancing.in_memory(key)
-        self._results.transition(key, finish)
+            if worker is not None and metadata and ASSEMBLED in metadata:
+                self._accept(key, worker)
+        self.results.transition(key, finish)
+
+    def _accept(self, key: Key, worker: str) -> None:
+        """Tell a worker that the result of a task that has assembled outputs is accepted."""
+        # Dask closes a worker that receives an unknown operation, as this is without the runtime.
+        if self._patches and worker in self._workers.ready and worker in self._scheduler.stream_comms:
+            self._scheduler.send_all({}, {worker: [{"op": ACCEPTED, "key": key}]})
 
     # ---- replacements of the extension's methods -----------------------------------------
 
@@ -230,6 +255,7 @@ class SchedulerShuffles:
         def remove(scheduler: Any, worker: str, **options: Any) -> None:
             self.recovery.remove_worker(worker)
             self._balancing.on_worker_removed(worker)
+            self.results.on_worker_removed(worker)
             original(scheduler, worker, **options)
             for heartbeats in self._extension.heartbeats.values():  # of runs that continue without the worker
                 heartbeats.pop(worker, None)

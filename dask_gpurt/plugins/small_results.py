@@ -6,18 +6,28 @@ it on the critical path. The scheduler knows these results: the end of a transfe
 succeeded, and the result of a barrier is its run id. So the scheduler sends them to workers right before the
 tasks that need them.
 
-A sent result counts as a replica, as if the worker had fetched it, and is released in the same way.
+A sent result counts as a replica, as if the worker had fetched it, and is released in the same way. If a task
+runs again, messages about its previous result may arrive after the new one was sent::
+
+    the scheduler releases a result; the task runs again, on another worker
+    the scheduler sends the new result to a worker that had the previous one, and counts a replica
+    that worker's report arrives that it has computed, or released, the previous one
+
+Dask would tell the worker to drop the key, and tasks that are about to use it would fail. Or it would forget
+the replica: the worker would keep the result when all others release it, and use it after the task has run a
+third time. So workers confirm what was sent. Until then their reports about these keys are ignored.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dask.typing import Key
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks import UnsupportedError
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.scheduler import require_replicas
 from dask_gpurt.dask_hooks.shuffle import id_from_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
@@ -25,8 +35,10 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.transferred import Transferred
 
-#: The stream operation by which the scheduler sends results to a worker.
-RESULTS = "gpurt-results"
+#: The stream operations by which the scheduler sends results to a worker, and by which that confirms them.
+RESULTS, CONFIRMED = "gpurt-results", "gpurt-results-confirmed"
+#: Dask's stream operations by which a worker reports that it has computed and that it has released a result.
+REPORTS = ("task-finished", "release-worker-data")
 
 
 class SmallResults:
@@ -46,6 +58,9 @@ class SmallResults:
         self._ready = ready
         self._metrics = metrics
         self._send_for: Mapping[str, Callable[[Any, Any], None]] = {}
+        self._patches = PatchSet()
+        #: How many results a worker has to confirm, by worker and key.
+        self._unconfirmed: defaultdict[str, Counter[Key]] = defaultdict(Counter)
 
     def install(self) -> None:
         """Start sending results, if this version of Dask is supported."""
@@ -54,11 +69,15 @@ class SmallResults:
         except UnsupportedError as error:
             self._metrics.fallback(Fallback.SHUFFLE_RESULTS_FETCHED, str(error))
             return
+        for report in REPORTS:
+            self._patches.put_item(self._scheduler.stream_handlers, report, self._unless_of_the_previous)
         self._send_for = {"processing": self._send_transfers, "memory": self._send_barrier}
 
     def uninstall(self) -> None:
         """Stop sending results; workers fetch them again."""
         self._send_for = {}
+        self._patches.restore()
+        self._unconfirmed.clear()
 
     def transition(self, key: Key, finish: str) -> None:
         """Send results that a transition requires, ahead of the messages that the transition itself sends."""
@@ -94,4 +113,24 @@ class SmallResults:
         self._scheduler.send_all({}, {worker.address: [{"op": RESULTS, "results": sent}]})
         for task in missing:
             self._scheduler.add_replica(task, worker)
+        self._unconfirmed[worker.address].update(task.key for task in missing)
         self._metrics.add("shuffle.results.sent", len(missing))
+
+    def confirmed(self, worker: str, keys: Collection[Key]) -> None:
+        """Note that a worker has received results (stream handler)."""
+        if worker in self._unconfirmed:
+            self._unconfirmed[worker] -= Counter(keys)
+
+    def on_worker_removed(self, worker: str) -> None:
+        """Forget a worker that has left."""
+        self._unconfirmed.pop(worker, None)
+
+    def _unless_of_the_previous(self, handle: Callable[..., None]) -> Callable[..., None]:
+        """Ignore reports about results that a worker has yet to confirm: they are of the previous results."""
+
+        def report(key: Key, worker: str, **message: Any) -> None:
+            sent = self._unconfirmed.get(worker)
+            if not sent or key not in sent:
+                handle(key=key, worker=worker, **message)
+
+        return report

@@ -8,12 +8,16 @@ received may have been removed again::
     the scheduler switches off, and tells the worker, which does not have the plugin yet
     the reply arrives, and the worker asks whether to switch on  ->  no: it stays off
 
-When the worker asks, it has registered the plugin already. So after a yes it receives every later removal.
+When the worker asks, it has registered the plugin already. So after a yes it receives every later removal,
+unless it is silent. A transaction does not wait for a silent worker, but fails and names it. Workers look up
+at intervals which runtime the scheduler has on (:data:`TOKEN`), and switch off a plugin that belongs to none
+or to another one. So a worker that is heard again ends up off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping
@@ -25,18 +29,33 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize
 
 from dask_gpurt.config import ConfigError
 from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.plugins.silence import SilentWorkers
 
 #: The runtime's name among the plugins of schedulers and workers, and among a scheduler's extensions.
 NAME = "gpurt"
 #: The handler that a worker calls before it switches on, and the stream operations by which it reports that
 #: it has switched on, and off.
 JOIN, READY, LEFT = "gpurt_join", "gpurt-ready", "gpurt-left"
+#: The handler that returns the token of the runtime that is on.
+TOKEN = "gpurt_token"
 #: The stream operation by which a worker reports that it cannot switch on with its settings.
 REFUSED = "gpurt-refused"
 #: The number of calls to a registered worker that does not answer, and the pause between them in seconds.
 ATTEMPTS, PAUSE_S = 5, 0.2
+#: Seconds between checks whether a worker that has not answered yet is silent, or has left.
+WATCH_S = 0.5
+#: Seconds without a heartbeat after which it is silent. A worker that switches on for the first time imports
+#: libraries on its event loop, which takes long on a slow file system.
+SILENT_S = 60.0
 
 SwitchAction = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Silent(Exception):
+    """A worker has neither answered nor sent heartbeats for a while."""
+
+    def __str__(self) -> str:
+        return "it is silent"
 
 
 class Layer(IntEnum):
@@ -120,21 +139,24 @@ class Workers:
         The pickled worker plugin.
     token
         Identifies this scheduler plugin in messages of its worker plugins.
+    silent
+        The workers that have fallen silent.
 
     Attributes
     ----------
-    token
+    token, silent
         As given.
     ready
         The workers that have switched on.
     unreachable
-        The workers that did not answer when the runtime was switched off.
+        The workers that were silent, or did not answer, when the runtime was switched off.
     """
 
-    def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str):
+    def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str, silent: SilentWorkers):
         self._scheduler = scheduler
         self._plugin = plugin
         self.token = token
+        self.silent = silent
         self._wanted = False
         #: For each worker the ids of plugins that may be on: they were allowed to join and have not left.
         self._on: defaultdict[str, set[str]] = defaultdict(set)
@@ -187,6 +209,7 @@ class Workers:
         self.ready.discard(worker)
         self._on.pop(worker, None)
         self._devices.pop(worker, None)
+        self.silent.remove(worker)
         self._look()
 
     def _look(self) -> None:
@@ -212,7 +235,9 @@ class Workers:
             if isinstance(reply, ImportError):
                 raise RuntimeError(f"worker {worker} cannot import dask_gpurt: {reply}") from reply
             if isinstance(reply, Exception):
-                raise RuntimeError(f"worker {worker} did not switch the runtime on: {reply!r}") from reply
+                raise RuntimeError(
+                    f"worker {worker} did not switch the runtime on: {_reason(reply)}"
+                ) from reply
             if reply["status"] == "error":
                 raise exception_of(reply)
         self.ready |= replies.keys() & self._scheduler.workers.keys()
@@ -234,36 +259,70 @@ class Workers:
         for worker, reply in replies.items():
             if isinstance(reply, Exception):
                 self.unreachable.add(worker)
-                left[worker] = f"does not answer ({reply!r})"
+                left[worker] = _reason(reply)
             elif reply["status"] == "error" and not isinstance(error := exception_of(reply), KeyError):
                 left[worker] = repr(error)  # a KeyError means only that the worker has no such plugin
         # Replies may overtake earlier messages on the workers' streams. Keep the handlers of those messages
         # until every plugin has sent its last one: Dask closes a worker that sends an unknown operation.
-        self._look()
-        await self._all_left.wait()
+        for worker in await self._until_all_left():
+            left[worker] = str(Silent())
         if left:
             reasons = "; ".join(f"{worker}: {reason}" for worker, reason in left.items())
             raise RuntimeError(
                 f"the runtime is off, but {len(left)} of {len(replies)} workers did not switch it off "
-                f"cleanly: restart these. {reasons}"
+                f"cleanly: restart these. Silent ones switch off themselves if they are heard again. "
+                f"{reasons}"
             )
 
+    async def _until_all_left(self) -> list[str]:
+        """Wait for the last message of every plugin; return the workers that fall silent before theirs."""
+        silent: list[str] = []
+        self._look()
+        while not self._all_left.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_left.wait(), WATCH_S)
+            missing = [w for w, plugins in self._on.items() if plugins and w not in self.unreachable]
+            silent += [worker for worker in missing if self.silent.is_silent(worker, SILENT_S)]
+            self.unreachable.update(silent)
+            self._look()
+        return silent
+
     async def _tell(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Broadcast with retries, and return the replies or errors of all workers that are still here."""
-        answers: dict[str, Any] = {}
+        """Send a message to all workers; return the replies or errors of those that are still here."""
         asked = [worker for worker in self._scheduler.workers if self._stays(worker)]
+        replies = await asyncio.gather(*(self._tell_one(worker, message) for worker in asked))
+        answers = zip(asked, replies, strict=True)
+        return {worker: reply for worker, reply in answers if self._stays(worker)}
+
+    async def _tell_one(self, worker: str, message: Mapping[str, Any]) -> Any:
+        """Send a message to a worker, with retries if connections break; return its reply or the error."""
         for attempt in range(ATTEMPTS):
-            replies = await self._scheduler.broadcast(msg=dict(message), workers=asked, on_error="return")
-            answers |= replies
-            asked = [w for w, reply in replies.items() if isinstance(reply, OSError) and self._stays(w)]
-            if not asked or attempt == ATTEMPTS - 1:
+            reply = await self._reply(worker, message)
+            if not (isinstance(reply, OSError) and self._stays(worker)):
                 break
-            await asyncio.sleep(PAUSE_S)
-        return {worker: reply for worker, reply in answers.items() if self._stays(worker)}
+            if attempt < ATTEMPTS - 1:
+                await asyncio.sleep(PAUSE_S)
+        return reply
+
+    async def _reply(self, worker: str, message: Mapping[str, Any]) -> Any:
+        """Return the reply of a worker or the error; an error too if it is silent, or leaves meanwhile."""
+        asking = self._scheduler.broadcast(msg=dict(message), workers=[worker], on_error="return")
+        reply = asyncio.ensure_future(asking)
+        try:
+            while not (await asyncio.wait([reply], timeout=WATCH_S))[0]:
+                if not self._stays(worker) or self.silent.is_silent(worker, SILENT_S):
+                    return Silent()
+            return reply.result()[worker]
+        finally:
+            reply.cancel()  # a no-op if it is done
 
     def _stays(self, worker: str) -> bool:
         state = self._scheduler.workers.get(worker)
         return state is not None and state.status not in (Status.closing, Status.closed)
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, Silent) else f"it does not answer ({error!r})"
 
 
 class _WithoutTraceback(logging.Filter):

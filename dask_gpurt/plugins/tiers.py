@@ -17,7 +17,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.device.base import DeviceFiles, passed, workers_of_device
+from dask_gpurt.device.base import DeviceFiles, Guard, passed, workers_of_device
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
@@ -104,7 +104,7 @@ class WorkerTiers:
         )
         self.tiered_buffer.relieve = self._relieve_soon
         self._seen = threading.local()
-        self._unguard: Callable[[], None] = passed
+        self._guard: Guard | None = None
         self._relieving = False
         #: Whether the runtime is being switched off. Work that has started before may still end later.
         self.closed = False
@@ -126,7 +126,7 @@ class WorkerTiers:
 
     def guard(self) -> None:
         """Have failed device allocations spill and retry. Blocks."""
-        self._unguard = self.device.guard(self._short)
+        self._guard = self.device.guard(self._short)
 
     def _short(self, nbytes: int) -> bool:
         """Free memory for a failed allocation of this thread.
@@ -155,7 +155,8 @@ class WorkerTiers:
         self.closed = True
         self._watch.stop()
         self._watch_disk.stop()
-        self._unguard()
+        if self._guard is not None:
+            self._guard.remove()
         self.reporter.close()
         await self.offload(self.tiered_buffer.close)
         self.executor.shutdown(wait=False)
@@ -213,6 +214,8 @@ class WorkerTiers:
     # ---- memory pressure ---------------------------------------------------------------
 
     def _look(self) -> None:
+        if self._guard is not None:
+            self._guard.renew()
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
         self.ledger.shared_memory = self._shared_memory()

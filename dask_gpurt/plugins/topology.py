@@ -91,7 +91,7 @@ class SchedulerTopology:
         by_id = {gpu.id: gpu for gpu in host.gpus}
         gpu = by_id.get(listed or reported.device or "") or host.find(visible)
         if gpu is None and reported.device is not None:
-            self._metrics.fallback(Fallback.TOPOLOGY_GPU_NOT_IN_FILE, f"the file lists none for {worker}")
+            self._metrics.fallback(Fallback.TOPOLOGY_GPU_NOT_IN_FILE, f"the file lists no GPU for {worker}")
             return replace(reported, host=host.name)
         rdma = worker.startswith("ucx")
         return host.place(host.name, gpu, numa=reported.numa, rdma=rdma, by_tcp=reported.by_tcp)

@@ -74,7 +74,7 @@ class TopologyReporter:
         if self._on_gpu and place.device is None:
             self._metrics.fallback(
                 Fallback.TOPOLOGY_GPU_UNKNOWN,
-                f"{nvml_missing() or f'NVML knows none for CUDA_VISIBLE_DEVICES={visible}'}: "
+                f"{nvml_missing() or f'NVML reports no GPU for CUDA_VISIBLE_DEVICES={visible}'}: "
                 "set 'gpurt.topology.file'",
             )
         return place

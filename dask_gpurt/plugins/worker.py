@@ -7,11 +7,13 @@ import contextlib
 import gc
 import logging
 import os
+import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from dask.typing import Key
 from distributed import WorkerPlugin
@@ -43,7 +45,8 @@ from dask_gpurt.plugins.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
-from dask_gpurt.plugins.small_results import RESULTS
+from dask_gpurt.plugins.silence import ASK_STATUS, STATUS
+from dask_gpurt.plugins.small_results import CONFIRMED, RESULTS
 from dask_gpurt.plugins.switching import (
     JOIN,
     LEFT,
@@ -51,6 +54,7 @@ from dask_gpurt.plugins.switching import (
     PAUSE_S,
     READY,
     REFUSED,
+    TOKEN,
     JoinReply,
     spare_tracebacks,
 )
@@ -61,12 +65,16 @@ from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.run import RENEW, ShuffleRun
+from dask_gpurt.shuffle.run import ACCEPTED, EVACUATE, RENEW, ShuffleRun
 
 logger = logging.getLogger(__name__)
 
 #: The name of the exchange's thread pool among Dask's executors.
 COMM = "gpurt-comm"
+#: By worker, the lock for switching on and off.
+_switching: WeakKeyDictionary[WorkerServer, asyncio.Lock] = WeakKeyDictionary()
+#: Heartbeats between two questions to the scheduler which runtime is on.
+HEARTBEATS_PER_CHECK = 10
 #: The states of a task that may occupy a thread, and those in which it has ended.
 EXECUTED, ENDED = ("executing", "long-running", "cancelled", "resumed"), ("memory", "error")
 
@@ -75,8 +83,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
     """Run the runtime's parts on a worker: exchange, tiers, overlap, reads and reports.
 
     Each part pushes a callback that switches it off. The callbacks run in reverse order, all of them even if
-    one fails. Dask may remove the plugin or add it again while setup is still running; a lock serializes
-    setup and teardown.
+    one fails. Dask may remove the plugin or add it again while setup or teardown is still running; a lock of
+    the worker serializes them.
 
     Parameters
     ----------
@@ -103,7 +111,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
         self._undo = AsyncExitStack()
-        self._switching = asyncio.Lock()
+        self._switching = _switching.setdefault(worker, asyncio.Lock())
         self._id = uuid.uuid4().hex
         spare_tracebacks()
         async with self._switching:
@@ -136,10 +144,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """
         while True:
             try:
-                reply: int = await getattr(self.worker.scheduler, JOIN)(
+                reply: int | None = await getattr(self.worker.scheduler, JOIN)(
                     worker=self.worker.address, token=self.token, devices=devices, plugin=self._id
                 )
-                return JoinReply(reply)
+                # A scheduler on which the runtime has been switched off replies None.
+                return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
             except OSError as error:
                 if is_closing(self.worker):
                     raise
@@ -162,21 +171,25 @@ class GpurtWorkerPlugin(WorkerPlugin):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
         self._has_frozen = False
+        self._checked = 0.0
         await asyncio.to_thread(self._build, worker, settings, reply)
         self.tiers.start()
         patches = dask_hooks.PatchSet()
         undo.callback(self._ignore_calls)
         undo.callback(patches.restore)
         patches.add_item(worker.handlers, REPORT, self.report)
+        patches.add_item(worker.handlers, EVACUATE, self.evacuate)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Wrap the operation by which the scheduler announces workers that have left.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
         patches.add_item(worker.stream_handlers, RENEW, self.renew)
+        patches.add_item(worker.stream_handlers, ACCEPTED, self.accepted)
         patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
+        patches.add_item(worker.stream_handlers, ASK_STATUS, self.tell_status)
         self.streams = PromptStreams()
         undo.callback(self.streams.restore)
         self.streams.add(worker.batched_stream)
-        housekeeping = PeriodicCallback(self.exchange.keep_house, TRIM_INTERVAL_S * 1000)
+        housekeeping = PeriodicCallback(self._keep_house, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
         self.tracing.install()
@@ -202,10 +215,37 @@ class GpurtWorkerPlugin(WorkerPlugin):
             undo.push_async_callback(self._give_data_back)
         undo.callback(self.reads.uninstall)
         self.reads.install()
-        testing.instrument(self, settings)
+        testing.instrument(self)
         self.tiers.report_now()  # a client may query memory next
         self.is_on = True
         call_soon(worker, self._warm_up)
+
+    async def _keep_house(self) -> None:
+        """Free idle memory, and switch off if the scheduler has done so while this worker was silent."""
+        if await self._is_outdated():
+            await self._remove_outdated()
+        else:
+            await self.exchange.keep_house()
+
+    async def _is_outdated(self) -> bool:
+        """Ask the scheduler, at intervals, whether this plugin's runtime is not on any more."""
+        # Dask's interval between heartbeats grows with the number of workers.
+        pause_s = HEARTBEATS_PER_CHECK * self.worker.periodic_callbacks["heartbeat"].callback_time / 1000
+        if not self.is_on or time.monotonic() - self._checked < pause_s:
+            return False
+        self._checked = time.monotonic()
+        try:
+            token: str | None = await getattr(self.worker.scheduler, TOKEN)()
+        except OSError:  # it asks again, or closes without its scheduler
+            return False
+        return token != self.token
+
+    async def _remove_outdated(self) -> None:
+        """Remove this plugin, unless the plugin of another runtime has replaced it already."""
+        if self.worker.plugins.get(NAME) is self:
+            address = self.worker.address
+            logger.warning("%s was silent while the runtime was switched off, and does so now", address)
+            await self.worker.plugin_remove(name=NAME)
 
     async def _warm_up(self) -> None:
         """Load and compile kernels that the first programs would otherwise wait for.
@@ -239,9 +279,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         Without handlers Dask would log an error or close the connection.
         """
         if is_closing(self.worker):
-            for name in (REPORT, HOST, *TRACING):
+            for name in (REPORT, EVACUATE, HOST, *TRACING):
                 self.worker.handlers[name] = _ignore
-            for name in (RENEW, RESULTS):
+            for name in (RENEW, ACCEPTED, RESULTS, ASK_STATUS):
                 self.worker.stream_handlers[name] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,16 +292,50 @@ class GpurtWorkerPlugin(WorkerPlugin):
         return on_worker_removed
 
     def take_results(self, results: Mapping[Key, object]) -> None:
-        """Store results sent ahead of the tasks that need them (stream handler)."""
+        """Store results sent ahead of the tasks that need them, and confirm them (stream handler)."""
         put_results(self.worker, results)
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+            self.worker.batched_stream.send({"op": CONFIRMED, "keys": list(results)})
+
+    def tell_status(self) -> None:
+        """Tell the scheduler that this worker is heard again, and its status (stream handler)."""
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+            self.worker.batched_stream.send({"op": STATUS, "status": self.worker.status.name})
 
     def renew(self, id: Any, run_id: int, owners: Owners) -> None:
         """Apply new owners of a run's outputs (stream handler)."""
-        if (shuffles := self.worker.plugins.get("shuffle")) is None:
-            return
-        run = active_runs(shuffles).get(id)
-        if isinstance(run, ShuffleRun) and run.run_id == run_id:
+        if (run := self._run(id, run_id)) is not None:
             run.renew(owners)
+
+    def accepted(self, key: Key) -> None:
+        """Release the shards that a task has read, since the scheduler has its result (stream handler)."""
+        if (shuffles := self.worker.plugins.get("shuffle")) is not None:
+            for run in active_runs(shuffles).values():
+                if isinstance(run, ShuffleRun):
+                    run.task_done(key)
+
+    async def evacuate(self, runs: Iterable[tuple[Any, int, int]]) -> dict[Any, int]:
+        """Have the shards of runs copied by their owners, for some seconds (handler).
+
+        Parameters
+        ----------
+        runs
+            The shuffle, the run id and the epoch of each run.
+
+        Returns
+        -------
+        dict
+            The number of shards that are yet to be copied, by shuffle; without runs that are not active here.
+        """
+        mine = {id: (run, epoch) for id, run_id, epoch in runs if (run := self._run(id, run_id)) is not None}
+        left = await asyncio.gather(*(run.evacuate(epoch) for run, epoch in mine.values()))
+        return dict(zip(mine, left, strict=True))
+
+    def _run(self, id: Any, run_id: int) -> ShuffleRun | None:
+        """Return this worker's part of a run; None if it is not active, or not the runtime's."""
+        shuffles = self.worker.plugins.get("shuffle")
+        run = None if shuffles is None else active_runs(shuffles).get(id)
+        return run if isinstance(run, ShuffleRun) and run.run_id == run_id and run.is_open else None
 
     def _build(self, worker: WorkerServer, settings: config.Settings, reply: JoinReply) -> None:
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
@@ -322,10 +396,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 self.tracing.fetched()
             elif start in EXECUTED:
                 self.tracing.task_ended(key)
-        if finish == "memory" and (shuffles := self.worker.plugins.get("shuffle")):
-            for run in active_runs(shuffles).values():
-                if hasattr(run, "task_done"):
-                    run.task_done(key)
 
     def _readings(self) -> list[prometheus.Reading]:
         return [

@@ -18,12 +18,13 @@ from dask_gpurt.dask_hooks.expr import convert_to_list
 from dask_gpurt.dask_hooks.graph import concat, merge_chunk
 from dask_gpurt.dask_hooks.shuffle import output_of
 from dask_gpurt.frames import halves
+from dask_gpurt.frames.semi_joins import rows_that_may_match
 from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
 
-LEFT, RIGHT = "left", "right"
+LEFT, RIGHT, SEMI = "left", "right", "leftsemi"
 #: The side that can be joined in pieces, by kind of join.
-PROBE_SIDES = {"inner": LEFT, "left": LEFT, "leftsemi": LEFT, "right": RIGHT}
+PROBE_SIDES = {"inner": LEFT, "left": LEFT, SEMI: LEFT, "right": RIGHT}
 
 
 def merge_unpack(
@@ -43,7 +44,7 @@ def merge_unpack(
 ) -> Any:
     """Assemble and join both sides of an output. Name and arguments are those of Dask's task."""
     join = partial(
-        merge_chunk,
+        merge_frames,
         how=how,
         left_on=left_on,
         right_on=right_on,
@@ -80,7 +81,15 @@ def merge_unpack(
 
 def merge_aligned(left: Any, right: Any, **options: Any) -> Any:
     """Join two partitions as Dask does, with its options; either may be an output of a shuffle."""
-    return merge_chunk(with_categories_of(right, left), with_categories_of(left, right), **options)
+    return merge_frames(with_categories_of(right, left), with_categories_of(left, right), **options)
+
+
+def merge_frames(left: Any, right: Any, **options: Any) -> Any:
+    """Join two partitions as Dask does, with its options; in a semi join, the right side shrinks first."""
+    if options.get("how") == SEMI and not (options.get("left_index") or options.get("right_index")):
+        keys = (convert_to_list(options.get(on)) or () for on in ("right_on", "left_on"))
+        right = rows_that_may_match(right, left, *keys)
+    return merge_chunk(left, right, **options)
 
 
 def with_categories_of(other: Any, side: Any) -> Any:

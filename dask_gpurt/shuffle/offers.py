@@ -38,6 +38,8 @@ class Offers:
         self._failed = failed
         self._queued: defaultdict[str, list[Shard | Commit]] = defaultdict(list)
         self._senders: dict[str, asyncio.Task[None]] = {}
+        #: The number of callers that wait for all offers to be delivered.
+        self._waiting = 0
 
     def add(self, owner: str, offer: Shard | Commit) -> None:
         """Queue an offer, and start sending unless a message to that owner is in flight."""
@@ -60,8 +62,17 @@ class Offers:
 
     async def sent(self) -> None:
         """Wait until all queued offers have been delivered."""
-        while pending := [sender for sender in self._senders.values() if not sender.done()]:
-            await asyncio.wait(pending)
+        self._waiting += 1
+        try:
+            while pending := [sender for sender in self._senders.values() if not sender.done()]:
+                await asyncio.wait(pending)
+        finally:
+            self._waiting -= 1
+
+    @property
+    def are_awaited(self) -> bool:
+        """Return whether something waits for the offers to be delivered, as the barrier does."""
+        return self._waiting > 0
 
     def cancel(self) -> None:
         """Stop sending."""

@@ -9,7 +9,7 @@ recognised by the id of the share, and refused.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -165,3 +165,21 @@ def deal(outputs: Iterable[int], workers: Sequence[str], owned: Mapping[str, int
         given[least] += 1
     order = itertools.chain.from_iterable([worker] * number for worker, number in given.items())
     return dict(zip(outputs, order, strict=True))
+
+
+def fair_share(owners: Mapping[int, str], workers: int) -> set[int]:
+    """Return the outputs to give to one more worker, taken from the owners with the most of them.
+
+    Parameters
+    ----------
+    owners
+        The owner of each output.
+    workers
+        The number of workers, including that one.
+    """
+    left, taken = Counter(owners.values()), set[int]()
+    for _ in range(len(owners) // workers):
+        ((most, _),) = left.most_common(1)
+        taken.add(max(output for output, owner in owners.items() if owner == most and output not in taken))
+        left[most] -= 1
+    return taken

@@ -44,8 +44,8 @@ class _Received:
 class Receiver:
     """Hold the shards offered to this worker until their outputs are in memory.
 
-    The shards of an output are released only once the task that assembled it is in memory, so that a task
-    that fails after reading can be retried.
+    The shards of an output are released only once the scheduler has accepted the result of the task that
+    assembled it, so that a task that fails after reading, or whose result is refused, can be retried.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ class Receiver:
         return self.spec.assembler(self.exchange)
 
     def task_done(self, key: Key) -> list[IncomingShard]:
-        """Note that a task is in memory; return the incoming shards no longer needed."""
+        """Note that the result of a task is accepted; return the incoming shards no longer needed."""
         if (
             key not in self._readers
         ):  # the common case, checked without the lock: only tasks of this run add themselves
@@ -295,7 +295,7 @@ class Receiver:
             return not any(received.outputs for received in self._shares.values())
 
     def close(self) -> None:
-        """Release all shards. Blocks while any of them is being read."""
+        """Release all shards; those being read, with their last reader. Blocks."""
         with self._lock:
             self._closed = True
             incoming_shards = list(self._unread)

@@ -28,7 +28,7 @@ from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedErro
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
-from dask_gpurt.exchange.calls import LONGEST_PAUSE_S
+from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from dask_gpurt.shuffle.messages import (
     GONE,
     Message,
@@ -53,6 +53,14 @@ OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
 SEALED = "gpurt-sealed"
 #: Message from the scheduler to workers: the owners have changed.
 RENEW = "gpurt-renew"
+#: Message from the scheduler to a worker: the result of a task that has assembled outputs is accepted.
+ACCEPTED = "gpurt-accepted"
+#: Key in the metadata of a task that has assembled outputs.
+ASSEMBLED = "gpurt-assembled"
+#: Handler of workers: have shards copied by their owners, since this worker is about to leave.
+EVACUATE = "gpurt_evacuate"
+#: How long a worker waits for owners to copy its shards until it reports how many are left, in seconds.
+EVACUATION_STEP_S = 10.0
 
 
 class ShuffleRun:
@@ -216,8 +224,9 @@ class ShuffleRun:
         self._owners = owners
         try:
             outdated = self._receiver.renew(owners)
-            self._note_what_is_left()
-            self._sender.renew(owners)
+            for owner, offer in self._sender.renew(owners):
+                self._offers.add(owner, offer)  # at once, since a seal may follow, which waits for them
+            self._note_what_is_left()  # only now: retained blocks that are offered again must not be reused
             self._exchange.discard_soon(outdated)
             self._retire_all()
         except Exception as error:  # the change may be half applied, and is not retried
@@ -302,6 +311,9 @@ class ShuffleRun:
     def add_partition(self, data: Any, partition_id: Any, **_: Any) -> int:
         """Publish an input partition. In the thread of a transfer task."""
         self.raise_if_closed()
+        # If this input is transferred again after a loss, the retained blocks of others are about to be
+        # offered again: this one must not reuse them.
+        self._exchange.run_is_read(self._key, False)
         source = self._spec.source_of(partition_id)
         # The task's run_id, which the scheduler increases with each dispatch, orders attempts across workers.
         key: Key = getattr(thread_state, "key", "")
@@ -324,6 +336,29 @@ class ShuffleRun:
         if sizes is not None:
             note_sizes(metadata, result, sizes)
 
+    async def evacuate(self, epoch: int) -> int:
+        """Have owners copy the shards that this worker has published, since it is about to leave.
+
+        Waits for at most ``EVACUATION_STEP_S``.
+
+        Parameters
+        ----------
+        epoch
+            The epoch since which this worker owns no output that is needed.
+
+        Returns
+        -------
+        int
+            The number of shards that are yet to be copied.
+        """
+        with contextlib.suppress(TimeoutError, ShuffleClosedError):
+            async with asyncio.timeout(EVACUATION_STEP_S):
+                if epoch > self._owners.epoch:
+                    await self._catch_up()
+                await self._offers.sent()
+                await self._exchange.requests.evacuate(self._key)
+        return self._exchange.pools.unread(self._key, self._worker.address)
+
     def _offer(self, owner: str, offer: Shard | Commit) -> None:
         self._worker.loop.add_callback(self._offers.add, owner, offer)
 
@@ -334,14 +369,18 @@ class ShuffleRun:
     async def _unreachable(self, owner: str, error: Exception) -> None:
         """Reassign the outputs of an unreachable owner; raise the error that ended the run, if any."""
         self.raise_if_closed()
+        epoch = self._owners.epoch
         await self._recover(str(error), unreachable=owner)
+        if self._owners.epoch == epoch:  # the scheduler first waits for other outputs: do not call it at once
+            await asyncio.sleep(FIRST_PAUSE_S)
         self._retire_all()
         self.raise_if_closed()
 
     async def _deliver(self, owner: str, message: Message) -> list[int]:
         """Send a message to a worker of the run; return the inputs it is missing if the message is a seal.
 
-        Raises the error of the receiver. All messages are idempotent.
+        Raises the error of the receiver. All messages are idempotent, so a worker that is given up as silent
+        may still receive them later.
         """
         epoch = self._owners.epoch
         if owner == self._worker.address:
@@ -350,6 +389,7 @@ class ShuffleRun:
             owner,
             "shuffle_receive",
             check=self.raise_if_closed,
+            awaited_by=lambda: self._key if self._waits_for(message) else None,
             data=pickle.dumps((self._worker.address, epoch, message)),
             shuffle_id=self.id,
             run_id=self.run_id,
@@ -360,10 +400,18 @@ class ShuffleRun:
             raise error
         return cast(dict[str, list[int]], reply).get("missing", [])
 
+    def _waits_for(self, message: Message) -> bool:
+        """Return whether the run waits for the reply to a message, so that a silent worker would hold it up.
+
+        It does not wait for offers while inputs are being transferred, nor for a retired share.
+        """
+        return isinstance(message, Seal) or (isinstance(message, list) and self._offers.are_awaited)
+
     async def _flush(self) -> None:
         """Deliver all queued offers. At the barrier, on workers that have transferred inputs."""
         await self._offers.sent()
         self._exchange.run_published(self._key)
+        self._note_what_is_left()
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
         """Seal the run: check that every owner has received all of its shards, and accept no others.
@@ -381,14 +429,14 @@ class ShuffleRun:
         results = cast(Sequence[Transferred], run_ids)
         epoch = self._owners.epoch
         try:
-            missing = await self._seal_all(results)
+            missing = await self._seal_all(results, epoch)
         except (Stale, P2PConsistencyError) as error:
             raise RunInterrupted(str(error)) from error
         if missing:
             self._exchange.metrics.add("shuffle.inputs.missing", len(missing))
             lost = [result for result in results if result.source in missing]
             await self._recover(
-                f"shards of inputs {sorted(missing)} are missing",
+                inputs_lost(missing),
                 inputs=[result.key for result in lost],
                 producers=sorted({result.producer for result in lost}),
             )
@@ -399,7 +447,7 @@ class ShuffleRun:
         self._worker.batched_stream.send({"op": SEALED, "id": self.id, "run_id": self.run_id, "epoch": epoch})
         return self.run_id
 
-    async def _seal_all(self, results: Sequence[Transferred]) -> set[int]:
+    async def _seal_all(self, results: Sequence[Transferred], epoch: int) -> set[int]:
         """Make producers deliver their offers and owners seal; return the missing inputs.
 
         Both happen in one round, so an owner may seal before the last offers to it arrive, and report them as
@@ -408,19 +456,25 @@ class ShuffleRun:
         seal = Seal({result.source: result.attempt for result in results})
         owners = {share.owner for share in self._owners.open_shares()}
         producers = {result.producer for result in results}
-        missing = await self._seal(seal, owners | producers, owners)
+        missing = await self._seal(seal, owners | producers, owners, epoch)
         if missing:
-            missing = await self._seal(seal, missing.keys(), owners)
+            missing = await self._seal(seal, missing.keys(), owners, epoch)
         return {source for sources in missing.values() for source in sources}
 
     async def _seal(
-        self, seal: Seal, workers: Collection[str], owners: Collection[str]
+        self, seal: Seal, workers: Collection[str], owners: Collection[str], epoch: int
     ) -> dict[str, Sequence[int]]:
-        """Send a seal to workers; return the incomplete inputs by owner."""
+        """Send a seal to workers; return the incomplete inputs by owner.
+
+        Raises Stale if the owners have changed since the barrier began: some inputs are then transferred
+        again, and an owner must not seal, or report as missing, the attempts that this barrier knows.
+        """
+        self._raise_if_moved(epoch)
         workers = sorted(workers)
         answers = await asyncio.gather(
             *(self._deliver(worker, seal) for worker in workers), return_exceptions=True
         )
+        self._raise_if_moved(epoch)
         missing: dict[str, Sequence[int]] = {}
         for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, GONE) and worker in owners:
@@ -436,6 +490,10 @@ class ShuffleRun:
             if isinstance(answer, BaseException) and not isinstance(answer, GONE):
                 raise answer
         return missing
+
+    def _raise_if_moved(self, epoch: int) -> None:
+        if epoch != self._owners.epoch:
+            raise Stale(f"the owners of {self} have changed")
 
     # ---- consuming -------------------------------------------------------------------
 
@@ -455,8 +513,7 @@ class ShuffleRun:
         if isinstance(message, Seal):
             await self._flush()
             self.raise_if_closed()  # a closed receiver has no shares, and would report nothing missing
-            if epoch != self._owners.epoch:
-                raise Stale(f"the owners of {self} have changed")
+            self._raise_if_moved(epoch)
             return sorted(self._receiver.seal(message.succeeded))
         if isinstance(message, Retire):
             await self._exchange.forget_shares(sender, self._key, message.shares)
@@ -473,6 +530,8 @@ class ShuffleRun:
         self.raise_if_closed()
         output = self._spec.output_of(partition_id)
         self._ensure_owner(output, key)
+        if (task := self._worker.state.tasks.get(key)) is not None:
+            task.metadata[ASSEMBLED] = True
         try:
             assembled = self._receiver.assemble(output, key)
         except (NotReceived, PeerLost, ExchangeClosed) as error:
@@ -525,7 +584,11 @@ class ShuffleRun:
                 return
 
     def task_done(self, key: Key) -> None:
-        """Release the shards of the outputs that a task has read, now that its result is in memory."""
+        """Release the shards of the outputs that a task has read, now that its result is accepted.
+
+        The scheduler refuses the result if it has rerun the barrier meanwhile: Dask then cancels the tasks
+        that depend on the barrier, and sends them again. They need their shards again.
+        """
         if finished := self._receiver.task_done(key):
             self._exchange.discard_soon(finished)
             self._note_what_is_left()
@@ -534,3 +597,9 @@ class ShuffleRun:
         """Tell the exchange whether outputs are left to read here; if not, retained blocks may be reused."""
         if not self.closed:
             self._exchange.run_is_read(self._key, self._receiver.is_read)
+
+
+def inputs_lost(inputs: Collection[int], most: int = 10) -> str:
+    """Return a reason with the number of lost inputs first, and then which: the first of many."""
+    few = ", ".join(map(str, sorted(inputs)[:most])) + (", …" if len(inputs) > most else "")
+    return f"{len(inputs)} input{'s' * (len(inputs) > 1)} lost: {few}"

@@ -179,32 +179,42 @@ class Sender:
             self.offer(owner, commit)
         for share in newer.open_shares():
             if share.id not in owners.shares:
-                self._offer_again(published, share)
+                for offer in self._offers_again(published, share):
+                    self.offer(share.owner, offer)
 
-    def renew(self, owners: Owners) -> None:
-        """Offer published attempts to the owners of new shares. On the event loop."""
+    def renew(self, owners: Owners) -> list[tuple[str, Shard | Commit]]:
+        """Switch to new owners. On the event loop.
+
+        Returns
+        -------
+        list
+            The offers of published attempts to the owners of new shares, each with the owner.
+        """
         with self._lock:
             before, self.owners = self.owners, owners
             published = list(self._published.values())
         self.exchange.pools.drop_shares(self.run, owners.left)
-        for share in owners.open_shares():
-            if share.id not in before.shares:
-                for each in published:
-                    self._offer_again(each, share)
+        return [
+            (share.owner, offer)
+            for share in owners.open_shares()
+            if share.id not in before.shares
+            for each in published
+            for offer in self._offers_again(each, share)
+        ]
 
-    def _offer_again(self, published: _Published, share: Share) -> None:
-        """Offer an attempt to the owner of a share that was created later, if its blocks still exist.
+    def _offers_again(self, published: _Published, share: Share) -> list[Shard | Commit]:
+        """Publish an attempt for a share that was created later, if its blocks still exist.
 
-        Otherwise no commit is sent for that share, and the barrier reports the input as missing.
+        Otherwise there is no commit for that share, and the barrier reports the input as missing.
         """
         if not published.outputs.issuperset(share.outputs):
-            return
+            return []
         shards = [shard for shard in published.shards if not shard.places().keys().isdisjoint(share.outputs)]
-        if published.outbox.publish_again([shard.id for shard in shards], share.id, share.owner):
-            self.exchange.metrics.add("shuffle.recovered.shards", len(shards))
-            for part, shard in enumerate(shards):
-                self.offer(share.owner, replace(shard, share=share.id, part=part))
-            self.offer(share.owner, Commit(share.id, published.source, published.attempt, len(shards)))
+        if not published.outbox.publish_again([shard.id for shard in shards], share.id, share.owner):
+            return []
+        self.exchange.metrics.add("shuffle.recovered.shards", len(shards))
+        again = [replace(shard, share=share.id, part=part) for part, shard in enumerate(shards)]
+        return [*again, Commit(share.id, published.source, published.attempt, len(shards))]
 
     def _will_spill(self, ready: Input, shares: int) -> bool:
         """Return whether owners will probably have to spill shards, if other inputs are as large as this one.

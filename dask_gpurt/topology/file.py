@@ -16,7 +16,7 @@ from dask.utils import parse_bytes, parse_timedelta
 
 from dask_gpurt.config import ConfigError
 from dask_gpurt.topology.hosts import SELF, Devices, Gpu, GpuLink, Host, Lanes, Nic
-from dask_gpurt.topology.links import Link, Speed
+from dask_gpurt.topology.links import OF_GPUS, Link, Speed
 
 #: The version of the format that is written, and the only version that is read.
 VERSION = 1
@@ -44,6 +44,15 @@ class Description:
     speeds: Mapping[Link, Speed] = field(default_factory=dict)
     hosts: Mapping[str, Host] = field(default_factory=dict)
     workers: Mapping[str, tuple[str, str | None]] = field(default_factory=dict)
+
+    def links(self) -> list[Link]:
+        """Return the classes of link that the hosts can have, and those whose speed is given."""
+        hosts = self.hosts.values()
+        absent = {
+            *(() if any(host.gpus for host in hosts) else OF_GPUS),
+            *(() if any(host.rdma for host in hosts) else (Link.RDMA,)),
+        }
+        return [link for link in Link if not hosts or link in self.speeds or link not in absent]
 
 
 # ---- writing -------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.api import teach_method
 from dask_gpurt.config import ConfigError
-from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, started
+from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import state
 from tests.helpers.waiting import until
 
@@ -98,6 +98,24 @@ def test_setting_it_before_the_client_switches_on(tmp_path: Path) -> None:
 def test_the_hooks_do_nothing_while_it_is_not_enabled(tmp_path: Path) -> None:
     said = answer(write(tmp_path))
     assert said == {"right": True, "runs": [None, None], "knows": False, "after": None}
+
+
+#: Without a shuffle, whose begin and end Dask logs.
+PLAIN = """\
+from distributed import Client
+
+if __name__ == "__main__":
+    with Client(n_workers=1, threads_per_worker=1, processes=PROCESSES, dashboard_address=":0") as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+"""
+
+
+@needs_hooks
+@pytest.mark.parametrize("processes", [False, True])
+def test_the_hooks_say_nothing_while_it_is_not_enabled(tmp_path: Path, processes: bool) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text(PLAIN.replace("PROCESSES", str(processes)))
+    assert run(sys.executable, script).stderr == ""
 
 
 @needs_hooks
@@ -239,7 +257,7 @@ def test_enable_again_does_nothing_and_disable_gives_dask_back(local: LocalClust
     assert state(local) == on
     assert dask_gpurt.is_enabled(plain)
     assert shuffle_runs(plain) == 2
-    dask_gpurt.disable(plain)
+    assert dask_gpurt.disable(plain) is plain
     assert state(local) == before
     assert not dask_gpurt.is_enabled(plain)
     assert dask_gpurt.report(plain)["enabled"] is False
@@ -307,10 +325,10 @@ def test_a_cluster_that_is_closed_while_on_leaves_nothing(local: LocalCluster, p
 def test_an_asynchronous_client_awaits(local: LocalCluster) -> None:
     async def session() -> tuple[bool, bool, bool]:
         async with Client(local.scheduler_address, asynchronous=True) as client:
-            await dask_gpurt.enable(client)
+            assert await dask_gpurt.enable(client) is client
             on = (await dask_gpurt.report(client, connect=True))["enabled"]
             known = dask_gpurt.is_enabled(client)
-            await dask_gpurt.disable(client)
+            assert await dask_gpurt.disable(client) is client
             return on, known, (await dask_gpurt.report(client))["enabled"]
 
     before = state(local)

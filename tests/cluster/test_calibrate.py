@@ -27,7 +27,7 @@ def test_without_a_gpu_there_is_nothing_to_calibrate(monkeypatch: pytest.MonkeyP
 def test_where_nothing_confines_it_says_why() -> None:
     with (
         cluster(overlap__mode="adaptive", overlap__residency="auto") as client,
-        pytest.raises(click.ClickException, match=r"nothing can be learnt on worker .*interposer"),
+        pytest.raises(click.ClickException, match=r"no statistics can be collected on worker .*interposer"),
     ):
         ensure_confined(client)
 

@@ -82,7 +82,7 @@ def test_the_doctor_says_why_it_stays_off(monkeypatch: pytest.MonkeyPatch) -> No
     said = CliRunner().invoke(main, ["doctor"])
     text = " ".join(said.stdout.split())
     assert said.exit_code == 1
-    assert "as known, 1 differs" in text
+    assert "work as the runtime expects, 1 differ" in text
     assert "Differs shuffles on the scheduler, ShuffleSchedulerPlugin._create takes" in text
     assert "_create takes (self, shuffle_id, key, worker, priority)" in text
     assert "it stays off" in text

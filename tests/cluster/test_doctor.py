@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 import threading
@@ -132,9 +133,14 @@ def test_a_word_that_means_off_is_off(word: object) -> None:
     assert "false in this configuration" in printed
 
 
-def test_what_is_as_known_takes_one_line() -> None:
-    (line,) = [line for line in doctor().stdout.splitlines() if "Dask's parts" in line]
-    assert " as known" in line
+def test_parts_of_dask_that_are_as_expected_take_one_sentence() -> None:
+    printed = " ".join(doctor().stdout.split())
+    assert re.search(r"Dask's parts \d+ work as the runtime expects", printed)
+    assert "Differs" not in printed
+
+
+def test_what_only_gpus_have_is_not_printed_without_one() -> None:
+    assert ("Residency caps" in doctor().stdout) is ("cuda" in consult()["machine"]["devices"])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +166,7 @@ def test_what_it_warns_of_in_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "versions", lambda packages, own: installed)
     monkeypatch.setattr(sys, "version_info", (3, 11, 7))
     notes = "\n".join(examine()["notes"])
-    assert "Dask 2026.1.0 is outside of what is tested" in notes
+    assert "Dask 2026.1.0 is outside the tested range" in notes
     assert "'distributed.worker.preload'" in notes
     assert "deadlock" in notes
     monkeypatch.setattr(sys, "version_info", (3, 12, 0))
@@ -179,8 +185,8 @@ def test_what_it_warns_of_in_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("p2p", True, True, True, "by p2p, which the runtime takes over"),
         ("p2p", True, True, False, "by Dask's own p2p"),
         (None, True, False, False, "by Dask's own default"),
-        ("tasks", True, True, True, "through the runtime, which takes a configured tasks over"),
-        ("tasks", True, True, "all", "through the runtime, which takes a configured tasks over"),
+        ("tasks", True, True, True, "through the runtime, in place of the configured tasks"),
+        ("tasks", True, True, "all", "through the runtime, in place of the configured tasks"),
         ("tasks", True, True, False, "by Dask's own tasks"),
         ("tasks", True, False, True, "by Dask's own tasks"),
         ("disk", True, True, "all", "by Dask's own disk"),
@@ -210,8 +216,11 @@ def test_a_cluster_with_the_runtime(on: Client, local: LocalCluster) -> None:
     assert facts["settings"]["shuffles"] == "through the runtime"
     assert facts["notes"] == [note for note in facts["notes"] if "deadlock" in note]
     printed = doctor("--scheduler", local.scheduler_address).stdout
-    assert "times shared-memory" in printed
-    assert "the runtime is on" in printed
+    assert "shared-memory: 2 connections between workers" in printed
+    assert "local" not in printed
+    assert "Residency caps" not in printed
+    assert "the runtime is on, with takeover true" in " ".join(printed.split())
+    assert re.search(r"Pools +shared memory: .* used, on 2 workers", printed)
 
 
 def test_the_address_may_come_from_dasks_configuration(plain: Client, local: LocalCluster) -> None:
@@ -240,9 +249,9 @@ def test_why_a_better_path_is_not_taken(plain: Client, local: LocalCluster) -> N
         dask_gpurt.disable(plain)
     reason = "gpurt.exchange.paths excludes shared-memory"
     assert {"path": "comms", "reason": reason, "count": 2} in facts["cluster"]["paths"]
-    fallback = {"id": "exchange.comms", "what": "bytes take Dask's comms", "reason": reason, "count": 2}
+    fallback = {"id": "exchange.comms", "what": "bytes go through Dask's comms", "reason": reason, "count": 2}
     assert fallback in facts["cluster"]["fallbacks"]
-    assert " ".join(reason.split()) in " ".join(printed.split())
+    assert f"comms: 2 connections between workers, because {reason}" in " ".join(printed.split())
 
 
 def test_a_setting_that_the_cluster_does_not_follow(on: Client, local: LocalCluster) -> None:
@@ -271,15 +280,16 @@ def test_another_version_on_a_worker_and_a_scheduler_without_the_package(
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("tcp://127.0.0.1:9", "no scheduler answers at tcp://127.0.0.1:9"),
+        ("tcp://127.0.0.1:9", "no scheduler answers at tcp://127.0.0.1:9: connection refused"),
         ("inproc://127.0.0.1/1/1", "only from within the scheduler's own process"),
         ("inproc://", "only from within the scheduler's own process"),
-        ("tcp://127.0.0.1", "expected tcp://HOST:PORT"),
-        ("127.0.0.1", "expected tcp://HOST:PORT"),
+        ("tcp://127.0.0.1", "use tcp://HOST:PORT"),
+        ("127.0.0.1", "use tcp://HOST:PORT"),
+        ("http://127.0.0.1:8787/status", "use tcp://HOST:PORT"),
     ],
 )
 def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.cli.cluster.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)
     assert_one_line(address, said)
 
 
@@ -287,7 +297,7 @@ def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytes
     ("answer", "said"), [(b"", "no answer within 0.5 s"), (b"HTTP/1.1 400 Bad Request\r\n", "another server")]
 )
 def test_something_else_listens_there(answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.cli.cluster.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)
     taken = []
 
     def answer_once(listener: socket.socket) -> None:

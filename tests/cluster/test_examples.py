@@ -91,6 +91,8 @@ def test_flights(client: Client, library: Library, tmp_path: Path) -> None:
 
 def test_xgboost(client: Client, library: Library) -> None:
     xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed")
+    if library.name == "cudf" and not xgboost.build_info()["USE_CUDA"]:
+        pytest.skip("xgboost was built without CUDA")
     frame = xgboost_training.training_frame(parts=6, rows=2_000)
     found = xgboost_training.train(client, frame, rounds=8)
     # The trees equal those of a single process with all rows, except for the order of summation.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,16 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed import Client, Event, Variable, get_worker, wait
+from distributed.core import Status
+from distributed.shuffle._core import id_from_key
 from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.utils import sync
 
 import dask_gpurt
+from dask_gpurt.plugins import silence
+from dask_gpurt.plugins.recovery import Recovery
 from tests.helpers.clusters import Library, canonical, cluster, counters, partitions
+from tests.helpers.waiting import until
 
 PARTS, ROWS = 8, 5_000
 
@@ -115,6 +120,60 @@ def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> Non
     victim = next(iter(own.nthreads()))
     own.run(die_once, workers=[victim])
     assert_right(build(library).shuffle("key").persist())
+
+
+def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch, *, its_own: bool) -> list[str]:
+    """Stop a worker with SIGSTOP when the first barrier is sent: the one that runs it, or another.
+
+    Returns a list that receives its address. Silence is noticed after a second.
+    """
+    monkeypatch.setattr(silence, "SILENT_S", 1.0)
+    monkeypatch.setattr(silence, "MISSED", 2)
+    processes, transition, stopped = client.run(os.getpid), Recovery.transition, list[str]()
+
+    def stops(self: Recovery, key: Any, finish: str, worker: str | None) -> None:
+        transition(self, key, finish, worker)
+        if finish == "processing" and id_from_key(key) and not stopped:
+            where = self._scheduler.tasks[key].processing_on.address
+            stopped.append(where if its_own else next(each for each in processes if each != where))
+            os.kill(processes[stopped[0]], signal.SIGSTOP)
+
+    monkeypatch.setattr(Recovery, "transition", stops)
+    return stopped
+
+
+@contextmanager
+def continued(client: Client) -> Iterator[None]:
+    """Continue all processes after the body."""
+    processes = client.run(os.getpid).values()
+    try:
+        yield
+    finally:
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("which", "path"), [("another", "auto"), ("its own", "auto"), ("another", "comms")])
+def test_a_worker_is_stopped_at_the_barrier(
+    library: Library, monkeypatch: pytest.MonkeyPatch, which: str, path: str
+) -> None:
+    """The others finish without it. Afterwards it takes part again."""
+    paths = {} if path == "auto" else {"exchange__paths": ["comms"]}
+    with cluster(library.name, workers=3, **paths) as client:
+        stopped = stop_at_barrier(client, monkeypatch, its_own=which == "its own")
+        with continued(client):
+            out = build(library).shuffle("key").persist()
+            assert_right(out)
+            (worker,) = stopped
+            state = client.cluster.scheduler.workers[worker]
+            assert state.status is Status.paused, "it would get tasks of Dask otherwise"
+        del out
+        until(lambda: state.status is Status.running)
+        assert_right(build(library).shuffle("key", npartitions=6))
+        counted = counters(client)
+        assert counted["shuffle.workers.silent"] >= 1
+        assert counted["shuffle.runs.recovered"] >= 1
+        assert not counted.get("shuffle.runs.restarted")
 
 
 def test_a_worker_is_killed_during_unpack(own: Client, library: Library) -> None:

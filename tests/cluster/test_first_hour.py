@@ -37,7 +37,7 @@ if __name__ == "__main__":
 def test_a_join_and_a_sort_end_where_client_and_scheduler_share_a_process(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(FIRST_JOB)
-    # With Python 3.11 Dask's own property deadlocks: see dask_hooks/properties.py.
+    # With Python 3.11 Dask's own property deadlocks: see dask_hooks/expression_threads.py.
     assert answer(script, str(tmp_path / "sorted")) == list(range(4_000))
 
 

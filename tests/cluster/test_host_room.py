@@ -16,6 +16,7 @@ from dask_gpurt.exchange import Attempt, Exchange, Shard, host_room
 from dask_gpurt.exchange.incoming import IncomingShard, reading
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import Section
+from dask_gpurt.plugins import asking
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import on_cluster
 from tests.helpers.shared_memory import PAGE, Shm, filled, held, resident
@@ -47,6 +48,10 @@ async def taken(exchange: Exchange, shard: Shard) -> IncomingShard:
     """Return a shard that was offered to an owner."""
     exchange.run_begins(RUN)
     return exchange.take(RUN, shard, await exchange.path(shard), print)
+
+
+async def _keep_no_house(exchange: Exchange) -> None:
+    pass
 
 
 class Enough(Exception):
@@ -88,13 +93,23 @@ def test_what_was_read_of_a_peer_does_not_count(drained: bool) -> None:
     run()
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_producer_waits_for_what_another_worker_has_published(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:
-    """The waiting producer has published nothing, so the shards in its own pool name no peer to ask."""
+    """The waiting producer has published nothing, so the shards in its own pool name no peer to ask.
 
-    @on_cluster(workers=3)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
+    It takes a round to have the shards copied, and another one to get their memory. A fourth worker may be
+    stopped, and replies to none.
+    """
+    monkeypatch.setattr(asking, "ROOM_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(Exchange, "keep_house", _keep_no_house)  # only the rounds return memory
+
+    @on_cluster(workers=4)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any, d: Any) -> None:
+        goes_on = asyncio.Event()
+        if is_stopped:
+            d.handlers["gpurt_make_room"] = goes_on.wait
         ends = [exchange_of(worker) for worker in (a, b, c)]
         boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
         shm = Shm(monkeypatch, 4 * MIB)
@@ -109,6 +124,7 @@ def test_a_producer_waits_for_what_another_worker_has_published(
         assert fallbacks["exchange.shm-full"]["count"] >= 1
         boxes[2].give_back(block)
         await ends[1].offload(ends[1].discard, [incoming])
+        goes_on.set()
 
     run()
 

@@ -11,7 +11,7 @@ import dask
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 from prometheus_client.parser import text_string_to_metric_families
 
 import dask_gpurt
@@ -135,10 +135,3 @@ def test_counters_begin_with_nothing_and_have_one_name_under_the_configured_name
     assert list(shown["here_worker_gpurt_shuffle_runs_total"].values()) == [3]
     assert list(shown["here_worker_gpurt_spill_seconds_total"].values()) == [0]
     assert "here_worker_gpurt_spill_bytes_total" not in shown  # its tiers are not known in advance
-
-
-def test_the_former_name_of_the_function_still_answers() -> None:
-    with LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as off, Client(off) as client:
-        with pytest.warns(DeprecationWarning, match="memory_usage"):
-            former = dask_gpurt.memory(client)
-        assert former.columns == dask_gpurt.memory_usage(client).columns

@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from functools import wraps
 from typing import Any
 
-import dask.dataframe as dd
 import pandas as pd
 import pytest
 from dask import config
@@ -20,140 +19,30 @@ from distributed.core import Status
 from distributed.shuffle._core import id_from_key
 from distributed.shuffle._shuffle import DataFrameShuffleRun
 
-import dask_gpurt
-from dask_gpurt.api import teach_method
+from dask_gpurt.plugins import recovery
+from dask_gpurt.plugins.recovery import Recovery
+from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import RENEW, ShuffleRun
-from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import ShuffleSpec
-from tests.helpers.in_process import gen_client_cluster
-
-ROWS, PARTS = 200, 4
-FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
-
-
-def frames(name: str = "row") -> Any:
-    """Return the input partitions, each made by its own task."""
-    size = ROWS // PARTS
-    parts = [FRAME[at * size : (at + 1) * size].rename(columns={"row": name}) for at in range(PARTS)]
-    return dd.from_map(lambda at: parts[at], range(PARTS), meta=parts[0][:0])
-
-
-def shuffled() -> Any:
-    with config.set({"dataframe.shuffle.method": "gpurt"}):
-        return frames().shuffle("key")
-
-
-def assert_right(found: pd.DataFrame) -> None:
-    assert sorted(found["row"]) == list(range(ROWS))
-    assert (found["key"] == found["row"] % 17).all()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Poll for a condition that has no event."""
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any) -> None:
-    """Run a coroutine with a client, a scheduler and workers; asserts that no shuffle data are left."""
-
-    async def body(client: Any, scheduler: Any, *crew: Any) -> None:
-        teach_method()
-        await dask_gpurt.enable(client)
-        try:
-            await test(client, scheduler, *crew)
-        finally:
-            while _gates:  # a thread blocked at a gate would keep the process from ending
-                _gates.pop().open.set()
-        for worker in crew:
-            if worker.status in (Status.closing, Status.closed):
-                worker.state.validate = False  # its data are gone
-            else:
-                await until(lambda worker=worker: not held(worker))
-        extension = scheduler.extensions["shuffle"]
-        await until(lambda: not extension.active_shuffles)
-        await until(lambda: not (extension._shuffles or extension._archived_by_stimulus))
-        await dask_gpurt.disable(client)
-
-    nthreads = [("127.0.0.1", 1)] * workers
-    gen_client_cluster(nthreads=nthreads, config=settings)(body)()
-
-
-def held(worker: Any) -> list[Any]:
-    """Return what is left of shuffles on a worker."""
-    exchange = worker.plugins["gpurt"].exchange
-    return [
-        *worker.plugins["shuffle"].shuffle_runs._runs,
-        *exchange._receiving,
-        *(incoming for incoming_shards in exchange._incoming.values() for incoming in incoming_shards),
-        *([] if not exchange.pools.known("host").pool.used else ["blocks"]),
-    ]
-
-
-def runs(*workers: Any) -> int:
-    """Count the runs that these workers took part in."""
-    each = [w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.runs", 0) for w in workers]
-    return int(sum(each))
-
-
-def counted(scheduler: Any, name: str) -> float:
-    """Return a counter of the scheduler."""
-    return float(scheduler.extensions["gpurt"].metrics.snapshot()["counters"].get(name, 0))
-
-
-_gates: list[Gate] = []
-
-
-class Gate:
-    """Block a step, the first time that it is taken, until the test opens the gate."""
-
-    def __init__(self) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        self.where: list[str] = []
-        _gates.append(self)
-
-    def stops(self, address: str) -> bool:
-        first = not self.where
-        self.where.append(address)
-        self.reached.set()
-        return first and not self.open.is_set()
-
-
-def _address(step: Any) -> str:
-    worker = step._worker if isinstance(step, ShuffleRun) else step.exchange.worker
-    return str(worker.address)
-
-
-#: The step of each phase of a run that a test can stop.
-STEPS = {
-    "transfer": (Sender, "add"),
-    "offers": (ShuffleRun, "receive"),
-    "inputs-done": (ShuffleRun, "_flush"),
-    "barrier": (ShuffleRun, "barrier"),
-    "unpack": (Receiver, "assemble"),
-}
-
-
-def gate(monkeypatch: pytest.MonkeyPatch, phase: str) -> Gate:
-    """Stop a run in a phase."""
-    owner, name = STEPS[phase]
-    original, gate = getattr(owner, name), Gate()
-
-    async def stops_coroutine(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if gate.stops(_address(self)):
-            await until(gate.open.is_set)
-        return await original(self, *args, **kwargs)
-
-    def stops_thread(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if gate.stops(_address(self)):
-            gate.open.wait(60)
-        return original(self, *args, **kwargs)
-
-    stops = stops_coroutine if asyncio.iscoroutinefunction(original) else stops_thread
-    monkeypatch.setattr(owner, name, stops)
-    return gate
-
+from tests.helpers.gated_runs import (
+    FRAME,
+    PARTS,
+    ROWS,
+    STEPS,
+    Gate,
+    Watched,
+    address_of,
+    assert_right,
+    counted,
+    frames,
+    gate,
+    outputs,
+    run,
+    runs,
+    shuffled,
+    until,
+)
 
 # ---- a worker leaves -----------------------------------------------------------------
 
@@ -225,12 +114,6 @@ def test_one_side_of_a_join_begins_again_when_outputs_are_there(monkeypatch: pyt
     run(test)
 
 
-def outputs(scheduler: Any) -> list[Any]:
-    """Return the tasks behind barriers."""
-    barriers = [task for key, task in scheduler.tasks.items() if id_from_key(key)]
-    return [output for barrier in barriers for output in barrier.dependents]
-
-
 def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would be rescheduled for ever: Dask does not restart a shuffle with a failed output."""
     assemble = Receiver.assemble
@@ -280,6 +163,37 @@ def test_a_run_loses_workers_more_often_than_it_may_be_mended(monkeypatch: pytes
         del result
 
     run(test, workers=4, **{"gpurt.shuffle.retries": 1})
+
+
+def test_the_repair_of_a_run_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It waits for an output that is being assembled, so its error reaches no caller; the run restarts."""
+    stopped, mend, failed = gate(monkeypatch, "unpack"), Recovery._mend, threading.Event()
+
+    def fails_once(self: Recovery, *args: Any, **options: Any) -> None:
+        if failed.is_set():
+            mend(self, *args, **options)
+        else:
+            failed.set()
+            raise ValueError("a test")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(stopped.reached.is_set)
+        monkeypatch.setattr(Recovery, "_mend", fails_once)
+        monkeypatch.setattr(recovery, "PATIENCE_S", 3600)
+        boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
+        await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
+        leaves = next(worker for worker in crew if worker.address != stopped.where[0])
+        await leaves.close(executor_wait=False)
+        await until(lambda: leaves.address not in scheduler.workers)
+        assert not failed.is_set()
+        stopped.open.set()
+        assert_right(await asyncio.wait_for(result, 60))
+        assert counted(scheduler, "shuffle.runs.restarted") == 1
+        assert caplog.text.count("cannot be repaired") == 1
+        del result
+
+    run(test, workers=3, **{"gpurt.exchange.paths": ["comms"]})
 
 
 def test_all_workers_leave_and_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +276,8 @@ def test_a_worker_is_closed_that_has_nothing_any_more(monkeypatch: pytest.Monkey
         before = shuffle.run_spec.worker_for.epoch
         await other.close(executor_wait=False)
         await until(lambda: other.address not in scheduler.workers)
-        assert shuffle.run_spec.worker_for.epoch > before
+        assert other.address not in shuffle.participating_workers
+        assert shuffle.run_spec.worker_for.epoch == before
         stopped.open.set()
         assert_right(await result)
         assert not counted(scheduler, "shuffle.runs.recovered")
@@ -453,7 +368,7 @@ def test_the_barrier_begins_before_all_offers_have_arrived(monkeypatch: pytest.M
     seal = Receiver.seal
 
     def look(self: Receiver, *args: Any) -> set[int]:
-        looked.append(_address(self))
+        looked.append(address_of(self))
         return seal(self, *args)
 
     monkeypatch.setattr(Receiver, "seal", look)
@@ -472,6 +387,45 @@ def test_the_barrier_begins_before_all_offers_have_arrived(monkeypatch: pytest.M
         del result
 
     run(test)
+
+
+@pytest.mark.parametrize("lost", ["its worker", "another worker"])
+def test_a_result_of_a_transfer_is_fetched_by_the_barrier_and_a_worker_is_lost(
+    monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """As where results are not sent ahead. The barrier is sent again when the lost input is transferred."""
+    monkeypatch.setattr(SmallResults, "_send_transfers", lambda self, run, barrier: None)
+    stopped, gather = Gate(), Worker.gather_dep
+    fetched_from: list[str] = []
+
+    @wraps(gather)
+    async def stops(self: Any, worker: str, to_gather: Any, *args: Any, **kwargs: Any) -> Any:
+        if any("shuffle-transfer" in str(key) for key in to_gather) and stopped.stops(self.address):
+            fetched_from.append(worker)
+            await until(stopped.open.is_set)
+        return await gather(self, worker, to_gather, *args, **kwargs)
+
+    monkeypatch.setattr(Worker, "gather_dep", stops)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(lambda: fetched_from)
+        watched = Watched(scheduler)
+        (leaves,) = [
+            worker
+            for worker in crew
+            if worker.address != stopped.where[0]
+            and (worker.address == fetched_from[0]) == (lost == "its worker")
+        ]
+        await scheduler.remove_worker(leaves.address, stimulus_id="a-worker-is-lost")
+        stopped.open.set()
+        assert_right(await result)
+        assert watched.transferred_since() == watched.transferred_by(leaves.address) != set()
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        await leaves.finished()
+        del result
+
+    run(test, workers=3, **{"distributed.scheduler.worker-saturation": 1.0})
 
 
 def test_the_barrier_ends_with_owners_that_are_not_the_current_ones(monkeypatch: pytest.MonkeyPatch) -> None:

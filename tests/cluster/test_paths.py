@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -87,14 +88,63 @@ def test_a_shard_goes_through_host_memory(room: bool) -> None:
     run()
 
 
+async def serve(exchange: Any, shard: Shard, owner: Any) -> Any:
+    """Serve a fetch of a shard by an owner that maps the pool in host memory."""
+    fetch = {"kind": "accelerator", "shard": shard.id, "share": shard.share, "run": list(RUN)}
+    return await exchange.comms.serve(
+        **fetch, packing=None, staged_for=owner.address, to=exchange.me.incarnation
+    )
+
+
+def test_a_shard_is_fetched_again_since_the_reply_got_lost() -> None:
+    """Both fetches get the same staged copy, even while it is made, and it is freed with the shard."""
+
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        here = with_accelerator(a)
+        host, published = here.pools.outbox("host"), here.pools.outbox("accelerator")
+        shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
+        assert published.publish_again([shard.id], 1, b.address)
+        lost, *replies = await asyncio.gather(*(serve(here, shard, b) for _ in range(3)))
+        assert [reply["staged"] for reply in replies] == [lost["staged"]] * 2
+        assert (await serve(here, shard, b))["staged"] == lost["staged"]
+        once = host.pool.used
+        other = await serve(here, replace(shard, share=1), b)
+        assert other["staged"] != lost["staged"], "its owner reads and releases it on its own"
+        here.release(kind="accelerator", shards=[(shard.id, shard.share)], to=here.me.incarnation)
+        await until(lambda: host.pool.used == once)
+        assert (await serve(here, shard, b))["data"] is None, "nothing would free a copy made now"
+        here.release(kind="accelerator", shards=[(shard.id, 1)], to=here.me.incarnation)
+        await until(lambda: not host.pool.used and not published.pool.used)
+
+    run()
+
+
+def test_a_shard_is_let_go_of_while_it_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its outputs have moved: the fetch is given up, and nothing reads the copy."""
+
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        here = with_accelerator(a)
+        copying, go_on = hold_staging(here, monkeypatch)
+        shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
+        serving = asyncio.create_task(serve(here, shard, b))
+        assert await here.offload(copying.wait, 10)
+        here.release(kind="accelerator", shards=[(shard.id, shard.share)], to=here.me.incarnation)
+        go_on.set()
+        assert (await serving)["data"] is None
+        await until(lambda: not here.pools.outbox("host").pool.used)
+        assert not here.comms._copies
+
+    run()
+
+
 def test_a_staged_shard_of_a_run_that_ends_is_freed() -> None:
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         here = with_accelerator(a)
         shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
-        reply = await here.comms.serve(
-            "accelerator", shard.id, list(RUN), None, b.address, here.me.incarnation
-        )
+        reply = await serve(here, shard, b)
         assert len(reply["staged"]["offsets"]) == 2
         assert here.pools.outbox("host").pool.used > 0
         await here.withdraw(RUN)
@@ -103,30 +153,35 @@ def test_a_staged_shard_of_a_run_that_ends_is_freed() -> None:
     run()
 
 
+def hold_staging(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Block copies into host memory; returns the events that one has begun, and that lets them continue."""
+    device, copying, go_on = exchange.pools.device("accelerator"), threading.Event(), threading.Event()
+    scatter = device.scatter
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        copying.set()
+        assert go_on.wait(10)
+        return scatter(*args, **options)
+
+    monkeypatch.setattr(device, "scatter", slowly)
+    return copying, go_on
+
+
 @pytest.mark.parametrize("published", ["once the run is over", "while its owner lets go"])
 def test_what_is_staged_as_a_run_ends_is_freed(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         here = with_accelerator(a)
-        device, copying, go_on = here.pools.device("accelerator"), threading.Event(), threading.Event()
-        scatter = device.scatter
-
-        def slowly(*args: Any, **options: Any) -> Any:
-            copying.set()
-            assert go_on.wait(10)
-            return scatter(*args, **options)
+        copying, go_on = hold_staging(here, monkeypatch)
 
         async def lets_go(producer: str, run: list[Any]) -> None:
             if published == "while its owner lets go":
                 go_on.set()
                 await serving
 
-        monkeypatch.setattr(device, "scatter", slowly)
         b.handlers["gpurt_forget"] = lets_go
         shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
-        serving = asyncio.create_task(
-            here.comms.serve("accelerator", shard.id, list(RUN), None, b.address, here.me.incarnation)
-        )
+        serving = asyncio.create_task(serve(here, shard, b))
         assert await here.offload(copying.wait, 10)
         await here.withdraw(RUN)
         go_on.set()

@@ -11,6 +11,7 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt import api
 from tests.helpers.clusters import Library, cluster
 from tests.helpers.planned import tables
 
@@ -71,6 +72,31 @@ def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
         assert reused(client) == before
         assert result(path, "pandas").equals(enabled)
         assert reused(client) == before  # the cache was dropped
+
+
+def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, path: Path) -> None:
+    store = tmp_path / "planning" / "results"
+    counted = []
+    with dask.config.set({"gpurt.planning.store": str(store)}):
+        for _ in range(2):
+            with cluster("pandas") as client:
+                found = result(path, "pandas")
+                counted.append(dask_gpurt.report(client).counters)
+            api._store_of(str(store)).save()  # as the process ends
+            api._store_of.cache_clear()
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
+        assert found.equals(result(path, "pandas"))
+    first, second = counted
+    # The counters of planning are those of this process.
+    assert second["planning.plans.loaded"] > first.get("planning.plans.loaded", 0)
+    assert second["planning.plans.computed"] == first["planning.plans.computed"] > 0
+    assert second["shuffle.taken.default"] == first["shuffle.taken.default"] > 0
+
+
+def test_nothing_is_written_if_that_is_off(path: Path) -> None:
+    with dask.config.set({"gpurt.planning.store": False}), cluster("pandas"):
+        result(path, "pandas")
+        assert api._planning_store() is None
 
 
 def tasks(client: Client) -> int:

@@ -9,7 +9,8 @@ import pytest
 from distributed.spill import ManualEvictProto
 
 import dask_gpurt
-from tests.helpers.in_process import gen_client_cluster, until
+from dask_gpurt.device.host import HostDevice, NoGuard
+from tests.helpers.in_process import gen_client_cluster, on_cluster, until
 
 BYTES = 2**20
 #: The limit is below this process's current size. Tasks must not be paused because of it.
@@ -43,5 +44,29 @@ def test_the_monitor_of_dask_has_data_spilled(spill: float | bool) -> None:
             assert a.data.not_live([key]) == []
         assert a.data[key] == bytes(BYTES)
         await dask_gpurt.disable(client)
+
+    run()
+
+
+def test_the_allocator_is_guarded_again_until_the_runtime_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another library may replace it, as an engine of cudf-polars does when it starts."""
+    called = []
+
+    class Recording(NoGuard):
+        def renew(self) -> None:
+            called.append("renew")
+
+        def remove(self) -> None:
+            called.append("remove")
+
+    monkeypatch.setattr(HostDevice, "guard", lambda self, short: Recording())
+
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, a: Any) -> None:
+        await until(lambda: called.count("renew") >= 2)
+        await dask_gpurt.disable(client)
+        assert called[-1] == "remove"
+        assert called.count("remove") == 1
+        await dask_gpurt.enable(client)
 
     run()

@@ -11,7 +11,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from click.testing import CliRunner
-from distributed import Client
+from distributed import Client, default_client
 
 import dask_gpurt
 from dask_gpurt.cli import main
@@ -68,7 +68,7 @@ def test_totals_outlive_a_killed_worker_and_the_loss_is_said(client: Client) -> 
     assert f"{killed} left at" in repr(after)
     assert "no space left" in repr(after)
     printed = CliRunner().invoke(main, ["doctor", "--scheduler", client.scheduler.address]).stdout
-    assert "no space left" in printed
+    assert "no space left" in " ".join(printed.split())  # lines wrap
     assert " ".join(str(gone).split()) in " ".join(printed.split())
 
 
@@ -108,3 +108,20 @@ def test_an_address_is_enabled_and_other_things_are_refused_with_what_is_wanted(
     for wrong in (client.scheduler.address, 3):
         with pytest.raises(TypeError, match=r"expected a distributed\.Client"):
             dask_gpurt.report(wrong)  # type: ignore[arg-type]
+
+
+def test_a_client_that_cannot_switch_it_on_does_not_stay_the_current_one(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    async def refuse(connected: Client) -> None:
+        opened.append(connected)
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr("dask_gpurt.api.activate", refuse)
+    before = default_client()
+    with pytest.raises(RuntimeError, match="not here"):
+        dask_gpurt.enable(client.scheduler.address)
+    assert [one.status for one in opened] == ["closed"]
+    assert default_client() is before

@@ -186,6 +186,29 @@ def test_merge_leftsemi(client: Client, library: Library) -> None:
     assert_like_tasks(client, library, build, *sides, in_order=False, index=False)
 
 
+@pytest.mark.parametrize(
+    ("others", "aligned", "expression"),
+    [
+        (1, False, "gpurtsemimerge"),  # a single partition, joined with each
+        (1, True, "gpurtblockwisemerge"),
+        (2, False, "gpurtbroadcastsemijoin"),
+    ],
+)
+def test_a_semi_join_without_a_shuffle_looks_up_keys_first(
+    client: Client, library: Library, others: int, aligned: bool, expression: str
+) -> None:
+    def build(left: Any, right: Any) -> Any:
+        left = left.shuffle("key") if aligned else left
+        return left.merge(right[["key"]], on="key", how="leftsemi", broadcast=others > 1 or None)
+
+    inputs = flights(16, 20), flights(others, 200, seed=3)
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        joined = build(*map(library.collection, inputs))
+        assert expression in str(joined.optimize(fuse=False).expr.tree_repr()).lower()
+        ours = partitions(joined)
+    assert_same_partitions(ours, by_tasks(build, *map(library.lazy, inputs)), in_order=False, index=False)
+
+
 def test_a_join_of_indices(client: Client, library: Library) -> None:
     right = [f[["ratio"]].rename(columns={"ratio": "r"}) for f in flights(4, seed=5)]
     assert_like_tasks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import dask
 import dask.dataframe as dd
@@ -16,7 +17,7 @@ from distributed import wait
 from dask_gpurt.dask_hooks import Seam, SeamGroup
 from dask_gpurt.dask_hooks.worker import put_results
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.small_results import SmallResults
+from dask_gpurt.plugins.small_results import REPORTS, SmallResults
 from dask_gpurt.shuffle.transferred import NOTE, Transferred
 from tests.helpers.in_process import on_cluster, until
 
@@ -86,7 +87,7 @@ def test_what_was_sent_is_released_with_the_shuffle() -> None:
 def test_without_notes_results_are_fetched() -> None:
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        results = scheduler.extensions["gpurt"].shuffles._results
+        results = scheduler.extensions["gpurt"].shuffles.results
         results.uninstall()
         await shuffled(client, 0)
         assert not sent(scheduler)
@@ -128,12 +129,57 @@ def test_a_result_that_is_being_fetched_is_not_taken() -> None:
         assert [message["op"] for message in told] == ["release-worker-data"]
         await until(lambda: len(scheduler.tasks["one"].who_has) == 1)
         assert "one" not in b.data
-        # A result that is already in memory stays unchanged.
-        put_results(a, {"one": 2})
-        assert a.data["one"] == 1
-        assert await one == 1
 
     run()
+
+
+def test_a_result_of_an_earlier_run_of_a_task_is_replaced() -> None:
+    """The worker has fetched it, and the scheduler had no report of that when it ran the task again."""
+
+    @on_cluster(workers=1)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        one = client.submit(int, 1, key="one")
+        await one
+        put_results(worker, {"one": 2})
+        assert worker.data["one"] == 2
+        assert await client.gather(one) == 2
+
+    run()
+
+
+@pytest.mark.parametrize("report", REPORTS)
+def test_a_report_about_the_previous_result_comes_late(report: str) -> None:
+    """The scheduler has sent the result of another run of the task meanwhile, and counts it as a replica."""
+    told, counted = list[str](), list[str]()
+    scheduler: Any = SimpleNamespace(
+        extensions={"shuffle": SimpleNamespace(active_shuffles={})},
+        stream_handlers={name: lambda key, worker, **_: told.append(worker) for name in REPORTS},
+        send_all=lambda *messages: None,
+        add_replica=lambda task, worker: counted.append(worker.address),
+    )
+    original = scheduler.stream_handlers[report]
+    a, b = "tcp://a:1", "tcp://b:1"
+    results = SmallResults(scheduler, {a, b}, Metrics())
+    results.install()
+    handle = scheduler.stream_handlers[report]
+    results._send(SimpleNamespace(address=a), {MagicMock(key="barrier", who_has=()): 7})
+    assert counted == [a]
+
+    def reports() -> list[str]:
+        told.clear()
+        for key, worker in (("barrier", a), ("barrier", b), ("another", a)):
+            handle(key=key, worker=worker, stimulus_id="")
+        return told
+
+    assert reports() == [b, a]
+    results.confirmed(a, ["barrier"])
+    assert reports() == [a, b, a]
+    results._send(SimpleNamespace(address=a), {MagicMock(key="barrier", who_has=()): 8})
+    assert reports() == [b, a]
+    results.on_worker_removed(a)
+    assert reports() == [a, b, a], "another worker may join at its address"
+    results.uninstall()
+    assert scheduler.stream_handlers[report] is original
 
 
 def test_a_note_of_another_run_or_dispatch_tells_nothing() -> None:

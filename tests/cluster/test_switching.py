@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,10 +19,12 @@ from distributed.comm.core import CommClosedError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
+from dask_gpurt.api import teach_method
 from dask_gpurt.config import ConfigError
+from dask_gpurt.plugins import silence, switching
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.running import TaskRunner
-from dask_gpurt.plugins.switching import Workers
+from dask_gpurt.plugins.switching import LEFT, JoinReply, Workers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from tests.helpers.exchanges import spec_of
@@ -382,6 +384,132 @@ def test_no_output_goes_to_a_worker_that_is_not_on_yet(monkeypatch: pytest.Monke
         await joining
         assert sorted((await future)["row"]) == list(range(ROWS))
         await late.close()
+
+
+# ---- silent workers ------------------------------------------------------------------------
+
+
+def falls_silent(worker: Any, monkeypatch: pytest.MonkeyPatch, *, hears: bool = False) -> asyncio.Event:
+    """Stop the heartbeats of a worker, and its handling of plugins unless it still ``hears``.
+
+    Returns the event that lets it continue. Silence is noticed in half a second.
+    """
+    monkeypatch.setattr(switching, "SILENT_S", 0.1)
+    monkeypatch.setattr(silence, "MISSED", 1)
+    goes_on, heartbeat = asyncio.Event(), worker.periodic_callbacks["heartbeat"]
+
+    def waits(handler: Any) -> Any:
+        async def wait(**message: Any) -> Any:
+            heartbeat.stop()
+            if not hears:
+                await goes_on.wait()
+            return await handler(**message)
+
+        return wait
+
+    for op in ("plugin-add", "plugin-remove"):
+        monkeypatch.setitem(worker.handlers, op, waits(worker.handlers[op]))
+    return goes_on
+
+
+def restored(scheduler: Any, worker: Any) -> dict[str, Any]:
+    """Return the state that is restored even if another worker is silent, which may still send messages."""
+    found = whole_state(scheduler, worker)
+    return {**found, "stream handlers": found["stream handlers"][1:]}
+
+
+def on_cluster_with_a_silent_worker(test: Callable[..., Awaitable[None]]) -> None:
+    """Run a coroutine with a client, a scheduler and two workers, the second of which falls silent."""
+
+    async def body(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        teach_method()
+        before = restored(scheduler, a), restored(scheduler, b)
+        await test(client, scheduler, a, b)
+        assert_on(scheduler, a, b)
+        await assert_shuffles(client, ours=True)
+        await dask_gpurt.disable(client)
+        assert (restored(scheduler, a), restored(scheduler, b)) == before
+
+    gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)(body)()
+
+
+def test_a_worker_is_silent_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It receives the plugin late, and learns that it has to stay off."""
+    ask_to_join = GpurtWorkerPlugin._ask_to_join
+    asked_late: asyncio.Queue[JoinReply] = asyncio.Queue()
+
+    async def asks(self: GpurtWorkerPlugin, devices: Any) -> JoinReply:
+        reply = await ask_to_join(self, devices)
+        if self.worker.address in silent:
+            asked_late.put_nowait(reply)
+        return reply
+
+    monkeypatch.setattr(GpurtWorkerPlugin, "_ask_to_join", asks)
+    silent = set[str]()
+
+    @on_cluster_with_a_silent_worker
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = restored(scheduler, a)
+        silent.add(b.address)
+        with monkeypatch.context() as patch:
+            goes_on = falls_silent(b, patch)
+            with pytest.raises(
+                RuntimeError, match=f"{b.address} did not switch the runtime on: it is silent"
+            ):
+                await dask_gpurt.enable(client)
+        assert not dask_gpurt.is_enabled(client)
+        assert restored(scheduler, a) == before
+        goes_on.set()
+        assert await asked_late.get() is JoinReply.STAY_OFF
+        await until(lambda: "gpurt" not in b.plugins)
+        b.periodic_callbacks["heartbeat"].start()
+        await dask_gpurt.enable(client)
+
+
+@pytest.mark.parametrize("hears", [False, True])
+def test_a_worker_is_silent_while_it_goes_off(monkeypatch: pytest.MonkeyPatch, hears: bool) -> None:
+    """It does not hear of that until it looks it up, or its last message is not heard."""
+    monkeypatch.setattr("dask_gpurt.plugins.worker.TRIM_INTERVAL_S", 0.1)
+    say, silent = GpurtWorkerPlugin._say, set[str]()
+
+    def unheard(self: GpurtWorkerPlugin, what: str, **more: str) -> None:
+        if what != LEFT or self.worker.address not in silent:
+            say(self, what, **more)
+
+    monkeypatch.setattr(GpurtWorkerPlugin, "_say", unheard)
+
+    @on_cluster_with_a_silent_worker
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        before = restored(scheduler, a)
+        await dask_gpurt.enable(client)
+        silent.add(b.address)
+        with monkeypatch.context() as patch:
+            falls_silent(b, patch, hears=hears)
+            with pytest.raises(RuntimeError, match=rf"1 of 2 workers did not.*{b.address}: it is silent"):
+                await dask_gpurt.disable(client)
+        assert not dask_gpurt.is_enabled(client)
+        assert restored(scheduler, a) == before
+        silent.clear()
+        b.periodic_callbacks["heartbeat"].start()
+        await until(lambda: "gpurt" not in b.plugins)
+        await dask_gpurt.enable(client)
+
+
+def test_it_goes_on_at_a_worker_that_still_goes_off_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after it was silent: the parts of two plugins would replace the same methods in any order."""
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = teardown_stops(monkeypatch)
+        await dask_gpurt.enable(client)
+        off = await begun(b.plugins["gpurt"]._remove_outdated())
+        await gate.reached.wait()
+        on = await begun(b.plugin_add(plugin=scheduler.worker_plugins["gpurt"], name="gpurt"))
+        assert not hasattr(b.plugins["gpurt"], "exchange")
+        gate.open.set()
+        await asyncio.gather(off, on)
+        assert_on(scheduler, a, b)
+        await assert_shuffles(client, ours=True)
 
 
 # ---- errors --------------------------------------------------------------------------------

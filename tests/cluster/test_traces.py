@@ -63,8 +63,9 @@ def read(path: Path) -> Any:
 
 
 def test_each_phase_of_a_shuffle_is_seen(client: Client, tmp_path: Path) -> None:
-    with dask_gpurt.trace(tmp_path / "trace.json"):
+    with dask_gpurt.trace(tmp_path / "trace.json") as recorded:
         assert shuffle() == 2 * PARTITIONS * 20_000
+    assert {row.step for row in recorded.found.summary()} >= STEPS
     trace = read(tmp_path / "trace.json")
     check(trace)
     counts = Counter(one.name for one in slices(trace))

@@ -29,7 +29,7 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt import config
-from dask_gpurt.exchange import Exchange, Shard, requests
+from dask_gpurt.exchange import Exchange, PeerLost, Shard, requests
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
@@ -112,7 +112,7 @@ class Network:
 
     async def call(self, sender: Process, address: str, op: str, content: dict[str, Any]) -> Any:
         if self.direct:
-            return _received(await self._handle(address, op, content))
+            return received(await self._handle(address, op, content))
         message = Message(sender, address, op, content, asyncio.get_running_loop().create_future())
         self.messages.append(message)
         return await message.answer
@@ -128,8 +128,8 @@ class Network:
         if not inspect.isawaitable(answer):
             return answer
         handling = asyncio.ensure_future(answer)
-        process.handling.add(handling)
-        handling.add_done_callback(process.handling.discard)
+        process.handling[handling] = None
+        handling.add_done_callback(process.handling.pop)
         return await handling
 
     async def deliver(self, message: Message, *, answered: bool = True) -> None:
@@ -147,7 +147,7 @@ class Network:
             return
         if not message.answer.done():
             if answered:
-                message.answer.set_result(_received(answer))
+                message.answer.set_result(received(answer))
             else:
                 message.answer.set_exception(CommClosedError("the connection was reset"))
 
@@ -156,6 +156,11 @@ class Network:
         self.messages.remove(message)
         if not message.answer.done():
             message.answer.set_exception(CommClosedError("the connection was reset"))
+
+    def give_up(self, message: Message) -> None:
+        """End the call of a message, since its receiver is silent; the message itself stays in flight."""
+        if not message.answer.done():
+            message.answer.set_exception(PeerLost(f"worker {message.address} does not reply"))
 
     def stream(self, process: Process, op: str, **content: Any) -> None:
         """Send a message from the scheduler to a process."""
@@ -167,7 +172,7 @@ class Network:
         process.stream_handlers[op](**content)
 
 
-def _received(answer: Any) -> Any:
+def received(answer: Any) -> Any:
     """Convert a reply as a comm would: buffers to its own bytes, lists to tuples."""
     if isinstance(answer, dict):
         answer = {name: tuple(value) if isinstance(value, list) else value for name, value in answer.items()}
@@ -194,8 +199,8 @@ class Process:
         self._ongoing_background_tasks = AsyncTaskGroup()
         self._loop, self._network, self._context = loop, network, contextvars.copy_context()
         self.alive, self.status = True, Status.running
-        #: Handlers in flight, which end with their process.
-        self.handling: set[asyncio.Future[Any]] = set()
+        #: Handlers in flight, the oldest first, which end with their process.
+        self.handling: dict[asyncio.Future[Any], None] = {}
         settings = config.load_over({"exchange": {"paths": list(paths), "pool": pool}})
         metrics = Metrics()
         tiers: Any = None  # replaced by `Landed`
@@ -331,6 +336,8 @@ class Scheduler:
     def __init__(self, network: Network):
         self.network = network
         self.workers: set[str] = set()
+        #: The workers that have fallen silent.
+        self.silent: set[str] = set()
         self.active: dict[str, Active] = {}
         self._dispatches = itertools.count()
         self.restarts = 0
@@ -396,7 +403,7 @@ class Scheduler:
         """Reassign outputs, possibly to the same owners, and rerun the barrier."""
         self.recoveries += 1
         idle = {output for output in outputs if output in active.outputs}
-        workers = sorted(self.workers - {avoiding}) or [str(avoiding)]
+        workers = sorted(self.workers - self.silent - {avoiding}) or [str(avoiding)]
         active.owners.move(deal(set(outputs) - idle, workers, {}), gone=gone, idle=deal(idle, workers, {}))
         self._moved(active)
 
@@ -428,6 +435,9 @@ class Scheduler:
     async def gpurt_gone(self, peers: list[str], closing: bool = False) -> list[str]:
         return [peer for peer in peers if peer not in self.workers or (closing and self._closes(peer))]
 
+    async def gpurt_silent(self, id: str, run_id: int, worker: str) -> bool:
+        return worker in self.silent and self._of(id, run_id) is not None
+
     def _closes(self, address: str) -> bool:
         process = self.network.processes.get(address)
         return process is not None and process.status is Status.closing
@@ -437,7 +447,7 @@ class Scheduler:
 
     async def shuffle_get(self, id: str, worker: str) -> Any:
         if id not in self.active or worker not in self.workers:
-            return _received(error_message(P2PConsistencyError(f"No active shuffle with id={id!r} found")))
+            return received(error_message(P2PConsistencyError(f"No active shuffle with id={id!r} found")))
         self.active[id].participants.add(worker)
         return {"status": "OK", "run_spec": self.active[id].run_spec}
 
@@ -483,8 +493,8 @@ class Scheduler:
         if active is None or active.owners.epoch != epoch:
             return
         lost = active.owners.received(outputs) - active.outputs.keys()
-        if unreachable is not None:
-            lost |= {o for o, owner in active.owners.items() if owner == unreachable} - active.outputs.keys()
+        avoided = {unreachable} | (self.silent & set(producers))
+        lost |= {o for o, owner in active.owners.items() if owner in avoided} - active.outputs.keys()
         if lost or inputs or (outputs and active.done):
             for key in inputs:
                 active.transferred.pop(int(key.removeprefix("transfer-")), None)
@@ -493,19 +503,19 @@ class Scheduler:
 
 @contextmanager
 def without_pauses(calls: int = 4) -> Iterator[None]:
-    """Skip all pauses of the exchange, and limit the number of calls."""
+    """Skip pauses of the exchange, shorten those of runs to a millisecond, and limit the number of calls."""
     from dask_gpurt.exchange import calls as module
     from dask_gpurt.shuffle import run
 
     kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, requests.PEER_RETRY_INTERVAL_S
     module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = requests.PEER_RETRY_INTERVAL_S = 0.0
     module.MAX_CALLS = calls
-    kept_here = run.sync, run.LONGEST_PAUSE_S
-    run.sync, run.LONGEST_PAUSE_S = _without_waiting, 0.001
+    kept_here = run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S
+    run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S = _without_waiting, 0.001, 0.001
     try:
         yield
     finally:
-        run.sync, run.LONGEST_PAUSE_S = kept_here
+        run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S = kept_here
         module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, requests.PEER_RETRY_INTERVAL_S = kept
 
 

@@ -13,24 +13,41 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 from hypothesis import strategies as st
+from pyarrow.fs import LocalFileSystem
 
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import MethodChoice, Metrics
+from dask_gpurt.observe.methods import Choices
 from dask_gpurt.planning import PlanningCache
+from dask_gpurt.planning.store import Store
 
 #: Columns of :func:`tables`; every frame has all of them, in its own order.
 COLUMNS = ("key", "small", "ratio", "name", "kind", "when", "count", "flag", "text")
 
 
 class Planner:
-    """Hold a planning cache that tests can switch on and off, and its counters."""
+    """Hold a planning cache that tests can switch on and off, and what it counts and tells."""
 
     def __init__(self) -> None:
         self.usable = False
         self.fused = False
+        self.store: Store | None = None
+        self.choices: list[tuple[str, MethodChoice]] = []
+        self.tell = Choices(lambda *choice: self.choices.append(choice))
         self.metrics = Metrics()
         self.cache = PlanningCache(
-            lambda: "client" if self.usable else None, self.metrics, lambda: self.fused
+            lambda: "client" if self.usable else None,
+            self.metrics,
+            lambda: self.fused,
+            lambda: self.store,
+            self.tell,
         )
+
+    def begin_again(self, path: Path) -> None:
+        """Save what was planned, and go on as another process would, with nothing but the file."""
+        if self.store is not None:
+            self.store.save()
+        self.cache.clear()
+        self.store = Store(path, self.metrics)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -39,7 +56,7 @@ class Planner:
         try:
             yield
         finally:
-            self.usable = False
+            self.usable, self.store = False, None
 
     @contextmanager
     def fusing(self) -> Iterator[None]:
@@ -82,22 +99,31 @@ def tables(rows: int = 12) -> list[pd.DataFrame]:
 
 
 def written(folder: Path, library: str) -> list[Callable[[], Any]]:
-    """Write the tables, and return functions that read them: from files, and one of each from memory."""
+    """Write the tables, and return functions that read each of them: from files, and from memory.
+
+    One way to name the files of a table differs from those of the others.
+    """
     readers: list[Callable[[], Any]] = []
+    ways: list[Callable[[str], dict[str, Any]]] = [
+        lambda folder: {"path": folder},
+        lambda folder: {"path": f"{folder}/*.parquet"},
+        lambda folder: {"path": folder, "filesystem": "arrow"},
+        lambda folder: {"path": folder, "filesystem": LocalFileSystem()},
+    ]
     for number, table in enumerate(tables()):
         path = folder / f"table-{number}"
         # dask_cudf reads no file whose schema has a dictionary type.
         stored = table if library == "pandas" else table.astype({"kind": "string[pyarrow]"})
         dd.from_pandas(stored, npartitions=2).to_parquet(path)
-        readers.append(_reader(path, library))
+        readers.append(_reader(library, **ways[number](str(path))))
         readers.append(_from_memory(table, library))
     return readers
 
 
-def _reader(path: Path, library: str) -> Callable[[], Any]:
+def _reader(library: str, **arguments: Any) -> Callable[[], Any]:
     def read() -> Any:
         with dask.config.set({"dataframe.backend": library}):
-            return dd.read_parquet(str(path))
+            return dd.read_parquet(**arguments)
 
     return read
 

@@ -9,6 +9,7 @@ from typing import Any
 import dask
 from distributed import Client
 
+import dask_gpurt.config  # noqa: F401  adds the defaults, before the settings are compared
 from tests.helpers.clusters import CHECK, FAILURES, QUICK, cluster, enabled, nested, processes
 from tests.helpers.waiting import until
 

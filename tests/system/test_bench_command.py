@@ -26,7 +26,7 @@ def test_on_a_cluster_of_its_own() -> None:
     assert len(found["runs"]) == 2 * 2 * len(QUERIES)
     assert found["ratio"]["value"] > 0
     assert found["from_files"]
-    assert "times as long" in found["advice"][0]["figure"]
+    assert "only 1 round" in found["advice"][0]["figure"]
     assert "dask" in found["versions"]
 
 
@@ -55,7 +55,7 @@ def test_on_a_cluster_that_runs() -> None:
 def test_what_can_not_be_is_said(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
 ) -> None:
-    monkeypatch.setattr("dask_gpurt.cli.cluster.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)
     done = CliRunner().invoke(main, ["bench", *arguments])
     assert done.exit_code == code
     assert said in done.output

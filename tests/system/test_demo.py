@@ -16,9 +16,20 @@ from xml.dom import minidom
 import click
 import pandas as pd
 import pytest
+from click.testing import CliRunner
 from distributed import Client, LocalCluster
 
-from dask_gpurt.cli.demo import NEXT, OperationTiming, all_passed, choose_methods, preview, print_results
+import dask_gpurt
+from dask_gpurt.cli import main
+from dask_gpurt.cli.demo import (
+    NEXT,
+    OperationTiming,
+    all_passed,
+    choose_methods,
+    dashboard_page,
+    preview,
+    print_results,
+)
 from dask_gpurt.cli.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
 from dask_gpurt.cli.report import render_report, speedups
 from dask_gpurt.cli.tier_view import TierSampler
@@ -94,11 +105,32 @@ def test_demo_begins_with_what_runs_and_where_to_watch_it() -> None:
     pytest.importorskip("bokeh", reason="the dashboard needs it")
     options = {"n_workers": 1, "processes": False, "dashboard_address": ":0"}
     with LocalCluster(**options) as cluster, Client(cluster) as client:
-        said = preview(client, ["gpurt", "tasks"], repeat=2)
-        assert f"1 workers on this machine. {len(OPERATIONS) * 2 * 3} runs" in said
+        assert str(dashboard_page(client)).endswith("/status")
+        dask_gpurt.enable(client)
+        said = preview(client, ["gpurt", "tasks"], 2, dashboard_page(client))
+        assert f"1 worker on this machine. {len(OPERATIONS) * 2 * 3} runs" in said
         address = said.rpartition(" ")[2]
+        assert address.endswith("/gpurt")
         with urlopen(address) as page:
             assert page.status == 200
+        dask_gpurt.disable(client)
+
+
+def test_demo_opens_the_dashboard(
+    monkeypatch: pytest.MonkeyPatch, data: tuple[str | Path, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("bokeh", reason="the dashboard needs it")
+    opened = []
+
+    def open_and_interrupt(link: str) -> None:
+        opened.append(link)
+        raise KeyboardInterrupt  # all there is to see
+
+    monkeypatch.setattr("webbrowser.open", open_and_interrupt)
+    report = str(tmp_path / "report.html")
+    done = CliRunner().invoke(main, ["demo", "--open", "--report", report, *map(str, data)])
+    assert done.exit_code == 130
+    assert [link.rpartition("/")[2] for link in opened] == ["gpurt"]
 
 
 def test_demo_writes_a_small_report_that_fetches_nothing(results: dict[str, Any], page: Path) -> None:

@@ -32,6 +32,7 @@ QUIET = Findings(
     departed=0,
     from_files=True,
     against="p2p",
+    rounds=3,
     ratio=None,
 )
 
@@ -40,6 +41,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"ratio": (1.5, 1.4, 1.6)}, "1.50 times as long", "switch the runtime on", "switch-on"),
     ({"ratio": (0.8, 0.7, 0.9)}, "0.80 times as long", "leave the runtime off", "measure"),
     ({"ratio": (1.0, 0.9, 1.1)}, "between 0.90 and 1.10", "do not agree", "measure"),
+    ({"ratio": (1.5, 1.5, 1.5), "rounds": 1}, "only 1 round", "more --rounds", "measure"),
     ({"departed": 2}, "left meanwhile: 2", "logs", "#errors-of-a-shuffle"),
     ({"counters": {"shuffle.runs.restarted": 3.0}}, "3 shuffles restarted", "log", "#errors-of-a-shuffle"),
     (
@@ -48,7 +50,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "doctor",
         "#what-else-falls-back",
     ),
-    ({"counters": {"exchange.bytes.comms": 2**21}}, "2.0 MiB of shards", "share memory", "#why-bytes-take"),
+    ({"counters": {"exchange.bytes.comms": 2**21}}, "2.0 MiB of shards", "share memory", "#why-bytes-go"),
     ({"spilled_bytes": 2**22, "peak_share": 0.9}, "4.0 MiB were spilled", "memory", "#choose-the-sizes"),
     ({"peak_share": 0.9}, "90% of its memory limit", "more memory", "#choose-the-sizes"),
     ({"counters": {"exchange.seconds.waiting-for-room": 4.0}}, "waited 4.0 s", "exchange.pool", "measure"),

@@ -159,6 +159,10 @@ def test_load_reads_the_environment() -> None:
         ("gpurt.overlap.residency", "auto", "auto"),
         ("gpurt.overlap.residency", "4", 4),
         ("gpurt.overlap.residency", 1, 1),
+        ("gpurt.planning.store", "auto", "auto"),
+        ("gpurt.planning.store", False, None),
+        ("gpurt.planning.store", "Off", None),
+        ("gpurt.planning.store", "/tmp/plans/results", "/tmp/plans/results"),
     ],
 )
 def test_good_values(key: str, value: object, expected: object) -> None:
@@ -217,6 +221,8 @@ def test_good_values(key: str, value: object, expected: object) -> None:
         ("gpurt.overlap.adaptive.sms", 0),
         ("gpurt.overlap.learned", ""),
         ("gpurt.overlap.learned", 5),
+        ("gpurt.planning.store", ""),
+        ("gpurt.planning.store", True),
         ("gpurt.overlap.residency", 0),
         ("gpurt.overlap.residency", "0"),
         ("gpurt.overlap.residency", -1),
@@ -260,18 +266,6 @@ def test_unknown_key_has_a_suggestion(key: str, meant: str) -> None:
         part for part in (key, *(key.rsplit(".", n)[0] for n in (1, 2))) if f"{part!r}:" in problem
     )
     assert problem == f"unknown key {unknown!r}: did you mean {meant!r}?"
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [("gpurt.memory.failures", 40, (40, False)), ("gpurt.overlap.check", True, (0, True))],
-)
-def test_settings_that_have_gone_to_testing_still_work_and_warn(
-    key: str, value: object, expected: Any
-) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"'{key}' is deprecated.*Instruments"):
-        settings = load(nested(key, value))
-    assert (settings.memory.failures, settings.overlap.check) == expected
 
 
 def test_unknown_key_without_a_likeness() -> None:

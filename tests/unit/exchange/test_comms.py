@@ -74,7 +74,7 @@ async def at_once(function: Any, *args: Any) -> Any:
 
 
 def shard_of(peer: str) -> Any:
-    shard = SimpleNamespace(producer=Peer.begin(peer), device="host", id=0)
+    shard = SimpleNamespace(producer=Peer.begin(peer), device="host", id=0, share=0)
     path = SimpleNamespace(staging=None)
     return SimpleNamespace(
         shard=shard, run=("a shuffle", 1), path=path, device=Quiet(0), check_wanted=lambda: None

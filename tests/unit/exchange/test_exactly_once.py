@@ -1,17 +1,18 @@
 """Deliver each row exactly once, whatever happens to messages, attempts, pools and processes.
 
 In this state machine three workers transfer the inputs of two shuffles, one after the other. Messages wait
-until the machine delivers them, in any order, or loses them, before or after they have arrived. Attempts
-fail in the middle, since a pool is full, and are retried elsewhere. Outputs move to other workers, with and
-without a loss. Processes are killed, and replaced at the same address. In the end all pending messages are
-delivered: then every row has arrived once, no shard is held, and no task is blocked.
+until the machine delivers them, in any order, or loses them, before or after they have arrived, or delivers
+them after their sender has given up. Attempts fail in the middle, since a pool is full, and are retried
+elsewhere. Outputs move to other workers, with and without a loss. Processes are killed, replaced at the same
+address, and join at a new one. In the end all pending messages are delivered: then every row has arrived
+once, no shard is held, and no task is blocked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import pickle
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +20,12 @@ from typing import Any
 from distributed._async_taskgroup import AsyncTaskGroupClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import P2PConsistencyError
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dask_gpurt.exchange.incoming import ShardState
 from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.shuffle.messages import Retire
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.shuffle.transferred import Transferred
 from tests.helpers.allocations import failing_allocations, none_fails, nth_fails
@@ -39,8 +40,10 @@ from tests.helpers.exchanges import (
     spec_of,
     without_pauses,
 )
+from tests.helpers.machines import settings_of
+from tests.helpers.turns import VirtualLoop
 
-ADDRESSES = ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
+ADDRESSES, NEW_ADDRESS = ["tcp://a:1", "tcp://b:1", "tcp://c:1"], "tcp://d:1"
 INPUTS, OUTPUTS, ROWS = 3, 4, 400
 #: Bytes of a pool: room for some shards, or for all.
 SMALL, LARGE = 2**12, 2**17
@@ -55,7 +58,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     )
     def begins(self, pool: int, paths: tuple[str, ...]) -> None:
         self.pool, self.paths = pool, paths
-        self.loop = asyncio.new_event_loop()
+        self.loop = VirtualLoop()
         self.pauses = without_pauses()
         self.pauses.__enter__()
         self.wait_for_room = Outbox.wait_for_room
@@ -67,12 +70,16 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.network = Network()
         self.scheduler = Scheduler(self.network)
         self.everyone: list[Process] = []
+        self.addresses: list[str] = []
         for address in ADDRESSES:
             self._start(address)
         self.number = 0
         self._next_shuffle()
 
     def _start(self, address: str) -> None:
+        if address not in self.addresses:
+            self.addresses.append(address)
+
         async def start() -> Process:
             return Process(address, self.network, self.scheduler, pool=self.pool, paths=self.paths)
 
@@ -245,11 +252,37 @@ class ExactlyOnce(RuleBasedStateMachine):
         self.network.lose(self._message(which))
         self._settle()
 
+    @precondition(lambda self: self._awaited())
+    @rule(which=st.integers(0, 50))
+    def give_up(self, which: int) -> None:
+        """End a call to a silent worker, which handles the message later."""
+        awaited = self._awaited()
+        self.network.give_up(awaited[which % len(awaited)])
+        self._settle()
+
+    def _awaited(self) -> list[Message]:
+        """Return the messages whose replies a run may wait for."""
+        return [
+            message
+            for message in self.network.messages
+            if message.op == "gpurt_fetch"
+            or (
+                message.op == "shuffle_receive"
+                and not isinstance(pickle.loads(message.content["data"])[2], Retire)
+            )
+        ]
+
     @rule(where=st.integers(0, 2))
     def hear_of_the_scheduler(self, where: int) -> None:
         waiting = [process for process in self._alive() if self.network.streams[process]]
         if waiting:
             self._do(self.network.deliver_stream(waiting[where % len(waiting)]))
+
+    @rule()
+    def pause_ends(self) -> None:
+        """Let time pass until the next pause of a run is over."""
+        self.loop.pass_until_next_timer()
+        self._settle()
 
     # ---- processes -------------------------------------------------------------------
 
@@ -267,10 +300,18 @@ class ExactlyOnce(RuleBasedStateMachine):
         if len(alive) > 1:
             self._do(alive[where % len(alive)].shuffles.shuffle_runs.teardown())
 
+    @precondition(lambda self: NEW_ADDRESS not in self.addresses)
+    @rule(outputs=st.sets(st.integers(0, OUTPUTS - 1)))
+    def join(self, outputs: set[int]) -> None:
+        """Start a worker at a new address, and give it outputs that are not in memory yet."""
+        self._start(NEW_ADDRESS)
+        self.scheduler.balance(self.shuffle, outputs, NEW_ADDRESS)
+        self._settle()
+
     @rule(results_survive=st.booleans())
     def notice(self, results_survive: bool) -> None:
         """Make the scheduler notice a dead worker, and its nanny start another at the same address."""
-        for address in ADDRESSES:
+        for address in self.addresses:
             if address in self.scheduler.workers and address not in self.network.processes:
                 self._notice(address, results_survive)
                 return
@@ -322,12 +363,11 @@ class ExactlyOnce(RuleBasedStateMachine):
         )
 
     def _nothing_waits(self) -> bool:
-        if len(self._alive()) < len(ADDRESSES):  # a death has yet to be noticed
+        if len(self._alive()) < len(self.addresses):  # a death has yet to be noticed
             return False
         if any(process.shuffles.shuffle_runs.closed for process in self._alive()):
             return False
         if any(run._retiring for process in self._alive() if (run := process.run_of(self.shuffle))):
-            self.loop.run_until_complete(asyncio.sleep(0.001))
             return False
         return not self.network.messages and not any(self.network.streams.values()) and not self.background
 
@@ -335,7 +375,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         for process in self._alive():
             if process.shuffles.shuffle_runs.closed:
                 process.die()
-        for address in ADDRESSES:
+        for address in self.addresses:
             if address not in self.network.processes:
                 self._notice(address)
         for process in self._alive():
@@ -344,7 +384,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         for message in list(self.network.messages):
             if message in self.network.messages:
                 self._do(self.network.deliver(message))
-        self._settle()
+        self.pause_ends()
 
     def _go_on(self) -> None:
         """Take the next step of a cluster without faults, whenever nothing is in flight."""
@@ -397,17 +437,4 @@ def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) 
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-#: Above the default, examples are random: `GPURT_TEST_EXAMPLES=10000 python -m pytest …`.
-EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
-#: By default failing steps are reported unshrunk, within seconds. Shrinking, which takes minutes, is enabled
-#: by
-#: setting the number of examples: `GPURT_TEST_EXAMPLES=60` draws the default examples, which fail again.
-PHASES = list(Phase) if "GPURT_TEST_EXAMPLES" in os.environ else [Phase.generate]
-TestExactlyOnce.settings = settings(
-    max_examples=EXAMPLES,
-    derandomize=EXAMPLES <= 60,
-    stateful_step_count=40,
-    deadline=None,
-    phases=PHASES,
-    suppress_health_check=list(HealthCheck),
-)
+TestExactlyOnce.settings = settings_of(60, steps=40)

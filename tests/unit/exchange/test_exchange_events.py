@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,11 +19,13 @@ from distributed.core import Status, error_message
 from distributed.exceptions import Reschedule
 
 import dask_gpurt
-from dask_gpurt.exchange import Attempt, PeerLost
+from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
+from dask_gpurt.exchange.incoming import ShardState
+from dask_gpurt.shuffle.messages import Seal
 from tests.helpers.clusters import QUICK, instrument
 from tests.helpers.exchanges import Cluster, in_process, intercept, quiet, spec_of
 
-A, B = "tcp://a:1", "tcp://b:1"
+A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 
 
 # ---- wrong rows ----------------------------------------------------------------------
@@ -172,6 +175,87 @@ async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> Non
 
 
 @in_process
+async def test_a_producer_hears_of_new_owners_from_the_barrier_first() -> None:
+    """It then has to deliver the offers to them before it answers."""
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if address == B and op == "shuffle_receive" and b"Commit" in content["data"]:
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    results = await cluster.transfer_all("a shuffle")
+    intercept(cluster, hold_back)
+    cluster.scheduler.balance("a shuffle", range(cluster.OUTPUTS), B)
+    producer: Any = cluster.network.processes[A].run_of("a shuffle")
+    seal = Seal({result.source: result.attempt for result in results})
+    asked = asyncio.ensure_future(producer._receive(B, 1, seal))
+    await quiet()
+    assert not asked.done()
+    arrives.set()
+    assert await asked == []
+    await cluster.hear()
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_the_connection_breaks_while_the_barrier_asks() -> None:
+    """Before the other worker hears the question, and before its answer arrives: it is asked again."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals = itertools.count(1)
+
+    async def break_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        asked = op == "shuffle_receive" and next(seals)
+        if asked == 1:
+            raise CommClosedError("the connection was reset")
+        answer = await handle(address, op, content)
+        if asked == 2:
+            raise CommClosedError("the connection was reset")
+        return answer
+
+    intercept(cluster, break_off)
+    await cluster.barrier("a shuffle", results)
+    assert next(seals) == 4
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_owners_change_while_the_barrier_asks() -> None:
+    """Its inputs may be those before a loss: it neither seals with them, nor reports anything."""
+    await change_owners_at_the_barrier({"status": "OK", "missing": [0]})
+    await change_owners_at_the_barrier(error_message(ExchangeClosed("its part of the run has ended")))
+
+
+async def change_owners_at_the_barrier(answer: Any) -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    seals = 0
+
+    async def move(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        nonlocal seals
+        if op == "shuffle_receive" and b"Seal" in content["data"]:
+            seals += 1
+            cluster.scheduler.balance("a shuffle", [0], B)
+            await cluster.hear()
+            return answer
+        return await handle(address, op, content)
+
+    intercept(cluster, move)
+    with pytest.raises(Reschedule, match="have changed"):
+        await cluster.barrier("a shuffle", results)
+    await quiet()
+    assert (seals, cluster.scheduler.recoveries) == (1, 0)
+    cluster.close()
+
+
+@in_process
 async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
     cluster = Cluster(A, B)
     assert await cluster.shuffle("first") == cluster.expected()
@@ -201,6 +285,19 @@ async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() 
 
 
 @in_process
+async def test_an_input_of_a_run_that_was_read_is_transferred_again() -> None:
+    """After a loss: the retained blocks of its other inputs are about to be offered again, and stay."""
+    cluster = Cluster(A, B)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    await quiet()
+    a = cluster.network.processes[A]
+    run: Any = a.run_of("a shuffle")
+    await cluster.transfer("a shuffle", 0, a)
+    assert a.outbox.has_all(("a shuffle", run.run_id))
+    cluster.close()
+
+
+@in_process
 async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     cluster = Cluster(A, B)
     results = await cluster.transfer_all("a shuffle")
@@ -212,7 +309,7 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     await run._receiver.receive([late])
     assert b.counted("shuffle.shards.stale") == 1
     await quiet()
-    assert a.outbox.view(late.id) is None, "its block is freed"
+    assert a.outbox.view(late.id, late.share) is None, "its block is freed"
     await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
     await cluster.end("a shuffle")
@@ -232,8 +329,8 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
     number = a.outbox.publish(("a shuffle", run.run_id), known.share, B, [a.outbox.allocate(8)])
     await run._receiver.receive([replace(known, id=number, attempt=Attempt(-1, 0))])
     await quiet()
-    assert a.outbox.view(number) is None
-    assert a.outbox.view(known.id) is not None
+    assert a.outbox.view(number, known.share) is None
+    assert a.outbox.view(known.id, known.share) is not None
     cluster.close()
 
 
@@ -337,6 +434,28 @@ async def offer_to_one_that_closes(answer: Callable[[], Any]) -> None:
 
 
 @in_process
+async def test_an_owner_has_left_and_the_scheduler_does_not_move_its_outputs_yet() -> None:
+    """The sender pauses before it reports the owner again."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    reports: list[str] = []
+
+    async def wait_for_others(unreachable: str, **_: Any) -> None:
+        reports.append(unreachable)
+
+    cluster.scheduler.gpurt_recover = wait_for_others  # type: ignore[method-assign, assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.shuffle.run.FIRST_PAUSE_S", 3600.0)
+        reporting = asyncio.ensure_future(run._unreachable(B, PeerLost("it has left")))
+        await quiet()
+        assert reports == [B]
+        assert not reporting.done()
+        reporting.cancel()
+    cluster.close()
+
+
+@in_process
 async def test_a_loss_that_can_not_be_noted_fails_the_run() -> None:
     """Nothing else would end the tasks that wait for the shard."""
     cluster = Cluster(A, B)
@@ -370,6 +489,125 @@ async def test_an_error_of_a_worker_that_stays_fails_the_run() -> None:
     run: Any = cluster.network.processes[A].run_of("a shuffle")
     with pytest.raises(RuntimeError, match="broken"):
         run.raise_if_closed()
+    cluster.close()
+
+
+# ---- a worker is about to leave ------------------------------------------------------
+
+
+@in_process
+async def test_a_worker_is_evacuated_and_leaves() -> None:
+    """Its outputs have moved, of which it has yet to hear; it is needed for nothing any more."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = a.run_of("a shuffle")
+    active = cluster.scheduler.active["a shuffle"]
+    cluster.scheduler.balance("a shuffle", active.owners, B)
+    assert await run.evacuate(active.owners.epoch) == 0
+    assert {shard.state for shard in b.exchange._incoming[a.exchange.me]} == {ShardState.LANDED}
+    a.die()
+    a.close()
+    cluster.scheduler.leaves(A, results_survive=True)
+    await cluster.hear()
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert b.counted("shuffle.inputs.missing") == 0
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_as_soon_as_the_last_release_arrives() -> None:
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_release":
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.exchange.requests.ROOM_RETRY_INTERVAL_S", 3600.0)
+        patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 3600.0)
+        evacuating = asyncio.ensure_future(run.evacuate(0))
+        while not cluster.network.processes[B].exchange.requests._released:
+            await asyncio.sleep(0.001)
+        await quiet()
+        assert not evacuating.done()
+        arrives.set()
+        assert await evacuating == 0
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_whose_offers_have_not_arrived() -> None:
+    """Their owner copies them once they have, although they are offered after it was asked."""
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive":
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    evacuating = asyncio.ensure_future(run.evacuate(0))
+    await quiet()
+    assert not evacuating.done()
+    arrives.set()
+    assert await evacuating == 0
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner() -> None:
+    """There is no shard to copy, but the owner has to learn so before the worker leaves."""
+    cluster = Cluster(A, B)
+    arrives, commits = asyncio.Event(), list[bytes]()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive":
+            await arrives.wait()
+            commits.append(content["data"])
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    owners = cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS)).owners
+    cluster.rows = lambda source: [row for row in range(40) if owners[row % cluster.OUTPUTS] == A]  # type: ignore
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    evacuating = asyncio.ensure_future(run.evacuate(0))
+    await quiet()
+    assert not evacuating.done()
+    arrives.set()
+    assert await evacuating == 0
+    assert [b"Commit" in data for data in commits] == [True]
+    cluster.close()
+
+
+@in_process
+async def test_owners_do_not_copy_the_shards_of_a_worker_that_is_evacuated() -> None:
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    called = never_answering(cluster, "gpurt_drain", B)
+    run: Any = a.run_of("a shuffle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 0.01)
+        assert await run.evacuate(0) == 1
+    assert called.is_set()
     cluster.close()
 
 
@@ -461,6 +699,136 @@ def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
 
     intercept(cluster, hang)
     return called
+
+
+@pytest.fixture
+def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch unanswered calls at short intervals."""
+    monkeypatch.setattr("dask_gpurt.exchange.calls.WATCH_S", 0.01)
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_falls_silent_as_the_barrier_begins() -> None:
+    """Its outputs and inputs go to others; what it still does is late, and does no harm."""
+    cluster = Cluster(A, B, C)
+    results = await cluster.transfer_all("a shuffle")
+    goes_on = silenced(cluster, B)
+    with pytest.raises(Reschedule, match="does not reply"):
+        await cluster.barrier("a shuffle", results)
+    await hear(cluster, A, C)
+    assert B not in cluster.scheduler.active["a shuffle"].owners.values()
+    with pytest.raises(Reschedule, match=r"inputs \[1\] are transferred again"):
+        await cluster.barrier("a shuffle", results)
+    await hear(cluster, A, C)
+    results[1] = await cluster.transfer("a shuffle", 1, cluster.network.processes[A])
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert cluster.scheduler.restarts == 0
+    goes_on.set()
+    await quiet()
+    await cluster.hear()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+def silenced(cluster: Cluster, address: str) -> asyncio.Event:
+    """Let a worker fall silent; returns the event that lets it process its messages late."""
+    goes_on = asyncio.Event()
+    cluster.scheduler.silent.add(address)
+
+    async def stops(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
+        if to == address:
+            await goes_on.wait()
+        return await handle(to, op, content)
+
+    intercept(cluster, stops)
+    return goes_on
+
+
+async def hear(cluster: Cluster, *addresses: str) -> None:
+    """Deliver the scheduler's messages to some workers."""
+    for address in addresses:
+        process = cluster.network.processes[address]
+        while cluster.network.streams[process]:
+            await cluster.network.deliver_stream(process)
+    await quiet()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_falls_silent_while_another_worker_offers_it_shards() -> None:
+    """Nothing waits for the offers before the barrier: a task that stops its event loop costs nothing."""
+    cluster = Cluster(A, B, C)
+    goes_on = silenced(cluster, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    results = [await cluster.transfer("a shuffle", i, cluster.network.processes[C]) for i in range(3)]
+    looks, gone = list[str](), cluster.scheduler.gpurt_gone
+
+    async def look(peers: list[str]) -> list[str]:
+        looks.extend(peers)
+        return await gone(peers)
+
+    cluster.scheduler.gpurt_gone = look  # type: ignore[method-assign, assignment]
+    while looks.count(B) < 10:
+        await asyncio.sleep(0.01)
+    assert cluster.scheduler.recoveries == 0
+    with pytest.raises(Reschedule):
+        await cluster.barrier("a shuffle", results)  # on A, which needs the offers of C to be delivered
+    await hear(cluster, A, C)
+    assert cluster.scheduler.recoveries == 1
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    goes_on.set()
+    await quiet()
+    await cluster.hear()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_a_producer_falls_silent_while_its_shards_are_fetched() -> None:
+    """They are lost, and its inputs are transferred again; in mapped memory they would still be readable."""
+    cluster = Cluster(A, B, C, paths=["comms"])
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    called = never_answering(cluster, "gpurt_fetch", B)
+    where = [cluster.network.processes[address] for address in (A, B, C)]
+    results = [await cluster.transfer("a shuffle", i, process) for i, process in enumerate(where)]
+    await called.wait()
+    cluster.scheduler.silent.add(B)
+    while not where[0].counted("shuffle.lost.shards"):
+        await asyncio.sleep(0.01)
+    with pytest.raises(Reschedule, match=r"inputs \[1\] are transferred again"):
+        await cluster.barrier("a shuffle", results)
+    await cluster.hear()
+    assert B not in cluster.scheduler.active["a shuffle"].owners.values()
+    results[1] = await cluster.transfer("a shuffle", 1, where[2])
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    cluster.close()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_is_asked_for_room_while_it_does_not_reply() -> None:
+    """A producer asks twice a second: each request would take another connection."""
+    cluster = Cluster(A, B)
+    a = cluster.network.processes[A]
+    asked = list[str]()
+
+    async def hang(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_drain":
+            asked.append(to)
+            await asyncio.Event().wait()
+        return await handle(to, op, content)
+
+    intercept(cluster, hang)
+    for _ in range(5):
+        a.exchange.requests.ask_for_room({B})
+        await quiet()
+    assert asked == [B]
+    cluster.close()
 
 
 @in_process

@@ -33,7 +33,7 @@ class Clock:
         return self.now
 
 
-async def _held(msg: dict[str, Any], hosts: list[str], on_error: str) -> dict[str, int]:
+async def _held(host: str) -> dict[str, int]:
     return {ADDRESS: 0}
 
 
@@ -41,7 +41,7 @@ def test_many_tasks_do_not_each_wait_for_what_others_hold(monkeypatch: pytest.Mo
     """A refused task is retried, and further tasks follow: all of them are refused at once."""
     clock = Clock()
     monkeypatch.setattr(host_room, "time", clock)
-    worker = SimpleNamespace(address=ADDRESS, loop=Loop(), scheduler=SimpleNamespace(broadcast=_held))
+    worker = SimpleNamespace(address=ADDRESS, loop=Loop(), scheduler=SimpleNamespace(gpurt_host_room=_held))
     room = HostRoom(worker, lambda: 0, lambda: None, Metrics(), lambda function: function())
     began = clock.now
     while clock.now - began <= FOREIGN_PATIENCE_S:

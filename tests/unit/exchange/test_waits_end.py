@@ -16,6 +16,7 @@ from distributed.core import Status
 from dask_gpurt.device.base import CodecError
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import ExchangeClosed
+from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.ledger import RESERVATIONS
@@ -132,31 +133,44 @@ async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies() -> None:
 
 
 @in_process
-async def test_a_shard_is_let_go_of_while_it_is_read_after_it_has_landed() -> None:
-    """Its bytes are in a tier then, which may reuse their memory at once."""
+async def test_shards_are_let_go_of_while_they_are_read_after_they_have_landed() -> None:
+    """Their reader waits for another shard, whose landing needs one of the threads that release these."""
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
     a, b = cluster.network.processes[A], cluster.network.processes[B]
-    incoming = next(iter(b.exchange._incoming[a.exchange.me]))
-    assert incoming.start_moving()
-    incoming.land(lambda key: b.landed.put(key, incoming.shard, incoming.sources(), None, list))
-    waits, wait = threading.Event(), incoming._lock.wait
+    landed = next(iter(b.exchange._incoming[a.exchange.me]))
+    moving = next(iter(b.exchange._incoming[b.exchange.me]))
+    assert landed.start_moving()
+    assert moving.start_moving()
+    land(b, landed)
+    b.exchange.executor.shutdown()
+    b.exchange.executor = ThreadPoolExecutor(1)
+    reads, is_over = threading.Event(), threading.Event()
 
-    def waiting(timeout: float | None = None) -> bool:
-        waits.set()
-        return wait(timeout)
+    def check() -> None:
+        reads.set()
+        if is_over.is_set():
+            raise TimeoutError("the other shard has not landed")
 
-    incoming._lock.wait = waiting  # type: ignore[method-assign]
-    thread = threading.Thread(target=b.exchange.discard, args=([incoming],), daemon=True)
-    with incoming.staying(lambda: None) as landed:
-        assert landed
-        thread.start()
-        assert waits.wait(20)
-        assert incoming.key in b.landed.kept
-    thread.join(20)
-    assert not thread.is_alive()
-    assert incoming.key not in b.landed.kept
+    def read() -> None:
+        with landed.staying(lambda: None), moving.staying(check):
+            assert landed.key in b.landed.kept, "a tier would reuse its memory"
+
+    reader = asyncio.create_task(asyncio.to_thread(read))
+    await asyncio.to_thread(reads.wait)
+    b.exchange.discard_soon([landed])
+    landing = asyncio.create_task(b.exchange.offload(land, b, moving))
+    if landing in (await asyncio.wait([landing], timeout=10))[1]:
+        is_over.set()
+    await reader
+    assert landed.key not in b.landed.kept
+    assert landed.let_go.done()
     cluster.close()
+
+
+def land(process: Process, incoming: IncomingShard) -> None:
+    """Complete the pull of a shard."""
+    incoming.land(lambda key: process.landed.put(key, incoming.shard, incoming.sources(), None, list))
 
 
 @in_process

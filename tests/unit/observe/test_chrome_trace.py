@@ -56,6 +56,14 @@ def test_whatever_is_recorded_can_be_read(one: list[Event], other: list[Event], 
     assert len(list(flows(written))) == written["otherData"]["flows"]["written"]
 
 
+def test_a_trace_prints_in_one_line() -> None:
+    process = ProcessTrace(name="0", events=[span("pack", 1, 1)] * 1000, lost=7)
+    found = trace(s=ProcessTrace(name="scheduler"), a=process)
+    assert repr(process) == "<ProcessTrace of 0: 1,000 events, 7 lost>"
+    assert repr(found) == "<Trace of 2 processes: 1,000 events, 7 lost>"
+    assert repr(Trace()) == "<Trace of 0 processes: 0 events>"
+
+
 def test_a_shard_flows_from_its_pack_to_its_pull_and_on_to_its_outputs() -> None:
     producer = [span("pack", 1, 1), point(Kind.SENT, 1.5, "s1"), point(Kind.SENT, 1.6, "s2")]
     owner = [

@@ -30,7 +30,7 @@ from dask_gpurt.observe.metrics import (
     combine,
     find,
 )
-from dask_gpurt.observe.report import Fallbacks, RuntimeReport
+from dask_gpurt.observe.report import DepartedWorker, Fallbacks, RuntimeReport
 
 PACKAGE = Path(dask_gpurt.__file__).parent
 
@@ -122,9 +122,9 @@ def test_fallbacks_are_counted_by_id_with_the_last_reason(caplog: pytest.LogCapt
         metrics.fallback(Fallback.EXCHANGE_COMMS, reason)
         metrics.fallback(Fallback.PLACEMENT, reason, "is_rootish")
     assert metrics.snapshot()["fallbacks"] == {
-        "exchange.comms": {"text": "bytes take Dask's comms", "reason": "another", "count": 2},
+        "exchange.comms": {"text": "bytes go through Dask's comms", "reason": "another", "count": 2},
         "placement.is_rootish": {
-            "text": "Dask decides in its method is_rootish",
+            "text": "Dask's own is_rootish decides",
             "reason": "another",
             "count": 2,
         },
@@ -151,7 +151,14 @@ def reported() -> RuntimeReport:
     metrics.add("exchange.bytes.{path}", 1 * 2**20, "comms", "other-host")
     metrics.add("exchange.seconds.pulling", 0.25)
     metrics.fallback(Fallback.EXCHANGE_COMMS, "on another host")
-    worker = {"version": "0.1.0", "problems": ["a setting is wrong"], **metrics.snapshot(), "new": "unknown"}
+    devices: dict[str, object] = {"host": {}}
+    worker = {
+        "version": "0.1.0",
+        "devices": devices,
+        "problems": ["a setting is wrong"],
+        **metrics.snapshot(),
+        "new": "unknown",
+    }
     return RuntimeReport.of(
         {
             "enabled": True,
@@ -182,9 +189,41 @@ def test_a_report_is_readable_with_units() -> None:
     printed = repr(reported())
     for said in ("2 workers", "exchange.bytes.comms: 3.00 MiB", "exchange.seconds.pulling: 250.00 ms"):
         assert said in printed
-    assert "tcp://a:1 fell back 1 times, bytes take Dask's comms (exchange.comms): on another host" in printed
+    assert (
+        "tcp://a:1 fell back once, bytes go through Dask's comms (exchange.comms): on another host" in printed
+    )
     assert "tcp://b:1 did not answer: it has left" in printed
     assert repr(RuntimeReport()) == "<RuntimeReport: the runtime is off>"
+    assert repr(reported().workers["tcp://a:1"]).splitlines() == [
+        "<WorkerReport: dask-gpurt 0.1.0 on host",
+        "  a setting is wrong",
+        "  exchange.bytes.comms: 3.00 MiB",
+        "  exchange.seconds.pulling: 250.00 ms",
+        "  fell back once, bytes go through Dask's comms (exchange.comms): on another host>",
+    ]
+    assert repr(reported().workers["tcp://b:1"]) == "<WorkerReport: no answer, it has left>"
+
+
+def test_a_worker_that_has_left_prints_in_one_line() -> None:
+    gone = DepartedWorker("tcp://a:1", "0", 0.0, None, {"shuffle.rows": 5})
+    assert repr(gone).startswith("<DepartedWorker: tcp://a:1 left at ")
+    assert "shuffle.rows" not in repr(gone)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "shown"),
+    [
+        ([["host"], ["host"]], "memory.device.peak (memory): 1.00 kiB"),
+        # The names of tiers differ between the workers.
+        ([["host"], ["host", "cuda"]], "memory.device.peak: 1.00 kiB"),
+    ],
+)
+def test_a_report_names_tiers_as_tables_of_memory_do(kinds: list[list[str]], shown: str) -> None:
+    workers = {f"tcp://a:{i}": {"devices": {kind: {} for kind in known}} for i, known in enumerate(kinds)}
+    counters = {"memory.device.peak": 1024}
+    report = RuntimeReport.of({"enabled": True, "counters": counters, "fallbacks": {}, "workers": workers})
+    assert f"  {shown}" in repr(report).splitlines()[1]
+    assert report.counters == counters
 
 
 def test_a_report_can_be_written_as_json() -> None:
@@ -194,22 +233,12 @@ def test_a_report_can_be_written_as_json() -> None:
 
 
 def test_a_report_of_another_version_is_read_as_far_as_it_is_known() -> None:
-    worker = {"fallbacks": {"a text": {"reason": "why", "count": 2}}, "later": 1}
+    fallback = {"text": "it did less", "reason": "why", "count": 2}
+    worker = {"fallbacks": {"a.later-one": {**fallback, "later": 1}}, "later": 1}
     report = RuntimeReport.of(
         {"enabled": True, "fallbacks": {}, "workers": {"tcp://a:1": worker}, "later": 1}
     )
-    assert dict(report.workers["tcp://a:1"].fallbacks["a text"]) == {
-        "text": "a text",
-        "reason": "why",
-        "count": 2,
-    }
-
-
-def test_the_texts_that_were_the_keys_of_fallbacks_still_lead_to_them() -> None:
-    fallbacks = reported().workers["tcp://a:1"].fallbacks
-    with pytest.warns(DeprecationWarning, match=r"exchange\.comms"):
-        assert fallbacks["bytes take Dask's comms"] is fallbacks["exchange.comms"]
-    assert "an object stays live" not in fallbacks
+    assert dict(report.workers["tcp://a:1"].fallbacks["a.later-one"]) == fallback
     assert list(Fallbacks()) == []
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_type_hints
+
 import pandas as pd
 import pytest
+from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
+from dask_gpurt.observe.shown_tiers import shown_metric
 from dask_gpurt.observe.tables import Explanation, MemoryUsage
 
 COLUMNS = ("worker", "tier", "capacity", "headroom", *KINDS)
@@ -63,12 +67,35 @@ def test_it_prints_all_columns_with_units() -> None:
     with pd.option_context("display.width", 40, "display.max_columns", 3):
         printed = repr(MemoryUsage(ON_HOST, COLUMNS, {"a": 64 * MIB}))
     head = printed.splitlines()[1].split()
-    assert head == list(COLUMNS)
+    assert head == [column for column in COLUMNS if column != "cudf"]
     assert "30.00 MiB" in printed
     assert "..." not in printed
     assert printed.startswith("<MemoryUsage of 1 worker\n")
     assert repr(MemoryUsage((), COLUMNS)) == "<MemoryUsage: no rows>"
     assert repr(MemoryUsage((), COLUMNS, enabled=False)) == "<MemoryUsage: the runtime is off>"
+
+
+def test_a_column_for_cudf_is_printed_where_there_is_a_gpu() -> None:
+    usage = MemoryUsage((*ON_HOST, *ON_GPU), COLUMNS, {"a": 64 * MIB})
+    assert "cudf" in repr(usage)
+    # A frame has the same columns everywhere, for programs.
+    assert list(MemoryUsage(ON_HOST, COLUMNS, {"a": 64 * MIB}).to_pandas()) == list(COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("memory.device.peak", "memory.device.peak (memory)"),
+        ("memory.disk.peak", "memory.disk.peak"),
+        ("memory.spill.bytes.device.disk", "memory.spill.bytes.device.disk (memory to disk)"),
+        ("memory.spill.bytes.exchange.disk", "memory.spill.bytes.exchange.disk"),
+        ("exchange.bytes.comms", "exchange.bytes.comms"),
+        ("shuffle.rows", "shuffle.rows"),
+        ("of.another.version.device", "of.another.version.device"),
+    ],
+)
+def test_a_metric_names_its_tiers_as_the_tables_do(name: str, shown: str) -> None:
+    assert shown_metric(name) == shown
 
 
 def test_an_explanation_prints_times_and_bytes() -> None:
@@ -81,13 +108,15 @@ def test_an_explanation_prints_times_and_bytes() -> None:
     assert found.to_pandas()["seconds"].tolist() == [0.25]
 
 
-def test_the_methods_of_the_frame_that_it_was_are_deprecated() -> None:
+def test_rows_are_those_of_metrics() -> None:
     usage = MemoryUsage(ON_HOST, COLUMNS, {"a": 0})
-    with pytest.warns(DeprecationWarning, match="to_pandas"):
-        assert list(usage["tier"]) == ["device", "pinned", "host", "disk"]
-    with pytest.warns(DeprecationWarning, match="to_pandas"):
-        assert usage.partitions.sum() == 30 * MIB
     assert [one["tier"] for one in usage] == ["device", "pinned", "host", "disk"]
+    assert (len(usage), usage[0]["tier"], usage[1:]) == (4, "device", ON_HOST[1:])
+
+
+def test_both_switches_are_typed() -> None:
+    for switch in (dask_gpurt.enable, dask_gpurt.disable):
+        assert get_type_hints(switch)["return"] is Client
 
 
 def test_completion_shows_the_functions() -> None:

@@ -199,7 +199,7 @@ def test_the_command_finds_the_files_of_this_machine(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("dask_gpurt.cli.overlap.cuda_missing", lambda: None)
-    assert "nothing was learnt: no file in" in overlap().stdout
+    assert "there are no statistics: no file in" in overlap().stdout
     monkeypatch.setattr("dask_gpurt.cli.overlap.cuda_missing", lambda: "cudf is not installed")
     (line,) = overlap().stdout.splitlines()
     assert line.startswith("there is no GPU here (cudf is not installed)")

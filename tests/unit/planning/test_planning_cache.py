@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dask
 import dask.dataframe as dd
+import fsspec
 import numpy as np
 import pandas as pd
 import pytest
+from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt import dask_hooks
 from dask_gpurt.dask_hooks import Seam, SeamGroup
@@ -95,25 +100,83 @@ def test_a_file_that_has_changed_is_seen(planner: Planner, tmp_path: Path) -> No
         assert "more" in dd.read_parquet(path).columns
 
 
-def test_a_new_file_is_seen(planner: Planner, tmp_path: Path) -> None:
-    path = write(tmp_path / "table")
-    before = dd.read_parquet(path)
-    pd.read_parquet(path).to_parquet(tmp_path / "table" / "part.9.parquet")
-    after = dd.read_parquet(path)
-    assert (before.npartitions, after.npartitions) == (2, 3)
+#: The ways to name the files of a folder, as arguments of ``read_parquet``.
+WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "folder": lambda folder: {"path": folder},
+    "files": lambda folder: {"path": sorted(map(str, Path(folder).iterdir()))},
+    "pattern": lambda folder: {"path": f"{folder}/*.parquet"},
+    "patterns": lambda folder: {"path": [f"{Path(folder).parent}/t?ble/part.[0-9].*"]},
+    "arrow": lambda folder: {"path": folder, "filesystem": "arrow"},
+    "arrow's URI": lambda folder: {"path": f"file://{folder}/", "filesystem": "pyarrow"},
+    "arrow's own": lambda folder: {"path": folder, "filesystem": LocalFileSystem(use_mmap=True)},
+    "files of arrow": lambda folder: {
+        "path": sorted(map(str, Path(folder).iterdir())),
+        "filesystem": LocalFileSystem(),
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_name_files_is_read_once(planner: Planner, tmp_path: Path, way: str) -> None:
+    arguments = WAYS[way](write(tmp_path / "table"))
+    tables = [dd.read_parquet(**arguments) for _ in range(2)]
+    assert tables[0]._name == tables[1]._name
+    assert (planner.count("files.read"), planner.count("files.reused")) == (1, 1)
+    first = tables[0].assign(new=1).optimize()
+    assert tables[1].assign(new=1).optimize().expr is first.expr
+    with dask.config.set(scheduler="sync"):
+        assert len(first.compute()) == 8
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "files" not in way])
+def test_a_new_file_and_one_that_is_gone_are_seen(planner: Planner, tmp_path: Path, way: str) -> None:
+    arguments = WAYS[way](write(tmp_path / "table"))
+    added = tmp_path / "table" / "part.9.parquet"
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: shutil.copy(tmp_path / "table" / "part.0.parquet", added),
+        added.unlink,
+    ]
+    found = []
+    with dask.config.set(scheduler="sync"):
+        for change in changes:
+            change()
+            table = dd.read_parquet(**arguments)
+            found.append((table.npartitions, len(table.assign(new=1).compute())))
+            del table
+    assert found == [(2, 8), (3, 12), (2, 8)]
     assert planner.count("files.reused") == 0
 
 
-@pytest.mark.parametrize("given", ["folder", "files", "pattern", "other file system"])
-def test_the_ways_to_name_files(planner: Planner, tmp_path: Path, given: str) -> None:
+@pytest.mark.parametrize("given", ["a file system of the user's", "options of Arrow's"])
+def test_other_file_systems_are_left_to_dask(planner: Planner, tmp_path: Path, given: str) -> None:
     folder = write(tmp_path / "table")
-    path = {"files": sorted(map(str, Path(folder).iterdir())), "pattern": f"{folder}/*.parquet"}.get(
-        given, folder
-    )
-    keywords = {"filesystem": "arrow"} if given == "other file system" else {}
-    tables = [dd.read_parquet(path, **keywords) for _ in range(2)]
-    assert tables[0]._name == tables[1]._name
-    assert planner.count("files.reused") == (given in ("folder", "files"))
+    options: dict[str, Any] = {"filesystem": fsspec.filesystem("file")}
+    if given == "options of Arrow's":
+        options = {"filesystem": "arrow", "storage_options": {"region": "x", "use_mmap": True}}
+    for _ in range(2):
+        with suppress(TypeError):  # Arrow's local file system has no region
+            dd.read_parquet(folder, **options)
+    assert planner.count("files.read") == planner.count("files.reused") == 0
+
+
+def test_file_systems_with_other_options_differ() -> None:
+    mapped = LocalFileSystem(use_mmap=True)
+    assert frozen(LocalFileSystem()) == frozen(LocalFileSystem()) is not None
+    assert frozen(mapped) == frozen(LocalFileSystem(use_mmap=True)) != frozen(LocalFileSystem())
+
+
+@pytest.mark.usefixtures("planner")
+def test_a_read_that_is_pickled_does_not_empty_the_wrappers_of_another(tmp_path: Path) -> None:
+    """A thread may be using them: for a moment Dask's wrapper of a file that is pickled has no file."""
+    folder = write(tmp_path / "table")
+    wrappers = [
+        dd.read_parquet(folder, columns=columns, filesystem="arrow").expr._dataset_info["fragments"][0]
+        for columns in (["key"], ["value"])
+    ]
+    pickle.dumps(wrappers[0])
+    assert wrappers[0]._fragment is None
+    assert wrappers[1]._fragment is not None
 
 
 def test_frames_of_the_user_do_not_stay(planner: Planner) -> None:

@@ -77,14 +77,48 @@ def write(path: Path, **columns: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("planner")
-@pytest.mark.parametrize("protocol", ["file", Sparing.protocol, Sizes.protocol])
-def test_a_file_of_the_same_size_is_seen(tmp_path: Path, protocol: str) -> None:
-    path = tmp_path / "table.parquet"
+@pytest.mark.parametrize("protocol", ["file", Sparing.protocol, Sizes.protocol, "arrow"])
+@pytest.mark.parametrize("name", ["table.parquet", "*.parquet", ""])
+def test_a_file_of_the_same_size_is_seen(tmp_path: Path, protocol: str, name: str) -> None:
+    if protocol == "arrow" and "*" in name:
+        pytest.skip("Arrow knows no patterns")
+    options = {"path": f"{protocol}://{tmp_path}/{name}"}
+    if protocol == "arrow":
+        options = {"path": f"{tmp_path}/{name}", "filesystem": "arrow"}
     for number, column in ((1, "a"), (2, "a"), (1, "b")):
-        write(path, key=[number], **{column: [0]})
-        columns, rows = computed(lambda: dd.read_parquet(f"{protocol}://{path}"))
+        write(tmp_path / "table.parquet", key=[number], **{column: [0]})
+        columns, rows = computed(lambda: dd.read_parquet(**options))
         assert columns == ["key", column, "new"]
         assert rows["key"] == [number]
+
+
+def test_a_file_without_a_fraction_of_a_second_is_not_kept(planner: Planner, tmp_path: Path) -> None:
+    """Arrow reports size and time only: a file that is written twice within a second would be the same."""
+    path = tmp_path / "table.parquet"
+    for number in (1, 2):
+        write(path, key=[number])
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        _, rows = computed(lambda: dd.read_parquet(path, filesystem="arrow"))
+        assert rows["key"] == [number]
+    assert planner.count("files.read") == planner.count("plans.reused") == 0
+
+
+@pytest.mark.usefixtures("planner")
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+def test_a_file_in_a_folder_of_the_table_is_seen(tmp_path: Path, filesystem: str, is_link: bool) -> None:
+    if is_link and filesystem == "fsspec":
+        pytest.skip("fsspec does not follow links to folders")
+    inner = tmp_path / "table" / "year=2026"
+    folder = tmp_path / "elsewhere" if is_link else inner
+    folder.mkdir(parents=True)
+    if is_link:
+        (tmp_path / "table").mkdir()
+        os.symlink(folder, inner)
+    for column in ("a", "b"):
+        write(folder / "part.0.parquet", **{column: [1]})
+        columns, rows = computed(lambda: dd.read_parquet(tmp_path / "table", filesystem=filesystem))
+        assert columns[0] == next(iter(rows)) == column
 
 
 @pytest.mark.usefixtures("planner")

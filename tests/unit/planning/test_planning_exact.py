@@ -6,6 +6,7 @@ import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -55,6 +56,51 @@ def test_programs_are_planned_as_dask_does(
             again = planned(readers, program)
     assert first == expected
     assert again == expected
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=programs)
+def test_programs_are_planned_by_the_next_process_as_dask_does(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+        expected = planned(readers, program)
+        with planner.used():
+            planner.begin_again(stored)
+            planned(readers, program)
+            planner.begin_again(stored)
+            gc.collect()
+            found = planned(readers, program)
+    assert found == expected
+
+
+def test_that_programs_use_what_was_stored(
+    planner: Planner, readers: list[Callable[[], Any]], stored: Path
+) -> None:
+    chosen = {"column": "key", "other": "name", "sides": "on", "how": "left", "suffixes": ("_x", "_y")}
+    program: list[Step] = [("merge", 0, 2, chosen | {"indicator": False})]
+    read = readers[0], readers[2], readers[4]
+    with planner.used():
+        planner.begin_again(stored)
+        planned(list(read), program)
+        planner.begin_again(stored)
+        before = {what: planner.count(what) for what in (*LOADED, *COMPUTED)}
+        gc.collect()
+        planned(list(read), program)
+    assert all(planner.count(what) > before[what] for what in LOADED)
+    assert all(planner.count(what) == before[what] for what in COMPUTED)
+    assert planner.metrics.snapshot()["fallbacks"] == {}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("planning") / "results"
+
+
+LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
+COMPUTED = ("metadata.computed", "plans.computed", "files.read")
 
 
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

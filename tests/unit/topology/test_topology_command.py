@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 from distributed.diagnostics import nvml
 
 from dask_gpurt.cli import main
+from dask_gpurt.topology import Link
 
 
 def topology(*arguments: str | Path) -> Result:
@@ -39,6 +40,26 @@ def test_the_page_shows_the_matrix(tmp_path: Path) -> None:
         "by default",
     ):
         assert text in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("hosts", "speeds", "listed"),
+    [
+        ("{pc: {}}", "{}", "shared-memory loopback tcp disk"),
+        ("{pc: {nics: [{name: ib0, rdma: true}]}}", "{}", "shared-memory loopback rdma tcp disk"),
+        ("{pc: {}}", "{pcie: {bandwidth: 9 GB/s, latency: 1 ms}}", "pcie shared-memory loopback tcp disk"),
+        ("{pc: {}, dgx: {gpus: [{id: GPU-a}]}}", "{}", " ".join(link for link in Link if link != "rdma")),
+        ("{}", "{}", " ".join(Link)),
+    ],
+)
+def test_only_links_that_the_hosts_can_have_are_listed(
+    hosts: str, speeds: str, listed: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "topology.yaml"
+    file.write_text(f"{{version: 1, hosts: {hosts}, speeds: {speeds}}}")
+    lines = topology("--load", file).stdout.splitlines()
+    rows = [words[0] for words in map(str.split, lines) if words and words[0] in list(Link)]
+    assert rows == listed.split()
 
 
 def test_it_says_why_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,38 @@
+"""Ask workers from the scheduler, each for itself and for a limited time, so that none delays the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from dask_gpurt.dask_hooks.types import SchedulerServer
+
+#: Seconds for which a round for room waits for each worker; the next round follows twice a second.
+ROOM_TIMEOUT_S = 2.0
+
+
+async def ask(scheduler: SchedulerServer, worker: str, message: Mapping[str, Any], timeout_s: float) -> Any:
+    """Call a handler of a worker; return its reply, or the error if it fails or takes too long."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            replies = await scheduler.broadcast(msg=dict(message), workers=[worker], on_error="return")
+    except TimeoutError:
+        return TimeoutError(f"no answer within {timeout_s:g} s")
+    return replies[worker]
+
+
+async def make_room(scheduler: SchedulerServer, host: str) -> dict[str, int | None]:
+    """Make the workers of a host return memory behind their pools.
+
+    Returns
+    -------
+    dict
+        The bytes that each worker still uses; None if it does not tell in time.
+    """
+    workers = [worker for worker, state in scheduler.workers.items() if state.host == host]
+    asked = (ask(scheduler, worker, {"op": "gpurt_make_room"}, ROOM_TIMEOUT_S) for worker in workers)
+    replies = await asyncio.gather(*asked)
+    # Without the runtime a worker has no such handler. Dask then replies None, and it has no pool.
+    held = (None if isinstance(reply, Exception) else reply or 0 for reply in replies)
+    return dict(zip(workers, held, strict=True))

@@ -1,0 +1,710 @@
+"""Do again only what was lost: count the tasks that are sent again, and the outputs that move.
+
+Scheduler, workers and client share a process, and a gate stops a step of a run until the event has happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+from dask import config
+from distributed import Client, LocalCluster, Worker, futures_of, wait
+from distributed.core import Status
+from distributed.shuffle._core import barrier_key, id_from_key
+
+import dask_gpurt
+from dask_gpurt.api import teach_method
+from dask_gpurt.exchange.pulling import Puller
+from dask_gpurt.plugins import recovery
+from dask_gpurt.plugins.recovery import Recovery
+from dask_gpurt.plugins.retirement import Retirement
+from dask_gpurt.shuffle import run as shuffle_run
+from dask_gpurt.shuffle.owners import Owners
+from dask_gpurt.shuffle.receiver import Receiver
+from dask_gpurt.shuffle.spec import ShuffleSpec
+from tests.helpers.gated_runs import (
+    FRAME,
+    Gate,
+    Watched,
+    address_of,
+    assert_right,
+    counted,
+    frames,
+    gate,
+    nothing_is_left,
+    open_gates,
+    run,
+    shuffled,
+    until,
+)
+from tests.helpers.waiting import LIMIT_S
+
+#: Send no transfer to a worker whose only thread is stopped: it would have to be stolen first.
+ONE_EACH = {"distributed.scheduler.worker-saturation": 1.0}
+
+IN_PROCESS: dict[str, Any] = {
+    "asynchronous": True,
+    "dashboard_address": ":0",
+    "processes": False,
+    "threads_per_worker": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let outputs that are being assembled finish, however busy the machine is."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 60)
+
+
+async def stopped_in(phase: str, stopped: Gate, scheduler: Any) -> Watched:
+    """Watch a run once all tasks have ended that do not wait for the gate."""
+    await until(stopped.reached.is_set)
+    watched = Watched(scheduler)
+    elsewhere = {output for output, owner in watched.owners.items() if owner != stopped.where[0]}
+    ends = {"transfer": watched.transfers, "unpack": {watched.outputs[output] for output in elsewhere}}
+    tasks = [scheduler.tasks[key] for key in ends.get(phase, ())]
+    waiting = 1 if phase == "transfer" else 0
+    await until(lambda: sum(task.state != "memory" for task in tasks) == waiting)
+    watched.begin()
+    return watched
+
+
+def others(crew: Any, stopped: Gate) -> list[Any]:
+    """Return the workers that no gate has stopped."""
+    return [worker for worker in crew if worker.address != stopped.where[0]]
+
+
+async def kill(scheduler: Any, worker: Any) -> None:
+    """Lose a worker as after kill -9: it does not tell its peers that its runs end."""
+    worker.plugins["gpurt"].exchange.requests.withdraw = _says_nothing
+    await scheduler.remove_worker(worker.address, stimulus_id="a-worker-is-lost")
+
+
+async def _says_nothing(run: Any) -> None:
+    """Do not withdraw the blocks of a run."""
+
+
+def owners_on(worker: Any, shuffle: Any) -> Owners:
+    """Return the owners of a run that a worker knows."""
+    owners: Owners = worker.plugins["shuffle"].shuffle_runs._active_runs[shuffle]._owners
+    return owners
+
+
+def missing(*workers: Any) -> float:
+    """Count the inputs that barriers have found missing."""
+    each = [worker.plugins["gpurt"].metrics.snapshot()["counters"] for worker in workers]
+    return float(sum(counters.get("shuffle.inputs.missing", 0) for counters in each))
+
+
+def assert_repaired_once(scheduler: Any) -> None:
+    assert counted(scheduler, "shuffle.runs.recovered") == 1
+    assert not counted(scheduler, "shuffle.runs.restarted")
+
+
+def report(scheduler: Any, watched: Watched, epoch: int | None = None, **what: Any) -> None:
+    """Report a loss to the scheduler, as a worker does."""
+    epoch = watched.owners.epoch if epoch is None else epoch
+    repair = scheduler.extensions["gpurt"].shuffles.recovery.recover
+    repair(watched.id, watched.run_id, epoch, "a test", **what)
+
+
+# ---- a worker is lost ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["transfer", "seal", "unpack"])
+def test_only_what_a_killed_worker_had_is_done_again(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """Its inputs are transferred again, once; its outputs move; all others keep their owner and share."""
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in(phase, stopped, scheduler)
+        (stays,) = (worker for worker in crew if worker.address == stopped.where[0])
+        killed, other = others(crew, stopped)
+        await kill(scheduler, killed)
+        if phase != "unpack":  # the output that is being assembled ends first
+            await until(lambda: owners_on(stays, watched.id).epoch)
+        stopped.open.set()
+        assert_right(await result)
+        again = watched.transferred_by(killed.address)
+        assert again, "otherwise this would show nothing"
+        assert watched.transferred_since() == again
+        assert {watched.sent[key] for key in again} == {1}
+        assert watched.moved() == watched.owned(killed.address)
+        if phase == "unpack":
+            assert watched.assembled_since() == watched.owned(killed.address)
+        assert not missing(stays, other), "the scheduler knows what is lost"
+        assert_repaired_once(scheduler)
+        await killed.finished()
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_a_worker_that_owns_no_output_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs are transferred again, and no output moves."""
+    monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
+    stopped = gate(monkeypatch, "seal")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("seal", stopped, scheduler)
+        killed = next(w for w in others(crew, stopped) if w.address not in watched.owners.values())
+        await kill(scheduler, killed)
+        stopped.open.set()
+        assert_right(await result)
+        assert not watched.moved()
+        assert watched.transferred_since() == watched.transferred_by(killed.address) != set()
+        assert_repaired_once(scheduler)
+        await killed.finished()
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_a_worker_is_killed_after_the_end() -> None:
+    """Only its outputs are assembled again, out of what is retained and of its inputs."""
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        kept = client.persist(shuffled())
+        await wait(kept)
+        watched = Watched(scheduler)
+        killed, *stay = crew
+        await kill(scheduler, killed)
+        assert_right(await client.compute(kept))
+        assert watched.moved() == watched.assembled_since() == watched.owned(killed.address)
+        assert watched.transferred_since() == watched.transferred_by(killed.address)
+        assert not missing(*stay)
+        assert_repaired_once(scheduler)
+        del kept
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_outputs_are_dealt_evenly_to_those_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four outputs, two workers own two each in the end, whoever had one or two before."""
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("transfer", stopped, scheduler)
+        killed, _ = others(crew, stopped)
+        await kill(scheduler, killed)
+        owned = list(watched.owners.values())
+        assert sorted(map(owned.count, set(owned))) == [2, 2]
+        stopped.open.set()
+        assert_right(await result)
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_an_output_of_a_killed_worker_has_another_replica() -> None:
+    """It is not assembled again before that replica is lost too; then its new owner does so."""
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        kept = client.persist(shuffled())
+        await wait(kept)
+        watched = Watched(scheduler)
+        killed, heir = sorted(crew, key=lambda worker: -len(watched.owned(worker.address)))[:2]
+        idle, needed = watched.owned(killed.address)
+        (future,) = (each for each in futures_of(kept) if each.key == watched.outputs[idle])
+        await client.replicate([future], n=2, workers=[killed.address, heir.address])
+        await kill(scheduler, killed)
+        assert_right(await client.compute(kept))
+        assert watched.assembled_since() == {needed}
+        assert killed.address not in watched.owners.values()
+        scheduler.extensions["gpurt"].lost(heir.address, [future.key])
+        assert_right(await client.compute(kept))
+        assert watched.moved() == watched.assembled_since() == {idle, needed}
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        del kept, future
+
+    run(test, workers=3)
+
+
+def test_outputs_that_have_been_read_are_needed_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One repair receives them again, though each task reports only its own output."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        results = shuffled().map_partitions(lambda part: part.assign(more=1)).optimize()
+        graph, keys = dict(results.__dask_graph__()), results.__dask_keys__()
+        barrier = next(filter(id_from_key, graph))
+        first, *_ = (key for key, task in graph.items() if barrier in task.dependencies)
+        kept = client.get(graph, [*keys, first], sync=False)  # the run goes on because of the first output
+        await wait(kept)
+        watched = Watched(scheduler)
+        holder = next(
+            w.address for w in crew if first not in map(watched.outputs.get, watched.owned(w.address))
+        )
+        read = watched.owned(holder)
+        assert len(read) == 2
+        lost = [task.key for at in read for task in scheduler.tasks[watched.outputs[at]].dependents]
+        scheduler.extensions["gpurt"].lost(holder, lost)
+        await until(lambda: watched.assembled_since())
+        await wait(kept)
+        await until(lambda: all(scheduler.tasks[key].state == "memory" for key in lost))
+        assert watched.moved() == watched.assembled_since() == read
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del kept
+
+    run(test)
+
+
+def test_both_sides_of_a_join_lose_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their outputs move together, since one task reads both on one worker."""
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        with config.set({"dataframe.shuffle.method": "gpurt"}):
+            result = client.compute(frames().merge(frames("other"), on="key"))
+        await until(stopped.reached.is_set)
+        active = scheduler.extensions["shuffle"].active_shuffles
+        await until(lambda: len(active) == 2)
+        left, right = (Watched(scheduler, shuffle) for shuffle in active)
+        killed, _ = others(crew, stopped)
+        await kill(scheduler, killed)
+        stopped.open.set()
+        assert len(await result) == len(FRAME.merge(FRAME, on="key"))
+        assert dict(left.owners) == dict(right.owners)
+        assert left.moved() == right.moved() == left.owned(killed.address)
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+# ---- a worker joins ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["transfer", "seal"])
+def test_a_worker_joins_and_assembles_outputs(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+    """It is given its part of the outputs; nothing is transferred again, and the others stay."""
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in(phase, stopped, scheduler)
+        async with Worker(scheduler.address, nthreads=1) as joined:
+            await until(lambda: joined.address in watched.owners.values())
+            given = {output for output, owner in watched.owners.items() if owner == joined.address}
+            assert len(given) == len(watched.owners) // 3
+            stopped.open.set()
+            assert_right(await result)
+            made = {output for output, key in watched.outputs.items() if watched.made[key] == joined.address}
+            assert made == given == watched.moved()
+            assert not watched.transferred_since()
+            assert not counted(scheduler, "shuffle.runs.recovered"), "nothing was lost"
+            assert not counted(scheduler, "shuffle.runs.restarted")
+            del result
+
+    run(test, **ONE_EACH)
+
+
+def test_a_worker_joins_when_outputs_are_assembled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given none: moving them would repeat the barrier."""
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        async with Worker(scheduler.address, nthreads=1) as joined:
+            await until(lambda: joined.address in scheduler.extensions["gpurt"].workers.ready)
+            stopped.open.set()
+            assert_right(await result)
+            assert not watched.moved()
+            assert not watched.sent[watched.barrier]
+            del result
+
+    run(test, workers=1)
+
+
+# ---- a worker does not answer --------------------------------------------------------
+
+
+@pytest.mark.parametrize("answers", ["last", "first"])
+def test_an_owner_is_unreachable_and_assembles_an_output_nevertheless(
+    monkeypatch: pytest.MonkeyPatch, answers: str
+) -> None:
+    """Its unfinished outputs move, and nothing else. Both answers arrive, in either order."""
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        (silent,), (other,) = stopped.where[:1], others(crew, stopped)
+        scheduler.set_restrictions({watched.barrier: {other.address}})
+        report(scheduler, watched, unreachable=silent)
+        assert watched.moved() == watched.owned(silent)
+        assert silent not in watched.owners.values()
+        if answers == "last":
+            assert_right(await result)
+        stopped.open.set()
+        assert_right(await result)
+        assert watched.assembled_since() == watched.owned(silent)
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del result
+
+    run(test, **ONE_EACH)
+
+
+def test_an_output_is_being_assembled_while_another_one_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask cancels its task, sends it again, and refuses the first result: its shards must still be there."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        (busy,) = (worker for worker in crew if worker.address == stopped.where[0])
+        (other,), (task,) = others(crew, stopped), busy.state.executing
+        before, lost = task.run_id, min(watched.owned(other.address))
+        scheduler.set_restrictions({watched.barrier: {other.address}})  # the other has no free thread
+        scheduler.extensions["gpurt"].lost(watched.owners[lost], [watched.outputs[lost]])
+        report(scheduler, watched, outputs=[lost])
+        await until(lambda: task.run_id != before)
+        stopped.open.set()
+        assert_right(await result)
+        assert watched.moved() == {lost}
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del result
+
+    run(test, **ONE_EACH)
+
+
+def test_the_end_of_an_output_is_on_its_way_while_another_one_is_repaired(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The scheduler refuses it, and sends the task again: its shards must still be there."""
+    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        (busy,) = (worker for worker in crew if worker.address == stopped.where[0])
+        (other,), (task,) = others(crew, stopped), busy.state.executing
+        lost, held = min(watched.owned(other.address)), list[dict[str, Any]]()
+        finished = scheduler.stream_handlers["task-finished"]
+        scheduler.stream_handlers["task-finished"] = lambda **message: held.append(message)
+        stopped.open.set()
+        await until(lambda: task.key in [message["key"] for message in held])
+        scheduler.extensions["gpurt"].lost(other.address, [watched.outputs[lost]])
+        report(scheduler, watched, outputs=[lost])
+        scheduler.stream_handlers["task-finished"] = finished
+        for message in held:
+            finished(**message)
+        assert_right(await result)
+        assert watched.moved() == {lost}
+        assert watched.sent[task.key] == 1
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del result
+
+    run(test, **ONE_EACH)
+
+
+def test_an_owner_is_unreachable_before_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs move; its inputs are not transferred again, since it has not left."""
+    stopped = gate(monkeypatch, "seal")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("seal", stopped, scheduler)
+        silent, _ = others(crew, stopped)
+        report(scheduler, watched, unreachable=silent.address)
+        assert watched.moved() == watched.owned(silent.address)
+        stopped.open.set()
+        assert_right(await result)
+        assert not watched.transferred_since()
+        assert_repaired_once(scheduler)
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_an_owner_is_unreachable_from_one_side_of_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "transfer")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        with config.set({"dataframe.shuffle.method": "gpurt"}):
+            result = client.compute(frames().merge(frames("other"), on="key"))
+        await until(stopped.reached.is_set)
+        active = scheduler.extensions["shuffle"].active_shuffles
+        await until(lambda: len(active) == 2)
+        left, right = (Watched(scheduler, shuffle) for shuffle in active)
+        silent, _ = others(crew, stopped)
+        report(scheduler, left, unreachable=silent.address)
+        assert left.moved() == right.moved() == left.owned(silent.address)
+        assert dict(left.owners) == dict(right.owners)
+        stopped.open.set()
+        assert len(await result) == len(FRAME.merge(FRAME, on="key"))
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_reports_of_losses_that_are_repaired_or_of_runs_that_are_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers report a loss independently of each other, so most reports come late."""
+    stopped = gate(monkeypatch, "seal")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("seal", stopped, scheduler)
+        silent, other = others(crew, stopped)
+        report(scheduler, watched, unreachable=silent.address)
+        moved = watched.shares()
+        report(scheduler, watched, epoch=0, unreachable=other.address)
+        report(scheduler, watched, epoch=0, inputs=list(watched.transfers))
+        watched.run_id -= 1
+        report(scheduler, watched, inputs=list(watched.transfers))
+        assert watched.shares() == moved
+        assert not watched.transferred_since()
+        stopped.open.set()
+        assert_right(await result)
+        assert_repaired_once(scheduler)
+        report(scheduler, watched, inputs=list(watched.transfers))
+        assert barrier_key(watched.id) not in scheduler.tasks or not watched.transferred_since()
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+# ---- a worker retires ----------------------------------------------------------------
+
+
+def assert_evacuated(scheduler: Any, watched: Watched, worker: Any) -> None:
+    """Assert that a worker that has retired left nothing to do again."""
+    assert worker.address not in scheduler.workers
+    assert watched.transferred_by(worker.address), "otherwise this would show nothing"
+    assert not watched.transferred_since()
+    assert watched.moved() <= watched.owned(worker.address)
+    assert not counted(scheduler, "shuffle.runs.recovered"), "nothing was lost"
+    assert not counted(scheduler, "shuffle.runs.restarted")
+
+
+@pytest.mark.parametrize(
+    ("phase", "path"),
+    [
+        ("transfer", "shared-memory"),
+        ("seal", "shared-memory"),
+        ("seal", "comms"),
+        ("unpack", "shared-memory"),
+    ],
+)
+def test_a_producer_retires(monkeypatch: pytest.MonkeyPatch, phase: str, path: str) -> None:
+    """The owners copy its shards before it leaves: nothing is transferred or assembled again."""
+    stopped = gate(monkeypatch, phase)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in(phase, stopped, scheduler)
+        retires, _ = others(crew, stopped)
+        await client.retire_workers([retires.address])
+        stopped.open.set()
+        assert_right(await result)
+        assert_evacuated(scheduler, watched, retires)
+        assert watched.moved() == watched.owned(retires.address)
+        assert retires.address not in watched.owners.values()
+        if phase == "unpack":
+            assert not watched.assembled_since()
+        await retires.finished()
+        del result
+
+    run(test, workers=3, **ONE_EACH, **{"gpurt.exchange.paths": [path]})
+
+
+def test_an_owner_retires_that_is_assembling_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its unfinished outputs move to others; its inputs are not transferred again."""
+    stopped = gate(monkeypatch, "unpack")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("unpack", stopped, scheduler)
+        (retires,) = (worker for worker in crew if worker.address == stopped.where[0])
+        await client.retire_workers([retires.address])
+        assert_right(await result)
+        assert_evacuated(scheduler, watched, retires)
+        assert watched.moved() == watched.assembled_since() == watched.owned(retires.address)
+        stopped.open.set()
+        await retires.finished()
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs move only when those of the others are there, and until then it is not evacuated."""
+    assemble, is_mending, ask = Receiver.assemble, Recovery.is_mending, Retirement._ask
+    begun, go_on, too_early = set[str](), threading.Event(), list[bool]()
+
+    def stops(self: Receiver, *args: Any) -> Any:
+        begun.add(address_of(self))
+        assert go_on.wait(LIMIT_S)
+        return assemble(self, *args)
+
+    def goes_on_then(self: Recovery, shuffles: Any) -> bool:
+        if found := is_mending(self, shuffles):
+            go_on.set()
+        return found
+
+    async def notes(self: Retirement, *args: Any) -> Any:
+        too_early.append(not go_on.is_set())
+        go_on.set()
+        return await ask(self, *args)
+
+    monkeypatch.setattr(Receiver, "assemble", stops)
+    monkeypatch.setattr(Recovery, "is_mending", goes_on_then)
+    monkeypatch.setattr(Retirement, "_ask", notes)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(lambda: len(begun) == len(crew))
+        watched = Watched(scheduler)
+        retires = max(crew, key=lambda worker: len(watched.owned(worker.address)))
+        await client.retire_workers([retires.address])
+        assert_right(await result)
+        assert_evacuated(scheduler, watched, retires)
+        assert not any(too_early)
+        await retires.finished()
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_both_sides_of_a_join_lose_a_worker_that_retires(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = gate(monkeypatch, "seal")
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        with config.set({"dataframe.shuffle.method": "gpurt"}):
+            result = client.compute(frames().merge(frames("other"), on="key"))
+        await until(stopped.reached.is_set)
+        active = scheduler.extensions["shuffle"].active_shuffles
+        await until(lambda: len(active) == 2)
+        left, right = (Watched(scheduler, shuffle) for shuffle in active)
+        await until(
+            lambda: all(scheduler.tasks[key].state == "memory" for key in left.transfers | right.transfers)
+        )
+        left.begin()
+        right.begin()
+        retires, _ = others(crew, stopped)
+        await client.retire_workers([retires.address])
+        stopped.open.set()
+        assert len(await result) == len(FRAME.merge(FRAME, on="key"))
+        for side in left, right:
+            assert_evacuated(scheduler, side, retires)
+        assert dict(left.owners) == dict(right.owners)
+        await retires.finished()
+        del result
+
+    run(test, workers=3)
+
+
+def test_owners_do_not_copy_what_a_worker_that_retires_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves as soon as no progress is made, and its inputs are transferred again."""
+    stopped = gate(monkeypatch, "seal")
+    monkeypatch.setattr(Puller, "pull_soon", lambda self, incoming: False)
+    monkeypatch.setattr(shuffle_run, "EVACUATION_STEP_S", 0.05)
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("seal", stopped, scheduler)
+        retires, _ = others(crew, stopped)
+        await client.retire_workers([retires.address])
+        assert retires.address not in scheduler.workers
+        stopped.open.set()
+        assert_right(await result)
+        assert watched.transferred_since() == watched.transferred_by(retires.address)
+        assert_repaired_once(scheduler)
+        await retires.finished()
+        del result
+
+    run(test, workers=3, **ONE_EACH)
+
+
+def test_the_only_worker_is_to_retire(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask keeps it, since nothing could take its data, and it keeps its outputs."""
+    stopped = gate(monkeypatch, "seal")
+
+    async def test(client: Any, scheduler: Any, worker: Any) -> None:
+        result = client.compute(shuffled())
+        watched = await stopped_in("seal", stopped, scheduler)
+        assert not await client.retire_workers([worker.address])
+        stopped.open.set()
+        assert_right(await result)
+        assert not watched.moved()
+        assert not watched.transferred_since()
+        del result
+
+    run(test, workers=1)
+
+
+def test_a_run_begins_while_a_worker_retires() -> None:
+    """It gets no outputs, which would have to move at once."""
+
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        state = scheduler.workers[crew[0].address]
+        scheduler.handle_worker_status_change(Status.closing_gracefully, state, "a-worker-retires")
+        kept = client.persist(shuffled())
+        await wait(kept)
+        assert set(Watched(scheduler).owners.values()) == {crew[1].address}
+        scheduler.handle_worker_status_change(Status.running, state, "it stays")
+        del kept
+
+    run(test)
+
+
+@pytest.mark.parametrize("how", ["scale", "adapt"])
+def test_a_cluster_grows_and_shrinks_in_the_middle(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Workers that join assemble outputs; some leave before the end, and others after it."""
+    stopped = gate(monkeypatch, "seal")
+
+    def resize(cluster: Any, workers: int) -> None:
+        if how == "scale":
+            cluster.scale(workers)
+        else:
+            cluster.adapt(minimum=workers, maximum=workers, interval="20ms", wait_count=1)
+
+    async def test(client: Any, cluster: Any) -> None:
+        scheduler = cluster.scheduler
+        await dask_gpurt.enable(client)
+        kept = client.persist(shuffled())
+        watched = await stopped_in("seal", stopped, scheduler)
+        first = set(scheduler.workers)
+        resize(cluster, 4)
+        await until(lambda: len(set(watched.owners.values()) - first) == 2)
+        resize(cluster, 3)
+        if how == "scale":  # adaptive scaling keeps the workers that take part
+            await until(lambda: len(scheduler.workers) == 3)
+            await until(lambda: set(watched.owners.values()) <= set(scheduler.workers))
+        stopped.open.set()
+        await wait(kept)
+        resize(cluster, 1)
+        await until(lambda: len(scheduler.workers) == 1)
+        assert_right(await client.compute(kept))
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        del kept
+        await nothing_is_left(scheduler, *cluster.workers.values())
+
+    async def body() -> None:
+        async with (
+            LocalCluster(**IN_PROCESS, n_workers=2) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            try:
+                await asyncio.wait_for(test(client, cluster), LIMIT_S)
+            finally:
+                open_gates()
+
+    teach_method()
+    with config.set(ONE_EACH):
+        asyncio.run(body())

@@ -1,0 +1,43 @@
+"""Press ctrl-C in a command that has a cluster of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.commands import PATIENCE_S, environment
+from tests.helpers.flights import write_tables
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["demo", "bench"])
+def test_ctrl_c_ends_it_in_one_line(name: str, tmp_path: Path) -> None:
+    flights = (
+        "--data",
+        str(write_tables(tmp_path, flights=2_000)),
+        "--report",
+        str(tmp_path / "report.html"),
+    )
+    arguments = {"demo": flights, "bench": ("--scale", "0.01")}[name]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dask_gpurt", name, *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+        start_new_session=True,  # as a terminal does, ctrl-C goes to the command and its workers
+    )
+    assert process.stderr is not None
+    begun = next(line for line in process.stderr if re.search(r"\(\d+ of \d+ done\)", line))
+    os.killpg(process.pid, signal.SIGINT)
+    _, rest = process.communicate(timeout=PATIENCE_S)
+    assert begun
+    assert [line for line in rest.splitlines() if " done)" not in line] == ["interrupted"]
+    assert process.returncode == 130

@@ -1,0 +1,48 @@
+"""Run the benchmark of the examples on small data, and check its results."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.programs.__main__ import ALONE, COPIES, RUNTIME, Run, figures
+from tests.helpers.commands import run
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_figures_are_of_each_program_and_contender() -> None:
+    runs = [
+        Run("flights", contender, turn, 0.5, seconds, {})
+        for contender, times in ((RUNTIME, (1.0, 3.0, 2.0)), (ALONE, (5.0, 4.0, 9.0)))
+        for turn, seconds in enumerate(times)
+    ]
+    assert figures(runs) == [
+        {"program": "flights", "contender": RUNTIME, "runs": 3, "seconds": {"median": 2, "min": 1, "max": 3}},
+        {"program": "flights", "contender": ALONE, "runs": 3, "seconds": {"median": 5, "min": 4, "max": 9}},
+    ]
+
+
+@pytest.mark.slow
+def test_results_have_a_date_and_all_runs(tmp_path: Path) -> None:
+    pytest.importorskip("xgboost", reason="xgboost is not installed")
+    output = tmp_path / "results.json"
+    options = ["--programs", "xgboost", "--orders", "500", "--repeat", "1", "--json", output]
+    run(sys.executable, "-m", "benchmarks.programs", *options, PYTHONPATH=str(ROOT))
+    found = json.loads(output.read_text())
+    assert found["date"].startswith("20")
+    assert [one["contender"] for one in found["runs"]] == [
+        RUNTIME,
+        f"{RUNTIME}{COPIES}",
+        ALONE,
+        f"{ALONE}{COPIES}",
+    ]
+    for one in found["runs"]:
+        assert one["found"]["rows"] == 16 * 500
+        assert ("rows shuffled" in one["found"]) == one["contender"].startswith(RUNTIME)
+    assert (
+        len({round(one["found"]["error"], 3) for one in found["runs"]}) == 1
+    )  # all have trained the same trees
