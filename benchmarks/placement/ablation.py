@@ -47,8 +47,8 @@ from dask_gpurt.simulate.workloads import Graph, Scale, varied
 
 #: Virtual seconds of a decision, by Dask and by placement.
 DECISION_S = {"stock": 25e-6, "gpurt": 110e-6}
-#: The clusters and their workers.
-CLUSTERS = {"dgx": 8, "mixed": 8, "rdma": 12, "tcp": 12}
+#: The clusters, and their numbers of workers. Siblings matter where there are more hosts than siblings fill.
+CLUSTERS = {"dgx": (8,), "mixed": (8, 32), "rdma": (12, 64), "tcp": (12, 64)}
 #: Cells of more tasks are left out, as they take too long.
 MAX_TASKS = 1600
 #: Factor on the bytes of a workload, by partitions per worker: some cells are short of memory.
@@ -174,6 +174,11 @@ class Cell(NamedTuple):
     workload: str
     each: int
     seed: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the cluster with its number of workers."""
+        return f"{self.cluster}-{self.workers}"
 
     def build(self, cluster: Cluster) -> Workload:
         """Return the workload."""
@@ -318,10 +323,10 @@ def worth(without: Outcomes, with_all: Outcomes) -> Worth:
     low, high = _interval(_grouped(logarithms, lambda cell: cell[:-1]))
     means = {
         name: fmean(each)
-        for name, each in _grouped(logarithms, lambda cell: (cell.cluster, cell.workload)).items()
+        for name, each in _grouped(logarithms, lambda cell: (cell.name, cell.workload)).items()
     }
     worst, best = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-    by_cluster = _grouped(logarithms, lambda cell: cell.cluster)
+    by_cluster = _grouped(logarithms, lambda cell: cell.name)
     return Worth(
         math.exp(fmean(logarithms.values())),
         math.exp(low),
@@ -358,8 +363,9 @@ def _interval(groups: Mapping[Any, Sequence[float]]) -> tuple[float, float]:
 def _cells(
     clusters: Sequence[str], workloads: Sequence[str], each: Sequence[int], seeds: Sequence[int]
 ) -> Iterator[Cell]:
-    for name, workload, number, seed in product(clusters, workloads, each, seeds):
-        cell = Cell(name, CLUSTERS[name], workload, number, seed)
+    sizes = [(name, workers) for name in clusters for workers in CLUSTERS[name]]
+    for (name, workers), workload, number, seed in product(sizes, workloads, each, seeds):
+        cell = Cell(name, workers, workload, number, seed)
         if len(cell.build(build_cluster(name, cell.workers)).works) <= MAX_TASKS:
             yield cell
 

@@ -117,9 +117,12 @@ def bind_placement(simulation: Simulation, *, always: bool = False) -> None:
         metrics, clock = simulation.metrics, simulation.clock
         placement = GatedPlacement(bound, scheduler, topology, headroom, metrics, lambda: clock.now)
 
+    # Reading the tiers of all workers is the simulator's own work; a real scheduler gets messages.
+    noted = scheduler.busy.around(placement.on_memory_reported)
+
     def report() -> None:
         for worker in headroom.report():
-            placement.on_memory_reported(worker)
+            noted(worker)
 
     def transferred(transfer: Transfer) -> None:
         if transfer.nbytes > MIN_REPORTED_BYTES:
@@ -127,7 +130,7 @@ def bind_placement(simulation: Simulation, *, always: bool = False) -> None:
             topology.observe(transfer.source, transfer.target, transfer.nbytes, seconds, by_comms=True)
 
     scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
-    simulation.clock.every(lambda: REPORT_INTERVAL_S, scheduler.busy.around(report))
+    simulation.clock.every(lambda: REPORT_INTERVAL_S, report)
     simulation.transferred = transferred
     placement.bind()
 

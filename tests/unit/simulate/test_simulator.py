@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_gpurt.placement import FreeMemory
 from dask_gpurt.simulate import (
     WORKLOADS,
     Cluster,
@@ -25,7 +26,7 @@ from dask_gpurt.simulate import (
     build_workload,
 )
 from dask_gpurt.simulate.clock import Clock, Name, Stuck
-from dask_gpurt.simulate.placements import PLACEMENTS, charged, simulate
+from dask_gpurt.simulate.placements import PLACEMENTS, VirtualHeadroom, charged, simulate
 from dask_gpurt.simulate.simulation import WorkloadFailed
 from dask_gpurt.simulate.workloads import Scale
 from dask_gpurt.topology import SHIPPED, Link
@@ -127,6 +128,23 @@ def test_decisions_take_the_time_of_the_scheduler() -> None:
     wide = Simulation(on_one_host(4), workload(*[work(letter) for letter in "abcd"]), overheads=slow)
     # The workers receive their tasks one after the other.
     assert wide.run().makespan == pytest.approx(4 * 0.5 + 1)
+
+
+def test_looking_at_the_tiers_of_simulated_workers_is_no_work_of_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The simulator looks at all workers each time; a scheduler is told by those that have changed."""
+    spent, look = [0.0], VirtualHeadroom._now
+
+    def slow(self: VirtualHeadroom, worker: str) -> FreeMemory:
+        spent[0] += 1.0
+        return look(self, worker)
+
+    monkeypatch.setattr(VirtualHeadroom, "_now", slow)
+    monkeypatch.setattr("dask_gpurt.simulate.scheduler.thread_time", lambda: spent[0])
+    done = simulate(on_one_host(2), workload(*imbalance()), "always", overheads=NO_OVERHEADS)
+    assert spent[0] > 10
+    assert done.scheduler.busy.seconds <= 2  # when it asks for the first time
 
 
 def test_the_measured_cpu_time_of_the_scheduler_is_charged() -> None:
