@@ -112,9 +112,6 @@ RULES: Mapping[str, Sequence[Patch]] = {
     "gate: headroom": [(gate, "is_short", _always(False))],
     "root tasks: all": [(CandidateSelector, "for_root", _always([]))],
     "root tasks: near the worker of a sibling": [(candidates, "anchor", _always(None))],
-    "root tasks: waiting is free while all slots fill": [
-        (CandidateSelector, "_fills_all_slots", _always(False))
-    ],
     "root tasks: only where there is room": [(IdleWorkerFilter, "check", _not_excluded)],
     "all tasks: only where there is room": [(Estimates, "has_room", _always(True))],
     "an idler worker than the holders": [(CandidateSelector, "_idler", _always(None))],

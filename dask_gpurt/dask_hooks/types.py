@@ -163,16 +163,6 @@ class TaskPrefix(Protocol):
     def states(self) -> Mapping[Any, int]: ...
 
 
-class TaskGroup(Protocol):
-    """Type the tasks of one prefix in one graph: ``distributed.scheduler.TaskGroup``."""
-
-    @property
-    def states(self) -> Mapping[Any, int]: ...
-    @property
-    def stop(self) -> float: ...
-    def __len__(self) -> int: ...
-
-
 class SchedulerTask(Protocol):
     """Type a task on the scheduler: ``distributed.scheduler.TaskState``."""
 
@@ -194,8 +184,6 @@ class SchedulerTask(Protocol):
     def actor(self) -> bool: ...
     @property
     def prefix(self) -> TaskPrefix: ...
-    @property
-    def group(self) -> TaskGroup: ...
     @property
     def dependencies(self) -> AbstractSet[SchedulerTask]: ...
     @property
@@ -254,8 +242,6 @@ class SchedulerState(Protocol):
     This is the part of ``distributed.Scheduler`` without a server, so that simulations can provide it.
     """
 
-    WORKER_SATURATION: float
-
     @property
     def tasks(self) -> Mapping[Key, Any]: ...
     @property
@@ -268,8 +254,6 @@ class SchedulerState(Protocol):
     def queued(self) -> Any: ...
     @property
     def task_prefixes(self) -> Mapping[str, Any]: ...
-    @property
-    def total_nthreads(self) -> int: ...
     @property
     def bandwidth(self) -> float: ...
     @property
@@ -335,9 +319,6 @@ if TYPE_CHECKING:
         return of_dask
 
     def _scheduler_task(of_dask: scheduler.TaskState) -> SchedulerTask:
-        return of_dask
-
-    def _task_group(of_dask: scheduler.TaskGroup) -> TaskGroup:
         return of_dask
 
     def _worker_state(of_dask: scheduler.WorkerState) -> WorkerState:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
 from heapq import nsmallest
 from itertools import islice
 
-from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, TaskGroup, WorkerState
+from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.available import MAX_FAR_WORKERS, AvailableWorkers
 from dask_gpurt.placement.cost import Candidate
@@ -125,19 +124,4 @@ class CandidateSelector:
             return [idlest]
         nbytes = demand.nbytes or UNKNOWN_RESULT_BYTES
         idlest = idlest._replace(moving=self._estimates.seconds_between(ws, near, nbytes))
-        found = [idlest, self._estimates.cost(demand, near)]
-        return [each._replace(waiting=0.0) for each in found] if self._fills_all_slots(ts.group) else found
-
-    def _fills_all_slots(self, group: TaskGroup) -> bool:
-        """Return whether root tasks of a group fill all slots of Dask's queue.
-
-        If so, every slot has a waiting task, and waiting near a sibling costs nothing extra.
-        """
-        saturation, states = self._state.WORKER_SATURATION, group.states
-        if math.isinf(saturation):  # there is no queue
-            return False
-        over = states["memory"] + states["erred"] + states["forgotten"]
-        if group.stop:  # before the first task has ended, released tasks are those that have not started
-            over += states["released"]
-        slots = math.ceil(saturation) * self._state.total_nthreads
-        return len(group) - over >= slots
+        return [idlest, self._estimates.cost(demand, near)]
