@@ -48,7 +48,7 @@ from dask_gpurt.simulate.workloads import Graph, Scale, varied
 #: Virtual seconds of a decision, by Dask and by placement.
 DECISION_S = {"stock": 25e-6, "gpurt": 110e-6}
 #: The clusters, and their numbers of workers. Siblings matter where there are more hosts than siblings fill.
-CLUSTERS = {"dgx": (8,), "mixed": (8, 32), "rdma": (12, 64), "tcp": (12, 64)}
+CLUSTERS = {"dgx": (8,), "mixed": (8, 32), "rdma": (12, 32), "tcp": (12, 32)}
 #: Cells of more tasks are left out, as they take too long.
 MAX_TASKS = 1600
 #: Factor on the bytes of a workload, by partitions per worker: some cells are short of memory.
