@@ -9,6 +9,7 @@ them. Links, durations and graphs depend on the seed. Seeds from 2000 on were no
 
 from __future__ import annotations
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -92,18 +93,31 @@ def main(
     processes: int,
     output: Path | None,
 ) -> None:
-    """Simulate all cells, and write the results after each."""
-    cells = list(product(clusters, workers, workloads, seeds))
+    """Simulate all cells, and write the results after each. Cells that the file has already are kept."""
+    rows: list[dict[str, Any]] = []
+    if output is not None and output.exists():
+        rows = json.loads(output.read_text())["rows"]
+    known = {(each["cluster"], each["workers"], each["workload"], each["seed"]) for each in rows}
+    cells = [cell for cell in product(clusters, workers, workloads, seeds) if cell not in known]
     found: defaultdict[Cell, dict[str, Result | None]] = defaultdict(dict)
-    results: dict[str, Any] = {**environment(), "date": datetime.now(UTC).isoformat(timespec="seconds")}
     with get_context("fork").Pool(processes) as pool:
         for cell, side, result in pool.imap_unordered(run, list(product(cells, SIDES))):
             found[cell][side] = result
             click.echo(f"{cell} {side}: " + (f"{result.makespan:.2f} s" if result else "given up"))
-            results["rows"] = [row(cell, each) for cell, each in found.items() if len(each) == len(SIDES)]
-            for other in ("stock", "tiers"):
-                results[f"{other}/gpurt"] = ratios(results["rows"], "gpurt", other)
-            write(results, output)
+            if len(found[cell]) == len(SIDES):
+                rows.append(row(cell, found[cell]))
+                write(results(rows), output)
+
+
+def results(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the rows with their ratios, and a description of this machine."""
+    return {
+        **environment(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load": os.getloadavg()[0],
+        "rows": rows,
+        **{f"{other}/gpurt": ratios(rows, "gpurt", other) for other in ("stock", "tiers")},
+    }
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
-from dask_gpurt.topology import Place, Topology
+from dask_gpurt.topology import SHIPPED, Link, Place, Topology
 from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from tests.helpers.placed_cluster import GB, Cluster, Rooms, run
 
@@ -212,6 +212,16 @@ def test_inputs_move_only_for_tasks_that_take_longer(seconds: float, moves: bool
     cluster.data("x", 0, nbytes=8 * GB)
     cluster.busy(0, 3)
     assert (cluster.place("short-1", "x", duration=seconds) != 0) == moves
+
+
+@pytest.mark.parametrize("seconds", [0.005, 0.02, 0.1])
+@pytest.mark.parametrize(("share", "moves"), [(0.1, True), (2.0, False)])
+def test_moves_are_judged_by_the_length_of_the_task(seconds: float, share: float, moves: bool) -> None:
+    cluster = Cluster(4)
+    cluster.data("x", 0, nbytes=int(share * seconds * SHIPPED[Link.NVLINK].bandwidth))
+    cluster.busy(0, 8)
+    cluster.state.task_prefixes["busy0"].duration_average = seconds
+    assert (cluster.place("y", "x", duration=seconds) != 0) == moves
 
 
 # ---- invariants of every choice -------------------------------------------------------
