@@ -19,8 +19,9 @@ from distributed import Client, default_client
 from dask_gpurt import config, dask_hooks
 from dask_gpurt._version import __version__
 from dask_gpurt.addresses import require_scheduler
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import KINDS
-from dask_gpurt.observe import MethodChoice, Metrics
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
@@ -44,7 +45,7 @@ _planning: WeakKeyDictionary[Client, config.PlanningSettings] = WeakKeyDictionar
 _metrics = Metrics()
 _lock = threading.Lock()
 #: The choices of shuffle methods that have been sent to the scheduler, by client.
-_told: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
+_reported_choices: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
 #: Timeout for closing a client that could not switch the runtime on, in seconds.
 CLOSE_TIMEOUT_S = 2.0
 #: The most choices remembered for a client; beyond that all are forgotten, and may be counted again.
@@ -293,7 +294,7 @@ async def activate(client: Client) -> None:
     from dask_gpurt.dataframe import choose
     from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 
-    teach_method()
+    register_method()
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})), dashboard.observe)
     try:
         await client.register_plugin(plugin, NAME)
@@ -304,7 +305,7 @@ async def activate(client: Client) -> None:
             f"{dask_hooks.NEWEST}"
         ) from error
     with _lock:
-        _told.pop(client, None)  # the cluster starts new counters
+        _reported_choices.pop(client, None)  # the cluster starts new counters
         _enabled.add(client)
         choose(is_enabled)
         planning = config.load().planning
@@ -317,25 +318,25 @@ async def activate(client: Client) -> None:
         raise RuntimeError("the runtime was switched off by another client during this call")
 
 
-def teach_method() -> None:
+def register_method() -> None:
     """Make Dask know the shuffle method "gpurt", which without the runtime means Dask's default method."""
-    from dask_gpurt.dataframe import teach
+    from dask_gpurt.dataframe import register_shuffle_method
 
-    teach(is_enabled, _choices)
+    register_shuffle_method(is_enabled, _choices)
 
 
-def _tell_choice(expression: str, choice: MethodChoice) -> None:
+def _report_choice(expression: str, choice: MethodChoice) -> None:
     """Send a choice of the shuffle method to the scheduler, which counts it. Does not block.
 
     Each expression counts once, although a join is lowered each time its divisions are accessed.
     """
     client = default_client()
-    told = _told.setdefault(client, set())
-    if (expression, choice) in told:
+    reported = _reported_choices.setdefault(client, set())
+    if (expression, choice) in reported:
         return
-    if len(told) >= MOST_CHOICES:
-        told.clear()
-    told.add((expression, choice))
+    if len(reported) >= MOST_CHOICES:
+        reported.clear()
+    reported.add((expression, choice))
 
     async def tell() -> None:
         try:
@@ -347,7 +348,7 @@ def _tell_choice(expression: str, choice: MethodChoice) -> None:
     client.loop.add_callback(tell)
 
 
-_choices = Choices(_tell_choice)
+_choices = Choices(_report_choice)
 
 
 def _leave(client: Client) -> None:
@@ -390,10 +391,15 @@ def _planning_store() -> Store | None:
 
 
 @functools.cache
-def _store_of(setting: str) -> Store:
+def _store_of(setting: str) -> Store | None:
     from dask_gpurt.planning.store import Store, default_path
 
-    store = Store(default_path() if setting == "auto" else Path(setting), _metrics)
+    try:
+        path = default_path() if setting == "auto" else Path(setting)
+    except RuntimeError as error:  # the user has no home directory, as often in a container
+        _metrics.fallback(Fallback.PLANNING_NOT_STORED, str(error))
+        return None
+    store = Store(path, _metrics)
     atexit.register(store.save)  # not earlier: it would take the time of a query, or of the event loop
     return store
 
@@ -456,7 +462,7 @@ def _address(client: Client) -> str | None:
 async def _stays_on(client: Client) -> bool:
     """Wait for pending switching, and return whether the runtime is on."""
 
-    async def settled(dask_scheduler: Any) -> bool:
+    async def settled(dask_scheduler: SchedulerServer) -> bool:
         runtime = dask_scheduler.extensions.get("gpurt")
         return runtime is not None and await runtime.switch.settled()
 

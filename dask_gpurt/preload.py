@@ -46,7 +46,7 @@ async def dask_setup(server: Any) -> None:
         # Otherwise Dask would reject the unknown method. Without the runtime it means Dask's default.
         from dask_gpurt import api
 
-        api.teach_method()
+        api.register_method()
 
 
 def _say_stays_off(server: Any, problems: str) -> None:

@@ -5,7 +5,8 @@ Register :class:`Instruments` with a client, to wrap the runtime of each worker 
     client.register_plugin(dask_gpurt.testing.Instruments(handovers=True))
     dask_gpurt.enable(client)
 
-The runtime itself does not depend on this module: wrappers replace methods of its objects.
+A runtime that is switched on calls :func:`instrument`, and depends on nothing else here: wrappers replace
+methods of its objects.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 from distributed import WorkerPlugin
 from distributed.worker_state_machine import ExecuteFailureEvent
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import Device, Pool
 from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.copies import address
@@ -60,13 +62,13 @@ class Instruments(WorkerPlugin):
         self.failures = failures
         self.handovers = handovers
 
-    def setup(self, worker: Any) -> None:
+    def setup(self, worker: WorkerServer) -> None:
         _INSTRUMENTS[worker.address] = self
         runtime = worker.plugins.get("gpurt")
         if runtime is not None and runtime.is_on:
             self.wrap(runtime)
 
-    def teardown(self, worker: Any) -> None:
+    def teardown(self, worker: WorkerServer) -> None:
         _INSTRUMENTS.pop(worker.address, None)
 
     def wrap(self, runtime: Any) -> None:
@@ -158,7 +160,7 @@ def put_back(owner: Any, name: str, before: Any) -> None:
         setattr(owner, name, before)
 
 
-def _failing_tasks(worker: Any, faults: FailingAllocations, execute: Callable[..., Any]) -> Any:
+def _failing_tasks(worker: WorkerServer, faults: FailingAllocations, execute: Callable[..., Any]) -> Any:
     """Make tasks of a worker fail with MemoryError at the same rate as allocations."""
 
     async def failing(key: Any, *, stimulus_id: str) -> Any:

@@ -38,7 +38,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
 from dask_gpurt.placement.cost import Candidate, Terms
 from dask_gpurt.placement.history import MAX_KEYS, History
-from dask_gpurt.plugins.progress_reports import METRIC
+from dask_gpurt.plugins.progress_reports import PROGRESS_METRIC
 from dask_gpurt.plugins.stats_sync import SharedStatistics
 from dask_gpurt.topology import Place, Topology
 
@@ -91,7 +91,7 @@ class Reports:
                 for prefix in range(PREFIXES):
                     ledger.add(tier, Label(PARTITIONS, f"prefix-{prefix}"), 1)
             self._memory.apply(address, ledger.snapshot())
-            self._states[address].metrics[METRIC] = self.progress(number)
+            self._states[address].metrics[PROGRESS_METRIC] = self.progress(number)
 
     def progress(self, worker: int) -> Mapping[str, Any]:
         """Return a worker's report on its runs."""

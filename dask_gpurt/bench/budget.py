@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from dask.typing import Key
 from dask.utils import key_split
 from distributed import Client, SchedulerPlugin
+
+from dask_gpurt.dask_hooks.types import SchedulerServer
 
 PHASES = ("build", "optimise", "graph", "first_task", "computing", "collect")
 PLANNING = ("build", "optimise", "graph")
@@ -57,7 +60,7 @@ class TaskLog(SchedulerPlugin):
         self._graphs: list[tuple[float, float]] = []
         self._steps: list[Step] = []
 
-    def transition(self, key: Any, start: str, finish: str, *_: Any, **known: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **known: Any) -> None:
         """Record the steps that a worker reports with a finished task."""
         if start != "processing" or finish not in ("memory", "erred"):
             return
@@ -65,7 +68,7 @@ class TaskLog(SchedulerPlugin):
         for step in known.get("startstops") or ():
             self._steps.append(Step(kind, step["action"], thread, step["start"], step["stop"]))
 
-    def log_event(self, topic: str, msg: Any) -> None:
+    def log_event(self, topic: str, msg: object) -> None:
         """Record when a graph arrived, and when its tasks were created."""
         if topic == "scheduler" and isinstance(msg, dict) and msg.get("action") == "update-graph":
             metrics = msg.get("metrics")
@@ -83,7 +86,7 @@ class TaskLog(SchedulerPlugin):
 def take_log(client: Client) -> Logged:
     """Return and clear the scheduler's log since the last call."""
 
-    def take(dask_scheduler: Any) -> Logged:
+    def take(dask_scheduler: SchedulerServer) -> Logged:
         log: TaskLog = dask_scheduler.plugins[TaskLog.name]
         return log.take()
 

@@ -10,6 +10,7 @@ from typing import Any
 from distributed import Client
 
 import dask_gpurt
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.memory.tiers import Tier
 
 #: The memory tiers of the runtime, from top to bottom.
@@ -43,7 +44,7 @@ def read_counters(client: Client, has_runtime: bool) -> dict[str, float]:
     return found
 
 
-def count_worker(dask_worker: Any) -> dict[str, float]:
+def count_worker(dask_worker: WorkerServer) -> dict[str, float]:
     """Return the counters that Dask and Linux keep for one worker."""
     digests: Mapping[Any, float] = dask_worker.digests_total
     io = Path(f"/proc/{os.getpid()}/io").read_text().split()

@@ -22,6 +22,7 @@ from dask_gpurt.bench.reads import ReadClock, read_seconds
 from dask_gpurt.bench.results import GPURT, BenchResult, Machine, Observed, Run, Spent
 from dask_gpurt.bench.tables import Tables, TableSize
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
+from dask_gpurt.dask_hooks.types import SchedulerServer
 
 #: Dask's default method on a cluster.
 DEFAULT_METHOD = "p2p"
@@ -241,7 +242,7 @@ def _require_idle(client: Client) -> None:
         )
 
 
-def _count_tasks(dask_scheduler: Any) -> int:
+def _count_tasks(dask_scheduler: SchedulerServer) -> int:
     return len(dask_scheduler.tasks)
 
 
@@ -250,7 +251,7 @@ def forget(client: Client) -> None:
     client.run_on_scheduler(_forgotten)
 
 
-async def _forgotten(dask_scheduler: Any) -> None:
+async def _forgotten(dask_scheduler: SchedulerServer) -> None:
     deadline = time() + FORGET_TIMEOUT_S
     while dask_scheduler.tasks:
         if time() > deadline:

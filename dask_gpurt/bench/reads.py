@@ -14,6 +14,7 @@ from distributed import Client, WorkerPlugin
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.readers import Readers
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.plugins.switching import Layer
 
 
@@ -70,20 +71,20 @@ class ReadClock(WorkerPlugin):
 
     name = "gpurt-bench-reads"
 
-    def setup(self, worker: Any) -> None:
+    def setup(self, worker: WorkerServer) -> None:
         """Wrap the readers that are already imported."""
         # Use the runtime's layer: the runtime may be switched on before or after.
         self._patches = PatchSet(Layer.READS)
         self._readers = Readers(self._patches, timed, lambda difference: None)
-        self.look()
+        self.wrap_imported()
 
-    def teardown(self, worker: Any) -> None:
+    def teardown(self, worker: WorkerServer) -> None:
         """Restore the readers."""
         self._patches.restore()
 
-    def look(self) -> None:
+    def wrap_imported(self) -> None:
         """Wrap readers that have been imported since."""
-        self._readers.look()
+        self._readers.wrap_imported()
 
 
 def read_seconds(client: Client) -> float:
@@ -92,6 +93,6 @@ def read_seconds(client: Client) -> float:
     return sum(dict(client.run(_read_seconds).values()).values())
 
 
-def _read_seconds(dask_worker: Any) -> tuple[int, float]:
-    dask_worker.plugins[ReadClock.name].look()
+def _read_seconds(dask_worker: WorkerServer) -> tuple[int, float]:
+    dask_worker.plugins[ReadClock.name].wrap_imported()
     return os.getpid(), _total.seconds

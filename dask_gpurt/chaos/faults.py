@@ -20,6 +20,7 @@ import dask_gpurt
 from dask_gpurt.chaos import worker_side
 from dask_gpurt.chaos.cluster import PATIENCE_S, NannyLog, keeps_address, restart_given_up
 from dask_gpurt.chaos.plan import FaultSpec, Setup
+from dask_gpurt.dask_hooks.types import WorkerServer
 
 logger = logging.getLogger(__name__)
 
@@ -441,7 +442,7 @@ class WrongRow(Fault):
         pass
 
 
-def _pid(dask_worker: Any) -> int:
+def _pid(dask_worker: WorkerServer) -> int:
     return os.getpid()
 
 

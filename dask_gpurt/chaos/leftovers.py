@@ -16,6 +16,7 @@ from typing import Any
 import dask_gpurt
 from dask_gpurt.chaos.faults import SHM, Site
 from dask_gpurt.dask_hooks.shuffle import active_runs
+from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
 
 #: Seconds for all resources to be released after the last operation; workers poll for peers that have left.
 PATIENCE_S = 45.0
@@ -54,7 +55,7 @@ class Probe:
     threads: tuple[str, ...]
 
 
-def probe(dask_worker: Any) -> Probe:
+def probe(dask_worker: WorkerServer) -> Probe:
     """Collect the resources of this worker process."""
     shuffles = dask_worker.plugins.get("shuffle")
     active = active_runs(shuffles).values() if shuffles is not None else ()
@@ -68,7 +69,7 @@ def probe(dask_worker: Any) -> Probe:
     )
 
 
-def trimmed(dask_worker: Any) -> int:
+def trimmed(dask_worker: WorkerServer) -> int:
     """Return free memory to the system; return the remaining anonymous bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -131,7 +132,7 @@ def _tasks(site: Site) -> list[str]:
     return [f"{len(keys)} tasks on the scheduler: {', '.join(keys[:3])}"] if keys else []
 
 
-def _keys(dask_scheduler: Any) -> list[str]:
+def _keys(dask_scheduler: SchedulerServer) -> list[str]:
     return [str(key) for key in dask_scheduler.tasks]
 
 

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -304,10 +304,3 @@ def _on_thread(function: Callable[[], Any], name: str) -> Future[Any]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
-
-
-@contextmanager
-def existing_cluster(address: str) -> Iterator[tuple[Client, None, None]]:
-    """Connect to an existing cluster."""
-    with Client(address) as client:
-        yield client, None, None

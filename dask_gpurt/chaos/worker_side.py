@@ -21,6 +21,7 @@ from typing import Any
 from distributed import WorkerPlugin
 from distributed.comm.core import CommClosedError
 
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import PoolFull
 from dask_gpurt.testing import FailingAllocations, put_back
 
@@ -246,12 +247,12 @@ class ChaosWorkerPlugin(WorkerPlugin):
     name = NAME
     idempotent = True
 
-    def setup(self, worker: Any) -> None:
+    def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
         self.rpc = worker.rpc = FaultyRpc(worker.rpc)
         self.faults: dict[int, Any] = {}
 
-    def teardown(self, worker: Any) -> None:
+    def teardown(self, worker: WorkerServer) -> None:
         for number in list(self.faults):
             self.stop(number)
         if worker.rpc is self.rpc:
@@ -286,24 +287,24 @@ class ChaosWorkerPlugin(WorkerPlugin):
 # ---- called by the client ------------------------------------------------------------
 
 
-def begin(number: int, kind: str, options: dict[str, Any], dask_worker: Any) -> None:
+def begin(number: int, kind: str, options: dict[str, Any], dask_worker: WorkerServer) -> None:
     """Begin a fault on a worker."""
     dask_worker.plugins[NAME].begin(number, kind, options)
 
 
-def stop(number: int, dask_worker: Any) -> int:
+def stop(number: int, dask_worker: WorkerServer) -> int:
     """End a fault on a worker; return its number of hits."""
     plugin = dask_worker.plugins.get(NAME)
     return 0 if plugin is None else int(plugin.stop(number))
 
 
-def kill(dask_worker: Any) -> int:
+def kill(dask_worker: WorkerServer) -> int:
     """Kill this process with SIGKILL, as the OOM killer would, after the reply."""
     threading.Timer(KILL_DELAY_S, os.kill, (os.getpid(), signal.SIGKILL)).start()
     return 1
 
 
-def pause(seconds: float, dask_worker: Any) -> int:
+def pause(seconds: float, dask_worker: WorkerServer) -> int:
     """Stop this process, and start another process that continues it."""
     me = os.getpid()
     script = f"sleep {KILL_DELAY_S}; kill -STOP {me}; sleep {seconds}; kill -CONT {me}"
@@ -311,7 +312,7 @@ def pause(seconds: float, dask_worker: Any) -> int:
     return 1
 
 
-def reset_connections(dask_worker: Any) -> int:
+def reset_connections(dask_worker: WorkerServer) -> int:
     """Abort all connections to other workers, including those in use."""
     pool, scheduler = dask_worker.rpc, dask_worker.scheduler.addr
     comms = [

@@ -22,6 +22,7 @@ import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, local_cluster, visible_gpus
 from dask_gpurt.cli.overlap import of_files, print_part
 from dask_gpurt.config.cache_files import directory
+from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe import Fallback
 
 Frame = Any
@@ -197,5 +198,5 @@ def _modules(backend: str) -> tuple[Any, Any]:
     return importlib.import_module(backend), importlib.import_module(arrays)
 
 
-def _allow(share: float, dask_worker: Any) -> None:
+def _allow(share: float, dask_worker: WorkerServer) -> None:
     dask_worker.plugins["gpurt"].overlap.allow(share)

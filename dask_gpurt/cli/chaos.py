@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
 import click
 import dask
+from distributed import Client
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from dask_gpurt.chaos import FAULTS, OPERATIONS, Chaos, Plan, Report, Step
-from dask_gpurt.chaos.cluster import start_cluster
+from dask_gpurt.chaos.cluster import PATIENCE_S, start_cluster
 from dask_gpurt.chaos.faults import CHECKS_THE_CHECKER, Site
 from dask_gpurt.chaos.report import NEVER, Ending
-from dask_gpurt.chaos.runner import existing_cluster
-from dask_gpurt.cli.cluster import choose_backend, visible_gpus
+from dask_gpurt.cli.cluster import choose_backend, connected, visible_gpus
 
 #: Default number of processes on the host: one more than a pair.
 WORKERS = 3
@@ -26,11 +27,29 @@ WORKERS = 3
 MAX_ERROR_CHARACTERS = 600
 
 
+@contextmanager
+def running_cluster(address: str, workers: int) -> Iterator[tuple[Client, None, None]]:
+    """Connect to a running cluster, once it has so many workers: a run checks that all of them come back."""
+    with connected(address, as_default=True) as client:
+        try:
+            client.wait_for_workers(workers, timeout=PATIENCE_S)
+        except TimeoutError as error:
+            raise click.ClickException(
+                f"{address} has {len(client.nthreads())} workers after {PATIENCE_S} s instead of {workers}: "
+                "start more, or set --workers"
+            ) from error
+        yield client, None, None
+
+
 @click.command(short_help="Break a cluster while it computes; check results.")
 @click.option("--seconds", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Duration.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
 @click.option("--steps", type=click.IntRange(min=1), help="Maximum number of steps.")
-@click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [default: 3, or one per GPU]")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Worker processes, or those to wait for. [default: 3, one per GPU, or one of --scheduler]",
+)
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="pandas", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option(
@@ -109,7 +128,9 @@ def chaos(
     # Keep columns of strings distinct from columns of objects.
     with (
         dask.config.set({"dataframe.convert-string": False}),
-        existing_cluster(scheduler) if scheduler else start_cluster(backend, count, protocol) as place,
+        running_cluster(scheduler, workers or 1)
+        if scheduler
+        else start_cluster(backend, count, protocol) as place,
         console.status("starting") as status,
     ):
         client, cluster, directory = place

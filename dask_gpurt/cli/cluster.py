@@ -117,18 +117,20 @@ def _without_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def connected(address: str) -> Iterator[Client]:
+def connected(address: str, *, as_default: bool = False) -> Iterator[Client]:
     """Connect to a cluster without changing it.
 
     Parameters
     ----------
     address
         The scheduler's address.
+    as_default
+        Whether the client becomes the default client of this process.
 
     Yields
     ------
     Client
-        A client that is not the default client of this process.
+        The client.
 
     Raises
     ------
@@ -141,7 +143,7 @@ def connected(address: str) -> Iterator[Client]:
         raise click.ClickException(str(error)) from error
     # A client's preload hook would switch the runtime on, which changes the cluster.
     with dask.config.set({"distributed.client.preload": []}):
-        client = Client(address, set_as_default=False)
+        client = Client(address, set_as_default=as_default)
     try:
         yield client
     finally:

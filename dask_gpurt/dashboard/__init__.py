@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dask_gpurt.dashboard.collector import Collector
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe import Fallback
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 
@@ -27,7 +28,7 @@ def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
     Callable
         Stops collecting. The pages stay until the scheduler ends, and then say that the runtime is off.
     """
-    scheduler: Any = runtime.scheduler
+    scheduler: SchedulerServer = runtime.scheduler
     collector = _collectors[scheduler] = Collector(runtime)
     collector.install()
     try:
@@ -42,7 +43,7 @@ def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
     return end
 
 
-def _show(scheduler: Any) -> None:
+def _show(scheduler: SchedulerServer) -> None:
     """Add the pages, if the scheduler has a dashboard."""
     if not getattr(scheduler, "services", {}).get("dashboard"):
         return

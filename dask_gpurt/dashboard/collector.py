@@ -13,11 +13,12 @@ from dask_gpurt.dashboard.sampler import Sampler
 from dask_gpurt.dashboard.traffic import MAX_ENDS
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe.shown_tiers import shown_tiers
-from dask_gpurt.plugins.progress_reports import METRIC as PROGRESS
+from dask_gpurt.plugins.progress_reports import PROGRESS_METRIC
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
-from dask_gpurt.plugins.topology_reports import TRAFFIC
+from dask_gpurt.plugins.topology_reports import TRAFFIC_OP
 from dask_gpurt.topology.links import Link, Speed
 
 #: Interval between two samples, in seconds.
@@ -49,7 +50,7 @@ class Collector(SchedulerPlugin):
         self.runtime = runtime
         self.sampler = Sampler()
         self.seconds = 0.0
-        self._scheduler: Any = runtime.scheduler
+        self._scheduler: SchedulerServer = runtime.scheduler
         self._clock = clock
         self._patches = PatchSet()
         self._timer: Any = None
@@ -59,7 +60,7 @@ class Collector(SchedulerPlugin):
     def install(self) -> None:
         """Start collecting."""
         self._scheduler.add_plugin(self, name=NAME)
-        self._patches.put_item(self._scheduler.stream_handlers, TRAFFIC, self._after_traffic)
+        self._patches.put_item(self._scheduler.stream_handlers, TRAFFIC_OP, self._after_traffic)
         self._tick()
 
     def uninstall(self) -> None:
@@ -92,7 +93,7 @@ class Collector(SchedulerPlugin):
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         """Yield the last report of each worker."""
         for address, ws in self._scheduler.workers.items():
-            if (report := ws.metrics.get(PROGRESS)) is not None:
+            if (report := ws.metrics.get(PROGRESS_METRIC)) is not None:
                 yield address, report
 
     # ---- events ----------------------------------------------------------------------------
@@ -101,12 +102,12 @@ class Collector(SchedulerPlugin):
         """Handle a transition of a task."""
         self.sampler.shuffles.transition(key, finish, self._clock())
 
-    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+    def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
         """Handle the removal of a worker."""
         self.sampler.shuffles.removed(worker)
         self.sampler.traffic.left(worker)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: SchedulerServer) -> None:
         """Handle a restart, which forgets all tasks."""
         self.sampler.shuffles.restart(self._clock())
 

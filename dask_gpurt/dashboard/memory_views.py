@@ -110,18 +110,18 @@ class MemoryOverTime(OverTime):
         times = _milliseconds(used.times)
         data: Data = {"time": times, **{tier: used.values((chosen, tier)) for tier in TIER_COLOURS}}
         limits: Data = {"time": times[:1] + times[-1:]}
-        told = []
+        shown = []
         for tier, line in self.lines.items():
             limit = collector.sampler.capacity(tier, chosen)
             limits[tier] = [limit or math.nan] * len(limits["time"])
             last = next((nbytes for nbytes in reversed(data[tier]) if not math.isnan(nbytes)), None)
             line.visible = last is not None
             if limit and last is not None:
-                told.append(f"{tier} {short_bytes(last)} of {short_bytes(limit)}")
+                shown.append(f"{tier} {short_bytes(last)} of {short_bytes(limit)}")
         for item in self.figure.legend[0].items:  # hide legend items of lines without values
             item.visible = item.renderers[0].visible
         self.source.data, self.limits.data = data, limits
-        self.say(", ".join(told))
+        self.say(", ".join(shown))
 
 
 class SpillRates(OverTime):

@@ -22,6 +22,7 @@ from dask_gpurt.dashboard.memory_views import (
 from dask_gpurt.dashboard.shuffle_views import ShuffleProgress, ShuffleTable
 from dask_gpurt.dashboard.traffic_views import LinkTable, TrafficHeat
 from dask_gpurt.dask_hooks.dashboard import Page, fill
+from dask_gpurt.dask_hooks.types import SchedulerServer
 
 #: The path of the page with all components.
 PAGE = "gpurt"
@@ -63,7 +64,7 @@ def pages(lookup: Lookup) -> dict[str, Page]:
     }
 
 
-def _whole(lookup: Lookup, scheduler: Any, extra: Mapping[str, Any], document: Any) -> None:
+def _whole(lookup: Lookup, scheduler: SchedulerServer, extra: Mapping[str, Any], document: Any) -> None:
     find = partial(lookup, scheduler)
     select, rows = worker_select(), []
     for height, names in LAYOUT:
@@ -76,7 +77,9 @@ def _whole(lookup: Lookup, scheduler: Any, extra: Mapping[str, Any], document: A
     fill(document, column(select, *rows, sizing_mode="stretch_width"), TITLE, extra)
 
 
-def _part(lookup: Lookup, path: str, scheduler: Any, extra: Mapping[str, Any], document: Any) -> None:
+def _part(
+    lookup: Lookup, path: str, scheduler: SchedulerServer, extra: Mapping[str, Any], document: Any
+) -> None:
     part = _started(path, partial(lookup, scheduler), document)
     fill(document, part.root, part.title, None)
 

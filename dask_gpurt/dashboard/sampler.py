@@ -107,12 +107,12 @@ class Sampler:
             Seconds since the epoch, ascending.
         """
         names = view.names()
-        self._note_who_is_there(at, names)
+        self._record_workers(at, names)
         self._sample_tiers(at, view.tiers())
         self._sample_progress(at, view.progress())
         self.at = at
 
-    def _note_who_is_there(self, at: float, names: Mapping[str, str]) -> None:
+    def _record_workers(self, at: float, names: Mapping[str, str]) -> None:
         for address, name in names.items():
             known = self.workers.get(address)
             if known is None or known.gone_at is not None:  # a new worker may reuse an address

@@ -11,12 +11,13 @@ from distributed.dashboard.components.scheduler import BOKEH_THEME, env
 from distributed.dashboard.core import BokehApplication
 
 from dask_gpurt.dask_hooks.seams import DASHBOARD
+from dask_gpurt.dask_hooks.types import SchedulerServer
 
 #: Fills a document; takes the scheduler, the variables of Dask's templates, and the document.
 Page = Callable[[Any, Mapping[str, Any], Any], None]
 
 
-def add_pages(scheduler: Any, pages: Mapping[str, Page], menu: str) -> bool:
+def add_pages(scheduler: SchedulerServer, pages: Mapping[str, Page], menu: str) -> bool:
     """Add pages to the dashboard of a scheduler; return False if it has no dashboard, or the pages already.
 
     Dask reads its list of pages once, when a scheduler is created, and the list is shared by all schedulers

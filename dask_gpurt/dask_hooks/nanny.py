@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from distributed import Nanny
 
 from dask_gpurt.dask_hooks.comparison import UnsupportedError
@@ -13,7 +11,7 @@ from dask_gpurt.dask_hooks.seams import NANNY
 _FOR_BOTH = ("port", "interface", "protocol", "host")
 
 
-def require_free_address(nanny: Any) -> None:
+def require_free_address(nanny: Nanny) -> None:
     """Check that a second nanny with the same arguments can start.
 
     Raises
@@ -26,7 +24,7 @@ def require_free_address(nanny: Any) -> None:
         raise UnsupportedError("the address of the worker is fixed, and two workers cannot share it")
 
 
-def another_nanny(nanny: Any, number: int) -> Nanny:
+def another_nanny(nanny: Nanny, number: int) -> Nanny:
     """Create a nanny for the same scheduler, whose worker is started like that of ``nanny``.
 
     Parameters

@@ -62,6 +62,7 @@ __all__ = [
     "known_of_files",
     "metadata",
     "name_of",
+    "note_state_of_files",
     "operands_of",
     "pickled",
     "reads_more_than_operands",
@@ -79,6 +80,9 @@ Replacement = Callable[..., Any]
 
 #: Operands in which an expression caches facts about files; its name follows from the files themselves.
 _OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
+
+#: The key of facts about files under which the runtime notes the state of these files.
+_STATE = "gpurt-state"
 
 #: Operands that do not influence these facts.
 _OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
@@ -155,6 +159,31 @@ def checksum_of_files(expr: Expr) -> str | None:
     return str(expr.checksum)
 
 
+def note_state_of_files(expr: Expr, known: dict[str, Any], states: Mapping[str, Any]) -> None:
+    """Note in facts about files the state that the files had before they were read.
+
+    On an Arrow file system Dask's checksum is of paths, sizes and times, which a replaced file may have too.
+    """
+    if isinstance(expr, parquet.ReadParquetPyarrowFS):
+        known[_STATE] = tokenize(states)
+
+
+def _version_of_files(expr: Expr) -> tuple[str | None, str | None]:
+    """Return what changes with the files that an expression reads.
+
+    Raises
+    ------
+    TokenizationError
+        If files may change without it.
+    """
+    checksum = checksum_of_files(expr)
+    if not isinstance(expr, parquet.ReadParquetPyarrowFS):
+        return checksum, None
+    if (state := expr._dataset_info.get(_STATE)) is None:
+        raise TokenizationError("the state of the files is not known")
+    return checksum, state
+
+
 def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
     """Return what the file system reports of one file of a read; None if it has no files.
 
@@ -225,7 +254,7 @@ def content_of(expr: Expr) -> str | None:
         if type(node) is Isin and isinstance(node.operands[1], _DelayedExpr):
             operands[1] = _in_any_order(node.operands[1])
         try:
-            token = _tokenize_deterministic(type(node), checksum_of_files(node), operands)
+            token = _tokenize_deterministic(type(node), _version_of_files(node), operands)
         except TokenizationError:
             return None
         tokens[name_of(node)] = token
@@ -253,12 +282,36 @@ class _Pickler(pickle.Pickler):
     """Pickle expressions with facts about files on Arrow's file systems."""
 
     def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, parquet.ReadParquetPyarrowFS):
+            return _with_statistics, (_statistics_of_files(value), *value.__reduce__())
         if type(value) is parquet.FragmentWrapper:
             # A copy, since pickling would empty it for a moment; see `copy_of_facts`.
             return parquet.FragmentWrapper(value.fragment, value._filesystem).__reduce__()
         if type(value) is FileInfo:  # Arrow pickles none
             return _file_info, (value.path, value.type, value.size, value.mtime_ns)
         return NotImplemented
+
+
+def _statistics_of_files(read: Expr) -> dict[str, Any]:
+    """Return the statistics of a read's files that Dask has collected, by the token of the file."""
+    known: dict[str, Any] = vars(parquet)["_STATS_CACHE"]
+    # There is no list of files if Dask has read a file of metadata in their place.
+    tokens = map(tokenize, read._dataset_info.get("all_files", ()))
+    return {token: known[token] for token in tokens if token in known}
+
+
+def _with_statistics(
+    statistics: Mapping[str, Any], reconstruct: Callable[..., Expr], operands: tuple[Any, ...]
+) -> Expr:
+    """Return a read from Arrow's file system, with the statistics that it was planned with.
+
+    The number of its partitions depends on them. Dask collects them as it plans, in a dict of the process, in
+    which the scheduler finds them if it is of the same process. If it did not, it would compute them through
+    the client, which waits for the scheduler.
+    """
+    for token, found in statistics.items():
+        vars(parquet)["_STATS_CACHE"].setdefault(token, found)
+    return reconstruct(*operands)
 
 
 def _file_info(path: str, kind: Any, size: int | None, mtime_ns: int | None) -> FileInfo:

@@ -22,7 +22,7 @@ _DASK_CUDF = "dask_cudf.io.parquet:"
 _EXPR = "dask.dataframe.dask_expr.io."
 
 
-class Reader(NamedTuple):
+class FileReader(NamedTuple):
     """Describe a function that reads or writes files.
 
     Attributes
@@ -53,13 +53,13 @@ def _names_files(writer: Any, *_: Any, **__: Any) -> bool:
 
 #: Dask's readers are listed in the seams too. Those of dask_cudf are compared once it has been imported.
 READERS = (
-    Reader(READ_PARQUET, ("dask.dataframe.io.parquet.core:ParquetFunctionWrapper",)),
-    Reader(WRITE_PARQUET, (), _names_files),  # for cudf too
-    Reader(READS["_fragment_to_table"], (_EXPR + "parquet:ReadParquetPyarrowFS._fragment_to_table",)),
-    Reader(READS["_load_multiple_files"], (_EXPR + "io:FusedParquetIO._load_multiple_files",)),
-    Reader(READS["pandas_read_text"], (), _csv_calls_users),
-    Reader(READS["read_block_from_file"], ("dask.bytes.core:read_block_from_file",)),
-    Reader(
+    FileReader(READ_PARQUET, ("dask.dataframe.io.parquet.core:ParquetFunctionWrapper",)),
+    FileReader(WRITE_PARQUET, (), _names_files),  # for cudf too
+    FileReader(READS["_fragment_to_table"], (_EXPR + "parquet:ReadParquetPyarrowFS._fragment_to_table",)),
+    FileReader(READS["_load_multiple_files"], (_EXPR + "io:FusedParquetIO._load_multiple_files",)),
+    FileReader(READS["pandas_read_text"], (), _csv_calls_users),
+    FileReader(READS["read_block_from_file"], ("dask.bytes.core:read_block_from_file",)),
+    FileReader(
         Seam(
             _DASK_CUDF + "CudfReadParquetPyarrowFS._fragments_to_cudf_dataframe",
             "fragment_wrappers filters columns schema",
@@ -92,10 +92,10 @@ class Readers:
 
     def begins_with_read(self, spec: Any) -> bool:
         """Return whether the first function that a task without dependencies calls is a reader."""
-        self.look()
+        self.wrap_imported()
         return _begins(spec, self._names) is True
 
-    def look(self) -> None:
+    def wrap_imported(self) -> None:
         """Wrap the readers whose modules have been imported since the last call."""
         for reader in list(self._left):
             module = sys.modules.get(reader.seam.name.partition(":")[0])

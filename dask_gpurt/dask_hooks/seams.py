@@ -200,6 +200,7 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "io.parquet:ReadParquetPyarrowFS._dataset_info", "self", bodies=("8cf372230c97",)),
         Seam(_EXPR + "io.parquet:FragmentWrapper", "fragment filesystem file_size fragment_packed"),
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
+        Seam(_EXPR + "io.parquet:_STATS_CACHE"),
         Seam(_EXPR + "io.io:FromMap"),
     ),
     without="each query is planned anew, and no tasks are fused, as with Dask",

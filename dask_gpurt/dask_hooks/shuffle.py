@@ -8,6 +8,8 @@ from typing import Any
 from distributed.shuffle._core import (
     P2PBarrierTask,
     SchedulerShuffleState,
+    ShuffleId,
+    ShuffleRunSpec,
     ShuffleSpec,
     barrier_key,
     get_worker_plugin,
@@ -22,15 +24,18 @@ from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import RUN_LOOKUP, SCHEDULER_SHUFFLES
-from dask_gpurt.dask_hooks.types import SchedulerTask
+from dask_gpurt.dask_hooks.types import ActiveRun, SchedulerServer, SchedulerTask, ShuffleExtension
 
 __all__ = [
     "DataFrameShuffleSpec",
     "P2PBarrierTask",
     "P2PConsistencyError",
     "ResourceLimiter",
+    "RunState",
     "SchedulerShuffleState",
     "ShuffleClosedError",
+    "ShuffleId",
+    "ShuffleRunSpec",
     "ShuffleSpec",
     "ShuffleWorkerPlugin",
     "acquired",
@@ -52,12 +57,16 @@ __all__ = [
 ]
 
 
+#: A run on the scheduler. The ids of its outputs are of any type.
+RunState = SchedulerShuffleState[Any]
+
+
 # ---- on the scheduler ------------------------------------------------------------------------------
 
 
 def replace_on_extension(
     patches: PatchSet,
-    extension: Any,
+    extension: ShuffleExtension,
     *,
     retrieve_spec: Wrap,
     create: Wrap,
@@ -105,18 +114,17 @@ def replace_on_extension(
     )
 
 
-def runs_of(extension: Any, shuffle_id: Any) -> Iterable[Any]:
+def runs_of(extension: ShuffleExtension, shuffle_id: ShuffleId) -> Iterable[RunState]:
     """Return all runs of a shuffle that the scheduler knows, including those that have ended."""
-    runs: Iterable[Any] = extension._shuffles.get(shuffle_id, ())
-    return runs
+    return extension._shuffles.get(shuffle_id, ())
 
 
-def set_restriction(extension: Any, task: SchedulerTask, worker: str) -> None:
+def set_restriction(extension: ShuffleExtension, task: SchedulerTask, worker: str) -> None:
     """Restrict an output task to a worker, such that the extension removes the restriction by itself."""
     extension._set_restriction(task, worker)
 
 
-def name_workers(scheduler: Any, task: Any) -> None:
+def name_workers(scheduler: SchedulerServer, task: SchedulerTask) -> None:
     """Replace a task's restriction to hosts by one to the workers on these hosts.
 
     Dask runs a task that is restricted to hosts and to a worker on the union of both. So an output would not
@@ -134,30 +142,34 @@ def name_workers(scheduler: Any, task: Any) -> None:
         task.host_restrictions = None
 
 
-def _addresses(scheduler: Any, host: str) -> Iterable[str]:
+def _addresses(scheduler: SchedulerServer, host: str) -> Iterable[str]:
     addresses: Iterable[str] = scheduler.host_info[host]["addresses"]
     return addresses
 
 
-def restrict_again(extension: Any, task: SchedulerTask, worker: str | None) -> None:
+def restrict_again(extension: ShuffleExtension, task: SchedulerTask, worker: str | None) -> None:
     """Restrict an output task to another worker, or with None only as its user has."""
     extension._unset_restriction(task)
     if worker is not None:
         extension._set_restriction(task, worker)
 
 
-def restart(extension: Any, scheduler: Any, shuffle_id: Any, stimulus_id: str) -> None:
+def restart(
+    extension: ShuffleExtension, scheduler: SchedulerServer, shuffle_id: ShuffleId, stimulus_id: str
+) -> None:
     """Restart a shuffle."""
     extension._restart_shuffle(shuffle_id, scheduler, stimulus_id=stimulus_id)
 
 
-def end_run(extension: Any, run: Any, message: str, stimulus_id: str) -> None:
+def end_run(extension: ShuffleExtension, run: RunState, message: str, stimulus_id: str) -> None:
     """End a run; its tasks fail on all workers with a message."""
     extension._fail_on_workers(run, message)
     extension._clean_on_scheduler(run.id, stimulus_id)
 
 
-def restart_without(extension: Any, scheduler: Any, run: Any, message: str, stimulus_id: str) -> None:
+def restart_without(
+    extension: ShuffleExtension, scheduler: SchedulerServer, run: RunState, message: str, stimulus_id: str
+) -> None:
     """End a run on all workers with a message, and restart its shuffle."""
     end_run(extension, run, message, stimulus_id)
     restart(extension, scheduler, run.id, stimulus_id)
@@ -166,18 +178,18 @@ def restart_without(extension: Any, scheduler: Any, run: Any, message: str, stim
 # ---- on a worker -----------------------------------------------------------------------------------
 
 
-def active_runs(plugin: Any) -> Mapping[Any, Any]:
+def active_runs(plugin: ShuffleWorkerPlugin) -> Mapping[ShuffleId, ActiveRun]:
     """Return the active runs of a worker's shuffle plugin, by shuffle. This is the live mapping."""
-    runs: Mapping[Any, Any] = plugin.shuffle_runs._active_runs
+    runs: Mapping[ShuffleId, ActiveRun] = plugin.shuffle_runs._active_runs
     return runs
 
 
-def output_of(shuffle_id: Any, run_id: int, partition: int) -> Any:
+def output_of(shuffle_id: ShuffleId, run_id: int, partition: int) -> Any:
     """Return an output partition of a run. Called by a task, on its worker."""
     return get_worker_plugin().get_output_partition(shuffle_id, run_id, partition)
 
 
-def replace_run_lookup(patches: PatchSet, plugin: Any, find: Wrap) -> None:
+def replace_run_lookup(patches: PatchSet, plugin: ShuffleWorkerPlugin, find: Wrap) -> None:
     """Replace the lookup of runs by a worker's tasks.
 
     Parameters

@@ -5,6 +5,8 @@ Wrappers are installed on one instance. The layers of their patch sets decide wh
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, cast
@@ -19,6 +21,8 @@ from dask_gpurt.dask_hooks.comparison import UnsupportedError
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
+
+logger = logging.getLogger(__name__)
 
 #: The statuses of a server that is closing or closed.
 CLOSING = (Status.closing, Status.closed, Status.failed)
@@ -139,6 +143,42 @@ def wrap_replica_choice(patches: PatchSet, state: WorkerStateMachine, wrap: Wrap
         If its signature or body differs from the known one.
     """
     patches.put_class(state, REPLICA_CHOICE["_select_workers_for_gather"], wrap)
+
+
+async def call_scheduler(
+    worker: WorkerServer,
+    op: str,
+    /,
+    *,
+    subject: object,
+    pause_s: float,
+    wanted: Callable[[], bool],
+    **message: Any,
+) -> Any:
+    """Call a handler of the scheduler, and retry while connections break.
+
+    Parameters
+    ----------
+    subject
+        The caller, for the log.
+    pause_s
+        The pause between two calls, in seconds.
+    wanted
+        Returns whether to retry, or raises; called after each pause.
+
+    Raises
+    ------
+    OSError
+        If the connection breaks and the call is not wanted any more.
+    """
+    while True:
+        try:
+            return await getattr(worker.scheduler, op)(**message)
+        except OSError as error:
+            logger.warning("%s cannot reach the scheduler, retrying: %s", subject, error)
+            await asyncio.sleep(pause_s)
+            if not wanted():
+                raise
 
 
 def replace_data(worker: WorkerServer, data: MutableMapping[Key, object]) -> None:

@@ -3,8 +3,9 @@
 There are two sets of patches. Each handles only shuffles that go through the runtime, as decided in
 :mod:`dask_gpurt.dataframe.takeover`, and passes all others to the original:
 
-- the *name* of the method, from the first :func:`teach` on, permanently: a collection that was built while
-  the runtime was on may name it, and is computed with Dask's default method once the runtime is off;
+- the *name* of the method, from the first :func:`register_shuffle_method` on, permanently: a collection that
+  was built while the runtime was on may name it, and is computed with Dask's default method once the runtime
+  is off;
 - the *default* of dask-expr, which is "gpurt" between :func:`choose` and :func:`leave`. Dask's configuration
   stays unchanged, since ``dask.bag`` reads the same key and does not know "gpurt". In that time, expressions
   also do not use the lock by which Dask can deadlock on Python 3.11.
@@ -72,7 +73,7 @@ _name, _default = PatchSet(), PatchSet()
 _was_on = threading.Event()
 
 
-def teach(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
+def register_shuffle_method(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
     """Make the name of the method known, permanently. Idempotent.
 
     Parameters
@@ -101,7 +102,7 @@ def choose(is_usable: Callable[[], bool]) -> None:
     Parameters
     ----------
     is_usable
-        See :func:`teach`.
+        See :func:`register_shuffle_method`.
     """
     _was_on.set()
     if _default:
@@ -132,7 +133,7 @@ class Lowering:
     Parameters
     ----------
     is_usable, on_choice
-        See :func:`teach`.
+        See :func:`register_shuffle_method`.
     """
 
     def __init__(self, is_usable: Callable[[], bool], on_choice: OnChoice):

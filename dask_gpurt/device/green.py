@@ -105,12 +105,12 @@ class GreenContexts:
         try:
             _checked(driver.cuCtxPushCurrent(context))
         except SmsError:  # stay in the primary context
-            self._let_go()
+            self._leave_contexts()
             raise
         try:
             yield
         finally:
-            self._let_go()
+            self._leave_contexts()
             _checked(driver.cuCtxPopCurrent())
             _checked(driver.cuGreenCtxRecordEvent(green, event))
             _checked(driver.cuStreamWaitEvent(0, event, 0))
@@ -121,7 +121,7 @@ class GreenContexts:
         again()
         _kept.again, _kept.end = again, end
 
-    def _let_go(self) -> None:
+    def _leave_contexts(self) -> None:
         _kept.again = _kept.end = None
         self._instead(0, 0)
 

@@ -261,7 +261,7 @@ class Exchange:
     def discard_soon(self, incoming_shards: Iterable[IncomingShard]) -> None:
         """Release incoming shards in a thread of the exchange."""
         with contextlib.suppress(ExchangeClosed):  # a closed exchange has released them
-            self._submit(self.discard, incoming_shards).add_done_callback(_complain)
+            self._submit(self.discard, incoming_shards).add_done_callback(_log_failure)
 
     async def withdraw(self, run: RunKey) -> None:
         """Free the published blocks of a run, once no owner reads them any more."""
@@ -311,7 +311,7 @@ class Exchange:
             if incoming.state in (ShardState.PRODUCER, ShardState.MOVING):
                 incoming.fail(PeerLost(f"worker {peer.address} has ended its part of {key}"))
         # Landed shards are copies of our own. Gone ones may still have readers in the producer's pool.
-        await self._let_go(
+        await self._release_and_wait(
             incoming for incoming in incoming_shards if incoming.state is not ShardState.LANDED
         )
 
@@ -323,13 +323,13 @@ class Exchange:
             for peer, incoming_shards in self._incoming.items()
             for incoming in list(incoming_shards)
         ]
-        await self._let_go(
+        await self._release_and_wait(
             incoming
             for peer, incoming in mine
             if peer.address == producer and incoming.run == run and incoming.shard.share in shares
         )
 
-    async def _let_go(self, which: Iterable[IncomingShard]) -> None:
+    async def _release_and_wait(self, which: Iterable[IncomingShard]) -> None:
         incoming_shards = list(which)
         with contextlib.suppress(ExchangeClosed):
             await self.offload(self.discard, incoming_shards)
@@ -365,7 +365,7 @@ class Exchange:
             if peer.address == address and not self._incoming[peer]:
                 del self._incoming[peer]
 
-    async def keep_house(self) -> None:
+    async def run_housekeeping(self) -> None:
         """Free idle memory, and mappings of workers that have left. Called periodically."""
         peers = list(self.peers)
         # A scheduler on which the runtime has been switched off replies None.
@@ -377,7 +377,7 @@ class Exchange:
 
     def _close_soon(self, close: Callable[[], None]) -> None:
         try:
-            self._submit(close).add_done_callback(_complain)
+            self._submit(close).add_done_callback(_log_failure)
         except ExchangeClosed:
             close()
 
@@ -405,7 +405,7 @@ class Exchange:
                 self.worker.handlers[name] = closes
 
 
-def _complain(done: Future[Any]) -> None:
+def _log_failure(done: Future[Any]) -> None:
     """Log the error of a call that nothing waits for."""
     if not done.cancelled() and (error := done.exception()) is not None:
         logger.error("the exchange failed to release a shard or a mapping", exc_info=error)

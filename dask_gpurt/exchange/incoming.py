@@ -100,7 +100,7 @@ class IncomingShard:
         if in_vain:
             self.landing.discard(self.key)
         if let_go:
-            self._let_go()
+            self._release_blocks()
         if not in_vain:
             with self._lock:  # it may have failed concurrently, because its producer closes
                 if not self._landed.done():
@@ -174,7 +174,7 @@ class IncomingShard:
     def _end(self, let_go: bool, unused: bool) -> None:
         """Release the producer's block and delete the landed bytes, if the caller has to."""
         if let_go:
-            self._let_go()
+            self._release_blocks()
         if unused:
             self._pass_fences()
             self.landing.discard(self.key)
@@ -185,7 +185,7 @@ class IncomingShard:
             self.state, self._moving = ShardState.GONE, False
             let_go = self._lets_go()
         if let_go:
-            self._let_go()
+            self._release_blocks()
 
     def _forget(self) -> None:
         self.memos = [{} for _ in self.shard.sections]
@@ -202,7 +202,7 @@ class IncomingShard:
             self._moving = False
             let_go = self.state is ShardState.GONE and self._lets_go()
         if let_go:
-            self._let_go()
+            self._release_blocks()
 
     def read_until(self, fence: Callable[[], None] | None) -> None:
         """Note that the device reads the bytes until ``fence`` has passed, even after the reader is done."""
@@ -225,7 +225,7 @@ class IncomingShard:
         self._kept = self._kept and not unused
         return unused
 
-    def _let_go(self) -> None:
+    def _release_blocks(self) -> None:
         # Not under the lock, since waiting for a fence may take long, and the event loop takes the lock too.
         try:
             self._pass_fences()

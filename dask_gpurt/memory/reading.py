@@ -21,7 +21,7 @@ from dask_gpurt.memory.tiers import Tier
 BufferAndMemo = tuple[Buffer, dict[str, Any]]
 
 
-class Reader:
+class EntryReader:
     """Read the entries of a table. Thread-safe; its methods block."""
 
     def __init__(self, table: EntryTable, reservations: Reservations):

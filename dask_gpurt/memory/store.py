@@ -27,7 +27,7 @@ from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry, EntryTable, Foreign, Priority, label_of
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.lower_tiers import LowerTier
-from dask_gpurt.memory.reading import BufferAndMemo, Reader
+from dask_gpurt.memory.reading import BufferAndMemo, EntryReader
 from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.spilling import Spiller
@@ -96,7 +96,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
         )
         self._spiller = Spiller(self._table, priority_of)
         self.reservations = Reservations(self._table, self._spiller)
-        self._reader = Reader(self._table, self.reservations)
+        self._reader = EntryReader(self._table, self.reservations)
         self._unspiller = Unspiller(self._table, self._spiller, self.reservations, self._reader)
 
     # ---- the mapping -----------------------------------------------------------------
@@ -283,13 +283,13 @@ class TieredBuffer(MutableMapping[Key, Any]):
         return lost
 
     def messages(self, keys: Iterable[Key], stack: ExitStack) -> dict[Key, Serialized]:
-        """Return Dask messages of objects in lower tiers; see :meth:`Reader.messages`. Blocks."""
+        """Return Dask messages of objects in lower tiers; see :meth:`EntryReader.messages`. Blocks."""
         return self._reader.messages(keys, stack)
 
     def reading(
         self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
     ) -> AbstractContextManager[dict[tuple[Key, int], BufferAndMemo]]:
-        """Read buffers of :class:`Raw` objects in a context; see :meth:`Reader.parts`. Blocks."""
+        """Read buffers of :class:`Raw` objects in a context; see :meth:`EntryReader.parts`. Blocks."""
         return self._reader.parts(wanted, reserved)
 
     # ---- spilling --------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dask.typing import Key
 
 from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.entries import Entry, EntryTable
-from dask_gpurt.memory.reading import Reader
+from dask_gpurt.memory.reading import EntryReader
 from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.spilling import Spiller
 
@@ -30,7 +30,7 @@ class _Unspill:
 class Unspiller:
     """Make entries of a table live. Thread-safe; its methods block."""
 
-    def __init__(self, table: EntryTable, spiller: Spiller, reservations: Reservations, reader: Reader):
+    def __init__(self, table: EntryTable, spiller: Spiller, reservations: Reservations, reader: EntryReader):
         self._table = table
         self._spiller = spiller
         self._reservations = reservations

@@ -60,27 +60,27 @@ class MethodChoice(Enum):
 
 
 class Choices:
-    """Tell choices of shuffle methods, and record those that are made in planning a query.
+    """Report choices of shuffle methods, and record those that are made in planning a query.
 
-    A plan that another process has made is used without choosing again; then the recorded ones are told.
+    A plan that another process has made is used without choosing again; then the recorded ones are reported.
 
     Parameters
     ----------
-    tell
+    report
         Called with the name of an expression and the choice for it.
     """
 
-    def __init__(self, tell: Callable[[str, MethodChoice], None]):
-        self._tell = tell
+    def __init__(self, report: Callable[[str, MethodChoice], None]):
+        self._report = report
         self._recorded: ContextVar[list[tuple[str, MethodChoice]] | None] = ContextVar(
             "gpurt-choices", default=None
         )
 
     def __call__(self, expression: str, choice: MethodChoice) -> None:
-        """Tell a choice, and record it if that is asked for."""
+        """Report a choice, and record it if that is asked for."""
         if (recorded := self._recorded.get()) is not None:
             recorded.append((expression, choice))
-        self._tell(expression, choice)
+        self._report(expression, choice)
 
     @contextmanager
     def recorded(self) -> Iterator[list[tuple[str, MethodChoice]]]:
@@ -92,7 +92,7 @@ class Choices:
         finally:
             self._recorded.reset(token)
 
-    def tell_again(self, recorded: Iterable[tuple[str, MethodChoice]]) -> None:
-        """Tell recorded choices."""
+    def report_again(self, recorded: Iterable[tuple[str, MethodChoice]]) -> None:
+        """Report recorded choices again."""
         for expression, choice in recorded:
-            self._tell(expression, choice)
+            self._report(expression, choice)

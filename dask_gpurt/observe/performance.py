@@ -45,7 +45,7 @@ class Observed:
     memory: Sequence[Mapping[str, Any]]
 
 
-class Table(NamedTuple):
+class PageTable(NamedTuple):
     """Hold a table of the page."""
 
     heading: str
@@ -75,7 +75,7 @@ def page(dask_report: str, observed: Observed | None) -> str:
     )
 
 
-def tables(observed: Observed) -> list[Table]:
+def tables(observed: Observed) -> list[PageTable]:
     """Return the tables about the runtime, with cells as text."""
     return [
         _steps(observed.trace),
@@ -98,7 +98,7 @@ def lacks(trace: Trace) -> list[str]:
     return found
 
 
-def _steps(trace: Trace) -> Table:
+def _steps(trace: Trace) -> PageTable:
     counts: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     nbytes: Counter[str] = Counter()
@@ -118,7 +118,7 @@ def _steps(trace: Trace) -> Table:
         )
         for step in sorted(counts, key=lambda step: -seconds[step])
     ]
-    return Table(
+    return PageTable(
         "Steps",
         "Tasks by prefix, and the steps of the runtime within and beside them, summed over all workers.",
         ("step", "times", "seconds", "longest", "bytes"),
@@ -126,15 +126,15 @@ def _steps(trace: Trace) -> Table:
     )
 
 
-def _workers(trace: Trace) -> Table:
+def _workers(trace: Trace) -> PageTable:
     rows = [
         (row.process, row.step, f"{row.times:,}", _seconds(row.seconds), _seconds(row.longest))
         for row in sorted(trace.summary(), key=lambda row: (row.process, -row.seconds))
     ]
-    return Table("Steps by worker", "", ("worker", "step", "times", "seconds", "longest"), rows)
+    return PageTable("Steps by worker", "", ("worker", "step", "times", "seconds", "longest"), rows)
 
 
-def _transfers(trace: Trace) -> Table:
+def _transfers(trace: Trace) -> PageTable:
     offered: Counter[tuple[str, str]] = Counter()
     shards: Counter[tuple[str, str]] = Counter()
     copied: Counter[tuple[str, str]] = Counter()
@@ -157,7 +157,7 @@ def _transfers(trace: Trace) -> Table:
         )
         for pair in sorted(shards.keys() | copied.keys())
     ]
-    return Table(
+    return PageTable(
         "Transfers",
         "Shards offered to the owners of their outputs, and the bytes that the owners copied. The rest is "
         "read in place, in memory that two workers share.",
@@ -166,14 +166,14 @@ def _transfers(trace: Trace) -> Table:
     )
 
 
-def _memory(memory: Sequence[Mapping[str, Any]]) -> Table:
+def _memory(memory: Sequence[Mapping[str, Any]]) -> PageTable:
     columns = shown_columns(memory, list(memory[0]) if memory else [])
     kinds = [name for name in columns if name not in ("worker", "tier")]
     rows = [(str(row["worker"]), str(row["tier"]), *(_bytes(row[kind]) for kind in kinds)) for row in memory]
-    return Table("Memory", "The contents of the tiers at the end.", ("worker", "tier", *kinds), rows)
+    return PageTable("Memory", "The contents of the tiers at the end.", ("worker", "tier", *kinds), rows)
 
 
-def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
+def _counters(before: RuntimeReport, after: RuntimeReport) -> PageTable:
     rows = []
     for name, value in sorted(after.counters.items()):
         unit, counts = _declared(name)
@@ -182,7 +182,7 @@ def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
             rows.append(
                 (shown_name(name, after.devices), _readable(grown, unit), "grew" if counts else "most so far")
             )
-    return Table(
+    return PageTable(
         "Counters",
         "The growth of counters; the largest value of gauges since the runtime was switched on.",
         ("metric", "value", ""),
@@ -190,7 +190,7 @@ def _counters(before: RuntimeReport, after: RuntimeReport) -> Table:
     )
 
 
-def _faults(trace: Trace) -> Table:
+def _faults(trace: Trace) -> PageTable:
     rows = []
     for address, process in trace.processes.items():
         for event in process.events:
@@ -199,7 +199,7 @@ def _faults(trace: Trace) -> Table:
                 rows.append((event.at, address, event.step, said))
     listed = [tuple(row[1:]) for row in sorted(rows)[:MAX_LISTED]]
     rest = f" The first {MAX_LISTED} of {len(rows):,}." if len(rows) > MAX_LISTED else ""
-    return Table(
+    return PageTable(
         "Faults and fallbacks",
         f"Losses, retries, and operations left to Dask.{rest}",
         ("where", "what", "why"),

@@ -13,7 +13,7 @@ from dask_gpurt.observe.shown_tiers import Row, shown_columns, shown_tiers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Table(Sequence[Row]):
+class PrintedTable(Sequence[Row]):
     """Hold rows with the same columns.
 
     Parameters
@@ -65,7 +65,7 @@ class Table(Sequence[Row]):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MemoryUsage(Table):
+class MemoryUsage(PrintedTable):
     """Hold the memory usage of each worker, by tier.
 
     Parameters
@@ -113,7 +113,7 @@ class MemoryUsage(Table):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Explanation(Table):
+class Explanation(PrintedTable):
     """Explain the placement of a task: a row for each worker that was considered, the best first.
 
     Parameters

@@ -1,9 +1,10 @@
-"""Describe what a process waits for: stacks of threads and coroutines, waiting lists of Dask and the runtime.
+"""Describe what a process waits for: the stacks of its threads and coroutines, and queued calls.
 
 Any process may be the one that hangs, so there are three ways to inspect it. A coroutine on its event loop
-gives the fullest description (:func:`describe_worker`, :func:`describe_scheduler`). If the loop is blocked, a
-signal writes the stacks of all threads without the loop or the GIL, provided that :func:`arm` was called
-before. :class:`Watchdog` detects from its own thread that nothing happens.
+gives the fullest description (``describe_worker`` and ``describe_scheduler`` of
+:mod:`dask_gpurt.plugins.waiting`). If the loop is blocked, a signal writes the stacks of all threads without
+the loop or the GIL, provided that :func:`arm` was called before. :class:`Watchdog` detects from its own
+thread that nothing happens.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 #: Poll interval of a watchdog, in seconds.
 WATCHDOG_POLL_S = 0.25
 #: Time that a signalled process gets to write its stacks, in seconds.
 SIGNAL_ANSWER_S = 0.5
-#: Maximum number of keys listed per kind, and of frames per stack.
-MAX_NAMED, MAX_FRAMES = 50, 25
+#: Maximum number of frames per stack.
+MAX_FRAMES = 25
 #: The files that the signal handler writes stacks to, which have to stay open.
-_armed: dict[Path, Any] = {}
+_armed: dict[Path, TextIO] = {}
 
 
 def arm(directory: str | Path) -> str:
@@ -90,101 +91,11 @@ def _awaiting(task: asyncio.Task[Any]) -> str:
     return "\n".join(lines)
 
 
-# ---- waiting lists of Dask and the runtime -------------------------------------------------
-
-
-async def describe_worker(dask_worker: Any) -> dict[str, Any]:
-    """Describe a worker's running and waiting tasks and its threads, as plain values. On its event loop.
-
-    For ``client.run``.
-    """
-    state = dask_worker.state
-    return {
-        "pid": os.getpid(),
-        "address": dask_worker.address,
-        "status": str(dask_worker.status),
-        "takes new tasks": state.running,
-        "tasks": Counter(task.state for task in state.tasks.values()),
-        "executing": _named(task.key for task in state.executing),
-        "long-running": _named(task.key for task in state.long_running),
-        "on threads": dict(dask_worker.active_threads),
-        "ready": _named(task.key for task in state.ready.sorted()),
-        "constrained": _named(task.key for task in state.constrained.sorted()),
-        "waiting": _named(
-            (task.key, [dependency.key for dependency in task.waiting_for_data]) for task in state.waiting
-        ),
-        "in flight": _named((task.key, task.coming_from) for task in state.in_flight_tasks),
-        "in flight from": {peer: _named(keys) for peer, keys in state.in_flight_workers.items()},
-        "data needed": {peer: _named(t.key for t in tasks) for peer, tasks in state.data_needed.items()},
-        "busy peers": sorted(state.busy_workers),
-        "missing": _named(task.key for task in state.missing_dep_flight),
-        "sending": dask_worker.transfer_outgoing_count,
-        "executors": {name: queued(each) for name, each in dask_worker.executors.items()},
-        "shuffles": _shuffles(dask_worker),
-        "runtime": _runtime(dask_worker.plugins.get("gpurt")),
-        "threads": thread_stacks(),
-        "coroutines": coroutine_stacks(),
-    }
-
-
-def _named(things: Iterable[Any]) -> list[str]:
-    named = [str(thing) for thing in things]
-    return named[:MAX_NAMED] + ([f"and {len(named) - MAX_NAMED} more"] if len(named) > MAX_NAMED else [])
-
-
-def queued(executor: Any) -> dict[str, int] | None:
+def queued(executor: Executor) -> dict[str, int] | None:
     """Return the numbers of threads and queued calls of an executor; None for other kinds of executor."""
     if not hasattr(executor, "_work_queue") or not hasattr(executor, "_threads"):
         return None
     return {"threads": len(executor._threads), "queued": executor._work_queue.qsize()}
-
-
-def _shuffles(worker: Any) -> list[str]:
-    # Imported late: this module must load in processes without Dask's shuffles, or with other versions.
-    from dask_gpurt.dask_hooks.shuffle import active_runs
-
-    plugin = worker.plugins.get("shuffle")
-    return [repr(run) for run in active_runs(plugin).values()] if plugin is not None else []
-
-
-def _runtime(plugin: Any) -> dict[str, Any] | None:
-    """Return the waiting lists of the runtime's parts on a worker; None if the runtime is off."""
-    if plugin is None:
-        return None
-    try:
-        found: dict[str, Any] = plugin.waiting()
-    # A part that is being set up may raise anything; still describe the rest of the worker.
-    except Exception as error:
-        return {"error": repr(error)}
-    return found
-
-
-async def describe_scheduler(dask_scheduler: Any) -> dict[str, Any]:
-    """Describe a scheduler's waiting tasks, workers and threads, as plain values. On its event loop.
-
-    For ``client.run_on_scheduler``.
-    """
-    scheduler = dask_scheduler
-    return {
-        "pid": os.getpid(),
-        "tasks": Counter(task.state for task in scheduler.tasks.values()),
-        "processing": {
-            address: _named(task.key for task in worker.processing)
-            for address, worker in scheduler.workers.items()
-        },
-        "status": {address: str(worker.status) for address, worker in scheduler.workers.items()},
-        "queued": _named(task.key for task in scheduler.queued.sorted()),
-        "unrunnable": _named(task.key for task in scheduler.unrunnable),
-        "waiting": _named(
-            (task.key, [each.key for each in task.waiting_on])
-            for task in scheduler.tasks.values()
-            if task.state == "waiting"
-        ),
-        "idle": _named(worker.address for worker in scheduler.idle_task_count),
-        "plugins": {name: repr(plugin) for name, plugin in scheduler.plugins.items()},
-        "threads": thread_stacks(),
-        "coroutines": coroutine_stacks(),
-    }
 
 
 # ---- the watchdog -----------------------------------------------------------------------------

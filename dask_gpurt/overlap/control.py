@@ -95,7 +95,7 @@ class Control:
 
     def in_flight(self, runs: int, pulls: int) -> None:
         """Update the number of runs that publish shards, and of shards that are being pulled."""
-        self._look()
+        self._add_times()
         before = self._flying
         # A run that begins during another one ends the step too, since some run may be active at all times.
         self._over |= runs > self._runs
@@ -116,7 +116,7 @@ class Control:
         work
             Its amount of work, greater than 0, in a unit common to all tasks of the kernel.
         """
-        self._look()
+        self._add_times()
         task = _MeasuredTask(kernel, work, self._looked, self._flown)
         if self._tasks:  # concurrent tasks slow each other down, so their times are no measurements
             for other in (task, *self._tasks.values()):
@@ -128,7 +128,7 @@ class Control:
 
     def ends(self, key: Hashable, *, done: bool = True) -> None:
         """Note that a task ends; ``done`` is whether it succeeded."""
-        self._look()
+        self._add_times()
         if (task := self._tasks.pop(key, None)) is not None:
             self._measure(task, done)
         self._end_step()
@@ -136,7 +136,7 @@ class Control:
 
     def close(self) -> None:
         """End all tasks and runs, and stop confining."""
-        self._look()
+        self._add_times()
         self._tasks.clear()
         self._runs = self._pulls = 0
         self._over = True
@@ -153,7 +153,7 @@ class Control:
     def _flying(self) -> bool:
         return bool(self._runs or self._pulls)
 
-    def _look(self) -> None:
+    def _add_times(self) -> None:
         now = self._clock()
         if self._flying:
             self._flown += now - self._looked
@@ -200,7 +200,7 @@ class Control:
         elif flown > SOLO_OVERLAP_SHARE * seconds:
             self._step.add(task, seconds)
         elif task.steady and seconds >= SHORT_TASK_S:
-            self._tell(self._policy.learn(SoloSample(task.kernel, task.work, seconds)))
+            self._note_forgotten(self._policy.learn(SoloSample(task.kernel, task.work, seconds)))
 
     def _end_step(self) -> None:
         """Finish the step if it is over, unless its tasks are still running."""
@@ -212,9 +212,9 @@ class Control:
             self._step.steady = False
         idle, moved = self._step.idle - began.idle, self._step.moved - began.moved
         if idle or moved or began.ran:
-            self._tell(self._policy.learn_step(StepSample(idle, moved, began.ran, began.steady)))
+            self._note_forgotten(self._policy.learn_step(StepSample(idle, moved, began.ran, began.steady)))
 
-    def _tell(self, forgotten: str | None) -> None:
+    def _note_forgotten(self, forgotten: str | None) -> None:
         """Note the kernels whose statistics were dropped."""
         if forgotten is not None:
             self._decisions.note(forgotten, "forgotten", "its measurements have changed")

@@ -35,6 +35,7 @@ from dask_gpurt.dask_hooks.planning import (
     known_of_files,
     metadata,
     name_of,
+    note_state_of_files,
     operands_of,
     reads_more_than_operands,
     replace_planning,
@@ -71,7 +72,7 @@ class PlanningCache:
     store
         Returns the store for results of the current client; None if they are not kept for other processes.
     choices
-        Is told the choices of shuffle methods in plans that another process has made.
+        Receives the choices of shuffle methods in plans that another process has made.
     """
 
     def __init__(
@@ -123,6 +124,16 @@ class PlanningCache:
         """Clear all caches."""
         for kept in (self._expressions, self._metadata, self._plans, self._files, self._versioned):
             kept.clear()
+
+    def _next_generation(self, generation: Generation) -> Generation:
+        """Begin another generation: files have changed, but not the names of expressions that read them."""
+        with self._lock:
+            if generation.number != self._changes:  # another thread has begun one
+                return generation
+            self._changes += 1
+            begun = Generation(self._changes, generation.settings)
+        self.clear()
+        return begun
 
     def _generation(self) -> Generation | None:
         """Return the current generation, clearing the caches if it is a new one; None without a client.
@@ -203,7 +214,7 @@ class PlanningCache:
             return plan
         plan, chosen = found.value
         if found.how == LOADED:
-            self._choices.tell_again(chosen)
+            self._choices.report_again(chosen)
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return plan
 
@@ -246,6 +257,9 @@ class PlanningCache:
             self._metrics.add("planning.files.{outcome}", 1, found.how)
             return known
         known = original(expr)
+        note_state_of_files(expr, known, states)
+        if found.value is not None and found.value[1]["checksum"] == known["checksum"]:
+            generation = self._next_generation(generation)
         self._keep(self._files, generation, key, (states, copy_of_facts(known)), found)
         self._metrics.add("planning.files.{outcome}", 1, "read")
         return known

@@ -62,7 +62,8 @@ class ResultsFile:
         weakref.finalize(self, os.close, handle)
         size = os.fstat(handle).st_size
         head = os.pread(handle, len(MAGIC) + _LENGTH_BYTES, 0)
-        if not head.startswith(MAGIC):
+        # A shorter file is one of which the rest was not on the disk yet as the host lost power.
+        if not MAGIC.startswith(head[: len(MAGIC)]):
             raise UntrustedFileError("it is not a file of the runtime's planning, or of another version")
         length = int.from_bytes(head[len(MAGIC) :], "little")
         try:

@@ -22,7 +22,13 @@ USED_ANEW_S = 24 * 60 * 60
 
 
 def default_path() -> Path:
-    """Return the default path of the file, in a folder of its own, which only the user may write to."""
+    """Return the default path of the file, in a folder of its own, which only the user may write to.
+
+    Raises
+    ------
+    RuntimeError
+        If the user has no home directory.
+    """
     return cache_files.directory() / "planning" / "results"
 
 

@@ -9,71 +9,24 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.plugins.run_outputs import sharing_outputs
-from dask_gpurt.shuffle.balance import Capacity, Moves, OutputBytes, WorkerSpeeds, balanced
-from dask_gpurt.shuffle.move_cost import Link, reading_s
+from dask_gpurt.shuffle.balance import Moves, OutputBytes, OwnerCapacity, WorkerSpeeds, balanced
+from dask_gpurt.shuffle.move_cost import HostLink, reading_s
+from dask_gpurt.shuffle.owners import Owners
+from dask_gpurt.shuffle.transfer_times import RunTransfers
 from dask_gpurt.shuffle.transferred import sizes_of_task
 
-#: The fractions of a run's inputs after which its balance is checked. An early move wastes fewer shards that
-#: were offered to the previous owners. At the last check the barrier has not been sent yet.
-LOOKS = (0.125, 0.5, 1.0)
-#: The fewest inputs from which the sizes of the others are extrapolated.
-MIN_INPUTS = 4
 #: How often the outputs of a run may move.
 MAX_MOVES = 2
-
-
-@dataclass(eq=False)
-class _Watch:
-    """Collect the reports of a run's transfers.
-
-    Attributes
-    ----------
-    run
-        The run id.
-    inputs
-        The number of inputs.
-    nbytes
-        The estimated sizes of outputs.
-    paces, compared
-        The worker, seconds and bytes of each transfer; how many of them have been compared.
-    arriving
-        The measured rate at which each worker receives from other hosts, in bytes per second.
-    whole
-        Whether every published shard can still be offered to other workers.
-    looks, moves
-        How often the balance was checked, and how often outputs moved.
-    together
-        The shuffle and all that share its outputs, once looked up.
-    """
-
-    run: int
-    inputs: int
-    nbytes: OutputBytes
-    paces: list[tuple[str, float, int]] = field(default_factory=list)
-    compared: int = 0
-    arriving: dict[str, float] = field(default_factory=dict)
-    whole: bool = True
-    looks: int = 0
-    moves: int = 0
-    together: Collection[Any] = ()
-
-    @property
-    def due(self) -> int:
-        """Return how many checks are due by now."""
-        seen = len(self.nbytes)
-        if seen < min(MIN_INPUTS, self.inputs):
-            return 0
-        return sum(seen >= share * self.inputs for share in LOOKS)
 
 
 class Balancing:
@@ -89,32 +42,36 @@ class Balancing:
         The free memory of workers.
     """
 
-    def __init__(self, scheduler: Any, recovery: Recovery, headroom: Headroom):
+    def __init__(self, scheduler: SchedulerServer, recovery: Recovery, headroom: Headroom):
         self._scheduler = scheduler
         self._recovery = recovery
         self._headroom = headroom
-        self._watched: dict[Any, _Watch] = {}
+        self._watched: dict[ShuffleId, RunTransfers] = {}
+        #: A watched shuffle and all that share its outputs, once looked up.
+        self._shared: dict[ShuffleId, Collection[ShuffleId]] = {}
         #: The shuffle of each watched transfer.
-        self._shuffle_of: dict[Key, Any] = {}
+        self._shuffle_of: dict[Key, ShuffleId] = {}
         self._speeds = WorkerSpeeds()
 
-    def begins(self, shuffle: Any, run_spec: Any) -> None:
+    def begins(self, shuffle: ShuffleId, run_spec: ShuffleRunSpec[Any]) -> None:
         """Watch a run that begins."""
         transfers = self._scheduler.tasks[barrier_key(shuffle)].dependencies
-        outputs = [output for share in run_spec.worker_for.shares.values() for output in share.outputs]
+        owners = cast(Owners, run_spec.worker_for)
+        outputs = [output for share in owners.shares.values() for output in share.outputs]
         self._stop(shuffle)
         if len(outputs) > 1 and transfers:
-            self._watched[shuffle] = _Watch(
+            self._watched[shuffle] = RunTransfers(
                 run_spec.run_id, len(transfers), OutputBytes(outputs, len(transfers))
             )
             self._shuffle_of |= {task.key: shuffle for task in transfers}
 
-    def forgotten(self, shuffle: Any) -> None:
+    def forgotten(self, shuffle: ShuffleId) -> None:
         """Forget a shuffle whose barrier is forgotten."""
         self._stop(shuffle)
 
-    def _stop(self, shuffle: Any) -> None:
+    def _stop(self, shuffle: ShuffleId) -> None:
         """Stop watching a run."""
+        self._shared.pop(shuffle, None)
         if self._watched.pop(shuffle, None) is not None:
             self._shuffle_of = {key: of for key, of in self._shuffle_of.items() if of != shuffle}
 
@@ -127,30 +84,27 @@ class Balancing:
         if (shuffle := self._shuffle_of.get(key)) is None:
             return
         watch, task = self._watched[shuffle], self._scheduler.tasks[key]
-        if (told := sizes_of_task(task, watch.run)) is None or not self._recovery.goes_on(shuffle, watch.run):
+        reported = sizes_of_task(task, watch.run)
+        if reported is None or not self._recovery.is_current(shuffle, watch.run):
             return
-        source, sizes = told
-        watch.nbytes.add(source, sizes)
-        watch.whole &= sizes.whole
-        if sizes.nbytes and (holder := next(iter(task.who_has), None)) is not None:
-            watch.paces.append((holder.address, sizes.seconds, sizes.nbytes))
-            if sizes.arriving:
-                watch.arriving[holder.address] = sizes.arriving
-        if watch.due > watch.looks:
-            self._look(shuffle)
+        source, sizes = reported
+        holder = next(iter(task.who_has or ()), None)
+        watch.add(source, sizes, None if holder is None else holder.address)
+        if watch.due > watch.checks:
+            self._check(shuffle)
 
     # ---- checks ------------------------------------------------------------------------
 
-    def _look(self, shuffle: Any) -> None:
+    def _check(self, shuffle: ShuffleId) -> None:
         """Check the balance of a run, once the check is due on all sides of a join."""
         together = self._together(shuffle)
         watches = [self._watched[each] for each in together if self._is_watched(each)]
         due = min(watch.due for watch in watches)
-        if len(watches) < len(together) or due <= max(watch.looks for watch in watches):
+        if len(watches) < len(together) or due <= max(watch.checks for watch in watches):
             return
         for watch in watches:
-            watch.looks = due
-            self._compare(watch)
+            watch.checks = due
+            watch.compare(self._speeds)
         if all(watch.whole and watch.moves < MAX_MOVES for watch in watches):
             moves = self._decide(together)
             if moves.to:
@@ -159,34 +113,22 @@ class Balancing:
                 times = moves.before / moves.after
                 reason = f"uneven outputs or workers: the last worker finishes {times:.1f} times as early"
                 self._recovery.balance(together, moves.to, reason)
-        if due == len(LOOKS):
+        if watches[0].is_last_check:
             for each in together:
                 self._stop(each)
 
-    def _together(self, shuffle: Any) -> Collection[Any]:
+    def _together(self, shuffle: ShuffleId) -> Collection[ShuffleId]:
         """Return a shuffle and all that share its outputs. Cached, since they do not change during a run."""
-        watch = self._watched[shuffle]
-        if not watch.together:
-            watch.together = sharing_outputs(self._scheduler.tasks[barrier_key(shuffle)]) | {shuffle}
-        return watch.together
+        if shuffle not in self._shared:
+            barrier = self._scheduler.tasks[barrier_key(shuffle)]
+            self._shared[shuffle] = sharing_outputs(barrier) | {shuffle}
+        return self._shared[shuffle]
 
-    def _is_watched(self, shuffle: Any) -> bool:
+    def _is_watched(self, shuffle: ShuffleId) -> bool:
         watch = self._watched.get(shuffle)
-        return watch is not None and self._recovery.goes_on(shuffle, watch.run)
+        return watch is not None and self._recovery.is_current(shuffle, watch.run)
 
-    def _compare(self, watch: _Watch) -> None:
-        """Learn the relative speeds of workers from the durations and sizes of their transfers."""
-        if not watch.paces:
-            return
-        usual = median(seconds / nbytes for _, seconds, nbytes in watch.paces)
-        # The duration of small inputs is mostly call overhead.
-        least = median(nbytes for _, _, nbytes in watch.paces) / 2
-        for worker, seconds, nbytes in watch.paces[watch.compared :]:
-            if nbytes >= least:
-                self._speeds.observe(worker, seconds, usual * nbytes, watch.run)
-        watch.compared = len(watch.paces)
-
-    def _decide(self, together: Collection[Any]) -> Moves:
+    def _decide(self, together: Collection[ShuffleId]) -> Moves:
         """Return the moves of outputs to make now, for shuffles that share them."""
         nbytes = defaultdict[int, float](float)
         for each in together:
@@ -198,19 +140,21 @@ class Balancing:
             moves = self._moves(together, nbytes, self._recovery.movable(together))
         return moves if self._is_worth_reading(moves, together, nbytes) else Moves({})
 
-    def _is_worth_reading(self, moves: Moves, together: Collection[Any], nbytes: Mapping[int, float]) -> bool:
+    def _is_worth_reading(
+        self, moves: Moves, together: Collection[ShuffleId], nbytes: Mapping[int, float]
+    ) -> bool:
         """Return whether moves save more time than the new owners need to read the shards cut so far."""
         watches = [self._watched[each] for each in together]
-        paces = [seconds / nbytes for watch in watches for _, seconds, nbytes in watch.paces]
-        if not moves.to or not paces:
+        rates = [transfer.seconds_per_byte for watch in watches for transfer in watch.transfers]
+        if not moves.to or not rates:
             return bool(moves.to)
         cut = sum(len(watch.nbytes) for watch in watches) / sum(watch.inputs for watch in watches)
         owners = self._recovery.owners_of(next(iter(together)))
         reading = reading_s(moves.to, owners, nbytes, cut, self._links(watches))
-        return reading < (moves.before - moves.after) * median(paces)
+        return reading < (moves.before - moves.after) * median(rates)
 
     def _moves(
-        self, together: Collection[Any], nbytes: Mapping[int, float], owners: Mapping[int, str]
+        self, together: Collection[ShuffleId], nbytes: Mapping[int, float], owners: Mapping[int, str]
     ) -> Moves:
         held = defaultdict[str, float](float)
         for output, owner in owners.items():
@@ -222,7 +166,7 @@ class Balancing:
         }
         runs = {self._watched[each].run for each in together}
         capacities = [
-            Capacity(
+            OwnerCapacity(
                 worker,
                 threads[worker],
                 self._speeds.of(worker, runs),
@@ -233,16 +177,16 @@ class Balancing:
         present = {output: owner for output, owner in owners.items() if owner in threads}
         return balanced(nbytes, present, capacities) if present else Moves({})
 
-    def _links(self, watches: Collection[_Watch]) -> dict[str, Link]:
+    def _links(self, watches: Collection[RunTransfers]) -> dict[str, HostLink]:
         """Return the workers' measured links to other hosts."""
         made = Counter[str]()
         for watch in watches:
-            for worker, _, nbytes in watch.paces:
-                made[worker] += nbytes
+            for transfer in watch.transfers:
+                made[transfer.worker] += transfer.nbytes
         rates = {worker: rate for watch in watches for worker, rate in watch.arriving.items()}
         total = max(1, made.total())
         return {
-            worker: Link(self._host(worker), rate, made[worker] / total) for worker, rate in rates.items()
+            worker: HostLink(self._host(worker), rate, made[worker] / total) for worker, rate in rates.items()
         }
 
     def _host(self, worker: str) -> str:

@@ -55,11 +55,11 @@ class BarrierEnds:
                 handle(key=key, worker=worker, run_id=run_id, **message)
                 return
 
-            def look() -> None:
+            def handle_unless_superseded() -> None:
                 if self._later_dispatch(key, worker, run_id) == latest:
                     handle(key=key, worker=worker, run_id=run_id, **message)
 
-            self._scheduler.loop.call_later(HELD_BACK_S, look)
+            self._scheduler.loop.call_later(HELD_BACK_S, handle_unless_superseded)
 
         return finished
 

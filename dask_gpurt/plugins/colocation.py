@@ -28,18 +28,18 @@ logger = logging.getLogger(__name__)
 #: The number of workers that ``auto`` starts on a GPU, and the GPU memory that it requires: 32 GiB for each.
 AUTO, ROOMY_BYTES = 2, 64 * 2**30
 #: The environment variable with the reason why a worker runs alone although the settings want more workers.
-ALONE = "GPURT_ALONE"
+ALONE_VARIABLE = "GPURT_ALONE"
 #: Attributes of dask-cuda's worker plugin with sizes and limits of a worker's memory pool.
 _POOL_SIZES = ("initial_pool_size", "maximum_pool_size", "release_threshold")
 
 _service = MultiProcessService()
 #: The additional nannies of each original nanny, with the tasks that start them.
-_colocated: WeakKeyDictionary[Any, dict[Nanny, asyncio.Task[None]]] = WeakKeyDictionary()
+_colocated: WeakKeyDictionary[Nanny, dict[Nanny, asyncio.Task[None]]] = WeakKeyDictionary()
 #: All additional nannies. These start no further ones.
 _beside: WeakSet[Nanny] = WeakSet()
 
 
-async def colocate(nanny: Any) -> None:
+async def colocate(nanny: Nanny) -> None:
     """Start additional nannies beside one that is starting, as many as ``gpurt.compute.concurrency`` says.
 
     All of them get equal parts of the first nanny's memory, threads and GPU memory. If workers have a GPU and
@@ -57,7 +57,7 @@ async def colocate(nanny: Any) -> None:
         environment = await asyncio.to_thread(_service.join) if has_gpu(nanny) else {}
     except (MpsError, UnsupportedError) as error:
         logger.warning("starting one worker instead of %d: %s", count, error)
-        nanny.env[ALONE] = str(error)
+        nanny.env[ALONE_VARIABLE] = str(error)
         return
     divide(nanny, count)
     for changed in (nanny.env, nanny.pre_spawn_env):
@@ -69,7 +69,7 @@ async def colocate(nanny: Any) -> None:
     _colocated[nanny] = {other: asyncio.create_task(_start(other)) for other in others}
 
 
-async def _count(nanny: Any) -> int:
+async def _count(nanny: Nanny) -> int:
     """Return how many workers to run in place of one."""
     given = config.load().compute.concurrency
     if given is not None:
@@ -104,18 +104,18 @@ async def _start(nanny: Nanny) -> None:
             logger.exception("could not start an additional worker for gpurt.compute.concurrency")
 
 
-async def separate(nanny: Any) -> None:
+async def separate(nanny: Nanny) -> None:
     """Close the additional nannies of a nanny that is closing."""
     await asyncio.gather(*(other.close() for other in _colocated.pop(nanny, ())))
 
 
-def has_gpu(nanny: Any) -> bool:
+def has_gpu(nanny: Nanny) -> bool:
     """Return whether a nanny's worker uses a GPU, which dask-cuda names in the nanny's environment."""
     named = nanny.env.get("CUDA_VISIBLE_DEVICES", "").split(",")
     return any(name.strip() not in ("", "-1") for name in named)
 
 
-def divide(nanny: Any, count: int) -> None:
+def divide(nanny: Nanny, count: int) -> None:
     """Reduce a worker's memory limit, threads and GPU memory pool to its share."""
     memory = nanny.memory_manager
     if memory.memory_limit is not None:

@@ -74,11 +74,11 @@ class DependentsFirst:
             return
         self._waiting = True
         loop = asyncio.get_running_loop()
-        loop.call_later(POLL_INTERVAL_S, self._look, key, result, loop.time() + seconds)
+        loop.call_later(POLL_INTERVAL_S, self._end_pause_or_poll, key, result, loop.time() + seconds)
         # Dask's pause: running tasks continue, and no task starts.
-        self._worker.handle_stimulus(PauseEvent(stimulus_id=f"gpurt-following-{time()}"))
+        self._worker.handle_stimulus(PauseEvent(stimulus_id=f"gpurt-dependents-first-{time()}"))
 
-    def _look(self, key: Key, result: int, end: float) -> None:
+    def _end_pause_or_poll(self, key: Key, result: int, end: float) -> None:
         loop = asyncio.get_running_loop()
         try:
             followed = not self._outlived(key) and (self._brought_forward(key) or self._roomy(result))
@@ -86,12 +86,12 @@ class DependentsFirst:
             self._metrics.fallback(Fallback.MEMORY_DEPENDENTS_FIRST, repr(error))
             followed, end = False, loop.time()
         if not followed and loop.time() < end:
-            loop.call_later(POLL_INTERVAL_S, self._look, key, result, end)
+            loop.call_later(POLL_INTERVAL_S, self._end_pause_or_poll, key, result, end)
             return
         self._in_vain[key_split(key)] = 0 if followed else self._in_vain[key_split(key)] + 1
         self._waiting = False
         if self._worker.status is Status.running:  # Dask has not paused or closed it meanwhile
-            self._worker.handle_stimulus(UnpauseEvent(stimulus_id=f"gpurt-following-{time()}"))
+            self._worker.handle_stimulus(UnpauseEvent(stimulus_id=f"gpurt-dependents-first-{time()}"))
 
     def _roomy(self, nbytes: int) -> bool:
         # Twice, for tasks that read shards: these are as large as the result, and are not inputs in Dask.

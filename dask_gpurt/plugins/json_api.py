@@ -19,7 +19,8 @@ from dask.typing import Key
 from distributed.http.utils import RequestHandler
 
 from dask_gpurt._version import __version__
-from dask_gpurt.dask_hooks.shuffle import barrier_key, runs_of
+from dask_gpurt.dask_hooks.shuffle import RunState, ShuffleId, barrier_key, runs_of
+from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.observe.json_replies import (
     API_VERSION,
     DecisionsReply,
@@ -36,7 +37,7 @@ from dask_gpurt.observe.json_replies import (
     as_json,
     schemas,
 )
-from dask_gpurt.plugins.reports import REPORT
+from dask_gpurt.plugins.reports import REPORT_HANDLER
 
 if TYPE_CHECKING:
     from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
@@ -169,7 +170,7 @@ class JsonApi:
         try:
             async with asyncio.timeout(DETAILS_TIMEOUT_S):
                 replies = await self._scheduler.broadcast(
-                    msg={"op": REPORT}, workers=list(workers), on_error="return"
+                    msg={"op": REPORT_HANDLER}, workers=list(workers), on_error="return"
                 )
         except TimeoutError as error:
             message = f"a worker did not answer within {DETAILS_TIMEOUT_S:g} s"
@@ -213,7 +214,7 @@ class JsonApi:
             await asyncio.sleep(0)  # each shuffle iterates over thousands of tasks
         return {**query.page(len(active)), "rows": rows}
 
-    def _shuffle(self, shuffle_id: Any, run: Any, barrier: Any) -> ShuffleReply:
+    def _shuffle(self, shuffle_id: ShuffleId, run: RunState, barrier: SchedulerTask) -> ShuffleReply:
         transferred = barrier.state == "memory"
         inputs = _progress([transferred or task.state == "memory" for task in barrier.dependencies])
         # Outputs that are released once the barrier is done were in memory before, or are not needed.

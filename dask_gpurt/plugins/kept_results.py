@@ -7,14 +7,13 @@ results, so that a lost output can be received again without rerunning transfers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from dask.typing import Key
 from distributed.metrics import time
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key
-from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.plugins.run_outputs import IDLE, is_unfinished
+from dask_gpurt.dask_hooks.shuffle import ShuffleId, barrier_key
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
+from dask_gpurt.plugins.run_outputs import IDLE_STATES, is_unfinished
 from dask_gpurt.shuffle.spec import outputs_of
 
 
@@ -29,30 +28,30 @@ class KeptResults:
         Called with each shuffle that ends.
     """
 
-    def __init__(self, scheduler: SchedulerServer, ended: Callable[[Any], None]):
+    def __init__(self, scheduler: SchedulerServer, ended: Callable[[ShuffleId], None]):
         self._scheduler = scheduler
         self._ended = ended
         #: The output tasks of each shuffle whose results are kept, with the partition of each if known.
-        self._kept: dict[Any, dict[Key, int | None]] = {}
+        self._kept: dict[ShuffleId, dict[Key, int | None]] = {}
         #: Outputs that have been in memory since they were last received.
-        self._read: dict[Any, set[int]] = {}
-        self._shuffles_of: dict[Key, set[Any]] = {}
-        self._pending: dict[Any, set[Key]] = {}
+        self._read: dict[ShuffleId, set[int]] = {}
+        self._shuffles_of: dict[Key, set[ShuffleId]] = {}
+        self._pending: dict[ShuffleId, set[Key]] = {}
         #: The worker that last ran each transfer task; None if it has not run yet, or was evacuated.
         self._producers: dict[Key, str | None] = {}
 
     def __contains__(self, shuffle: object) -> bool:
         return shuffle in self._kept
 
-    def outputs(self, shuffle: Any) -> Mapping[Key, int | None]:
+    def outputs(self, shuffle: ShuffleId) -> Mapping[Key, int | None]:
         """Return the output tasks of a kept shuffle, with the partition of each if known."""
         return self._kept.get(shuffle, {})
 
-    def read(self, shuffle: Any) -> set[int]:
+    def read(self, shuffle: ShuffleId) -> set[int]:
         """Return the outputs that have been in memory since they were last received."""
         return self._read[shuffle]
 
-    def unread(self, shuffle: Any, outputs: Iterable[int]) -> None:
+    def unread(self, shuffle: ShuffleId, outputs: Iterable[int]) -> None:
         """Note that outputs will be received again."""
         self._read[shuffle].difference_update(outputs)
 
@@ -66,23 +65,23 @@ class KeptResults:
             if self._producers.get(key) == worker:
                 self._producers[key] = None
 
-    def begins(self, shuffle: Any) -> None:
+    def begins(self, shuffle: ShuffleId) -> None:
         """Track a run that begins, and keep its results."""
         self._read[shuffle] = set()
         self.keep(shuffle)
 
-    def forgotten(self, shuffle: Any) -> None:
+    def forgotten(self, shuffle: ShuffleId) -> None:
         """Forget a shuffle whose barrier is forgotten."""
         self._read.pop(shuffle, None)
 
-    def keep(self, shuffle: Any) -> None:
+    def keep(self, shuffle: ShuffleId) -> None:
         """Keep the results of the tasks of a run."""
         barrier = self._barrier(shuffle)
         self._forget(shuffle)
         outputs = {task.key: output for task, output in outputs_of(barrier)}
         # If only some results computed from outputs were lost, the other outputs stay idle as long as the
         # collection is persisted. They must not keep the run alive.
-        pending = {task.key for task in barrier.dependents if task.state not in IDLE}
+        pending = {task.key for task in barrier.dependents if task.state not in IDLE_STATES}
         self._kept[shuffle], self._pending[shuffle] = outputs, pending
         for key in outputs:
             self._shuffles_of.setdefault(key, set()).add(shuffle)
@@ -103,7 +102,7 @@ class KeptResults:
             self._producers[key] = worker
         for shuffle in self._shuffles_of.get(key, ()):
             pending = self._pending[shuffle]
-            if finish not in IDLE:
+            if finish not in IDLE_STATES:
                 pending.add(key)
                 if finish == "memory" and (partition := self._kept[shuffle][key]) is not None:
                     self._read[shuffle].add(partition)
@@ -112,7 +111,7 @@ class KeptResults:
             if not pending:  # deferred: another transition of this batch may need an output again
                 self._scheduler.loop.add_callback(self._end_unless_needed, shuffle)
 
-    def _end_unless_needed(self, shuffle: Any) -> None:
+    def _end_unless_needed(self, shuffle: ShuffleId) -> None:
         if shuffle not in self._kept or self._pending[shuffle]:
             return
         if self.is_done(shuffle):
@@ -120,7 +119,7 @@ class KeptResults:
         else:  # a later graph needs other outputs of this run
             self.keep(shuffle)
 
-    def end(self, shuffle: Any) -> None:
+    def end(self, shuffle: ShuffleId) -> None:
         """Release the kept results of a shuffle; Dask then ends the run if no output waits for it."""
         self._ended(shuffle)
         self._forget(shuffle)
@@ -131,7 +130,7 @@ class KeptResults:
             self._scheduler.client_releases_keys(keys, client.client_key, f"gpurt-shuffle-ends-{time()}")
             self._scheduler.clients.pop(client.client_key, None)
 
-    def _forget(self, shuffle: Any) -> None:
+    def _forget(self, shuffle: ShuffleId) -> None:
         self._pending.pop(shuffle, None)
         for key in self._kept.pop(shuffle, ()):
             self._shuffles_of[key].discard(shuffle)
@@ -152,14 +151,14 @@ class KeptResults:
             self.end(shuffle)
         self._read.clear()
 
-    def is_done(self, shuffle: Any) -> bool:
+    def is_done(self, shuffle: ShuffleId) -> bool:
         """Return whether all needed outputs of a shuffle are assembled."""
         return not any(map(is_unfinished, self._barrier(shuffle).dependents))
 
-    def _barrier(self, shuffle: Any) -> Any:
+    def _barrier(self, shuffle: ShuffleId) -> SchedulerTask:
         return self._scheduler.tasks[barrier_key(shuffle)]
 
 
-def _client(shuffle: Any) -> str:
+def _client(shuffle: ShuffleId) -> str:
     """Return the name of the virtual client that keeps the results of a shuffle."""
     return f"gpurt-shuffle-{shuffle}"

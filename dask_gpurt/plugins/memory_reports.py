@@ -11,7 +11,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.memory.ledger import KINDS, Ledger
 
 #: The name of the stream operation and of the heartbeat metric.
-OP, METRIC = "gpurt-memory", "gpurt_memory"
+MEMORY_OP, MEMORY_METRIC = "gpurt-memory", "gpurt_memory"
 #: Changes within this interval are sent in one message, in seconds.
 REPORT_INTERVAL_S = 0.05
 #: The most messages between two heartbeats. Dask limits all workers together to 200 heartbeats per second, so
@@ -29,8 +29,10 @@ class Reporter:
         self._closed = False
         self._reported_at = 0.0
         # A copy: a heartbeat may be iterating over the old dict.
-        self._before = {METRIC: worker.metrics[METRIC]} if METRIC in worker.metrics else {}
-        worker.metrics = {**worker.metrics, METRIC: self._whole}
+        self._before = (
+            {MEMORY_METRIC: worker.metrics[MEMORY_METRIC]} if MEMORY_METRIC in worker.metrics else {}
+        )
+        worker.metrics = {**worker.metrics, MEMORY_METRIC: self._whole}
 
     @property
     def pause(self) -> float:
@@ -38,7 +40,7 @@ class Reporter:
         heartbeat: float = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
         return max(REPORT_INTERVAL_S, heartbeat / MAX_REPORTS_PER_HEARTBEAT)
 
-    def _whole(self, _worker: Any) -> dict[str, Any]:
+    def _whole(self, _worker: WorkerServer) -> dict[str, Any]:
         return self._ledger.snapshot()
 
     def changed(self) -> None:
@@ -59,7 +61,7 @@ class Reporter:
             return
         self._reported_at = time.monotonic()
         try:
-            self._worker.batched_stream.send({"op": OP, **message})
+            self._worker.batched_stream.send({"op": MEMORY_OP, **message})
         except CommClosedError:
             return  # the next heartbeat carries everything
 
@@ -71,8 +73,10 @@ class Reporter:
         """Stop reporting."""
         self._closed = True
         metrics = self._worker.metrics
-        if metrics.get(METRIC) == self._whole:  # and not the metric of a later plugin
-            self._worker.metrics = {name: m for name, m in metrics.items() if name != METRIC} | self._before
+        if metrics.get(MEMORY_METRIC) == self._whole:  # and not the metric of a later plugin
+            self._worker.metrics = {
+                name: m for name, m in metrics.items() if name != MEMORY_METRIC
+            } | self._before
 
 
 def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:

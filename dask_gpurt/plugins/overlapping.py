@@ -12,7 +12,7 @@ from typing import Any
 
 from dask.typing import Key
 from dask.utils import key_split
-from distributed.worker_state_machine import ExecuteSuccessEvent
+from distributed.worker_state_machine import ExecuteSuccessEvent, StateMachineEvent
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt._version import __version__
@@ -97,7 +97,7 @@ class WorkerOverlap:
 
     def prepare(self) -> None:
         """Determine the possible settings, and read statistics from their file. Blocks."""
-        if self._settings.mode not in ("adaptive", "fixed") or self._is_nothing_asked():
+        if self._settings.mode not in ("adaptive", "fixed") or self._confines_nothing():
             return
         # A cap that the settings fix for all kernels must not be changed.
         free = self._residency.actuator if self._residency.setting == "auto" else None
@@ -120,7 +120,7 @@ class WorkerOverlap:
             self._metrics,
         )
 
-    def _is_nothing_asked(self) -> bool:
+    def _confines_nothing(self) -> bool:
         """Return whether there is no GPU and, as by default, the settings do not confine anything."""
         settings = self._settings
         asked = (
@@ -211,7 +211,7 @@ class WorkerOverlap:
         except (StatisticsFileError, OSError) as error:
             self._metrics.fallback(Fallback.OVERLAP_NOT_SAVED, str(error))
 
-    async def execute(self, key: Key, *, stimulus_id: str) -> Any:
+    async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent:
         """Run a task, confined while runs are in flight."""
         assert self._control is not None
         task = self._worker.state.tasks[key]

@@ -13,7 +13,7 @@ from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
 from dask_gpurt.placement.history import History
-from dask_gpurt.plugins.topology_reports import PLACE
+from dask_gpurt.plugins.topology_reports import PLACE_OP
 from dask_gpurt.topology import Topology
 
 
@@ -49,7 +49,7 @@ class SchedulerPlacement:
 
     def install(self) -> None:
         """Start choosing workers, whenever the gate finds that it can matter."""
-        self._patches.put_item(self._scheduler.stream_handlers, PLACE, self._after_place)
+        self._patches.put_item(self._scheduler.stream_handlers, PLACE_OP, self._after_place)
         self._chooser.bind()
 
     def _after_place(self, original: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
 
 #: The name of the heartbeat metric.
-METRIC = "gpurt_progress"
+PROGRESS_METRIC = "gpurt_progress"
 #: The reported counters; all of them have no labels.
 REPORTED = (
     "memory.waits",
@@ -50,15 +50,15 @@ class ProgressReporter:
     def start(self) -> None:
         """Start adding reports to the heartbeats."""
         # A copy: a heartbeat may be iterating over the old dict.
-        self._worker.metrics = {**self._worker.metrics, METRIC: self.report}
+        self._worker.metrics = {**self._worker.metrics, PROGRESS_METRIC: self.report}
 
     def close(self) -> None:
         """Stop reporting."""
         metrics = self._worker.metrics
-        if metrics.get(METRIC) == self.report:
-            self._worker.metrics = {name: m for name, m in metrics.items() if name != METRIC}
+        if metrics.get(PROGRESS_METRIC) == self.report:
+            self._worker.metrics = {name: m for name, m in metrics.items() if name != PROGRESS_METRIC}
 
-    def report(self, _worker: Any = None) -> dict[str, Any]:
+    def report(self, _worker: WorkerServer | None = None) -> dict[str, Any]:
         """Return the progress of the latest runs, bytes moved between tiers, and some counters."""
         moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
         counters = {name: self._metrics.total(name).get((), 0) for name in REPORTED}

@@ -15,6 +15,7 @@ from typing import Any
 from dask.system import CPU_COUNT
 from dask.typing import Key
 from distributed.sizeof import safe_sizeof
+from distributed.worker_state_machine import StateMachineEvent
 
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
@@ -31,7 +32,7 @@ from dask_gpurt.device.base import workers_of_device
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.switching import Layer
 from dask_gpurt.reads.clock import ThreadTime
-from dask_gpurt.reads.pace import MAX_BESIDE, ReadPace, ReadTimes
+from dask_gpurt.reads.concurrency import MAX_BESIDE, ReadConcurrency, ReadTimes
 from dask_gpurt.reads.policy import ReadsAside
 from dask_gpurt.reads.threads import GIVEN, NTHREADS, set_threads, threads_of
 from dask_gpurt.reads.turns import Turns
@@ -89,7 +90,7 @@ class WorkerReads:
         self._worker = worker
         self._metrics = metrics
         #: Learns how many tasks should leave their slot; None if the settings fix the number.
-        self._pace = ReadPace() if settings.beside is None else None
+        self._concurrency = ReadConcurrency() if settings.beside is None else None
         self._most = MAX_BESIDE if settings.beside is None else settings.beside
         self._aside = ReadsAside(settings.beside or 0)
         self._patches = PatchSet(Layer.READS)
@@ -109,7 +110,7 @@ class WorkerReads:
             return
         self.turns = Turns(self._worker.state.nthreads, partial(has_left_pool, self._worker), self._metrics)
         self._readers = Readers(self._patches, _aside, self._refused)
-        self._readers.look()
+        self._readers.wrap_imported()
         self._execute = self._worker.execute
         wrap_execute(self._patches, self._worker, lambda original: self.execute)
         wrap_submit(self._patches, self._worker, lambda submit: partial(self._submit, submit))
@@ -133,7 +134,7 @@ class WorkerReads:
 
     # ---- on the event loop -------------------------------------------------------------------------
 
-    async def execute(self, key: Key, *, stimulus_id: str) -> Any:
+    async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent:
         """Run a task, and track its reads."""
         execution = _Execution(key, self, self._begins_with_read(self._worker.state.tasks[key]))
         token = _handed_over.set(execution)
@@ -154,11 +155,11 @@ class WorkerReads:
 
     def _learn(self, execution: _Execution) -> None:
         """Update the number of tasks that may leave their slot from a task that has ended."""
-        if self._pace is None or not self._most:
+        if self._concurrency is None or not self._most:
             return
-        self._pace.note(execution.times, execution.computed_s)
-        if self._pace.beside != self._aside.limit:
-            self._aside.limit = self._pace.beside
+        self._concurrency.note(execution.times, execution.computed_s)
+        if self._concurrency.beside != self._aside.limit:
+            self._aside.limit = self._concurrency.beside
             while (key := self._aside.next()) is not None:
                 self._leave_slot(key)
 
@@ -202,7 +203,7 @@ class WorkerReads:
             before = ThreadTime.now()
             result = reader(*args, **kwargs)
             times = ThreadTime.now().since(before)
-        if self._pace is not None:
+        if self._concurrency is not None:
             execution.times.add(*times, safe_sizeof(result))
         return result
 

@@ -16,23 +16,23 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key, restrict_again
-from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.shuffle import ShuffleId, barrier_key, id_from_key, restrict_again
+from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins.kept_results import KeptResults
-from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished
+from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished, owners_of
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal, fair_share
+from dask_gpurt.shuffle.recovery import Contribution, Loss, PendingLosses, common_owners
 from dask_gpurt.shuffle.retries import LossesInARow
-from dask_gpurt.shuffle.run import RENEW
+from dask_gpurt.shuffle.run import NEW_OWNERS_OP
 from dask_gpurt.shuffle.spec import outputs_of
 
 logger = logging.getLogger(__name__)
@@ -40,57 +40,9 @@ logger = logging.getLogger(__name__)
 #: The topic of Dask's event log for the beginnings, repairs and restarts of runs.
 SHUFFLE_TOPIC = "gpurt-shuffle"
 #: How long a repair waits for unaffected outputs being assembled, and the polling interval, in seconds.
-PATIENCE_S, LOOK_AGAIN_S = 0.25, 0.02
+MAX_REPAIR_DELAY_S, REPAIR_POLL_INTERVAL_S = 0.25, 0.02
 #: Seconds between looks at the worker of a barrier.
-BARRIER_LOOK_S = 1.0
-
-
-@dataclass
-class _Loss:
-    """Collect reported losses until they are repaired together.
-
-    Attributes
-    ----------
-    outputs
-        Outputs to be received again.
-    gone, unreachable
-        Workers that have left, and workers that cannot be reached or are silent.
-    missing
-        Reported outputs and transfer tasks.
-    culprits
-        The workers to blame: gone, unreachable or closing.
-    since
-        When the first loss was reported, in seconds.
-    """
-
-    reason: str
-    since: float
-    outputs: set[int] = field(default_factory=set)
-    gone: set[str] = field(default_factory=set)
-    unreachable: set[str] = field(default_factory=set)
-    missing: set[Any] = field(default_factory=set)
-    culprits: set[str] = field(default_factory=set)
-
-    @property
-    def is_loss(self) -> bool:
-        """Return whether something was lost; otherwise a worker retires, and its outputs move."""
-        return bool(self.gone or self.unreachable or self.missing)
-
-
-class Contribution(NamedTuple):
-    """Describe what a worker has transferred in a run.
-
-    Attributes
-    ----------
-    run_id, epoch
-        The run, and the epoch of its owners.
-    transfers
-        The transfer tasks that the worker has run.
-    """
-
-    run_id: int
-    epoch: int
-    transfers: list[Key]
+BARRIER_POLL_INTERVAL_S = 1.0
 
 
 class Recovery:
@@ -114,10 +66,10 @@ class Recovery:
         workers: Workers,
         retries: int,
         metrics: Metrics,
-        begin_again: Callable[[Any, str], None],
+        begin_again: Callable[[ShuffleId, str], None],
     ):
         self._scheduler = scheduler
-        self._extension = scheduler.extensions["shuffle"]
+        self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
         self._workers = workers
         self._runs = ActiveRuns(scheduler, workers)
         self._retries = retries
@@ -125,19 +77,18 @@ class Recovery:
         self._begin_again = begin_again
         self._in_a_row = LossesInARow()
         self._results = KeptResults(scheduler, self._in_a_row.forget)
-        #: Losses that have not been repaired yet, by shuffle. Shuffles with common outputs share one.
-        self._losses: dict[Any, _Loss] = {}
+        self._losses = PendingLosses[ShuffleId]()
         #: Shuffles whose barriers are watched.
-        self._watched: set[Any] = set()
+        self._watched: set[ShuffleId] = set()
 
     # ---- the life of runs ------------------------------------------------------------
 
-    def begins(self, shuffle: Any) -> None:
+    def begins(self, shuffle: ShuffleId) -> None:
         """Track a run that begins."""
-        self._losses.pop(shuffle, None)  # of the previous run
+        self._losses.forget([shuffle])  # of the previous run
         self._results.begins(shuffle)
 
-    def forgotten(self, shuffle: Any) -> None:
+    def forgotten(self, shuffle: ShuffleId) -> None:
         """Forget a shuffle whose barrier is forgotten."""
         self._results.forgotten(shuffle)
 
@@ -149,7 +100,7 @@ class Recovery:
             self._watch_barrier(shuffle)
         self._results.transition(key, finish, worker)
 
-    def is_done(self, shuffle: Any) -> bool:
+    def is_done(self, shuffle: ShuffleId) -> bool:
         """Return whether all needed outputs of a shuffle are assembled."""
         return self._results.is_done(shuffle)
 
@@ -165,12 +116,12 @@ class Recovery:
 
     # ---- calls from workers ----------------------------------------------------------
 
-    def owners(self, id: Any, run_id: int) -> dict[str, Any]:
+    def owners(self, id: ShuffleId, run_id: int) -> dict[str, Any]:
         """Return the owners of a run; None if it is over (handler)."""
         owners = self._owners(id, run_id)
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
-    def sealed(self, id: Any, run_id: int, epoch: int, worker: str) -> None:
+    def sealed(self, id: ShuffleId, run_id: int, epoch: int, worker: str) -> None:
         """Seal an epoch: its barrier reports that all owners have received every shard.
 
         Parameters
@@ -188,7 +139,7 @@ class Recovery:
 
     def recover(
         self,
-        id: Any,
+        id: ShuffleId,
         run_id: int,
         epoch: int,
         reason: str,
@@ -226,7 +177,7 @@ class Recovery:
             if id not in self._results:  # the run had ended, and an output is needed again
                 self._results.keep(id)
             shuffles = self._runs.sharing(id) if lost else {id}
-            loss = self._note(shuffles, lost, reason)
+            loss = self._record_loss(shuffles, lost, reason)
             loss.missing.update(outputs, inputs)
             loss.unreachable |= avoided
             loss.culprits |= avoided - silent
@@ -235,15 +186,15 @@ class Recovery:
                 for shuffle in shuffles:
                     self._in_a_row.moves(shuffle)
             self._release(inputs)
-            self._look(loss)
+            self._repair_soon(loss)
 
     # ---- silent workers --------------------------------------------------------------
 
-    def goes_on_without(self, id: Any, run_id: int, worker: str) -> bool:
+    def continues_without(self, id: ShuffleId, run_id: int, worker: str) -> bool:
         """Return whether a run goes on without a worker that does not reply, since it is silent (handler)."""
-        return self._owners(id, run_id) is not None and self._gives_up(id, worker)
+        return self._owners(id, run_id) is not None and self._abandons_silent(id, worker)
 
-    def _gives_up(self, shuffle: Any, worker: str) -> bool:
+    def _abandons_silent(self, shuffle: ShuffleId, worker: str) -> bool:
         """Return whether a worker is silent and others can take over, and if so keep tasks off it."""
         silent = self._workers.silent
         if worker not in self._workers.ready or not silent.is_silent(worker):
@@ -254,18 +205,19 @@ class Recovery:
         silent.hold(worker)
         return True
 
-    def _watch_barrier(self, shuffle: Any) -> None:
+    def _watch_barrier(self, shuffle: ShuffleId) -> None:
         """Begin to look after a barrier that has been sent to a worker."""
         if shuffle not in self._watched and self._is_active(shuffle):
             self._watched.add(shuffle)
-            self._scheduler.loop.call_later(BARRIER_LOOK_S, self._look_at_barrier, shuffle)
+            self._scheduler.loop.call_later(BARRIER_POLL_INTERVAL_S, self._check_barrier, shuffle)
 
-    def _look_at_barrier(self, shuffle: Any) -> None:
+    def _check_barrier(self, shuffle: ShuffleId) -> None:
         """Rerun a barrier whose worker is silent: nothing has to call that worker, and Dask would wait."""
         self._watched.discard(shuffle)
         if not self._is_active(shuffle) or not self._runs.is_task(barrier_key(shuffle), "processing"):
             return
-        if self._gives_up(shuffle, self._runs.barrier(shuffle).processing_on.address):
+        worker = self._runs.barrier(shuffle).processing_on
+        if worker is not None and self._abandons_silent(shuffle, worker.address):
             self._release([barrier_key(shuffle)], "processing")
         else:
             self._watch_barrier(shuffle)
@@ -274,11 +226,9 @@ class Recovery:
         state = self._scheduler.workers.get(worker)
         return state is None or state.status in CLOSING
 
-    def _owners(self, shuffle: Any, run_id: int) -> Owners | None:
+    def _owners(self, shuffle: ShuffleId, run_id: int) -> Owners | None:
         run = self._extension.active_shuffles.get(shuffle)
-        if run is None or run.run_id != run_id or not isinstance(run.run_spec.worker_for, Owners):
-            return None
-        return run.run_spec.worker_for
+        return owners_of(run) if run is not None and run.run_id == run_id else None
 
     # ---- workers that leave or join --------------------------------------------------
 
@@ -289,33 +239,33 @@ class Recovery:
         """
         affected = set()
         for shuffle, run in self._extension.active_shuffles.items():
-            if worker in run.participating_workers and isinstance(run.run_spec.worker_for, Owners):
+            if worker in run.participating_workers and owners_of(run) is not None:
                 run.participating_workers.discard(worker)
                 affected.add(shuffle)
         for together in self._together(affected):
             with self._or_begin_again(together, f"worker {worker} has left"):
                 self._replace(worker, together)
 
-    def _together(self, shuffles: set[Any]) -> Iterator[set[Any]]:
+    def _together(self, shuffles: set[ShuffleId]) -> Iterator[set[ShuffleId]]:
         """Yield the given shuffles in groups that share outputs."""
         while shuffles:
             together = self._runs.sharing(shuffles.pop())
             shuffles -= together
             yield together
 
-    def _replace(self, worker: str, shuffles: set[Any]) -> None:
+    def _replace(self, worker: str, shuffles: set[ShuffleId]) -> None:
         """Give the outputs of a worker that has left to other workers."""
         reason = f"worker {worker} has left"
         owned = set().union(*(self._runs.owned(shuffle, worker) for shuffle in shuffles))
         lost = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in shuffles))
         transfers = [key for shuffle in shuffles for key in self._transferred_by(worker, shuffle)]
         if lost or (transfers and not all(map(self._runs.is_sealed, shuffles))):
-            loss = self._note(shuffles, lost, reason)
+            loss = self._record_loss(shuffles, lost, reason)
             loss.gone.add(worker)
             loss.culprits.add(worker)
             # Dask reruns a transfer only if its result is lost too; the result may have other replicas.
             self._release(transfers)
-            self._look(loss)
+            self._repair_soon(loss)
             return
         if all(map(self.is_done, shuffles)):
             for shuffle in shuffles:  # all outputs are assembled: do not rerun the lost transfers
@@ -324,7 +274,7 @@ class Recovery:
             for shuffle in shuffles:
                 self._move(shuffle, {}, {worker}, deal(owned, candidates, {}))
 
-    def _transferred_by(self, worker: str, shuffle: Any) -> list[Key]:
+    def _transferred_by(self, worker: str, shuffle: ShuffleId) -> list[Key]:
         tasks = self._runs.barrier(shuffle).dependencies
         return [task.key for task in tasks if self._results.producer(task.key) == worker]
 
@@ -336,9 +286,9 @@ class Recovery:
             needed = set().union(*(self._runs.unfinished(shuffle, owned) for shuffle in together))
             candidates = self._runs.candidates(*together)
             if needed and candidates and worker not in candidates:  # otherwise all workers retire
-                self._look(self._note(together, needed, f"worker {worker} retires"))
+                self._repair_soon(self._record_loss(together, needed, f"worker {worker} retires"))
 
-    def contributions(self, worker: str) -> dict[Any, Contribution]:
+    def contributions(self, worker: str) -> dict[ShuffleId, Contribution]:
         """Return what would have to be transferred again if a worker left now, by shuffle."""
         found = {}
         for shuffle, run in self._extension.active_shuffles.items():
@@ -351,7 +301,7 @@ class Recovery:
         """Note that owners have copied the shards of a worker, so that they are not lost with it."""
         self._results.evacuated(worker, contributed.transfers)
 
-    def is_mending(self, shuffles: Iterable[Any]) -> bool:
+    def is_repair_pending(self, shuffles: Iterable[ShuffleId]) -> bool:
         """Return whether a loss, or a move of outputs, has not been carried out yet."""
         return any(shuffle in self._losses for shuffle in shuffles)
 
@@ -359,16 +309,16 @@ class Recovery:
         """Give a worker that has joined a fair share of the unfinished outputs."""
         self._in_a_row.takes_part(worker)
         for shuffle, run in list(self._extension.active_shuffles.items()):
-            owners = run.run_spec.worker_for
-            if not isinstance(owners, Owners) or owners.sealed:
+            owners = owners_of(run)
+            if owners is None or owners.sealed:
                 continue
             if worker not in self._runs.candidates(shuffle):
                 continue
             taken = self._share_for(worker, shuffle, owners)
             if taken and shuffle not in self._losses:
-                self._mend(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
+                self._reassign(self._runs.sharing(shuffle), taken, [worker], f"worker {worker} has joined")
 
-    def _share_for(self, worker: str, shuffle: Any, owners: Owners) -> set[int]:
+    def _share_for(self, worker: str, shuffle: ShuffleId, owners: Owners) -> set[int]:
         """Return the outputs to give to a worker that joins; none if it owns some already."""
         waiting = {output: owners[output] for output in self._runs.unfinished(shuffle, owners)}
         if worker in waiting.values():
@@ -377,19 +327,19 @@ class Recovery:
 
     # ---- outputs that move for balance -----------------------------------------------
 
-    def goes_on(self, shuffle: Any, run_id: int) -> bool:
+    def is_current(self, shuffle: ShuffleId, run_id: int) -> bool:
         """Return whether a run is the current run of its shuffle."""
         return self._owners(shuffle, run_id) is not None
 
-    def owners_of(self, shuffle: Any) -> Mapping[int, str]:
+    def owners_of(self, shuffle: ShuffleId) -> Mapping[int, str]:
         """Return the owner of each output of an active run."""
         return self._runs.owners(shuffle)
 
-    def candidates(self, *shuffles: Any) -> list[str]:
+    def candidates(self, *shuffles: ShuffleId) -> list[str]:
         """Return the workers that may own outputs of all given shuffles."""
         return self._runs.candidates(*shuffles)
 
-    def movable(self, shuffles: Collection[Any]) -> dict[int, str]:
+    def movable(self, shuffles: Collection[ShuffleId]) -> dict[int, str]:
         """Return the outputs that can still move to other workers, with their current owners.
 
         Empty if no barrier waits any more, if a loss is pending, or if other tasks read one of the shuffles.
@@ -402,17 +352,15 @@ class Recovery:
         if self._runs.sharing(next(iter(shuffles))) != set(shuffles):  # another one runs by Dask's own p2p
             return {}
         barriers = [self._runs.barrier(each) for each in shuffles]
-        runs = [self._extension.active_shuffles[each].run_spec.worker_for for each in shuffles]
+        runs = [self._runs.owners(each) for each in shuffles]
         waits = any(barrier.state == "waiting" for barrier in barriers)
         alike = all(barrier.dependents == barriers[0].dependents for barrier in barriers)
-        if not waits or not alike or self.is_mending(shuffles):
+        if not waits or not alike or self.is_repair_pending(shuffles):
             return {}
         outputs = set.intersection(*(self._runs.unfinished(each, runs[0]) for each in shuffles))
-        owners = {output: runs[0][output] for output in outputs}
-        same = all(run.get(output) == owner for run in runs for output, owner in owners.items())
-        return owners if same else {}
+        return common_owners(outputs, runs)
 
-    def balance(self, shuffles: Collection[Any], to: Mapping[int, str], reason: str) -> None:
+    def balance(self, shuffles: Collection[ShuffleId], to: Mapping[int, str], reason: str) -> None:
         """Give movable outputs to other owners. May be called within a transition.
 
         Workers receive the new owners before a barrier that still waits for transfers. If the barrier of the
@@ -420,7 +368,7 @@ class Recovery:
         """
         for each in shuffles:
             logger.info("Shuffle %s continues: %s", each, reason)
-            self._tell(each, "balances", reason, len(to))
+            self._log_event(each, "balances", reason, len(to))
             self._in_a_row.moves(each)
             self._move(each, to, (), {})
         for worker in set(to.values()):
@@ -433,45 +381,39 @@ class Recovery:
 
     # ---- repair ----------------------------------------------------------------------
 
-    def _note(self, shuffles: Collection[Any], outputs: Collection[int], reason: str) -> _Loss:
-        """Record a loss of shuffles that share outputs, merged with their pending losses."""
-        known = [self._losses[shuffle] for shuffle in shuffles if shuffle in self._losses]
-        loss = known[0] if known else _Loss(reason, time())
-        loss.outputs.update(outputs)
-        self._losses |= dict.fromkeys(shuffles, loss)
-        return loss
+    def _record_loss(self, shuffles: Collection[ShuffleId], outputs: Collection[int], reason: str) -> Loss:
+        return self._losses.add(shuffles, outputs, reason, time())
 
-    def _look(self, loss: _Loss) -> None:
-        """Repair a loss as soon as no unaffected output is being assembled, or after ``PATIENCE_S``.
+    def _repair_soon(self, loss: Loss) -> None:
+        """Repair a loss as soon as no unaffected output is being assembled, or after ``MAX_REPAIR_DELAY_S``.
 
         When the barrier reruns, Dask cancels the tasks that are assembling outputs. Some may have finished by
         then and released their shards, so their outputs would be lost too, and repairing these would cancel
         further tasks.
         """
-        shuffles = [shuffle for shuffle, of in self._losses.items() if of is loss]
+        shuffles = self._losses.shuffles(loss)
         with self._or_begin_again(shuffles, loss.reason):
             others = any(self._has_others(shuffle, loss) for shuffle in shuffles)
-            if others and time() - loss.since < PATIENCE_S:
-                self._scheduler.loop.call_later(LOOK_AGAIN_S, self._look, loss)
+            if others and time() - loss.since < MAX_REPAIR_DELAY_S:
+                self._scheduler.loop.call_later(REPAIR_POLL_INTERVAL_S, self._repair_soon, loss)
                 return
-            for shuffle in shuffles:
-                del self._losses[shuffle]
+            self._losses.forget(shuffles)
             if active := [shuffle for shuffle in shuffles if self._is_active(shuffle)]:
                 self._repair(active, loss)
 
-    def _repair(self, shuffles: Collection[Any], loss: _Loss) -> None:
+    def _repair(self, shuffles: Collection[ShuffleId], loss: Loss) -> None:
         """Give the outputs of a loss to the workers that are left."""
         needed = set().union(*(self._runs.unfinished(shuffle, loss.outputs) for shuffle in shuffles))
         owned = set().union(*(self._runs.owned(each, worker) for each in shuffles for worker in loss.gone))
         workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
         what = loss if loss.is_loss else None
-        self._mend(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=what)
+        self._reassign(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=what)
 
-    def _is_active(self, shuffle: Any) -> bool:
+    def _is_active(self, shuffle: ShuffleId) -> bool:
         return shuffle in self._extension.active_shuffles and self._runs.has(shuffle)
 
     @contextmanager
-    def _or_begin_again(self, shuffles: Collection[Any], reason: str) -> Iterator[None]:
+    def _or_begin_again(self, shuffles: Collection[ShuffleId], reason: str) -> Iterator[None]:
         """Restart shuffles if the body, which repairs them, raises.
 
         The repair may have been deferred, or be a part of Dask's removal of a worker: then its exception
@@ -481,12 +423,12 @@ class Recovery:
             yield
         except Exception as error:
             logger.exception("Shuffles %s cannot be repaired", ", ".join(map(str, shuffles)))
+            self._losses.forget(shuffles)
             for shuffle in shuffles:
-                self._losses.pop(shuffle, None)
                 if self._is_active(shuffle):
                     self._begin_again(shuffle, f"{reason}; its repair has failed: {error!r}")
 
-    def _has_others(self, shuffle: Any, loss: _Loss) -> bool:
+    def _has_others(self, shuffle: ShuffleId, loss: Loss) -> bool:
         """Return whether outputs that a loss does not affect are being assembled."""
         if not self._runs.is_task(barrier_key(shuffle), "memory"):
             return False
@@ -496,15 +438,15 @@ class Recovery:
             for key, partition in outputs.items()
         )
 
-    def _mend(
+    def _reassign(
         self,
-        shuffles: Collection[Any],
+        shuffles: Collection[ShuffleId],
         lost: Collection[int],
         workers: list[str],
         reason: str,
         *,
         idle: Collection[int] = (),
-        loss: _Loss | None = None,
+        loss: Loss | None = None,
     ) -> None:
         """Give outputs to workers, and rerun the barriers of their shuffles.
 
@@ -533,17 +475,17 @@ class Recovery:
         for shuffle in shuffles:
             logger.warning("Shuffle %s continues: %s", shuffle, reason)
             self._metrics.add("shuffle.runs.recovered", int(loss is not None))
-            self._tell(shuffle, "goes-on" if loss is None else "recovers", reason, len(lost))
+            self._log_event(shuffle, "goes-on" if loss is None else "recovers", reason, len(lost))
             self._move(shuffle, to, () if loss is None else loss.gone, kept)
         for worker in {*to.values(), *kept.values()}:
             self._in_a_row.takes_part(worker, shuffles)
         barriers = map(barrier_key, shuffles)
         self._release(barriers, "memory", "processing", "queued", "no-worker")
 
-    def _tell(self, shuffle: Any, action: str, reason: str, outputs: int) -> None:
+    def _log_event(self, shuffle: ShuffleId, action: str, reason: str, outputs: int) -> None:
         """Log an event with an action, its reason, and the number of outputs that change owners."""
-        told = {"action": action, "shuffle": str(shuffle), "reason": reason, "outputs": outputs}
-        self._scheduler.log_event(SHUFFLE_TOPIC, told)
+        event = {"action": action, "shuffle": str(shuffle), "reason": reason, "outputs": outputs}
+        self._scheduler.log_event(SHUFFLE_TOPIC, event)
 
     def _release(self, keys: Iterable[Key], *states: str) -> None:
         """Release those tasks that are in one of the states, by default in memory, so that they rerun."""
@@ -552,7 +494,7 @@ class Recovery:
         self._scheduler.transitions(dict.fromkeys(released, "released"), stimulus_id=stimulus)
         self._scheduler.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus)
 
-    def _impossible(self, workers: list[str], exhausted: Collection[Any]) -> str | None:
+    def _impossible(self, workers: list[str], exhausted: Collection[ShuffleId]) -> str | None:
         """Return why runs cannot be repaired; None if they can.
 
         Parameters
@@ -564,24 +506,23 @@ class Recovery:
             return "no worker is left for its outputs"
         return f"it was repaired {self._retries} times in a row" if exhausted else None
 
-    def _is_exhausted(self, shuffle: Any, loss: _Loss) -> bool:
+    def _is_exhausted(self, shuffle: ShuffleId, loss: Loss) -> bool:
         """Return whether a shuffle has no repairs left, and this loss has not been counted yet."""
         if self._in_a_row[shuffle] < self._retries:
             return False
         return self._in_a_row.is_new(shuffle, loss.culprits, loss.missing)
 
-    def _count(self, shuffles: Iterable[Any], loss: _Loss) -> None:
+    def _count(self, shuffles: Iterable[ShuffleId], loss: Loss) -> None:
         """Count a repair; the count resets once all outputs that are unfinished now have been in memory."""
         for shuffle in shuffles:
             outputs = [task.key for task in self._runs.barrier(shuffle).dependents if is_unfinished(task)]
             self._in_a_row.loses(shuffle, outputs, loss.culprits, loss.missing)
 
     def _move(
-        self, shuffle: Any, to: Mapping[int, str], gone: Collection[str], idle: Mapping[int, str]
+        self, shuffle: ShuffleId, to: Mapping[int, str], gone: Collection[str], idle: Mapping[int, str]
     ) -> None:
         run = self._extension.active_shuffles[shuffle]
-        owners: Owners = run.run_spec.worker_for
-        owners.move(to, gone, idle)
+        self._runs.owners(shuffle).move(to, gone, idle)
         self._results.unread(shuffle, to)
         run.participating_workers.update(to.values())
         moved = {**to, **idle}
@@ -590,11 +531,11 @@ class Recovery:
                 restrict_again(self._extension, task, None if partition is None else moved[partition])
         self._send_owners(shuffle, run.participating_workers)
 
-    def _send_owners(self, shuffle: Any, workers: Collection[str]) -> None:
+    def _send_owners(self, shuffle: ShuffleId, workers: Collection[str]) -> None:
         """Send workers the current owners of a run."""
         run = self._extension.active_shuffles[shuffle]
-        owners = ToPickle(run.run_spec.worker_for.snapshot())
-        message = {"op": RENEW, "id": shuffle, "run_id": run.run_id, "owners": owners}
+        owners = ToPickle(self._runs.owners(shuffle).snapshot())
+        message = {"op": NEW_OWNERS_OP, "id": shuffle, "run_id": run.run_id, "owners": owners}
         # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         here = self._scheduler.stream_comms.keys() & set(workers) & self._workers.ready
         self._scheduler.send_all({}, {worker: [message] for worker in here})

@@ -20,9 +20,9 @@ from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.asking import ask
 
 #: The name of the heartbeat metric.
-METRIC = "gpurt_counters"
+COUNTERS_METRIC = "gpurt_counters"
 #: The worker's handler that returns its report.
-REPORT = "gpurt_report"
+REPORT_HANDLER = "gpurt_report"
 #: How long to wait for a worker, which may be busy, in seconds; less for the doctor, which a user waits for.
 REPLY_TIMEOUT_S, CONNECT_TIMEOUT_S = 20.0, 6.0
 #: The most departed workers that a report lists individually; its totals include all of them.
@@ -54,16 +54,18 @@ class HeartbeatCounters:
         self._snapshot = snapshot
         self._token = token
         # A copy: a heartbeat may be iterating over the old dict.
-        worker.metrics = {**worker.metrics, METRIC: self._read}
+        worker.metrics = {**worker.metrics, COUNTERS_METRIC: self._read}
 
-    def _read(self, _worker: Any) -> dict[str, Any]:
+    def _read(self, _worker: WorkerServer) -> dict[str, Any]:
         return {**self._snapshot(), "token": self._token}
 
     def close(self) -> None:
         """Stop sending counters."""
         metrics = self._worker.metrics
-        if metrics.get(METRIC) == self._read:  # and not the metric of a later plugin
-            self._worker.metrics = {name: metric for name, metric in metrics.items() if name != METRIC}
+        if metrics.get(COUNTERS_METRIC) == self._read:  # and not the metric of a later plugin
+            self._worker.metrics = {
+                name: metric for name, metric in metrics.items() if name != COUNTERS_METRIC
+            }
 
 
 class ClusterReports:
@@ -116,7 +118,7 @@ class ClusterReports:
 
     def _heard(self, worker: str) -> Snapshot:
         """Return the counters of a worker from its last heartbeat and answer; empty if there were none."""
-        beat = self._states[worker].metrics.get(METRIC) or {}
+        beat = self._states[worker].metrics.get(COUNTERS_METRIC) or {}
         heard = [beat] if beat.get("token") == self._token else []
         if worker in self._answers:
             heard.append(self._answers[worker][1])
@@ -180,7 +182,7 @@ class ClusterReports:
 
     async def _reply(self, worker: str, connect: bool, timeout_s: float) -> dict[str, Any]:
         state = self._states[worker]
-        reply = await ask(self._scheduler, worker, {"op": REPORT, "connect": connect}, timeout_s)
+        reply = await ask(self._scheduler, worker, {"op": REPORT_HANDLER, "connect": connect}, timeout_s)
         if not isinstance(reply, dict):
             return {"error": str(reply)}
         # Meanwhile the worker may have left, and been counted, and another one may have its address.

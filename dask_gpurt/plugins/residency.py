@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from distributed import Nanny
+
 from dask_gpurt import config
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.overlap import CapError, Caps, Interposer, NotLoadedError, Residency
@@ -13,7 +15,7 @@ from dask_gpurt.overlap.interposer import library, with_preload
 PRELOAD = "LD_PRELOAD"
 
 
-def preload_into(nanny: Any) -> None:
+def preload_into(nanny: Nanny) -> None:
     """Have a nanny start its worker with the interposer, if the settings require it.
 
     A no-op if the interposer was not built; the worker then reports why.

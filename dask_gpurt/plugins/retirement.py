@@ -20,10 +20,11 @@ from typing import Any
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.scheduler import replicate_since, wrap_retirement
-from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.recovery import LOOK_AGAIN_S, Contribution, Recovery
-from dask_gpurt.shuffle.run import EVACUATE, EVACUATION_STEP_S
+from dask_gpurt.plugins.recovery import REPAIR_POLL_INTERVAL_S, Recovery
+from dask_gpurt.shuffle.recovery import Contribution
+from dask_gpurt.shuffle.run import EVACUATE_HANDLER, EVACUATION_STEP_S
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Retirement:
         self._patches.restore()
 
     def _track(self, original: Track) -> Track:
-        async def track(ws: Any, policy: Any, **options: Any) -> Any:
+        async def track(ws: WorkerState, policy: Any, **options: Any) -> Any:
             try:
                 if await self.evacuate(ws.address):
                     replicate_since(policy)
@@ -74,8 +75,8 @@ class Retirement:
         self._recovery.retires(worker)
         left, depended = math.inf, False
         while contributed := self._recovery.contributions(worker):
-            if self._recovery.is_mending(contributed):  # a moment later the new owners are known
-                await asyncio.sleep(LOOK_AGAIN_S)
+            if self._recovery.is_repair_pending(contributed):  # a moment later the new owners are known
+                await asyncio.sleep(REPAIR_POLL_INTERVAL_S)
                 continue
             depended = True
             found = await self._ask(worker, contributed)
@@ -93,7 +94,7 @@ class Retirement:
         runs = [(shuffle, each.run_id, each.epoch) for shuffle, each in contributed.items()]
         try:
             async with asyncio.timeout(2 * EVACUATION_STEP_S):
-                found = await getattr(self._scheduler.rpc(worker), EVACUATE)(runs=runs)
+                found = await getattr(self._scheduler.rpc(worker), EVACUATE_HANDLER)(runs=runs)
         except (OSError, TimeoutError) as error:
             logger.warning("worker %s, which retires, does not answer: %r", worker, error)
             return {}

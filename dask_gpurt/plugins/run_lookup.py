@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.shuffle import active_runs, replace_run_lookup
+from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs, replace_run_lookup
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
@@ -43,7 +43,7 @@ class RunLookup:
         self._patches.restore()
 
     def _or(self, dasks: Callable[..., Any]) -> Callable[..., Any]:
-        def find(shuffle_id: Any, run_id: int | None = None) -> Any:
+        def find(shuffle_id: ShuffleId, run_id: int | None = None) -> Any:
             run = self._runs.get(shuffle_id)
             if isinstance(run, ShuffleRun) and run.is_open and run_id in (None, run.run_id):
                 return run

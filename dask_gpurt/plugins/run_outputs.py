@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import cast
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.shuffle import barrier_key, id_from_key
-from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.shuffle import RunState, ShuffleId, barrier_key, id_from_key
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension
 from dask_gpurt.dask_hooks.worker import LEAVING
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.spec import RunSpec, outputs_of
 
 #: States of outputs that nothing waits for.
-IDLE = ("released", "forgotten", "erred")
+IDLE_STATES = ("released", "forgotten", "erred")
 
 
 def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterable[RunSpec]) -> list[str]:
@@ -40,20 +40,19 @@ def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None
     """Return the workers that a barrier, and so its outputs, are restricted to; None if there are none."""
     task = scheduler.tasks[barrier]
     if not (task.host_restrictions or task.resource_restrictions):
-        only: Collection[str] | None = task.worker_restrictions
-        return only or None
+        return task.worker_restrictions or None
     # valid_workers has only running workers; paused workers have no free memory for outputs anyway. If all
     # are paused, fall back to the workers that run the transfers.
-    valid = scheduler.valid_workers(task) or {one.processing_on for one in task.dependencies} - {None}
-    return {ws.address for ws in valid}
+    valid = scheduler.valid_workers(task) or {one.processing_on for one in task.dependencies}
+    return {ws.address for ws in valid if ws is not None}
 
 
-def is_unfinished(task: Any) -> bool:
+def is_unfinished(task: SchedulerTask) -> bool:
     """Return whether the task of an output is needed, and not in memory."""
-    return task.state not in ("memory", *IDLE)
+    return task.state not in ("memory", *IDLE_STATES)
 
 
-def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
+def needed_outputs(barrier: SchedulerTask, outputs: Iterable[int]) -> set[int]:
     """Return the subset of outputs that are unfinished, or have no task yet.
 
     Parameters
@@ -68,16 +67,22 @@ def needed_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
     return set(outputs) - (others - needed)
 
 
-def asked_outputs(barrier: Any, outputs: Iterable[int]) -> set[int]:
+def asked_outputs(barrier: SchedulerTask, outputs: Iterable[int]) -> set[int]:
     """Return the subset of outputs that have a task; all of them if a task's output is unknown."""
     asked = {output for _, output in outputs_of(barrier)}
     return {output for output in outputs if output in asked or None in asked}
 
 
-def sharing_outputs(barrier: Any) -> set[Any]:
+def sharing_outputs(barrier: SchedulerTask) -> set[ShuffleId]:
     """Return the other shuffles that share outputs with a barrier's, such as the other side of a join."""
     others = {other.key for output in barrier.dependents for other in output.dependencies} - {barrier.key}
     return {shuffle for key in others if (shuffle := id_from_key(key))}
+
+
+def owners_of(run: RunState) -> Owners | None:
+    """Return the owner of each output of a run of the runtime; None for a run of Dask's own."""
+    owners = run.run_spec.worker_for
+    return owners if isinstance(owners, Owners) else None
 
 
 class ActiveRuns:
@@ -93,14 +98,14 @@ class ActiveRuns:
 
     def __init__(self, scheduler: SchedulerServer, workers: Workers):
         self._scheduler = scheduler
-        self._extension = scheduler.extensions["shuffle"]
+        self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
         self._workers = workers
 
-    def has(self, shuffle: Any) -> bool:
+    def has(self, shuffle: ShuffleId) -> bool:
         """Return whether an active run is the runtime's."""
-        return isinstance(self._extension.active_shuffles[shuffle].run_spec.worker_for, Owners)
+        return owners_of(self._extension.active_shuffles[shuffle]) is not None
 
-    def barrier(self, shuffle: Any) -> Any:
+    def barrier(self, shuffle: ShuffleId) -> SchedulerTask:
         """Return the barrier task of a shuffle."""
         return self._scheduler.tasks[barrier_key(shuffle)]
 
@@ -109,34 +114,35 @@ class ActiveRuns:
         task = self._scheduler.tasks.get(key)
         return task is not None and task.state in states
 
-    def owners(self, shuffle: Any) -> Owners:
+    def owners(self, shuffle: ShuffleId) -> Owners:
         """Return the owner of each output of an active run of the runtime."""
-        owners: Owners = self._extension.active_shuffles[shuffle].run_spec.worker_for
-        return owners
+        return cast(Owners, self._extension.active_shuffles[shuffle].run_spec.worker_for)
 
-    def is_sealed(self, shuffle: Any) -> bool:
+    def is_sealed(self, shuffle: ShuffleId) -> bool:
         """Return whether all shares are sealed: their owners have received every shard."""
         return self.owners(shuffle).sealed
 
-    def owned(self, shuffle: Any, worker: str) -> set[int]:
+    def owned(self, shuffle: ShuffleId, worker: str) -> set[int]:
         """Return the outputs that a worker owns."""
         return {output for output, owner in self.owners(shuffle).items() if owner == worker}
 
-    def unfinished(self, shuffle: Any, outputs: Iterable[int]) -> set[int]:
+    def unfinished(self, shuffle: ShuffleId, outputs: Iterable[int]) -> set[int]:
         """Return the subset of outputs that are unfinished, or have no task yet."""
         return needed_outputs(self.barrier(shuffle), outputs)
 
-    def load(self, shuffle: Any, moved: Collection[int]) -> Counter[str]:
+    def load(self, shuffle: ShuffleId, moved: Collection[int]) -> Counter[str]:
         """Return the number of unfinished outputs of each worker, excluding those that move."""
         owners = self.owners(shuffle)
         return Counter(owners[output] for output in self.unfinished(shuffle, owners) - set(moved))
 
-    def candidates(self, *shuffles: Any) -> list[str]:
+    def candidates(self, *shuffles: ShuffleId) -> list[str]:
         """Return the workers that may own outputs of all given shuffles."""
-        specs = [self._extension.active_shuffles[shuffle].run_spec.spec for shuffle in shuffles]
+        specs = [
+            cast(RunSpec, self._extension.active_shuffles[shuffle].run_spec.spec) for shuffle in shuffles
+        ]
         return possible_owners(self._scheduler, self._workers, specs)
 
-    def sharing(self, shuffle: Any) -> set[Any]:
+    def sharing(self, shuffle: ShuffleId) -> set[ShuffleId]:
         """Return a shuffle and the active ones that share outputs with it, such as both sides of a join."""
         others = sharing_outputs(self.barrier(shuffle)) & self._extension.active_shuffles.keys()
         return {shuffle} | {other for other in others if self.has(other)}

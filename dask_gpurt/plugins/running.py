@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from dask.typing import Key
 from dask.utils import key_split
 from distributed.core import clean_exception
-from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
+from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent, StateMachineEvent
 
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
@@ -43,7 +43,7 @@ class TaskRunner:
         tiers: WorkerTiers,
         settings: MemorySettings,
         metrics: Metrics,
-        execute: Callable[..., Any],
+        execute: Callable[..., Awaitable[StateMachineEvent]],
         is_aside: Callable[[Key], bool],
     ):
         self._worker = worker
@@ -59,7 +59,7 @@ class TaskRunner:
         self._promised_before: list[Key] = []
         self.admission = AdmissionQueue(self._has_seceded, tiers.tiered_buffer.reservations, metrics)
 
-    async def run(self, key: Key, stimulus_id: str) -> Any:
+    async def run(self, key: Key, stimulus_id: str) -> StateMachineEvent:
         """Run a task, and return the event for Dask's state machine."""
         task = self._worker.state.tasks[key]
         inputs = {dependency.key: dependency.nbytes or 0 for dependency in task.dependencies}
@@ -177,7 +177,7 @@ class TaskRunner:
 
     # ---- retries after running out of memory -----------------------------------------
 
-    async def _until_it_fits(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
+    async def _until_it_fits(self, key: Key, task: WorkerTask, stimulus_id: str) -> StateMachineEvent:
         for attempt in range(self._settings.retries + 1):
             self._tiers.device.peak()  # resets the peak
             event = await self.execute(key, stimulus_id=stimulus_id)
@@ -214,7 +214,7 @@ class TaskRunner:
                 self._tiers.in_background(self._tiered_buffer.prefetch, keys)
 
 
-def _out_of_memory(event: Any) -> BaseException | None:
+def _out_of_memory(event: StateMachineEvent) -> BaseException | None:
     """Return the ``MemoryError`` among the causes of a task's exception; None if there is none."""
     error: BaseException | None = None
     if isinstance(event, ExecuteFailureEvent):

@@ -28,31 +28,31 @@ from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
 from dask_gpurt.plugins.asking import make_room
 from dask_gpurt.plugins.json_api import JsonApi
-from dask_gpurt.plugins.memory_reports import METRIC, OP
+from dask_gpurt.plugins.memory_reports import MEMORY_METRIC, MEMORY_OP
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.reports import ClusterReports
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
-from dask_gpurt.plugins.silence import STATUS, SilentWorkers
-from dask_gpurt.plugins.small_results import CONFIRMED
-from dask_gpurt.plugins.stats_sync import HANDLER, SharedStatistics
+from dask_gpurt.plugins.silence import STATUS_OP, SilentWorkers
+from dask_gpurt.plugins.small_results import CONFIRM_RESULTS_OP
+from dask_gpurt.plugins.stats_sync import STATISTICS_HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import (
-    JOIN,
-    LEFT,
+    JOIN_HANDLER,
+    LEFT_OP,
     NAME,
-    READY,
-    REFUSED,
-    TOKEN,
+    READY_OP,
+    REFUSED_OP,
+    TOKEN_HANDLER,
     Switch,
     Workers,
     spare_tracebacks,
 )
 from dask_gpurt.plugins.topology import SchedulerTopology
-from dask_gpurt.plugins.topology_reports import PLACE, TRAFFIC
+from dask_gpurt.plugins.topology_reports import PLACE_OP, TRAFFIC_OP
 from dask_gpurt.plugins.tracing import SchedulerTracing
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
-from dask_gpurt.plugins.worker_data import LOST
-from dask_gpurt.shuffle.run import OWNERS, RECOVER, SEALED
+from dask_gpurt.plugins.worker_data import LOST_KEYS_OP
+from dask_gpurt.shuffle.run import OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
 
 logger = logging.getLogger(__name__)
 
@@ -94,17 +94,25 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 return  # the other one is on; Dask drops this idempotent plugin
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
-        spare_tracebacks()
+        self._spared = spare_tracebacks()
         self.switch = Switch(self._switch_on, self._switch_off)
-        await self.switch.on()
+        try:
+            await self.switch.on()
+        except BaseException:
+            scheduler.loop.add_callback(self._spared.close)  # once Dask has logged what this raises
+            raise
 
     async def close(self) -> None:
         # The registry of metrics is global to the process and would keep the closed scheduler alive.
         self._hide()
+        self._spared.close()
 
     async def stop(self) -> None:
         """Switch the runtime off and restore Dask, on the scheduler and on all workers."""
-        await self.switch.off()
+        try:
+            await self.switch.off()
+        finally:
+            self._spared.close()
 
     # ---- on and off ----------------------------------------------------------------------
 
@@ -115,7 +123,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             dask_hooks.require()
             self._prepare(config.load_over(self.given))
             self._show()
-            self._undo.callback(self._bear_with_unreachable)
+            self._undo.callback(self._ignore_unreachable)
             self.places.install()
             self._undo.callback(self.places.uninstall)
             self._listen()
@@ -174,23 +182,23 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             "gpurt_shared_memory": self.shared_memory,
             "gpurt_host_room": self.host_room,
             "gpurt_explain": self.explain,
-            HANDLER: self.learned.learned,
-            JOIN: self.workers.join,
-            TOKEN: lambda: self.workers.token,
-            OWNERS: self.shuffles.recovery.owners,
-            RECOVER: self.shuffles.recovery.recover,
-            "gpurt_silent": self.shuffles.recovery.goes_on_without,
+            STATISTICS_HANDLER: self.learned.learned,
+            JOIN_HANDLER: self.workers.join,
+            TOKEN_HANDLER: lambda: self.workers.token,
+            OWNERS_HANDLER: self.shuffles.recovery.owners,
+            RECOVER_HANDLER: self.shuffles.recovery.recover,
+            "gpurt_silent": self.shuffles.recovery.continues_without,
             **self.tracing.handlers(),
         }
         operations = {
-            OP: self.memory_changed,
-            LOST: self.lost,
-            READY: self.is_ready,
-            LEFT: self.workers.has_left,
-            REFUSED: self.refused,
-            SEALED: self.shuffles.recovery.sealed,
-            STATUS: self.workers.silent.is_back,
-            CONFIRMED: self.shuffles.results.confirmed,
+            MEMORY_OP: self.memory_changed,
+            LOST_KEYS_OP: self.lost,
+            READY_OP: self.is_ready,
+            LEFT_OP: self.workers.has_left,
+            REFUSED_OP: self.refused,
+            SEALED_OP: self.shuffles.recovery.sealed,
+            STATUS_OP: self.workers.silent.is_back,
+            CONFIRM_RESULTS_OP: self.shuffles.results.confirmed,
         }
         patches = dask_hooks.PatchSet()
         self._undo.callback(self.tracing.close)
@@ -209,11 +217,22 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if self.scheduler.extensions.get(NAME) is self:
             del self.scheduler.extensions[NAME]
 
-    def _bear_with_unreachable(self) -> None:
+    def _ignore_unreachable(self) -> None:
         # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
         # closes a worker that sends an unknown operation.
         if self.workers.unreachable:
-            for name in (OP, LOST, READY, LEFT, REFUSED, PLACE, TRAFFIC, SEALED, STATUS, CONFIRMED):
+            for name in (
+                MEMORY_OP,
+                LOST_KEYS_OP,
+                READY_OP,
+                LEFT_OP,
+                REFUSED_OP,
+                PLACE_OP,
+                TRAFFIC_OP,
+                SEALED_OP,
+                STATUS_OP,
+                CONFIRM_RESULTS_OP,
+            ):
                 self.scheduler.stream_handlers[name] = _nothing
 
     def _register(self, name: str) -> None:
@@ -247,7 +266,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         else:
             logger.error("the runtime is not on at %s, and shuffles that reach it fail: %s", worker, reason)
 
-    def restart(self, scheduler: Any) -> None:
+    def restart(self, scheduler: SchedulerServer) -> None:
         self.shuffles.recovery.restart()
 
     # ---- memory ------------------------------------------------------------------------
@@ -334,7 +353,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def reported_memory(self) -> ClusterMemory:
         """Return the latest reported memory of all workers."""
         for address, state in self.scheduler.workers.items():
-            if (whole := state.metrics.get(METRIC)) is not None:
+            if (whole := state.metrics.get(MEMORY_METRIC)) is not None:
                 self.cluster_memory.apply(address, whole)
         return self.cluster_memory
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from dask.typing import Key
 from distributed.metrics import time
@@ -18,6 +18,9 @@ from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec
 from dask_gpurt.dask_hooks.shuffle import (
     DataFrameShuffleSpec,
     P2PConsistencyError,
+    RunState,
+    ShuffleId,
+    ShuffleRunSpec,
     barrier_key,
     end_run,
     id_from_key,
@@ -28,7 +31,8 @@ from dask_gpurt.dask_hooks.shuffle import (
     runs_of,
     set_restriction,
 )
-from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
+from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, WorkerState
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
@@ -47,7 +51,7 @@ from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec
 from dask_gpurt.shuffle.retries import RunsInARow
-from dask_gpurt.shuffle.run import ACCEPTED, ASSEMBLED
+from dask_gpurt.shuffle.run import ACCEPTED_OP, ASSEMBLED_KEY
 from dask_gpurt.shuffle.spec import RunSpec, ShuffleSpec, outputs_of
 
 logger = logging.getLogger(__name__)
@@ -75,7 +79,7 @@ class SchedulerShuffles:
         headroom: Headroom,
     ):
         self._scheduler = scheduler
-        self._extension = scheduler.extensions["shuffle"]
+        self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
         self._settings = settings
         self._metrics = metrics
         self._workers = workers
@@ -87,7 +91,7 @@ class SchedulerShuffles:
         self._balancing = Balancing(scheduler, self.recovery, headroom)
         self._retirement = Retirement(scheduler, self.recovery, metrics)
 
-    def _begin_again(self, shuffle_id: Any, reason: str) -> None:
+    def _begin_again(self, shuffle_id: ShuffleId, reason: str) -> None:
         logger.warning("Shuffle %s restarts: %s", shuffle_id, reason)
         self._scheduler.log_event(
             SHUFFLE_TOPIC, {"action": "begins-again", "shuffle": str(shuffle_id), "reason": reason}
@@ -125,12 +129,12 @@ class SchedulerShuffles:
                 message = f"the runtime was switched off during {run}"
                 restart_without(extension, self._scheduler, run, message, stimulus_id)
 
-    def _is_dasks(self, shuffle_id: Any) -> bool:
+    def _is_dasks(self, shuffle_id: ShuffleId) -> bool:
         spec = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec.spec
         return type(spec) in (DataFrameShuffleSpec, ArrayRechunkSpec)
 
-    def active(self) -> dict[Any, Any]:
-        """Return the active runs of the runtime, by shuffle; the values are those of Dask's extension."""
+    def active(self) -> dict[ShuffleId, RunState]:
+        """Return the active runs of the runtime, by shuffle."""
         return {
             shuffle_id: run
             for shuffle_id, run in self._extension.active_shuffles.items()
@@ -156,7 +160,7 @@ class SchedulerShuffles:
             self._balancing.forgotten(shuffle_id)
         if finish == "memory":
             self._balancing.in_memory(key)
-            if worker is not None and metadata and ASSEMBLED in metadata:
+            if worker is not None and metadata and ASSEMBLED_KEY in metadata:
                 self._accept(key, worker)
         self.results.transition(key, finish)
 
@@ -164,29 +168,33 @@ class SchedulerShuffles:
         """Tell a worker that the result of a task that has assembled outputs is accepted."""
         # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         if self._patches and worker in self._workers.ready and worker in self._scheduler.stream_comms:
-            self._scheduler.send_all({}, {worker: [{"op": ACCEPTED, "key": key}]})
+            self._scheduler.send_all({}, {worker: [{"op": ACCEPTED_OP, "key": key}]})
 
     # ---- replacements of the extension's methods -----------------------------------------
 
-    def _retrieve_spec(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def retrieve(shuffle_id: Any) -> Any:
+    def _retrieve_spec(
+        self, original: Callable[[ShuffleId], DaskShuffleSpec[Any]]
+    ) -> Callable[[ShuffleId], DaskShuffleSpec[Any]]:
+        def retrieve(shuffle_id: ShuffleId) -> DaskShuffleSpec[Any]:
             spec = original(shuffle_id)
             if type(spec) not in (DataFrameShuffleSpec, ArrayRechunkSpec):
                 return spec
             if not self._settings.takeover:
                 MethodChoice.TAKEOVER_OFF.count(self._metrics)
                 return spec
-            if type(spec) is DataFrameShuffleSpec and library(spec.meta) is None:
+            if isinstance(spec, DataFrameShuffleSpec) and library(spec.meta) is None:
                 reason = f"{type(spec.meta)} is not a frame of pandas or cudf"
                 self._metrics.fallback(Fallback.SHUFFLE_UNSUPPORTED_FRAMES, reason)
                 return spec
             self._metrics.add("shuffle.taken-over")
-            return RechunkSpec.of(spec) if type(spec) is ArrayRechunkSpec else ShuffleSpec.of(spec)
+            if isinstance(spec, DataFrameShuffleSpec):
+                return ShuffleSpec.of(spec)
+            return RechunkSpec.of(cast(ArrayRechunkSpec, spec))
 
         return retrieve
 
-    def _create(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def create(shuffle_id: Any, key: Any, worker: str) -> Any:
+    def _create(self, original: Callable[..., ShuffleRunSpec[Any]]) -> Callable[..., ShuffleRunSpec[Any]]:
+        def create(shuffle_id: ShuffleId, key: Key, worker: str) -> ShuffleRunSpec[Any]:
             self._refuse_after_retries(shuffle_id)
             run = original(shuffle_id, key, worker)
             if isinstance(run.spec, RunSpec):
@@ -209,7 +217,7 @@ class SchedulerShuffles:
         return create
 
     def _calculate_worker_for(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def calculate(spec: Any) -> dict[Any, str]:
+        def calculate(spec: DaskShuffleSpec[Any]) -> dict[Any, str]:
             chosen: dict[Any, str] = original(spec)
             if not isinstance(spec, RunSpec):
                 return chosen
@@ -237,12 +245,12 @@ class SchedulerShuffles:
         barrier = self._scheduler.tasks[key]
         return bool(barrier.who_wants or barrier.waiters)
 
-    def _is_ours(self, shuffle_id: Any) -> bool:
+    def _is_ours(self, shuffle_id: ShuffleId) -> bool:
         run = self._extension.active_shuffles.get(shuffle_id)
         return run is not None and isinstance(run.run_spec.spec, RunSpec)
 
     def _restart_shuffle(self, original: Callable[..., None]) -> Callable[..., None]:
-        def begin_again(id: Any, scheduler: Any, *, stimulus_id: str) -> None:
+        def begin_again(id: ShuffleId, scheduler: SchedulerServer, *, stimulus_id: str) -> None:
             if self._is_ours(id):  # _transition does not end it when its barrier is released
                 run = self._extension.active_shuffles[id]
                 self._metrics.add("shuffle.runs.restarted")
@@ -252,7 +260,7 @@ class SchedulerShuffles:
         return begin_again
 
     def _remove_worker(self, original: Callable[..., None]) -> Callable[..., None]:
-        def remove(scheduler: Any, worker: str, **options: Any) -> None:
+        def remove(scheduler: SchedulerServer, worker: str, **options: Any) -> None:
             self.recovery.remove_worker(worker)
             self._balancing.on_worker_removed(worker)
             self.results.on_worker_removed(worker)
@@ -262,8 +270,10 @@ class SchedulerShuffles:
 
         return remove
 
-    def _valid_workers_downscaling(self, original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        def valid(scheduler: Any, workers: list[Any]) -> list[Any]:
+    def _valid_workers_downscaling(
+        self, original: Callable[..., list[WorkerState]]
+    ) -> Callable[..., list[WorkerState]]:
+        def valid(scheduler: SchedulerServer, workers: list[WorkerState]) -> list[WorkerState]:
             # Workers may leave once all outputs of a shuffle are in memory: hide these shuffles from Dask.
             active = self._extension.active_shuffles
             done = [s for s in active if self._is_ours(s) and self.recovery.is_done(s)]
@@ -275,8 +285,10 @@ class SchedulerShuffles:
 
         return valid
 
-    def _restart_recommendations(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def recommend(shuffle_id: Any) -> dict[Key, str]:
+    def _restart_recommendations(
+        self, original: Callable[[ShuffleId], dict[Key, str]]
+    ) -> Callable[[ShuffleId], dict[Key, str]]:
+        def recommend(shuffle_id: ShuffleId) -> dict[Key, str]:
             runs = runs_of(self._extension, shuffle_id)
             if any(isinstance(run.run_spec.spec, RunSpec) for run in runs):
                 # Dask recommends nothing once an output has erred. The other outputs would then wait for a
@@ -287,7 +299,7 @@ class SchedulerShuffles:
 
         return recommend
 
-    def _releases(self, shuffle_id: Any) -> dict[Key, str]:
+    def _releases(self, shuffle_id: ShuffleId) -> dict[Key, str]:
         """Recommend the release of a shuffle's tasks, except erred ones and outputs in memory."""
         barrier = self._scheduler.tasks[barrier_key(shuffle_id)]
         outputs = (task for task in barrier.dependents if task.state != "memory")
@@ -304,7 +316,7 @@ class SchedulerShuffles:
             return chosen
         return {p: w if w in possible else spec.pick_worker(p, possible) for p, w in chosen.items()}
 
-    def _refuse_after_retries(self, shuffle_id: Any) -> None:
+    def _refuse_after_retries(self, shuffle_id: ShuffleId) -> None:
         runs, retries = self._runs[shuffle_id], self._settings.shuffle.retries
         if runs > retries:
             raise P2PConsistencyError(
@@ -312,7 +324,7 @@ class SchedulerShuffles:
                 f"a consistency check, see the workers' logs. 'gpurt.shuffle.retries' is {retries}"
             )
 
-    def _send_outputs_to_owners(self, shuffle_id: Any, worker_for: dict[int, str]) -> None:
+    def _send_outputs_to_owners(self, shuffle_id: ShuffleId, worker_for: dict[int, str]) -> None:
         """Restrict output tasks to their owners before they start; Dask reschedules them after they do."""
         for task, partition in outputs_of(self._scheduler.tasks[barrier_key(shuffle_id)]):
             name_workers(self._scheduler, task)

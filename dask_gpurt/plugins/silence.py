@@ -33,7 +33,7 @@ SILENT_S, SILENT_AT_WORK_S = 10.0, 30.0
 #: The least number of missed heartbeats; large clusters have long intervals.
 MISSED = 4
 #: The stream operation that asks a worker for its status, and the one of its reply.
-ASK_STATUS, STATUS = "gpurt-ask-status", "gpurt-status"
+ASK_STATUS_OP, STATUS_OP = "gpurt-ask-status", "gpurt-status"
 
 
 class SilentWorkers:
@@ -95,7 +95,7 @@ class SilentWorkers:
         self._held[worker] = state.status is Status.running
         if self._held[worker]:
             self._set_status(worker, Status.paused)
-        self._scheduler.send_all({}, {worker: [{"op": ASK_STATUS}]})
+        self._scheduler.send_all({}, {worker: [{"op": ASK_STATUS_OP}]})
 
     def is_back(self, worker: str, status: str) -> None:
         """Release a worker that has told its status (stream handler)."""

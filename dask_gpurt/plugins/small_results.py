@@ -22,21 +22,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 from dask.typing import Key
 from distributed.protocol.serialize import ToPickle
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.scheduler import require_replicas
-from dask_gpurt.dask_hooks.shuffle import id_from_key
-from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.shuffle import RunState, id_from_key
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.plugins.run_outputs import owners_of
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.transferred import Transferred
 
 #: The stream operations by which the scheduler sends results to a worker, and by which that confirms them.
-RESULTS, CONFIRMED = "gpurt-results", "gpurt-results-confirmed"
+SEND_RESULTS_OP, CONFIRM_RESULTS_OP = "gpurt-results", "gpurt-results-confirmed"
 #: Dask's stream operations by which a worker reports that it has computed and that it has released a result.
 REPORTS = ("task-finished", "release-worker-data")
 
@@ -54,10 +55,10 @@ class SmallResults:
 
     def __init__(self, scheduler: SchedulerServer, ready: Collection[str], metrics: Metrics):
         self._scheduler = scheduler
-        self._extension = scheduler.extensions["shuffle"]
+        self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
         self._ready = ready
         self._metrics = metrics
-        self._send_for: Mapping[str, Callable[[Any, Any], None]] = {}
+        self._send_for: Mapping[str, Callable[[RunState, SchedulerTask], None]] = {}
         self._patches = PatchSet()
         #: How many results a worker has to confirm, by worker and key.
         self._unconfirmed: defaultdict[str, Counter[Key]] = defaultdict(Counter)
@@ -85,32 +86,34 @@ class SmallResults:
         if send is None or (shuffle := id_from_key(key)) is None:
             return
         run = self._extension.active_shuffles.get(shuffle)
-        if run is not None and isinstance(run.run_spec.worker_for, Owners):
+        if run is not None and owners_of(run) is not None:
             send(run, self._scheduler.tasks[key])
 
-    def _send_transfers(self, run: Any, barrier: Any) -> None:
+    def _send_transfers(self, run: RunState, barrier: SchedulerTask) -> None:
         """Send the results of all transfers to the worker of a barrier."""
         results = {}
         for task in barrier.dependencies:
             if (result := Transferred.of_task(task, run.run_id)) is None:
                 return  # if the worker must fetch one result, it may as well fetch all
             results[task] = result
-        self._send(barrier.processing_on, results)
+        if barrier.processing_on is not None:
+            self._send(barrier.processing_on, results)
 
-    def _send_barrier(self, run: Any, barrier: Any) -> None:
+    def _send_barrier(self, run: RunState, barrier: SchedulerTask) -> None:
         """Send the result of a barrier to the owners of outputs."""
-        for owner in {share.owner for share in run.run_spec.worker_for.shares.values()}:
+        owners = cast(Owners, run.run_spec.worker_for)
+        for owner in {share.owner for share in owners.shares.values()}:
             if (worker := self._scheduler.workers.get(owner)) is not None:
                 self._send(worker, {barrier: run.run_id})
 
-    def _send(self, worker: Any, results: Mapping[Any, Any]) -> None:
+    def _send(self, worker: WorkerState, results: Mapping[SchedulerTask, int]) -> None:
         """Send a worker the results that it lacks, ahead of the task that needs them."""
-        missing = {task: result for task, result in results.items() if worker not in task.who_has}
+        missing = {task: result for task, result in results.items() if worker not in (task.who_has or ())}
         # Dask closes a worker that receives an unknown operation, as this is without the runtime.
         if not missing or worker.address not in self._ready:
             return
         sent = ToPickle({task.key: result for task, result in missing.items()})
-        self._scheduler.send_all({}, {worker.address: [{"op": RESULTS, "results": sent}]})
+        self._scheduler.send_all({}, {worker.address: [{"op": SEND_RESULTS_OP, "results": sent}]})
         for task in missing:
             self._scheduler.add_replica(task, worker)
         self._unconfirmed[worker.address].update(task.key for task in missing)

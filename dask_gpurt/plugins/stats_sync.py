@@ -16,7 +16,7 @@ from dask_gpurt.overlap.statistics import OverlapStatistics, average, significan
 from dask_gpurt.overlap.statistics_file import CacheKey
 
 #: The name of the scheduler's handler.
-HANDLER = "gpurt_learned"
+STATISTICS_HANDLER = "gpurt_learned"
 #: Heartbeats between two reports of a worker. Dask's heartbeat interval grows with the number of workers.
 SYNC_HEARTBEATS = 2
 #: How long an average is reused before it is recomputed, in seconds.

@@ -1,8 +1,8 @@
 """Switch the runtime on and off on all workers, as transactions that never overlap and end either on or off.
 
 A caller that arrives in the middle waits for the outcome, and receives its exception if it fails. A worker
-that joins in the middle asks the scheduler before it switches on (:data:`JOIN`), since the plugin that it
-received may have been removed again::
+that joins in the middle asks the scheduler before it switches on (:data:`JOIN_HANDLER`), since the plugin
+that it received may have been removed again::
 
     a worker registers; the scheduler's reply with the plugin is in flight
     the scheduler switches off, and tells the worker, which does not have the plugin yet
@@ -10,8 +10,8 @@ received may have been removed again::
 
 When the worker asks, it has registered the plugin already. So after a yes it receives every later removal,
 unless it is silent. A transaction does not wait for a silent worker, but fails and names it. Workers look up
-at intervals which runtime the scheduler has on (:data:`TOKEN`), and switch off a plugin that belongs to none
-or to another one. So a worker that is heard again ends up off.
+at intervals which runtime the scheduler has on (:data:`TOKEN_HANDLER`), and switch off a plugin that belongs
+to none or to another one. So a worker that is heard again ends up off.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping
 from enum import IntEnum
@@ -35,11 +36,11 @@ from dask_gpurt.plugins.silence import SilentWorkers
 NAME = "gpurt"
 #: The handler that a worker calls before it switches on, and the stream operations by which it reports that
 #: it has switched on, and off.
-JOIN, READY, LEFT = "gpurt_join", "gpurt-ready", "gpurt-left"
+JOIN_HANDLER, READY_OP, LEFT_OP = "gpurt_join", "gpurt-ready", "gpurt-left"
 #: The handler that returns the token of the runtime that is on.
-TOKEN = "gpurt_token"
+TOKEN_HANDLER = "gpurt_token"
 #: The stream operation by which a worker reports that it cannot switch on with its settings.
-REFUSED = "gpurt-refused"
+REFUSED_OP = "gpurt-refused"
 #: The number of calls to a registered worker that does not answer, and the pause between them in seconds.
 ATTEMPTS, PAUSE_S = 5, 0.2
 #: Seconds between checks whether a worker that has not answered yet is silent, or has left.
@@ -202,7 +203,7 @@ class Workers:
         """Note that a worker's plugin has switched off; this is its last message (stream handler)."""
         if token == self.token:
             self._on[worker].discard(plugin)
-            self._look()
+            self._update_all_left()
 
     def remove(self, worker: str) -> None:
         """Forget a worker that has left the cluster."""
@@ -210,9 +211,9 @@ class Workers:
         self._on.pop(worker, None)
         self._devices.pop(worker, None)
         self.silent.remove(worker)
-        self._look()
+        self._update_all_left()
 
-    def _look(self) -> None:
+    def _update_all_left(self) -> None:
         if {worker for worker, plugins in self._on.items() if plugins} <= self.unreachable:
             self._all_left.set()
         else:
@@ -230,7 +231,7 @@ class Workers:
         """
         self._wanted = True
         self._scheduler.worker_plugins[NAME] = self._plugin
-        replies = await self._tell({"op": "plugin-add", "plugin": self._plugin, "name": NAME})
+        replies = await self._call_all({"op": "plugin-add", "plugin": self._plugin, "name": NAME})
         for worker, reply in replies.items():
             if isinstance(reply, ImportError):
                 raise RuntimeError(f"worker {worker} cannot import dask_gpurt: {reply}") from reply
@@ -253,7 +254,7 @@ class Workers:
         self._wanted = False
         if self._scheduler.worker_plugins.get(NAME) == self._plugin:
             del self._scheduler.worker_plugins[NAME]
-        replies = await self._tell({"op": "plugin-remove", "name": NAME})
+        replies = await self._call_all({"op": "plugin-remove", "name": NAME})
         self.ready.clear()
         left = {}
         for worker, reply in replies.items():
@@ -277,24 +278,24 @@ class Workers:
     async def _until_all_left(self) -> list[str]:
         """Wait for the last message of every plugin; return the workers that fall silent before theirs."""
         silent: list[str] = []
-        self._look()
+        self._update_all_left()
         while not self._all_left.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._all_left.wait(), WATCH_S)
             missing = [w for w, plugins in self._on.items() if plugins and w not in self.unreachable]
             silent += [worker for worker in missing if self.silent.is_silent(worker, SILENT_S)]
             self.unreachable.update(silent)
-            self._look()
+            self._update_all_left()
         return silent
 
-    async def _tell(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    async def _call_all(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message to all workers; return the replies or errors of those that are still here."""
         asked = [worker for worker in self._scheduler.workers if self._stays(worker)]
-        replies = await asyncio.gather(*(self._tell_one(worker, message) for worker in asked))
+        replies = await asyncio.gather(*(self._call_one(worker, message) for worker in asked))
         answers = zip(asked, replies, strict=True)
         return {worker: reply for worker, reply in answers if self._stays(worker)}
 
-    async def _tell_one(self, worker: str, message: Mapping[str, Any]) -> Any:
+    async def _call_one(self, worker: str, message: Mapping[str, Any]) -> Any:
         """Send a message to a worker, with retries if connections break; return its reply or the error."""
         for attempt in range(ATTEMPTS):
             reply = await self._reply(worker, message)
@@ -329,22 +330,48 @@ class _WithoutTraceback(logging.Filter):
     """Drop Dask's log records, with a traceback for each worker, of errors that are reported elsewhere.
 
     A wrong setting is raised by the call that switches the runtime on, or logged in one line if there is no
-    such call. Dask also logs an error when it removes the plugin from a worker that does not have it.
+    such call. Dask also logs an error when it removes the plugin from a worker that does not have it, mostly
+    since it has failed to switch on. That is the last such record.
     """
+
+    #: The number of plugins in this process that are on, or have failed and have yet to be removed.
+    plugins = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        has_none = isinstance(error, KeyError) and error.args == (NAME,)
-        return not (isinstance(error, ConfigError) or has_none)
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            log_tracebacks()
+            return False
+        return not isinstance(error, ConfigError)
 
 
 _without_traceback = _WithoutTraceback()
+_FILTERED = ("distributed.worker", "distributed.core")
+#: Guards the filter: servers of one process may have loops on several threads.
+_lock = threading.Lock()
 
 
-def spare_tracebacks() -> None:
-    """Keep tracebacks of errors that are reported elsewhere out of Dask's logs. Idempotent."""
-    for name in ("distributed.worker", "distributed.core"):
-        logging.getLogger(name).addFilter(_without_traceback)
+def spare_tracebacks() -> contextlib.ExitStack:
+    """Keep tracebacks of errors that are reported elsewhere out of Dask's logs, until the result is closed.
+
+    A worker's plugin that has failed to switch on does not close it; Dask's record of its removal does.
+    """
+    with _lock:
+        _without_traceback.plugins += 1
+        for name in _FILTERED:
+            logging.getLogger(name).addFilter(_without_traceback)
+    spared = contextlib.ExitStack()
+    spared.callback(log_tracebacks)
+    return spared
+
+
+def log_tracebacks() -> None:
+    """Restore Dask's logs if the last plugin of this process is off."""
+    with _lock:
+        _without_traceback.plugins = max(0, _without_traceback.plugins - 1)
+        if not _without_traceback.plugins:
+            for name in _FILTERED:
+                logging.getLogger(name).removeFilter(_without_traceback)
 
 
 def exception_of(reply: Mapping[str, Any]) -> BaseException:

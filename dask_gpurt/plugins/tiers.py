@@ -108,10 +108,10 @@ class WorkerTiers:
         self._relieving = False
         #: Whether the runtime is being switched off. Work that has started before may still end later.
         self.closed = False
-        self._watch = PeriodicCallback(self._look, PRESSURE_POLL_INTERVAL_S * 1000)
+        self._watch = PeriodicCallback(self._poll_memory, PRESSURE_POLL_INTERVAL_S * 1000)
         # Polled on another thread: a network file system may block.
         self._watch_disk = PeriodicCallback(
-            partial(self.in_background, self._look_at_disk), DISK_POLL_INTERVAL_S * 1000
+            partial(self.in_background, self._poll_disk), DISK_POLL_INTERVAL_S * 1000
         )
 
     def start(self) -> None:
@@ -121,7 +121,7 @@ class WorkerTiers:
 
     def report_now(self) -> None:
         """Report all tiers and pools immediately. On the event loop."""
-        self._look()
+        self._poll_memory()
         self.reporter.send_now()
 
     def guard(self) -> None:
@@ -209,18 +209,18 @@ class WorkerTiers:
         """Start a function on a thread of the tiers without waiting for it; errors are logged."""
         if self.closed:
             return
-        self.executor.submit(function, *args).add_done_callback(_complain)
+        self.executor.submit(function, *args).add_done_callback(_log_failure)
 
     # ---- memory pressure ---------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _poll_memory(self) -> None:
         if self._guard is not None:
             self._guard.renew()
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
         self.ledger.shared_memory = self._shared_memory()
         if (manager := cudf_spill_manager()) is not None:
-            self._look_at_cudf(manager)
+            self._poll_cudf(manager)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
         beyond = self.device.allocated() - self.tiered_buffer.live_bytes(Tier.DEVICE)
@@ -233,7 +233,7 @@ class WorkerTiers:
         if too_much or process > DROP_PAGES_FROM * self.memory_limit:
             self._relieve_soon()
 
-    def _look_at_disk(self) -> None:
+    def _poll_disk(self) -> None:
         """Update the capacity of the disk tier: other processes write to the file system too."""
         try:
             limit = self.disk.limit()
@@ -246,7 +246,7 @@ class WorkerTiers:
             self._relieving = True
             self.in_background(self._relieve)
 
-    def _look_at_cudf(self, manager: Any) -> None:
+    def _poll_cudf(self, manager: Any) -> None:
         spilled = spilled_by_cudf(manager)
         self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
         self.tiered_buffer.set_elsewhere(spilled)
@@ -307,6 +307,6 @@ class WorkerTiers:
         }
 
 
-def _complain(done: Future[Any]) -> None:
+def _log_failure(done: Future[Any]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
         logger.error("moving data between tiers failed", exc_info=error)

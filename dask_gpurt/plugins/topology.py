@@ -12,7 +12,7 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.topology_reports import HOST, PLACE, TRAFFIC
+from dask_gpurt.plugins.topology_reports import HOST_HANDLER, PLACE_OP, TRAFFIC_OP
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
@@ -53,8 +53,8 @@ class SchedulerTopology:
 
     def install(self) -> None:
         """Register the handlers that workers and clients call."""
-        self._patches.add_item(self._scheduler.stream_handlers, PLACE, self.placed)
-        self._patches.add_item(self._scheduler.stream_handlers, TRAFFIC, self.traffic)
+        self._patches.add_item(self._scheduler.stream_handlers, PLACE_OP, self.placed)
+        self._patches.add_item(self._scheduler.stream_handlers, TRAFFIC_OP, self.traffic)
         self._patches.add_item(self._scheduler.handlers, "gpurt_topology", self.describe)
         self._patches.add_item(self._scheduler.handlers, "gpurt_links", self.links)
 
@@ -106,7 +106,7 @@ class SchedulerTopology:
         try:
             for worker in list(self.topology.on_host(host)):
                 try:
-                    values = await getattr(self._scheduler.rpc(worker), HOST)()
+                    values = await getattr(self._scheduler.rpc(worker), HOST_HANDLER)()
                 except OSError:
                     continue
                 if values is not None and self.topology.on_host(host):

@@ -16,9 +16,10 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.file import host_values
 from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Place
 
 #: The names of the stream operations, and of the handler that the scheduler calls.
-PLACE, TRAFFIC, HOST = "gpurt-place", "gpurt-traffic", "gpurt_host"
+PLACE_OP, TRAFFIC_OP, HOST_HANDLER = "gpurt-place", "gpurt-traffic", "gpurt_host"
 #: Address prefixes of workers whose comms use TCP.
 TCP_SCHEMES = ("tcp://", "tls://", "ws://", "wss://")
 #: Fetches over Dask's own comms must exceed both to be samples of a link. Dask logs shorter times as 0.001 s.
@@ -45,16 +46,16 @@ class TopologyReporter:
         self._metrics = metrics
         self._host = Host(host_name())
         self._looked = 0.0
-        self._timer: Any = None
+        self._timer: object | None = None
         self._patches = PatchSet()
 
     async def start(self) -> None:
         """Report the place of this worker, and start the periodic reports of transfers."""
-        self._patches.add_item(self._worker.handlers, HOST, self.host)
-        place = await asyncio.to_thread(self._look_around)
+        self._patches.add_item(self._worker.handlers, HOST_HANDLER, self.host)
+        place = await asyncio.to_thread(self._detect_place)
         self._send(
             {
-                "op": PLACE,
+                "op": PLACE_OP,
                 "place": vars(place),
                 "name": self._host.name,
                 "visible": visible_devices() if self._on_gpu else "",
@@ -62,7 +63,7 @@ class TopologyReporter:
         )
         self._later()
 
-    def _look_around(self) -> Any:
+    def _detect_place(self) -> Place:
         visible, address = visible_devices(), str(self._worker.address)
         rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP_SCHEMES)
         try:
@@ -93,7 +94,7 @@ class TopologyReporter:
     def _report(self) -> None:
         self._note_dasks_own()
         if totals := self._traffic.take():
-            self._send({"op": TRAFFIC, "totals": [tuple(one) for one in totals]})
+            self._send({"op": TRAFFIC_OP, "totals": [tuple(one) for one in totals]})
         self._later()
 
     def _note_dasks_own(self) -> None:

@@ -22,10 +22,14 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Ranges, Recording
 
 #: Handlers of workers: read the clock, take a batch of events, end a trace.
-CLOCK, TAKE, END = "gpurt_clock", "gpurt_trace_take", "gpurt_trace_end"
-WORKER_HANDLERS = (CLOCK, TAKE, END)
+CLOCK_HANDLER, TAKE_EVENTS_HANDLER, END_TRACE_HANDLER = "gpurt_clock", "gpurt_trace_take", "gpurt_trace_end"
+WORKER_HANDLERS = (CLOCK_HANDLER, TAKE_EVENTS_HANDLER, END_TRACE_HANDLER)
 #: Handlers of the scheduler.
-BEGIN_ALL, TAKE_ALL, END_ALL = "gpurt_trace_begin", "gpurt_traces_take", "gpurt_traces_end"
+BEGIN_TRACES_HANDLER, TAKE_TRACES_HANDLER, END_TRACES_HANDLER = (
+    "gpurt_trace_begin",
+    "gpurt_traces_take",
+    "gpurt_traces_end",
+)
 #: A trace ends after this time without a client that takes batches, in seconds.
 LEASE_S = 60.0
 #: How long to wait for the events of a worker, in seconds.
@@ -97,7 +101,11 @@ class WorkerTracing:
 
     def install(self) -> None:
         """Register the handlers."""
-        for name, handler in {CLOCK: self.clock, TAKE: self.take, END: self.end}.items():
+        for name, handler in {
+            CLOCK_HANDLER: self.clock,
+            TAKE_EVENTS_HANDLER: self.take,
+            END_TRACE_HANDLER: self.end,
+        }.items():
             self._patches.add_item(self._worker.handlers, name, handler)
 
     def uninstall(self) -> None:
@@ -155,12 +163,16 @@ class SchedulerTracing:
     """
 
     def __init__(self, scheduler: SchedulerServer, metrics: Metrics):
-        self._scheduler: Any = scheduler
+        self._scheduler: SchedulerServer = scheduler
         self._recorder = Recorder(metrics)
 
     def handlers(self) -> dict[str, Callable[..., Any]]:
         """Return the handlers for clients, by name."""
-        return {BEGIN_ALL: self.begin, TAKE_ALL: self.take, END_ALL: self.end}
+        return {
+            BEGIN_TRACES_HANDLER: self.begin,
+            TAKE_TRACES_HANDLER: self.take,
+            END_TRACES_HANDLER: self.end,
+        }
 
     def close(self) -> None:
         """End any recording."""
@@ -205,7 +217,7 @@ class SchedulerTracing:
         """
         own = await asyncio.to_thread(_packed, self._recorder.begin(token), limit)
         names = {worker: str(state.name) for worker, state in self._scheduler.workers.items()}
-        replies = await self._ask_all(names, TAKE, token=token, limit=limit)
+        replies = await self._ask_all(names, TAKE_EVENTS_HANDLER, token=token, limit=limit)
         workers = {worker: {**reply, "name": names[worker]} for worker, reply in replies.items()}
         return {"scheduler": {**own, "name": "scheduler"}, **workers}
 
@@ -213,7 +225,7 @@ class SchedulerTracing:
         """End a trace, and return the workers' current ``clocks`` (handler)."""
         clocks = await self._clocks()
         self._recorder.end(token)
-        await self._ask_all(self._scheduler.workers, END, token=token)
+        await self._ask_all(self._scheduler.workers, END_TRACE_HANDLER, token=token)
         return {"clocks": clocks}
 
     async def _ask_all(self, workers: Iterable[str], op: str, **message: Any) -> dict[str, dict[str, Any]]:
@@ -259,7 +271,7 @@ class SchedulerTracing:
         remote = self._scheduler.rpc(worker)
         for _ in range(CLOCK_ROUNDS):
             asked = perf_counter()
-            there = await getattr(remote, CLOCK)()
+            there = await getattr(remote, CLOCK_HANDLER)()
             answered = perf_counter()
             if not isinstance(there, float):  # Dask's reply to an unknown operation
                 return None

@@ -24,9 +24,9 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
-from dask_gpurt.dask_hooks.shuffle import active_runs
+from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import call_soon, is_closing, put_results
+from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing, put_results
 from dask_gpurt.device import Device
 from dask_gpurt.device.discover import kinds
 from dask_gpurt.exchange import Exchange, ExchangeClosed
@@ -35,37 +35,37 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.plugins.colocation import ALONE
+from dask_gpurt.plugins.colocation import ALONE_VARIABLE
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.progress_reports import ProgressReporter
 from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.replica_selector import ReplicaSelector
-from dask_gpurt.plugins.reports import REPORT, HeartbeatCounters
+from dask_gpurt.plugins.reports import REPORT_HANDLER, HeartbeatCounters
 from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.run_lookup import RunLookup
-from dask_gpurt.plugins.silence import ASK_STATUS, STATUS
-from dask_gpurt.plugins.small_results import CONFIRMED, RESULTS
+from dask_gpurt.plugins.silence import ASK_STATUS_OP, STATUS_OP
+from dask_gpurt.plugins.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
 from dask_gpurt.plugins.switching import (
-    JOIN,
-    LEFT,
+    JOIN_HANDLER,
+    LEFT_OP,
     NAME,
     PAUSE_S,
-    READY,
-    REFUSED,
-    TOKEN,
+    READY_OP,
+    REFUSED_OP,
+    TOKEN_HANDLER,
     JoinReply,
     spare_tracebacks,
 )
 from dask_gpurt.plugins.tiers import WorkerTiers
-from dask_gpurt.plugins.topology_reports import HOST, TopologyReporter
+from dask_gpurt.plugins.topology_reports import HOST_HANDLER, TopologyReporter
 from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
 from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.run import ACCEPTED, EVACUATE, RENEW, ShuffleRun
+from dask_gpurt.shuffle.run import ACCEPTED_OP, EVACUATE_HANDLER, NEW_OWNERS_OP, ShuffleRun
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._undo = AsyncExitStack()
         self._switching = _switching.setdefault(worker, asyncio.Lock())
         self._id = uuid.uuid4().hex
-        spare_tracebacks()
+        self._spared = spare_tracebacks()
         async with self._switching:
             try:
                 dask_hooks.require()
@@ -123,13 +123,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
                     logger.info("the runtime was switched off before %s joined", worker.address)
                     self._leave()
                     return
-                self._undo.callback(self._say, LEFT, plugin=self._id)
+                self._undo.callback(self._send, LEFT_OP, plugin=self._id)
                 await self._switch_on(worker, config.load_over(self.given), reply)
-                self._say(READY)
+                self._send(READY_OP)
             except BaseException as error:
                 self._leave()
                 if isinstance(error, config.ConfigError):
-                    self._say(REFUSED, reason=str(error))
+                    self._send(REFUSED_OP, reason=str(error))
                 try:
                     await self._undo.aclose()
                 except Exception:  # logged only: the error that is raised below is the cause
@@ -142,20 +142,21 @@ class GpurtWorkerPlugin(WorkerPlugin):
         Once the scheduler has said yes, it waits for this plugin when it switches off. So a plugin whose
         connection broke must ask again.
         """
-        while True:
-            try:
-                reply: int | None = await getattr(self.worker.scheduler, JOIN)(
-                    worker=self.worker.address, token=self.token, devices=devices, plugin=self._id
-                )
-                # A scheduler on which the runtime has been switched off replies None.
-                return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
-            except OSError as error:
-                if is_closing(self.worker):
-                    raise
-                logger.warning("%s cannot reach the scheduler, retrying: %s", self.worker.address, error)
-            await asyncio.sleep(PAUSE_S)
+        reply: int | None = await call_scheduler(
+            self.worker,
+            JOIN_HANDLER,
+            subject=self.worker.address,
+            pause_s=PAUSE_S,
+            wanted=lambda: not is_closing(self.worker),
+            worker=self.worker.address,
+            token=self.token,
+            devices=devices,
+            plugin=self._id,
+        )
+        # A scheduler on which the runtime has been switched off replies None.
+        return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
 
-    def _say(self, what: str, **more: str) -> None:
+    def _send(self, what: str, **more: str) -> None:
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
             self.worker.batched_stream.send({"op": what, "token": self.token, **more})
 
@@ -167,7 +168,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def _switch_on(self, worker: WorkerServer, settings: config.Settings, reply: JoinReply) -> None:
         undo = self._undo
         self.metrics = Metrics()
-        if reason := os.environ.get(ALONE):
+        if reason := os.environ.get(ALONE_VARIABLE):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
         self._has_frozen = False
@@ -177,19 +178,19 @@ class GpurtWorkerPlugin(WorkerPlugin):
         patches = dask_hooks.PatchSet()
         undo.callback(self._ignore_calls)
         undo.callback(patches.restore)
-        patches.add_item(worker.handlers, REPORT, self.report)
-        patches.add_item(worker.handlers, EVACUATE, self.evacuate)
+        patches.add_item(worker.handlers, REPORT_HANDLER, self.report)
+        patches.add_item(worker.handlers, EVACUATE_HANDLER, self.evacuate)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Wrap the operation by which the scheduler announces workers that have left.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
-        patches.add_item(worker.stream_handlers, RENEW, self.renew)
-        patches.add_item(worker.stream_handlers, ACCEPTED, self.accepted)
-        patches.add_item(worker.stream_handlers, RESULTS, self.take_results)
-        patches.add_item(worker.stream_handlers, ASK_STATUS, self.tell_status)
+        patches.add_item(worker.stream_handlers, NEW_OWNERS_OP, self.renew)
+        patches.add_item(worker.stream_handlers, ACCEPTED_OP, self.accepted)
+        patches.add_item(worker.stream_handlers, SEND_RESULTS_OP, self.take_results)
+        patches.add_item(worker.stream_handlers, ASK_STATUS_OP, self.tell_status)
         self.streams = PromptStreams()
         undo.callback(self.streams.restore)
         self.streams.add(worker.batched_stream)
-        housekeeping = PeriodicCallback(self._keep_house, TRIM_INTERVAL_S * 1000)
+        housekeeping = PeriodicCallback(self._run_housekeeping, TRIM_INTERVAL_S * 1000)
         housekeeping.start()
         undo.callback(housekeeping.stop)
         self.tracing.install()
@@ -220,12 +221,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.is_on = True
         call_soon(worker, self._warm_up)
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         """Free idle memory, and switch off if the scheduler has done so while this worker was silent."""
         if await self._is_outdated():
             await self._remove_outdated()
         else:
-            await self.exchange.keep_house()
+            await self.exchange.run_housekeeping()
 
     async def _is_outdated(self) -> bool:
         """Ask the scheduler, at intervals, whether this plugin's runtime is not on any more."""
@@ -235,7 +236,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             return False
         self._checked = time.monotonic()
         try:
-            token: str | None = await getattr(self.worker.scheduler, TOKEN)()
+            token: str | None = await getattr(self.worker.scheduler, TOKEN_HANDLER)()
         except OSError:  # it asks again, or closes without its scheduler
             return False
         return token != self.token
@@ -279,9 +280,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         Without handlers Dask would log an error or close the connection.
         """
         if is_closing(self.worker):
-            for name in (REPORT, EVACUATE, HOST, *TRACING):
+            for name in (REPORT_HANDLER, EVACUATE_HANDLER, HOST_HANDLER, *TRACING):
                 self.worker.handlers[name] = _ignore
-            for name in (RENEW, ACCEPTED, RESULTS, ASK_STATUS):
+            for name in (NEW_OWNERS_OP, ACCEPTED_OP, SEND_RESULTS_OP, ASK_STATUS_OP):
                 self.worker.stream_handlers[name] = _ignore
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,14 +296,14 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """Store results sent ahead of the tasks that need them, and confirm them (stream handler)."""
         put_results(self.worker, results)
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self.worker.batched_stream.send({"op": CONFIRMED, "keys": list(results)})
+            self.worker.batched_stream.send({"op": CONFIRM_RESULTS_OP, "keys": list(results)})
 
     def tell_status(self) -> None:
         """Tell the scheduler that this worker is heard again, and its status (stream handler)."""
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
-            self.worker.batched_stream.send({"op": STATUS, "status": self.worker.status.name})
+            self.worker.batched_stream.send({"op": STATUS_OP, "status": self.worker.status.name})
 
-    def renew(self, id: Any, run_id: int, owners: Owners) -> None:
+    def renew(self, id: ShuffleId, run_id: int, owners: Owners) -> None:
         """Apply new owners of a run's outputs (stream handler)."""
         if (run := self._run(id, run_id)) is not None:
             run.renew(owners)
@@ -331,7 +332,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         left = await asyncio.gather(*(run.evacuate(epoch) for run, epoch in mine.values()))
         return dict(zip(mine, left, strict=True))
 
-    def _run(self, id: Any, run_id: int) -> ShuffleRun | None:
+    def _run(self, id: ShuffleId, run_id: int) -> ShuffleRun | None:
         """Return this worker's part of a run; None if it is not active, or not the runtime's."""
         shuffles = self.worker.plugins.get("shuffle")
         run = None if shuffles is None else active_runs(shuffles).get(id)
@@ -377,6 +378,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         async with self._switching:
             self.is_on = False
             await self._undo.aclose()  # a second call is a no-op
+        self._spared.close()
 
     async def _give_data_back(self) -> None:
         # A closing worker loses its data anyway; do not read spilled data back.
@@ -388,7 +390,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if self._has_frozen:
             gc.unfreeze()  # only now: closing the exchange has ended the warm-up on its threads
 
-    def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+    def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":
             self.streams.gather(self.worker.batched_stream, bool(self.worker.state.ready))
         if self.is_on and self.metrics.recording is not None and finish in ENDED:

@@ -7,12 +7,13 @@ that of overlap (:class:`~dask_gpurt.plugins.switching.Layer`), which must not m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from dask.typing import Key
+from distributed.comm.core import Comm
 from distributed.metrics import time
 from distributed.spill import SpillBuffer
 from distributed.worker_state_machine import (
@@ -21,6 +22,7 @@ from distributed.worker_state_machine import (
     FreeKeysEvent,
     GatherDepSuccessEvent,
     RescheduleEvent,
+    StateMachineEvent,
 )
 
 from dask_gpurt.config import MemorySettings
@@ -39,7 +41,7 @@ from dask_gpurt.plugins.tiers import WorkerTiers
 _ALWAYS = ("dask", "pickle")
 
 #: The stream operation by which a worker reports keys that it has lost.
-LOST = "gpurt-lost"
+LOST_KEYS_OP = "gpurt-lost"
 
 
 class WorkerData:
@@ -134,7 +136,7 @@ class WorkerData:
         for key in keys:
             self._tiered_buffer.discard(key)
         # Sent before Dask's own message, which does not handle keys that cannot be recomputed.
-        self.worker.batched_stream.send({"op": LOST, "keys": keys})
+        self.worker.batched_stream.send({"op": LOST_KEYS_OP, "keys": keys})
         self.worker.handle_stimulus(FreeKeysEvent(keys=keys, stimulus_id=f"gpurt-lost-{time()}"))
 
     # ---- replacements of the worker's coroutines ---------------------------------------
@@ -143,7 +145,7 @@ class WorkerData:
     # forever, or the peer of the fetch would never be used again. (Dask's own coroutines close the worker
     # on an unexpected exception.)
 
-    async def execute(self, key: Key, *, stimulus_id: str) -> Any:
+    async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent:
         """Run a task once its memory is reserved and its inputs are live."""
         task = self.worker.state.tasks[key]
         try:
@@ -160,7 +162,7 @@ class WorkerData:
             self._dependents_first.finished(key, event.nbytes, nbytes)
         return event
 
-    async def _run(self, key: Key, task: WorkerTask, stimulus_id: str) -> Any:
+    async def _run(self, key: Key, task: WorkerTask, stimulus_id: str) -> StateMachineEvent:
         try:
             return await self._runner.run(key, stimulus_id)
         except CorruptFile as error:
@@ -169,7 +171,9 @@ class WorkerData:
             self._lose(await self._runner.with_retries(looking), error)
             return RescheduleEvent(key=key, stimulus_id=f"gpurt-lost-{stimulus_id}")
 
-    async def gather_dep(self, worker: str, to_gather: Any, total_nbytes: int, *, stimulus_id: str) -> Any:
+    async def gather_dep(
+        self, worker: str, to_gather: Collection[Key], total_nbytes: int, *, stimulus_id: str
+    ) -> StateMachineEvent:
         """Fetch from a peer once memory is reserved, and keep the reservation for the received values."""
         gather = partial(self._gather_dep, worker, to_gather, total_nbytes, stimulus_id=stimulus_id)
         event = None
@@ -187,7 +191,11 @@ class WorkerData:
         return {**self._runner.admission.waiting(), "held back": self._dependents_first.holds}
 
     async def get_data(
-        self, comm: Any, keys: Iterable[Any], who: str | None = None, serializers: Any = None
+        self,
+        comm: Comm,
+        keys: Iterable[Key],
+        who: str | None = None,
+        serializers: Collection[str] | None = None,
     ) -> Any:
         """Serve a peer. Spilled values are sent from their tier without making them live."""
         if who is not None and self._runner.admission.short:
@@ -205,22 +213,23 @@ class WorkerData:
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
 
 
-def _takes_frames(comm: Any, serializers: Any) -> bool:
+def _takes_frames(comm: Comm, serializers: Collection[str] | None) -> bool:
     """Return whether spilled frames can be sent as they are to a peer."""
     # A peer in this process would receive the tier's own memory. Other peers get a copy of the bytes, and
     # must accept both families of serializers.
     return not comm.peer_address.startswith("inproc") and {"dask", "pickle"} <= set(serializers or _ALWAYS)
 
 
-def _forget(mapping: Any, key: Key) -> None:
+def _forget(mapping: MutableMapping[Key, object], key: Key) -> None:
     if key in mapping:
         del mapping[key]
 
 
-def _live_part(data: Any) -> Any:
+def _live_part(data: Any) -> Mapping[Key, object]:
     """Return the part of a mapping of Dask or dask-cuda whose values are in memory."""
     if isinstance(data, SpillBuffer):
         return data.fast
     if hasattr(data, "device_buffer"):
         return {**data.others, **data.device}
-    return data
+    live: Mapping[Key, object] = data
+    return live

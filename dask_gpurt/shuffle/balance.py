@@ -22,7 +22,7 @@ from typing import NamedTuple
 from dask_gpurt.exchange.shard import Section
 
 #: The most outputs whose bytes a transfer reports, and the least multiple of the mean that is reported.
-MAX_TOLD, HEAVY = 32, 1.25
+MAX_HEAVY, HEAVY = 32, 1.25
 #: Deviations up to this many standard errors count as chance.
 CHANCE_ERRORS = 2.0
 #: Transfers that the speed of a worker is estimated from: the most, the fewest that have to be of the run in
@@ -49,7 +49,7 @@ class InputSizes(NamedTuple):
     nbytes
         Packed bytes of all outputs.
     heavy
-        Bytes of the outputs far above the mean, at most :data:`MAX_TOLD` of them.
+        Bytes of the outputs far above the mean, at most :data:`MAX_HEAVY` of them.
     seconds
         Time to split and pack the input, excluding waits for room, in seconds.
     whole
@@ -91,7 +91,7 @@ class InputSizes(NamedTuple):
             for output, (start, stop) in zip(section.partitions, pairwise(section.offsets), strict=True):
                 found[output] += int((stop - start) * per_row)
         least = HEAVY * total / max(1, outputs)
-        heavy = {output: nbytes for output, nbytes in found.most_common(MAX_TOLD) if nbytes > least}
+        heavy = {output: nbytes for output, nbytes in found.most_common(MAX_HEAVY) if nbytes > least}
         return cls(total, heavy, seconds, whole, arriving)
 
 
@@ -128,48 +128,48 @@ class OutputBytes:
     def __init__(self, outputs: Collection[int], inputs: int):
         self._outputs = sorted(outputs)
         self._inputs = inputs
-        self._told: dict[int, InputSizes] = {}
+        self._reported: dict[int, InputSizes] = {}
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._reported)
 
     def add(self, source: int, sizes: InputSizes) -> None:
         """Add the report of an input, replacing an earlier one: the input may be transferred again."""
-        self._told[source] = sizes
+        self._reported[source] = sizes
 
     def estimate(self) -> dict[int, float]:
         """Return the estimated bytes of each output over all inputs, reported or not."""
-        nbytes = sum(sizes.nbytes for sizes in self._told.values())
+        nbytes = sum(sizes.nbytes for sizes in self._reported.values())
         if not nbytes:
             return dict.fromkeys(self._outputs, 0.0)
         shares = self._shares(nbytes)
         certain = {
             output: max(0.0, share - CHANCE_ERRORS * error) for output, (share, error) in shares.items()
         }
-        told = sum(share for share, _ in shares.values())
-        by_chance = (told - sum(certain.values())) / len(self._outputs)
-        others = max(0.0, 1 - told) / max(1, len(self._outputs) - len(shares))
-        scale = nbytes * self._inputs / len(self._told)
+        known = sum(share for share, _ in shares.values())
+        by_chance = (known - sum(certain.values())) / len(self._outputs)
+        others = max(0.0, 1 - known) / max(1, len(self._outputs) - len(shares))
+        scale = nbytes * self._inputs / len(self._reported)
         return {output: scale * (certain.get(output, others) + by_chance) for output in self._outputs}
 
     def _shares(self, nbytes: float) -> dict[int, tuple[float, float]]:
         """Return the share of all bytes of each reported output, with its standard error."""
         # An output that an input does not report counts as the mean of that input's unreported outputs. These
         # means are summed first, as if nothing were reported, and then corrected for each reported output.
-        mean, told = _Sums(), defaultdict[int, _Sums](_Sums)
-        for sizes in self._told.values():
-            untold = max(1, len(self._outputs) - len(sizes.heavy))
-            rest = max(0.0, sizes.nbytes - sum(sizes.heavy.values())) / untold
+        mean, reported = _Sums(), defaultdict[int, _Sums](_Sums)
+        for sizes in self._reported.values():
+            unreported = max(1, len(self._outputs) - len(sizes.heavy))
+            rest = max(0.0, sizes.nbytes - sum(sizes.heavy.values())) / unreported
             mean.add(rest, sizes.nbytes)
             for output, x in sizes.heavy.items():
-                sums = told[output]
+                sums = reported[output]
                 sums.x += x - rest
                 sums.squares += x * x - rest * rest
                 sums.products += (x - rest) * sizes.nbytes
-        number, squares = len(self._told), sum(sizes.nbytes**2 for sizes in self._told.values())
+        number, squares = len(self._reported), sum(sizes.nbytes**2 for sizes in self._reported.values())
         unseen = max(0.0, 1 - number / self._inputs)
         shares = {}
-        for output, sums in told.items():
+        for output, sums in reported.items():
             share = (mean.x + sums.x) / nbytes
             # Standard error of a ratio estimate, with the finite population correction.
             residual = (
@@ -184,7 +184,7 @@ class OutputBytes:
 # ---- speeds of workers ---------------------------------------------------------------------------------
 
 
-class _Pace(NamedTuple):
+class _ComparedTransfer(NamedTuple):
     """Record the duration of a transfer of a run, and the usual duration of such transfers, in seconds."""
 
     run: int
@@ -204,18 +204,18 @@ class WorkerSpeeds:
     """
 
     def __init__(self) -> None:
-        self._workers: dict[str, deque[_Pace]] = {}
+        self._workers: dict[str, deque[_ComparedTransfer]] = {}
 
     def observe(self, worker: str, seconds: float, usual: float, run: int) -> None:
         """Add a transfer that took ``seconds``, where such transfers usually take ``usual``."""
         if usual > 0:
             known = self._workers.setdefault(worker, deque(maxlen=SPEED_WINDOW_TRANSFERS))
-            known.append(_Pace(run, seconds, usual))
+            known.append(_ComparedTransfer(run, seconds, usual))
 
     def of(self, worker: str, runs: Collection[int]) -> float:
         """Return the speed of a worker measured in ``runs``: below 1 is slow; 1 with too few transfers."""
         known = self._workers.get(worker, ())
-        own = [pace for pace in known if pace.run in runs]
+        own = [transfer for transfer in known if transfer.run in runs]
         if len(own) < MIN_TRANSFERS:
             return 1.0
         # The speed may have changed since the earlier runs. They count only as far as the given runs show the
@@ -230,19 +230,19 @@ class WorkerSpeeds:
         self._workers.pop(worker, None)
 
 
-def _excess(paces: Collection[_Pace]) -> float:
+def _excess(transfers: Collection[_ComparedTransfer]) -> float:
     """Return by how much the total duration of transfers exceeds the usual, as a fraction of the usual."""
-    usual = sum(pace.usual for pace in paces)
-    return sum(pace.seconds for pace in paces) / usual - 1 if usual else 0.0
+    usual = sum(transfer.usual for transfer in transfers)
+    return sum(transfer.seconds for transfer in transfers) / usual - 1 if usual else 0.0
 
 
-def _beyond_chance(paces: Collection[_Pace]) -> float:
+def _beyond_chance(transfers: Collection[_ComparedTransfer]) -> float:
     """Return the excess with the smallest magnitude within the confidence interval."""
-    number, usual = len(paces), sum(pace.usual for pace in paces)
+    number, usual = len(transfers), sum(transfer.usual for transfer in transfers)
     if usual < MIN_USUAL_S:
         return 0.0
-    excess = _excess(paces)
-    residual = sum((pace.seconds - (1 + excess) * pace.usual) ** 2 for pace in paces)
+    excess = _excess(transfers)
+    residual = sum((transfer.seconds - (1 + excess) * transfer.usual) ** 2 for transfer in transfers)
     error = math.sqrt(residual * number / (number - 1)) / usual
     return math.copysign(max(0.0, abs(excess) - CHANCE_ERRORS * error), excess)
 
@@ -250,7 +250,7 @@ def _beyond_chance(paces: Collection[_Pace]) -> float:
 # ---- owners --------------------------------------------------------------------------------------------
 
 
-class Capacity(NamedTuple):
+class OwnerCapacity(NamedTuple):
     """Describe the capacity of a worker.
 
     Attributes
@@ -290,7 +290,7 @@ class Moves(NamedTuple):
 def balanced(
     nbytes: Mapping[int, float],
     owners: Mapping[int, str],
-    capacities: Iterable[Capacity],
+    capacities: Iterable[OwnerCapacity],
     *,
     gain: float = MIN_GAIN,
     least: float = MIN_GAIN_BYTES,
@@ -342,7 +342,7 @@ def _earliest(
 class _Load:
     """Hold the outputs of one worker, heaviest first; ties in descending order, so that neighbours move."""
 
-    capacity: Capacity
+    capacity: OwnerCapacity
     outputs: list[tuple[float, int]] = field(default_factory=list)
     nbytes: float = 0.0
 
@@ -366,7 +366,7 @@ class _Loads:
     """Hold the outputs of all workers."""
 
     def __init__(
-        self, nbytes: Mapping[int, float], owners: Mapping[int, str], capacities: Iterable[Capacity]
+        self, nbytes: Mapping[int, float], owners: Mapping[int, str], capacities: Iterable[OwnerCapacity]
     ):
         self._nbytes, self._owners = nbytes, owners
         self._workers = {capacity.worker: _Load(capacity) for capacity in capacities}

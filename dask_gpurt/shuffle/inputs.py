@@ -35,7 +35,7 @@ class Offered(Enum):
 
 
 @dataclass
-class Input(Generic[T]):
+class ReceivedInput(Generic[T]):
     """Hold the received parts of one attempt at an input partition."""
 
     attempt: Attempt
@@ -54,7 +54,7 @@ class Inputs(Generic[T]):
     """Track the input partitions of a run for one share, on its owner. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._inputs: dict[int, Input[T]] = {}
+        self._inputs: dict[int, ReceivedInput[T]] = {}
         #: The successful attempts; None before the seal.
         self._sealed: Mapping[int, Attempt] | None = None
 
@@ -91,7 +91,7 @@ class Inputs(Generic[T]):
         known = self._inputs.get(source)
         if known is not None and known.attempt >= attempt:
             return []
-        self._inputs[source] = Input(attempt)
+        self._inputs[source] = ReceivedInput(attempt)
         return [] if known is None else list(known.parts.values())
 
     def lose(self, source: int, attempt: Attempt) -> list[T]:
@@ -103,7 +103,7 @@ class Inputs(Generic[T]):
         known = self._inputs.get(source)
         if known is not None and known.attempt > attempt:
             return []
-        self._inputs[source] = Input(attempt, lost=True)
+        self._inputs[source] = ReceivedInput(attempt, lost=True)
         return [] if known is None else list(known.parts.values())
 
     @property

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 
-class Link(NamedTuple):
+class HostLink(NamedTuple):
     """Describe the link of a worker to other hosts.
 
     Attributes
@@ -34,7 +34,7 @@ def reading_s(
     owners: Mapping[int, str],
     nbytes: Mapping[int, float],
     cut: float,
-    links: Mapping[str, Link],
+    links: Mapping[str, HostLink],
 ) -> float:
     """Return the seconds until the last worker has sent and received the shards that are read again.
 

@@ -13,7 +13,7 @@ from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, array_library
 from dask_gpurt.frames.boxes import Chunks, Grid, Plan
 from dask_gpurt.frames.chunks import opened
 from dask_gpurt.observe import Metrics
-from dask_gpurt.shuffle.spec import RunSpec, Tables
+from dask_gpurt.shuffle.spec import FrameBackends, RunSpec
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class RechunkSpec(RunSpec):
     def output_of(self, output_id: Any) -> int:
         return Grid.of(self.new).number(output_id)
 
-    def input(self, data: Any, source: int, tables: Tables) -> ChunkInput:
+    def input(self, data: Any, source: int, tables: FrameBackends) -> ChunkInput:
         self._validate(data, source)
         return ChunkInput(tables.chunk_table(array_library(data)), data, source, _plan(self.old, self.new))
 
@@ -68,7 +68,7 @@ class RechunkSpec(RunSpec):
                 f"chunk {index} of rechunk {self.id} has the shape {chunk.shape}, expected {known}"
             )
 
-    def assembler(self, tables: Tables) -> ChunkAssembler:
+    def assembler(self, tables: FrameBackends) -> ChunkAssembler:
         return ChunkAssembler(tables)
 
 
@@ -101,7 +101,7 @@ class ChunkInput:
 class ChunkAssembler:
     """Assemble the new chunks of a rechunk."""
 
-    tables: Tables
+    tables: FrameBackends
 
     def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
         """Assemble a new chunk from the boxes of its parts."""

@@ -15,7 +15,7 @@ import logging
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 from dask.context import thread_state
@@ -26,7 +26,7 @@ from distributed.utils import sync
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import call_soon, is_closing
+from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from dask_gpurt.shuffle.messages import (
@@ -48,17 +48,17 @@ from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 logger = logging.getLogger(__name__)
 
 #: Names of scheduler handlers; see `dask_gpurt.plugins.recovery`.
-OWNERS, RECOVER = "gpurt_owners", "gpurt_recover"
+OWNERS_HANDLER, RECOVER_HANDLER = "gpurt_owners", "gpurt_recover"
 #: Stream message from a worker to the scheduler: a barrier has sealed its run.
-SEALED = "gpurt-sealed"
+SEALED_OP = "gpurt-sealed"
 #: Message from the scheduler to workers: the owners have changed.
-RENEW = "gpurt-renew"
+NEW_OWNERS_OP = "gpurt-renew"
 #: Message from the scheduler to a worker: the result of a task that has assembled outputs is accepted.
-ACCEPTED = "gpurt-accepted"
+ACCEPTED_OP = "gpurt-accepted"
 #: Key in the metadata of a task that has assembled outputs.
-ASSEMBLED = "gpurt-assembled"
+ASSEMBLED_KEY = "gpurt-assembled"
 #: Handler of workers: have shards copied by their owners, since this worker is about to leave.
-EVACUATE = "gpurt_evacuate"
+EVACUATE_HANDLER = "gpurt_evacuate"
 #: How long a worker waits for owners to copy its shards until it reports how many are left, in seconds.
 EVACUATION_STEP_S = 10.0
 
@@ -162,9 +162,9 @@ class ShuffleRun:
         # Peers learn of the failure from the reply to their next offer. A producer that waits for room in its
         # pool sends no offers, and the shards received here would never be read: release them, so that it
         # can continue.
-        call_soon(self._worker, self._let_go)
+        call_soon(self._worker, self._release_shards)
 
-    async def _let_go(self) -> None:
+    async def _release_shards(self) -> None:
         """Release all received shards."""
         with contextlib.suppress(ExchangeClosed):  # a closed exchange has released them
             await self._exchange.offload(self._receiver.close)
@@ -261,7 +261,7 @@ class ShuffleRun:
 
     async def _catch_up(self) -> None:
         """Fetch the current owners from the scheduler; raise ShuffleClosedError if the run is over."""
-        reply = await self._ask_scheduler(OWNERS)
+        reply = await self._ask_scheduler(OWNERS_HANDLER)
         # A scheduler on which the runtime has been switched off replies None.
         if reply is None or reply["owners"] is None:
             raise ShuffleClosedError(f"{self} is over")
@@ -272,21 +272,26 @@ class ShuffleRun:
         logger.warning("%s: %s", self, reason)
         epoch = self._owners.epoch
         try:
-            await self._ask_scheduler(RECOVER, epoch=epoch, reason=reason, **what)
+            await self._ask_scheduler(RECOVER_HANDLER, epoch=epoch, reason=reason, **what)
             if self._owners.epoch == epoch:
                 await self._catch_up()
         except Exception as error:  # every call waiting in this run raises it
             self.fail(error)
 
     async def _ask_scheduler(self, op: str, **message: Any) -> Any:
-        """Call a handler of the scheduler, retrying broken connections while the run is open."""
-        while True:
-            try:
-                return await getattr(self._worker.scheduler, op)(id=self.id, run_id=self.run_id, **message)
-            except OSError as error:
-                logger.warning("%s cannot reach the scheduler, retrying: %s", self, error)
-            await asyncio.sleep(LONGEST_PAUSE_S)
+        """Call a handler of the scheduler about this run, with retries while the run is open."""
+
+        def wanted() -> bool:
             self.raise_if_closed()
+            return True
+
+        return await self._call_scheduler(op, wanted, **message)
+
+    async def _call_scheduler(self, op: str, wanted: Callable[[], bool], **message: Any) -> Any:
+        about = {"id": self.id, "run_id": self.run_id, **message}
+        return await call_scheduler(
+            self._worker, op, subject=self, pause_s=LONGEST_PAUSE_S, wanted=wanted, **about
+        )
 
     def _shard_failed(self, shard: Shard, error: Exception) -> None:
         """Handle the failed pull of an accepted shard. On the event loop; does not block."""
@@ -444,7 +449,9 @@ class ShuffleRun:
         self.raise_if_closed()
         # This message and the end of this task use the same stream, so the scheduler gets this message first.
         # If it has moved outputs in the meantime, it has also rescheduled the barrier, and ignores both.
-        self._worker.batched_stream.send({"op": SEALED, "id": self.id, "run_id": self.run_id, "epoch": epoch})
+        self._worker.batched_stream.send(
+            {"op": SEALED_OP, "id": self.id, "run_id": self.run_id, "epoch": epoch}
+        )
         return self.run_id
 
     async def _seal_all(self, results: Sequence[Transferred], epoch: int) -> set[int]:
@@ -531,7 +538,7 @@ class ShuffleRun:
         output = self._spec.output_of(partition_id)
         self._ensure_owner(output, key)
         if (task := self._worker.state.tasks.get(key)) is not None:
-            task.metadata[ASSEMBLED] = True
+            task.metadata[ASSEMBLED_KEY] = True
         try:
             assembled = self._receiver.assemble(output, key)
         except (NotReceived, PeerLost, ExchangeClosed) as error:
@@ -568,20 +575,15 @@ class ShuffleRun:
     async def _begin_again(self, reason: str) -> None:
         """Ask the scheduler to start a new run, unless it has already done so."""
         logger.warning("%s restarts: %s", self, reason)
-        while not self.closed:
-            try:
-                await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=False)
-                return
-            except (KeyError, ValueError) as error:  # no longer the active run
-                logger.debug("%s had ended: %s", self, error)
-                return
-            except OSError as error:
-                logger.warning("%s cannot reach the scheduler, retrying: %s", self, error)
-                await asyncio.sleep(LONGEST_PAUSE_S)
-            except Exception as error:
-                logger.exception("%s cannot restart", self)
-                self._exception = error  # otherwise its rescheduled tasks would find this run forever
-                return
+        if self.closed:
+            return
+        try:
+            await self._call_scheduler("shuffle_barrier", lambda: not self.closed, consistent=False)
+        except (KeyError, ValueError, OSError) as error:  # no longer the active run, or closed here
+            logger.debug("%s had ended: %s", self, error)
+        except Exception as error:
+            logger.exception("%s cannot restart", self)
+            self._exception = error  # otherwise its rescheduled tasks would find this run forever
 
     def task_done(self, key: Key) -> None:
         """Release the shards of the outputs that a task has read, now that its result is accepted.

@@ -24,6 +24,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     worker_for_range_sharding,
 )
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
+from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, Routed, Table, halves
 from dask_gpurt.frames.boxes import Grid
 from dask_gpurt.frames.registry import device_kind
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from dask_gpurt.shuffle.run import ShuffleRun
 
 
-class Tables(Protocol):
+class FrameBackends(Protocol):
     """Provide the backends of a worker; implemented by its exchange."""
 
     def table(self, frame: Any) -> Table:
@@ -108,7 +109,7 @@ class RunSpec(DaskShuffleSpec[int]):
         """Return a description of the smallest part that an input can be split into, for messages."""
 
     @abstractmethod
-    def input(self, data: Any, source: int, tables: Tables) -> Input:
+    def input(self, data: Any, source: int, tables: FrameBackends) -> Input:
         """Validate an input, and return it ready to be split.
 
         Raises
@@ -118,7 +119,7 @@ class RunSpec(DaskShuffleSpec[int]):
         """
 
     @abstractmethod
-    def assembler(self, tables: Tables) -> Assembler:
+    def assembler(self, tables: FrameBackends) -> Assembler:
         """Return the assembler of the outputs on one worker."""
 
     def source_of(self, input_id: Any) -> int:
@@ -229,7 +230,7 @@ class ShuffleSpec(RunSpec):
     def smallest(self) -> str:
         return f"one row of shuffle {self.id}"
 
-    def input(self, data: Any, source: int, tables: Tables) -> FrameInput:
+    def input(self, data: Any, source: int, tables: FrameBackends) -> FrameInput:
         frame = self._validated(data, source)
         plain = frame.frame if isinstance(frame, Routed) else frame
         return FrameInput(self, tables.table(plain), frame, plain)
@@ -255,7 +256,7 @@ class ShuffleSpec(RunSpec):
             )
         return frame[columns]
 
-    def assembler(self, tables: Tables) -> FrameAssembler:
+    def assembler(self, tables: FrameBackends) -> FrameAssembler:
         meta = pickle.loads(self.meta)
         if self.drop_column:
             meta = meta.drop(columns=self.column)
@@ -309,7 +310,7 @@ class FrameAssembler:
     """
 
     spec: ShuffleSpec
-    tables: Tables
+    tables: FrameBackends
     meta: Any
 
     def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
@@ -322,7 +323,7 @@ class FrameAssembler:
 # ---- outputs on the scheduler ----------------------------------------------------------------------
 
 
-def outputs_of(barrier: Any) -> Iterator[tuple[Any, int | None]]:
+def outputs_of(barrier: SchedulerTask) -> Iterator[tuple[SchedulerTask, int | None]]:
     """Yield the tasks that depend on a shuffle's barrier, each with the output that it assembles.
 
     The output is None if it cannot be read from the task.

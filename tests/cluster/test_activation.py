@@ -15,7 +15,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.api import teach_method
+from dask_gpurt.api import register_method
 from dask_gpurt.config import ConfigError
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import state
@@ -177,7 +177,9 @@ def test_takeover_can_be_forbidden() -> None:
         dask_gpurt.disable(client)
 
 
-def test_what_is_not_taken_over_is_told_of(plain: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shuffles_that_are_not_taken_over_are_reported(
+    plain: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Simulate a future Dask with frames of another library."""
     monkeypatch.setattr("dask_gpurt.plugins.shuffles.library", lambda frame: None)
     dask_gpurt.enable(plain)
@@ -224,7 +226,7 @@ def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Pa
 @pytest.fixture(scope="module")
 def local() -> Iterator[LocalCluster]:
     """Yield a cluster without the runtime."""
-    teach_method()  # a process that has once enabled the runtime keeps it registered
+    register_method()  # a process that has once enabled the runtime keeps it registered
     with LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=":0") as local:
         yield local
 

@@ -105,7 +105,7 @@ def test_where_priorities_do_not_change_the_rest_is_tried(start: Starting) -> No
         assert "overlap.unconfined" not in reply["fallbacks"]
 
 
-def test_what_was_learnt_and_can_not_be_written_is_told_of(start: Starting, tmp_path: Path) -> None:
+def test_unwritable_statistics_are_reported(start: Starting, tmp_path: Path) -> None:
     (tmp_path / "a file").touch()
     path = tmp_path / "a file" / "learned.json"
     client = start(mode="adaptive", adaptive={"sms": "none"}, learned=str(path))

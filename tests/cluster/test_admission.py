@@ -80,7 +80,7 @@ def _slow_sum(*parts: Any) -> int:
     return sum(int(part[-1]) for part in parts)
 
 
-def test_what_peers_send_waits_for_room_as_tasks_do() -> None:
+def test_data_from_peers_wait_for_room_as_tasks_do() -> None:
     """Two workers want each other's data, three times as much as fits, one object at a time."""
     one_by_one = dask.config.set({"distributed.worker.transfer.message-bytes-limit": MIB})
     with one_by_one, cluster("pandas", workers=2, threads=1, failures=0, **TIGHT) as client:

@@ -261,7 +261,7 @@ def test_shards_are_reused_right_as_outputs_move(monkeypatch: pytest.MonkeyPatch
         balance(self, shuffles, to, reason)
 
     monkeypatch.setattr(Recovery, "balance", without_shards)
-    monkeypatch.setattr("dask_gpurt.plugins.balancing.LOOKS", (1.0,))
+    monkeypatch.setattr("dask_gpurt.shuffle.transfer_times.BALANCE_CHECKS", (1.0,))
 
     @on_cluster(workers=4, **{"gpurt.shuffle.retries": 0, "gpurt.exchange.paths": ["comms"]})
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:

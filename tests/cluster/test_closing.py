@@ -10,7 +10,7 @@ import pytest
 import dask_gpurt
 from dask_gpurt.exchange import PeerLost
 from dask_gpurt.plugins.tracing import WORKER_HANDLERS
-from dask_gpurt.shuffle.run import EVACUATE, RENEW
+from dask_gpurt.shuffle.run import EVACUATE_HANDLER, NEW_OWNERS_OP
 from tests.helpers.in_process import gen_client_cluster
 
 WORKERS: list[Any] = [("127.0.0.1", 1)] * 2
@@ -39,7 +39,9 @@ def test_a_worker_that_closes_is_called_until_its_connections_are_closed(
                     answers[name] = await peer.call(a.address, name, check=lambda: None)
                 except PeerLost as error:
                     answers[name] = error
-            scheduler.stream_comms[a.address].send({"op": RENEW, "id": "x", "run_id": 1, "owners": None})
+            scheduler.stream_comms[a.address].send(
+                {"op": NEW_OWNERS_OP, "id": "x", "run_id": 1, "owners": None}
+            )
             await scheduler.rpc(a.address).gpurt_report(connect=False)
             await teardown()
 
@@ -50,7 +52,7 @@ def test_a_worker_that_closes_is_called_until_its_connections_are_closed(
         await dask_gpurt.disable(client)
 
     run()
-    ignored = ("gpurt_report", "gpurt_host", "gpurt_make_room", EVACUATE, *WORKER_HANDLERS)
+    ignored = ("gpurt_report", "gpurt_host", "gpurt_make_room", EVACUATE_HANDLER, *WORKER_HANDLERS)
     nothing = {name: answers.pop(name) for name in ignored}
     assert not any(nothing.values())
     assert len(answers) == 5

@@ -139,7 +139,7 @@ def test_parts_of_dask_that_are_as_expected_take_one_sentence() -> None:
     assert "Differs" not in printed
 
 
-def test_what_only_gpus_have_is_not_printed_without_one() -> None:
+def test_rows_of_gpus_are_not_printed_without_one() -> None:
     assert ("Residency caps" in doctor().stdout) is ("cuda" in consult()["machine"]["devices"])
 
 
@@ -161,7 +161,7 @@ def test_settings_without_effect_are_told_and_no_failure(settings: dict[str, Any
     assert said in sentence
 
 
-def test_what_it_warns_of_in_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_warns_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"dask": "2026.1.0", "dask_gpurt": "0.1.0", "dask-cuda": "26.10.0"}
     monkeypatch.setattr(module, "versions", lambda packages, own: installed)
     monkeypatch.setattr(sys, "version_info", (3, 11, 7))

@@ -62,7 +62,7 @@ def test_memory_is_given_back_before_a_copy_has_been_waited_for(
     assert len(told) == 1
 
 
-def test_what_is_published_may_be_read_but_not_written(checker: HandoverChecker, told: list[str]) -> None:
+def test_a_published_block_is_read_but_not_written(checker: HandoverChecker, told: list[str]) -> None:
     checker.begin("a reader", reads=[MEMORY])
     checker.hand_over("a shard is published", [MEMORY], readable=True)
     assert told == []

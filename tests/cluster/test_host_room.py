@@ -75,7 +75,7 @@ def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_what_was_read_of_a_peer_does_not_count(drained: bool) -> None:
+def test_pages_read_from_a_peer_do_not_count(drained: bool) -> None:
     """Neither mapped nor copied reads count. Dask pauses and kills workers by what counts."""
 
     @on_cluster(workers=2)
@@ -103,7 +103,7 @@ def test_a_producer_waits_for_what_another_worker_has_published(
     stopped, and replies to none.
     """
     monkeypatch.setattr(asking, "ROOM_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(Exchange, "keep_house", _keep_no_house)  # only the rounds return memory
+    monkeypatch.setattr(Exchange, "run_housekeeping", _keep_no_house)  # only the rounds return memory
 
     @on_cluster(workers=4)
     async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any, d: Any) -> None:
@@ -147,7 +147,7 @@ def test_a_producer_waits_for_what_another_worker_has_no_use_for(
     run()
 
 
-def test_what_files_of_others_fill_is_waited_for_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_memory_that_other_files_fill_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks may still fit. While any worker holds memory itself, producers keep waiting."""
     monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
 

@@ -134,7 +134,7 @@ def test_a_shuffle_is_followed_from_transfer_to_unpack() -> None:
     assert row("mmm", "processing", "rr") == ("transfer", 3, 0)
 
 
-def test_what_makes_no_sense_is_refused_with_what_would() -> None:
+def test_an_invalid_query_is_refused_with_the_valid_values() -> None:
     @on_cluster(workers=1)
     async def run(client: Any, scheduler: Any, *_: Any) -> None:
         assert await ask(scheduler, "memory", by="size") == (

@@ -87,7 +87,7 @@ def test_tasks_that_are_kept_to_a_host_or_a_worker_run_there(where: str) -> None
 
 # Dask's validation does not work for a closed worker, whose tiers are gone.
 @mixed(worker_kwargs={"validate": False})
-async def test_what_was_lost_is_done_again_where_the_resource_is(
+async def test_lost_inputs_are_transferred_again_where_the_resource_is(
     client: Any, scheduler: Any, plain: Worker, one: Worker, other: Worker
 ) -> None:
     done = client.persist(collection().shuffle("key"), resources={"GPU": 1})

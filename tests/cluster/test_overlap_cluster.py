@@ -36,7 +36,7 @@ def test_where_nothing_confines_there_is_priority_only_and_the_reason(shared_clu
         assert reason.endswith("The shuffle keeps its priority")
 
 
-def test_what_runs_beside_a_shuffle_is_measured(start: Starting, tmp_path: Path) -> None:
+def test_tasks_beside_a_shuffle_are_measured(start: Starting, tmp_path: Path) -> None:
     path = tmp_path / "learned.json"
     client = start(mode="adaptive", learned=str(path))
     client.run(lambda dask_worker: dask_worker.plugins["gpurt"].exchange.run_begins(("run of the test", 1)))
@@ -77,7 +77,7 @@ def test_workers_decide_from_what_all_have_learnt(start: Starting, monkeypatch: 
         assert 0.5 < row["compute"] < 1.0
 
 
-def test_what_is_computed_in_the_task_that_splits_is_compute(start: Starting) -> None:
+def test_a_fused_task_that_computes_and_splits_counts_as_compute(start: Starting) -> None:
     client = start(mode="adaptive", learned="auto")
     frame = dd.from_pandas(FRAME, npartitions=4).shuffle("key")
     frame = frame.map_partitions(doubled).shuffle("value").map_partitions(doubled)

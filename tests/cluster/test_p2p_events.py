@@ -23,7 +23,7 @@ from dask_gpurt.plugins import recovery
 from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.shuffle.receiver import Receiver
-from dask_gpurt.shuffle.run import RENEW, ShuffleRun
+from dask_gpurt.shuffle.run import NEW_OWNERS_OP, ShuffleRun
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from tests.helpers.gated_runs import (
     FRAME,
@@ -167,7 +167,7 @@ def test_a_run_loses_workers_more_often_than_it_may_be_mended(monkeypatch: pytes
 
 def test_the_repair_of_a_run_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It waits for an output that is being assembled, so its error reaches no caller; the run restarts."""
-    stopped, mend, failed = gate(monkeypatch, "unpack"), Recovery._mend, threading.Event()
+    stopped, mend, failed = gate(monkeypatch, "unpack"), Recovery._reassign, threading.Event()
 
     def fails_once(self: Recovery, *args: Any, **options: Any) -> None:
         if failed.is_set():
@@ -179,8 +179,8 @@ def test_the_repair_of_a_run_fails(monkeypatch: pytest.MonkeyPatch, caplog: pyte
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         result = client.compute(shuffled())
         await until(stopped.reached.is_set)
-        monkeypatch.setattr(Recovery, "_mend", fails_once)
-        monkeypatch.setattr(recovery, "PATIENCE_S", 3600)
+        monkeypatch.setattr(Recovery, "_reassign", fails_once)
+        monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 3600)
         boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
         await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
         leaves = next(worker for worker in crew if worker.address != stopped.where[0])
@@ -475,12 +475,12 @@ def test_a_worker_takes_part_that_is_not_wholly_on_and_another_is_closed(
         late, leaves, _ = sorted(crew, key=lambda worker: worker.address == stopped.where[0])
         ready = scheduler.extensions["gpurt"].workers.ready
         ready.discard(late.address)
-        renew = late.stream_handlers.pop(RENEW)
+        renew = late.stream_handlers.pop(NEW_OWNERS_OP)
         await leaves.close()
         stopped.open.set()
         assert_right(await result)
         assert late.status is Status.running
-        late.stream_handlers[RENEW] = renew
+        late.stream_handlers[NEW_OWNERS_OP] = renew
         ready.add(late.address)
         del result
 

@@ -168,7 +168,7 @@ def hold_staging(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[thread
 
 
 @pytest.mark.parametrize("published", ["once the run is over", "while its owner lets go"])
-def test_what_is_staged_as_a_run_ends_is_freed(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_staged_shard_is_freed_when_its_run_ends(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         here = with_accelerator(a)

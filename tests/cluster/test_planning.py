@@ -160,7 +160,7 @@ def test_computations_at_the_same_time_are_of_the_same_shuffle(
     assert dask_gpurt.report(client).counters.get("shuffle.runs.recovered", 0) == 0
 
 
-def test_what_is_optimised_already_is_computed(client: Client, library: Library, path: Path) -> None:
+def test_an_optimised_collection_is_computed(client: Client, library: Library, path: Path) -> None:
     shuffled = query(path, library.name).assign(twice=lambda frame: frame.ratio * 2)
     expected = shuffled.twice.sum().compute()
     assert shuffled.optimize().twice.sum().compute() == pytest.approx(expected)

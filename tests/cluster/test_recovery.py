@@ -16,7 +16,7 @@ from distributed.core import Status
 from distributed.shuffle._core import barrier_key, id_from_key
 
 import dask_gpurt
-from dask_gpurt.api import teach_method
+from dask_gpurt.api import register_method
 from dask_gpurt.exchange.pulling import Puller
 from dask_gpurt.plugins import recovery
 from dask_gpurt.plugins.recovery import Recovery
@@ -56,7 +56,7 @@ IN_PROCESS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let outputs that are being assembled finish, however busy the machine is."""
-    monkeypatch.setattr(recovery, "PATIENCE_S", 60)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 60)
 
 
 async def stopped_in(phase: str, stopped: Gate, scheduler: Any) -> Watched:
@@ -228,7 +228,7 @@ def test_an_output_of_a_killed_worker_has_another_replica() -> None:
 
 def test_outputs_that_have_been_read_are_needed_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """One repair receives them again, though each task reports only its own output."""
-    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 0)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
         results = shuffled().map_partitions(lambda part: part.assign(more=1)).optimize()
@@ -356,7 +356,7 @@ def test_an_owner_is_unreachable_and_assembles_an_output_nevertheless(
 
 def test_an_output_is_being_assembled_while_another_one_is_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dask cancels its task, sends it again, and refuses the first result: its shards must still be there."""
-    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 0)
     stopped = gate(monkeypatch, "unpack")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -383,7 +383,7 @@ def test_the_end_of_an_output_is_on_its_way_while_another_one_is_repaired(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The scheduler refuses it, and sends the task again: its shards must still be there."""
-    monkeypatch.setattr(recovery, "PATIENCE_S", 0)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 0)
     stopped = gate(monkeypatch, "unpack")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -544,7 +544,7 @@ def test_an_owner_retires_that_is_assembling_an_output(monkeypatch: pytest.Monke
 
 def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its outputs move only when those of the others are there, and until then it is not evacuated."""
-    assemble, is_mending, ask = Receiver.assemble, Recovery.is_mending, Retirement._ask
+    assemble, is_repair_pending, ask = Receiver.assemble, Recovery.is_repair_pending, Retirement._ask
     begun, go_on, too_early = set[str](), threading.Event(), list[bool]()
 
     def stops(self: Receiver, *args: Any) -> Any:
@@ -553,7 +553,7 @@ def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyP
         return assemble(self, *args)
 
     def goes_on_then(self: Recovery, shuffles: Any) -> bool:
-        if found := is_mending(self, shuffles):
+        if found := is_repair_pending(self, shuffles):
             go_on.set()
         return found
 
@@ -563,7 +563,7 @@ def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyP
         return await ask(self, *args)
 
     monkeypatch.setattr(Receiver, "assemble", stops)
-    monkeypatch.setattr(Recovery, "is_mending", goes_on_then)
+    monkeypatch.setattr(Recovery, "is_repair_pending", goes_on_then)
     monkeypatch.setattr(Retirement, "_ask", notes)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
@@ -705,6 +705,6 @@ def test_a_cluster_grows_and_shrinks_in_the_middle(monkeypatch: pytest.MonkeyPat
             finally:
                 open_gates()
 
-    teach_method()
+    register_method()
     with config.set(ONE_EACH):
         asyncio.run(body())

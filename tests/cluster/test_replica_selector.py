@@ -44,7 +44,7 @@ def test_units_do_not_matter(seconds: dict[str, float], power: int) -> None:
 
 
 @given(st.lists(st.floats(1.0, 1.99), min_size=1))
-def test_what_differs_by_noise_is_equally_far(times: list[float]) -> None:
+def test_peers_that_differ_by_noise_are_equally_far(times: list[float]) -> None:
     assert set(farness({str(at): time for at, time in enumerate(times)}).values()) == {0}
 
 
@@ -110,7 +110,7 @@ def test_an_error_leaves_the_choice_to_dask(file: Path) -> None:
     assert fallbacks[CHOICE]["count"] > 0
 
 
-def test_what_is_not_known_is_by_address() -> None:
+def test_an_unknown_link_is_judged_by_address() -> None:
     """Before the scheduler has replied, workers of one address are equally near, as in Dask."""
 
     @on_cluster(workers=3)

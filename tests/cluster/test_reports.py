@@ -16,7 +16,7 @@ from distributed import Client, default_client
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.reports import METRIC
+from dask_gpurt.plugins.reports import COUNTERS_METRIC
 from tests.helpers.clusters import cluster
 from tests.helpers.waiting import until
 
@@ -33,7 +33,7 @@ def last_heartbeat(client: Client, address: str) -> dict[str, Any]:
     """Return the counters and fallbacks in a worker's last heartbeat."""
 
     def read(dask_scheduler) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-        return dask_scheduler.workers[address].metrics.get(METRIC, {})  # type: ignore[no-any-return]
+        return dask_scheduler.workers[address].metrics.get(COUNTERS_METRIC, {})  # type: ignore[no-any-return]
 
     found: dict[str, Any] = client.run_on_scheduler(read)
     return found

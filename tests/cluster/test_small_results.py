@@ -71,7 +71,7 @@ def test_no_task_of_a_shuffle_fetches_the_result_of_another() -> None:
     run()
 
 
-def test_what_was_sent_is_released_with_the_shuffle() -> None:
+def test_sent_results_are_released_with_the_shuffle() -> None:
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
         out = await shuffled(client, 0)

@@ -19,17 +19,19 @@ from distributed.comm.core import CommClosedError
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
-from dask_gpurt.api import teach_method
+from dask_gpurt.api import register_method
 from dask_gpurt.config import ConfigError
 from dask_gpurt.plugins import silence, switching
 from dask_gpurt.plugins.overlapping import WorkerOverlap
 from dask_gpurt.plugins.running import TaskRunner
-from dask_gpurt.plugins.switching import LEFT, JoinReply, Workers
+from dask_gpurt.plugins.switching import LEFT_OP, JoinReply, Workers
 from dask_gpurt.plugins.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from tests.helpers.exchanges import spec_of
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
 
+#: The loggers in which tracebacks are spared while a plugin is on.
+DASKS_LOGS = ("distributed.worker", "distributed.core")
 ROWS = 200
 #: Bytes that exceed a tier of 1 MiB.
 LARGE = 8 * 2**20
@@ -229,7 +231,7 @@ def test_a_run_comes_to_a_worker_that_has_no_exchange_yet(monkeypatch: pytest.Mo
         await switching
 
 
-def test_what_was_taken_over_begins_again_by_dask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shuffle_that_was_taken_over_restarts_as_dasks_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def held(frame: pd.DataFrame, partition_info: Any = None) -> pd.DataFrame:
         if partition_info and partition_info["number"] == 3:
             Event("reached").set()
@@ -422,7 +424,7 @@ def on_cluster_with_a_silent_worker(test: Callable[..., Awaitable[None]]) -> Non
     """Run a coroutine with a client, a scheduler and two workers, the second of which falls silent."""
 
     async def body(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        teach_method()
+        register_method()
         before = restored(scheduler, a), restored(scheduler, b)
         await test(client, scheduler, a, b)
         assert_on(scheduler, a, b)
@@ -470,13 +472,13 @@ def test_a_worker_is_silent_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_worker_is_silent_while_it_goes_off(monkeypatch: pytest.MonkeyPatch, hears: bool) -> None:
     """It does not hear of that until it looks it up, or its last message is not heard."""
     monkeypatch.setattr("dask_gpurt.plugins.worker.TRIM_INTERVAL_S", 0.1)
-    say, silent = GpurtWorkerPlugin._say, set[str]()
+    say, silent = GpurtWorkerPlugin._send, set[str]()
 
     def unheard(self: GpurtWorkerPlugin, what: str, **more: str) -> None:
-        if what != LEFT or self.worker.address not in silent:
+        if what != LEFT_OP or self.worker.address not in silent:
             say(self, what, **more)
 
-    monkeypatch.setattr(GpurtWorkerPlugin, "_say", unheard)
+    monkeypatch.setattr(GpurtWorkerPlugin, "_send", unheard)
 
     @on_cluster_with_a_silent_worker
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -515,7 +517,9 @@ def test_it_goes_on_at_a_worker_that_still_goes_off_itself(monkeypatch: pytest.M
 # ---- errors --------------------------------------------------------------------------------
 
 
-def test_what_a_worker_can_not_take_back_is_told_and_the_rest_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_fail_to_switch_off_are_reported_and_the_rest_is_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         before = whole_state(scheduler, a, b)
@@ -593,7 +597,7 @@ def built() -> dict[str, Any]:
     }
 
 
-def test_what_was_built_while_it_was_on_is_computed_afterwards() -> None:
+def test_a_collection_built_while_it_was_on_is_computed_afterwards() -> None:
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         await dask_gpurt.enable(client)
@@ -609,7 +613,7 @@ def test_what_was_built_while_it_was_on_is_computed_afterwards() -> None:
             assert len(made.compute())
 
 
-def test_what_was_taken_over_is_computed_by_tasks_after_it_was_switched_off() -> None:
+def test_a_shuffle_that_was_taken_over_is_computed_by_tasks_after_switching_off() -> None:
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         with dask.config.set({"dataframe.shuffle.method": "tasks"}), client.as_current():
@@ -701,9 +705,11 @@ def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPat
 # ---- settings that are refused -----------------------------------------------------------
 
 
-def test_who_switches_on_gets_the_error_of_workers_and_no_tracebacks(
+def test_switching_on_raises_the_error_of_workers_without_tracebacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    before = switching._without_traceback.plugins
+
     @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
     async def test(client: Any, scheduler: Any, *workers: Any) -> None:
         with (
@@ -712,10 +718,25 @@ def test_who_switches_on_gets_the_error_of_workers_and_no_tracebacks(
         ):
             await dask_gpurt.enable(client)
         assert "gpurt" not in scheduler.extensions
+        await until(lambda: switching._without_traceback.plugins == before)
 
     test()
     # Dask reports a connection that closes with its cluster below warnings, with a traceback.
     assert [one for one in caplog.records if one.exc_info and one.levelno >= logging.WARNING] == []
+
+
+def test_dasks_logs_are_as_before_once_the_runtime_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Workers of other tests in this process have failed to switch on, and were closed without their plugin.
+    monkeypatch.setattr(switching._without_traceback, "plugins", 0)
+
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+    async def test(client: Any, scheduler: Any, *workers: Any) -> None:
+        await dask_gpurt.enable(client)
+        assert all(logging.getLogger(name).filters for name in DASKS_LOGS)
+        await dask_gpurt.disable(client)
+        assert not any(logging.getLogger(name).filters for name in DASKS_LOGS)
+
+    test()
 
 
 def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -754,7 +775,7 @@ def test_a_smaller_worker_that_joins_takes_part_with_default_limits() -> None:
     test()
 
 
-def test_what_a_program_has_frozen_stays_so() -> None:
+def test_objects_that_a_program_has_frozen_stay_frozen() -> None:
     """As in a program whose workers are in its own process."""
     gc.freeze()
 

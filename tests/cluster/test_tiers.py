@@ -229,7 +229,7 @@ def test_files_go_with_the_cluster(library: Library, tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("gpurt-tier-*")]
 
 
-def test_what_is_loaded_is_no_garbage_until_the_runtime_goes() -> None:
+def test_loaded_objects_are_frozen_until_the_runtime_is_off() -> None:
     with cluster("pandas", workers=1) as client:
         until(lambda: all(on_workers(client, gc.get_freeze_count)))
         dask_gpurt.disable(client)

@@ -195,7 +195,7 @@ def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("dask_gpurt.plugins.topology_reports.discover", lambda: Host("here"))
     metrics = Metrics()
     worker = SimpleNamespace(address="tcp://here:1")
-    assert TopologyReporter(worker, Traffic(), True, metrics)._look_around().device is None
+    assert TopologyReporter(worker, Traffic(), True, metrics)._detect_place().device is None
     known = metrics.snapshot()["fallbacks"]["topology.gpu-unknown"]
     assert "set 'gpurt.topology.file'" in known["reason"]
 

@@ -58,7 +58,7 @@ def test_a_codec_of_the_gpu_is_the_soonest(device: Any) -> None:
     assert packed.nbytes < numbers.nbytes / 2
 
 
-def test_what_is_damaged_is_an_error(device: Any) -> None:
+def test_damaged_bytes_raise_an_error(device: Any) -> None:
     from dask_gpurt.device.base import CodecError
 
     for codec in of_the_gpu(device):

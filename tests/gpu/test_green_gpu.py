@@ -28,7 +28,7 @@ def found(interposer: Path) -> Any:
     return answer(SOURCES / "green.py", LD_PRELOAD=str(interposer), PYTHONPATH=path)
 
 
-def test_what_has_to_hold_in_a_green_context(found: Any) -> None:
+def test_all_checks_in_green_contexts_pass(found: Any) -> None:
     assert len(found["checked"]) > 1
     assert not found["wrong"], "\n".join(found["wrong"].values())
 

@@ -74,13 +74,13 @@ def blocks_before(device: Any, *, first: bool) -> int:
     return int(seen.max())
 
 
-def test_what_comes_first_waits_for_few_blocks_of_compute(device: Any) -> None:
+def test_a_prioritised_kernel_waits_for_few_blocks_of_compute(device: Any) -> None:
     """Alternate the priorities, so that the change is measured rather than how the stream was created."""
     found = [(blocks_before(device, first=True), blocks_before(device, first=False)) for _ in range(3)]
     assert all(ahead < BLOCKS / 3 < 2 * BLOCKS / 3 < equal for ahead, equal in found), found
 
 
-def test_what_was_launched_before_a_change_keeps_its_order(device: Any) -> None:
+def test_kernels_launched_before_a_change_keep_their_order(device: Any) -> None:
     import cupy
 
     values = cupy.zeros(1 << 26)

@@ -23,7 +23,7 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._shuffle import shuffle_unpack
 
-from dask_gpurt.shuffle.run import RECOVER
+from dask_gpurt.shuffle.run import RECOVER_HANDLER
 from tests.helpers.exchanges import frame_of, spec_of
 from tests.helpers.scheduled import DaskScheduler, ScheduledWorker
 
@@ -174,7 +174,7 @@ class Witness(SchedulerPlugin):
         self._missed: set[Any] = set()
         scheduler.add_plugin(self, name="witness")
         scheduler.leaving.append(self.leaves)
-        scheduler.handlers[RECOVER] = self._recover
+        scheduler.handlers[RECOVER_HANDLER] = self._recover
 
     def _recover(self, inputs: Sequence[Any] = (), **message: Any) -> None:
         self.misses(inputs)

@@ -35,7 +35,7 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.owners import Owners, deal
-from dask_gpurt.shuffle.run import RENEW, SEALED, ShuffleRun
+from dask_gpurt.shuffle.run import NEW_OWNERS_OP, SEALED_OP, ShuffleRun
 
 
 class Inline(Executor):
@@ -190,7 +190,10 @@ class Process:
         loop = asyncio.get_running_loop()
         self.address = address
         self.handlers: dict[str, Any] = {}
-        self.stream_handlers: dict[str, Any] = {"remove-worker": self._remove_worker, RENEW: self._renew}
+        self.stream_handlers: dict[str, Any] = {
+            "remove-worker": self._remove_worker,
+            NEW_OWNERS_OP: self._renew,
+        }
         self.extensions: dict[str, Any] = {}
         self.state = SimpleNamespace(tasks={}, nthreads=1)
         self.loop = SimpleNamespace(time=loop.time, add_callback=self._add_callback)
@@ -424,7 +427,7 @@ class Scheduler:
         for address in active.participants & self.network.processes.keys():
             self.network.stream(
                 self.network.processes[address],
-                RENEW,
+                NEW_OWNERS_OP,
                 id=active.spec.id,
                 run_id=active.run_spec.run_id,
                 owners=active.owners.snapshot(),
@@ -474,7 +477,7 @@ class Scheduler:
 
     def hear(self, message: dict[str, Any]) -> None:
         """Handle a worker's stream message that a barrier, which is about to end, has sealed a run."""
-        assert message["op"] == SEALED
+        assert message["op"] == SEALED_OP
         if (active := self._of(message["id"], message["run_id"])) is not None:
             active.owners.seal(message["epoch"])
 

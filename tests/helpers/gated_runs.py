@@ -21,7 +21,7 @@ from distributed.core import Status
 from distributed.shuffle._core import barrier_key, id_from_key
 
 import dask_gpurt
-from dask_gpurt.api import teach_method
+from dask_gpurt.api import register_method
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import ShuffleRun
@@ -61,7 +61,7 @@ def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any)
     """Run a coroutine with a client, a scheduler and workers; asserts that no shuffle data are left."""
 
     async def body(client: Any, scheduler: Any, *crew: Any) -> None:
-        teach_method()
+        register_method()
         await dask_gpurt.enable(client)
         try:
             await test(client, scheduler, *crew)

@@ -17,7 +17,7 @@ from distributed import LocalCluster, Nanny, Worker
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.api import teach_method
+from dask_gpurt.api import register_method
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.plugins.topology import SchedulerTopology
@@ -127,7 +127,7 @@ def on_plain_cluster(workers: int = 2, **settings: Any) -> Callable[[Callable[..
 
     def run(test: Callable[..., Awaitable[None]]) -> None:
         async def body(client: Any, scheduler: Any, *crew: Any) -> None:
-            teach_method()  # which is permanent
+            register_method()  # which is permanent
             await dask_gpurt.disable(client)  # for clients that earlier tests closed while it was enabled
             before = whole_state(scheduler, *crew)
             await test(client, scheduler, *crew)

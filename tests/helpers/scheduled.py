@@ -47,10 +47,10 @@ from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
 from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
 from dask_gpurt.plugins.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.silence import SilentWorkers
-from dask_gpurt.plugins.small_results import CONFIRMED, RESULTS
-from dask_gpurt.plugins.switching import READY, Workers
+from dask_gpurt.plugins.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
+from dask_gpurt.plugins.switching import READY_OP, Workers
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
-from dask_gpurt.shuffle.run import ACCEPTED, OWNERS, RECOVER, RENEW, SEALED
+from dask_gpurt.shuffle.run import ACCEPTED_OP, NEW_OWNERS_OP, OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.scheduler import VirtualScheduler
 from dask_gpurt.simulate.worker import EVENTS
@@ -170,9 +170,9 @@ class ScheduledWorker(Process, BaseWorker):
         self.handlers["get_data"] = self._get_data
         self.stream_handlers |= {
             **{op: partial(self._on_event, event) for op, event in EVENTS.items()},
-            RENEW: runtime.renew,
-            ACCEPTED: runtime.accepted,
-            RESULTS: runtime.take_results,
+            NEW_OWNERS_OP: runtime.renew,
+            ACCEPTED_OP: runtime.accepted,
+            SEND_RESULTS_OP: runtime.take_results,
             STATUS: self._change_status,
             "close": self._on_close,
         }
@@ -332,16 +332,16 @@ class DaskScheduler(VirtualScheduler):
         self.shuffles.install()
         self.add_plugin(self.runtime, name="gpurt")
         self.handlers |= {
-            OWNERS: self.recovery.owners,
-            RECOVER: self.recovery.recover,
+            OWNERS_HANDLER: self.recovery.owners,
+            RECOVER_HANDLER: self.recovery.recover,
             "gpurt_gone": self.runtime.gone,
-            "gpurt_silent": self.recovery.goes_on_without,
+            "gpurt_silent": self.recovery.continues_without,
             "gpurt_links": _no_links,
         }
         self.stream_handlers |= {
-            READY: self.runtime.is_ready,
-            SEALED: self.recovery.sealed,
-            CONFIRMED: self.shuffles.results.confirmed,
+            READY_OP: self.runtime.is_ready,
+            SEALED_OP: self.recovery.sealed,
+            CONFIRM_RESULTS_OP: self.shuffles.results.confirmed,
             STATUS: self.handle_worker_status_change,
         }
         for plugin in self.plugins.values():
@@ -420,7 +420,7 @@ class DaskScheduler(VirtualScheduler):
         self.processes[process.address] = process
         self.join(process.address, threads=1, memory=10**9, send=partial(self.wire.send, process))
         self.heartbeat(process.address, 1e8, {}, 0)
-        process.batched_send({"op": READY, "token": TOKEN})
+        process.batched_send({"op": READY_OP, "token": TOKEN})
 
     async def leaves(self, process: ScheduledWorker, *, close: bool = False) -> None:
         """Remove a worker whose connection has ended; ``close`` it, if it is alive."""

@@ -52,7 +52,7 @@ def test_on_a_cluster_that_runs() -> None:
         (["--scale", "0"], 2, "0.0 is not in the range"),
     ],
 )
-def test_what_can_not_be_is_said(
+def test_impossible_arguments_are_reported(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
 ) -> None:
     monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)

@@ -113,7 +113,7 @@ RIGHT = pd.DataFrame({"key": [1, 1, 2, 3], "row": [0, 1, 2, 3], "value": [0.5, N
         ([RIGHT.drop(columns="value")], "columns ['key', 'row']"),
     ],
 )
-def test_what_is_wrong_is_said(parts: list[pd.DataFrame], problem: str | None) -> None:
+def test_invalid_options_are_reported(parts: list[pd.DataFrame], problem: str | None) -> None:
     found = difference(parts, RIGHT, by=["row"], homes="key")
     assert found == problem or (problem and found and problem in found)
 
@@ -204,7 +204,7 @@ async def test_messages_between_workers_are_repeated_reset_and_left_alone(
 
 
 @gen_client_cluster()
-async def test_what_faults_take_hold_of_is_there(c: Any, s: Any, a: Worker, b: Worker) -> None:
+async def test_the_parts_that_faults_wrap_exist(c: Any, s: Any, a: Worker, b: Worker) -> None:
     """A fault that patches a renamed function of the runtime would never occur, and test nothing."""
     await dask_gpurt.enable(c)
     assert set(MESSAGES.values()) <= set(a.handlers)

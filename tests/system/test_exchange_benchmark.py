@@ -84,7 +84,7 @@ def test_a_barrier_holds_until_all_have_come(tmp_path: Path) -> None:
             assert seen == [[n, n, n] for n in range(1, 21)]
 
 
-def test_who_waits_for_one_that_failed_is_told_why(tmp_path: Path) -> None:
+def test_a_process_that_waits_for_a_failed_one_gets_the_reason(tmp_path: Path) -> None:
     file = Barrier.prepare(tmp_path / "barrier", 2)
     with pytest.raises(KeyError), Barrier(file, 1, 2):
         raise KeyError("the cause")

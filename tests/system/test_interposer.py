@@ -113,7 +113,7 @@ def test_a_kernel_has_its_own_cap_or_none(one: Process) -> None:
     assert one.counters() == {"seen": 9, "capped": 6, "left.no-cap": 3}
 
 
-def test_what_is_launched_is_known_by_name(one: Process) -> None:
+def test_launched_kernels_are_known_by_name(one: Process) -> None:
     long = "_ZN" + "a" * 4000
     one.apply(4, {long: 2})
     handles = [one.function("sum", 40, 512), one.function(long)]
@@ -189,7 +189,7 @@ def test_a_kernel_that_was_compiled_for_clusters_is_left_alone(one: Process) -> 
     assert one.counters() == {"seen": 1, "left.cluster": 1}
 
 
-def test_what_goes_into_a_graph_is_left_alone(one: Process) -> None:
+def test_launches_captured_in_a_graph_are_not_changed(one: Process) -> None:
     one.apply(4)
     function, capturing, plain = one.function(), one.stream(True), one.stream(False)
     per_thread = {"name": "cuLaunchKernel_ptsz"}
@@ -221,7 +221,7 @@ def test_all_other_functions_are_the_drivers_own(built: Path, one: Process, name
         assert bare.same(*doors)
 
 
-def test_who_asks_for_the_asking_itself_is_met(one: Process) -> None:
+def test_a_lookup_of_the_lookup_itself_is_answered(one: Process) -> None:
     for cuda, version in ((11_030, "cuGetProcAddress"), (13_000, "cuGetProcAddress_v2")):
         asked = {"name": "cuGetProcAddress", "door": "cuGetProcAddress_v2", "cuda": cuda}
         assert one.same(asked, {"name": version})
@@ -324,7 +324,7 @@ def test_two_copies_of_it_cap_once(built: Path, tmp_path: Path) -> None:
         assert only(twice.launch(twice.function())) == FOUR
 
 
-def test_who_wraps_with_rtld_next_finds_the_next(built: Path) -> None:
+def test_a_wrapper_that_uses_rtld_next_finds_the_next(built: Path) -> None:
     """The C library resolves by the caller's address, which must not be ours."""
     path = built / "next.so"
     with process(built / "libcuda.so.1", built / "_interposer.so", path) as wrapped:

@@ -48,7 +48,7 @@ def test_a_nanny_loads_it_and_the_worker_sets_the_cap(packages: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["environment", "configuration"])
-def test_what_was_to_be_preloaded_is_kept(packages: Path, tmp_path: Path, where: str) -> None:
+def test_libraries_to_be_preloaded_are_kept(packages: Path, tmp_path: Path, where: str) -> None:
     second = str(packages / "second.so")
     (tmp_path / "mine.yaml").write_text(
         f"distributed: {{nanny: {{pre-spawn-environ: {{LD_PRELOAD: {second}}}}}}}"

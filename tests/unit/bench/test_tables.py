@@ -37,7 +37,7 @@ def test_a_partition_is_the_same_each_time_and_has_the_columns_that_are_asked_fo
     pd.testing.assert_frame_equal(one[one.columns[:1]], again)
 
 
-def test_what_is_written_is_what_is_made(tmp_path: Path) -> None:
+def test_written_tables_equal_the_generated_ones(tmp_path: Path) -> None:
     written, made = Tables(SIZE, folder=str(tmp_path)), Tables(SIZE)
     written.write()
     assert [path.name for path in tmp_path.iterdir()] == ["gpurt-bench"]

@@ -41,6 +41,6 @@ def test_sorted_rows_are_in_order_however_they_are_cut(at: list[int]) -> None:
         ([SORTED.iloc[:50], SORTED.iloc[50:][::-1]], "order"),
     ],
 )
-def test_what_is_wrong_is_told(parts: list[pd.DataFrame], reason: str) -> None:
+def test_invalid_rows_are_reported(parts: list[pd.DataFrame], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         check([fingerprint(part) for part in parts], WHOLE, sorts=True)

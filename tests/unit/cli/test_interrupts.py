@@ -32,7 +32,7 @@ def start_process() -> str:
     return done.stdout.strip()
 
 
-def test_what_a_cluster_starts_later_is_kept_from_interrupts_too() -> None:
+def test_workers_that_a_cluster_starts_later_ignore_interrupts_too() -> None:
     going, found = threading.Event(), []
 
     def event_loop() -> None:

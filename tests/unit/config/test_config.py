@@ -65,7 +65,7 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"gpurt": None}, {"gpurt": {"exchange": None}}, {"gpurt": {}}])
-def test_what_is_not_mentioned_has_its_default(config: dict[str, Any]) -> None:
+def test_a_setting_that_is_not_given_has_its_default(config: dict[str, Any]) -> None:
     assert load(config) == load(DEFAULTS)
 
 

@@ -87,7 +87,7 @@ def test_of_workers_that_have_left_the_last_are_kept() -> None:
     assert {address for address, _ in sampler.used.names} == {ALL, *addresses[1:]}
 
 
-def test_what_was_moved_counts_also_of_workers_that_have_left() -> None:
+def test_bytes_moved_by_departed_workers_count() -> None:
     cluster, sampler = Cluster(2), Sampler()
     sampler.sample(1.0, cluster)
     cluster.moved["tcp://0"] = [("device", "disk", 30), ("exchange", "host", 10), ("disk", "device", 5)]
@@ -166,7 +166,7 @@ def test_a_shuffle_goes_through_its_phases() -> None:
     assert (row["state"], row["seconds"], row["done"], row["inputs"]) == ("done", 3.0, 1.0, "2 / 2")
 
 
-def test_what_was_lost_is_not_done() -> None:
+def test_lost_outputs_are_not_done() -> None:
     log = begun()
     for key in ("s-i0", "s-i1", "s-b", "s-o0"):
         log.transition(key, "memory", 1.0)
@@ -212,9 +212,7 @@ def test_skew_is_that_of_the_largest_output_of_all_workers() -> None:
 
 
 @pytest.mark.parametrize(("done", "rows"), [(False, 0), (True, 10)])
-def test_what_a_lost_worker_has_put_together_of_a_running_shuffle_does_not_count(
-    done: bool, rows: int
-) -> None:
+def test_outputs_of_a_lost_worker_do_not_count_while_the_shuffle_runs(done: bool, rows: int) -> None:
     log = begun()
     log.figures("a", [("s", 1, vars(Figures(offered_bytes=5, outputs=1, rows=10, largest_rows=10)))])
     if done:

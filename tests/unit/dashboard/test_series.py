@@ -45,7 +45,7 @@ def test_each_point_has_the_largest_value_since_the_one_before(
         since = at
 
 
-def test_what_is_not_known_is_not_a_number() -> None:
+def test_unknown_values_are_not_a_number() -> None:
     history: History[str] = History()
     history.add(1.0, {"a": 5})
     history.add(2.0, {"b": 6})

@@ -44,7 +44,7 @@ def test_a_computation_on_a_scheduler_of_this_process_is_local(heard: list[bool]
             assert set(heard) == {True}
 
 
-def test_what_is_planned_only_is_not_local(heard: list[bool]) -> None:
+def test_planning_alone_is_not_local(heard: list[bool]) -> None:
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
         dd.from_pandas(FRAME, npartitions=2).shuffle("key").optimize()
     assert set(heard) == {False}

@@ -93,7 +93,7 @@ class _Sort(Expr):
         return [0, 1]
 
 
-def test_what_is_no_expression_keeps_its_lock_and_all_comes_back(patches: PatchSet) -> None:
+def test_other_classes_keep_their_lock_and_all_is_restored(patches: PatchSet) -> None:
     before, made_by = vars(cached_property)["__get__"], SingletonExpr.__new__
     asked = []
 

@@ -44,7 +44,7 @@ class Theirs:
             del self.owner.method
 
 
-def test_what_was_not_an_attribute_of_the_instance_is_none_again() -> None:
+def test_an_attribute_that_the_instance_did_not_have_is_removed() -> None:
     dasks, patches = Dasks(), PatchSet()
     patches.put(dasks, "method", ours)
     assert dasks.method(1) == ["ours", "Dask", 1]
@@ -101,7 +101,7 @@ def test_a_cached_property_of_a_class_is_replaced_and_comes_back() -> None:
     assert Kind().once == ["Dask"]
 
 
-def test_what_was_given_back_while_it_could_not_leave_goes_with_the_last() -> None:
+def test_a_patch_restored_below_others_is_removed_with_the_last() -> None:
     dasks, inner, outer = Dasks(), PatchSet(), PatchSet()
     inner.put(dasks, "method", ours)
     outer.put(dasks, "method", ours)
@@ -137,7 +137,7 @@ def test_handlers_are_wrapped_and_come_back() -> None:
     assert handlers == before
 
 
-def test_what_is_added_goes_and_what_was_there_comes_back() -> None:
+def test_added_items_are_removed_and_earlier_ones_restored() -> None:
     handlers: dict[str, Any] = {"kept": "theirs"}
     patches, added = PatchSet(), object()
     patches.add_item(handlers, "kept", added)
@@ -173,7 +173,7 @@ def test_an_instance_with_slots_gets_a_class_of_its_own() -> None:
     assert type(one) is Slotted
 
 
-def test_what_differs_is_not_replaced() -> None:
+def test_a_method_that_differs_is_not_replaced() -> None:
     dasks, patches = Dasks(), PatchSet()
     with pytest.raises(UnsupportedError, match=r"method takes \(at\), expected \(at, more\)"):
         patches.replace(Seam(f"{__name__}:Dasks.method", "self at more"), ours, on=dasks)

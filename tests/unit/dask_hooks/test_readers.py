@@ -44,7 +44,7 @@ def readers(patches: PatchSet, calls: list[str]) -> Readers:
         return read
 
     found = Readers(patches, wrap, pytest.fail)
-    found.look()
+    found.wrap_imported()
     return found
 
 
@@ -216,8 +216,8 @@ def test_a_reader_that_is_not_as_it_is_known_is_left_alone_and_told_of_once(
     monkeypatch.setattr(ReadParquetPyarrowFS, "_fragment_to_table", staticmethod(another))
     told = list[str]()
     readers = Readers(patches, wrap, told.append)
-    readers.look()
-    readers.look()
+    readers.wrap_imported()
+    readers.wrap_imported()
     (difference,) = told
     assert "cached), expected (" in difference
     assert ReadParquetPyarrowFS._fragment_to_table is another

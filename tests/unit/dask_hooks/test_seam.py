@@ -153,7 +153,7 @@ def test_only_the_seam_touches_private_parts_of_dask() -> None:
         "thing._that_no_class_of_ours_has",
     ],
 )
-def test_what_is_touched_is_found(source: str) -> None:
+def test_private_accesses_are_found(source: str) -> None:
     assert complaints(ast.parse(source), own_names()) != []
 
 
@@ -161,7 +161,7 @@ def test_what_is_touched_is_found(source: str) -> None:
     "source",
     ["from dask.utils import key_split", "self._meta", "super()._layer()", "row._asdict()", "x.__class__"],
 )
-def test_what_is_public_or_ones_own_is_not(source: str) -> None:
+def test_public_names_and_ones_own_are_not_found(source: str) -> None:
     assert complaints(ast.parse(source), own_names()) == []
 
 

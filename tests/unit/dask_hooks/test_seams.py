@@ -36,7 +36,7 @@ def test_this_dask_is_known() -> None:
         (Seam("math:sqrt", "x", bodies=("0123456789ab",)), r"the source of sqrt cannot be read \("),
     ],
 )
-def test_what_differs_is_told(seam: Seam, said: str) -> None:
+def test_differences_are_reported(seam: Seam, said: str) -> None:
     (found,) = differences([seam])
     assert re.search(said, found)
 

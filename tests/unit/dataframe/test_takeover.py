@@ -193,8 +193,8 @@ def test_a_shuffle_in_the_place_of_tasks_has_its_description(ignore_index: bool)
 #: Runs in a process in which the runtime was never enabled.
 NEVER_ON = """
 import dask, pandas as pd, dask.dataframe as dd
-from dask_gpurt.api import teach_method
-teach_method()
+from dask_gpurt.api import register_method
+register_method()
 frame = dd.from_pandas(pd.DataFrame({"key": range(9)}), npartitions=3)
 with dask.config.set({"dataframe.shuffle.method": "gpurt", "scheduler": "sync"}):
     assert len(frame.shuffle("key").compute()) == 9  # a configuration may be shared with those who have it on

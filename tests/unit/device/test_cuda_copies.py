@@ -84,7 +84,7 @@ def test_bytes_arrive_wherever_they_lie(source: str, target: str, count: int) ->
 
 
 @pytest.mark.gpu
-def test_what_cuda_refuses_is_an_error() -> None:
+def test_a_call_that_cuda_refuses_raises_an_error() -> None:
     import cupy
 
     from dask_gpurt.device.cuda_memory import copy_async

@@ -143,7 +143,7 @@ def test_an_object_comes_up_as_it_went_down(tiered_buffer: TieredBuffer, device:
 
 
 @pytest.mark.parametrize("far", [True, False])
-def test_what_is_read_once_goes_to_the_device_at_once(
+def test_spilled_data_that_are_read_once_go_to_the_device_directly(
     tiered_buffer: TieredBuffer, device: FarDevice, far: bool
 ) -> None:
     """Also data that the host wrote to disk, like a pulled shard."""

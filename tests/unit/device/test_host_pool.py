@@ -213,7 +213,7 @@ def capacity(size: Size | None) -> int:
         mine.close()
 
 
-def test_who_joins_late_has_the_pool_of_who_joined_early(
+def test_a_worker_that_joins_late_has_a_pool_of_the_same_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []

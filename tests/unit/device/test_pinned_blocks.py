@@ -62,7 +62,7 @@ def test_a_run_that_is_long_enough_comes_before_shorter_ones() -> None:
     assert [piece.size for piece in pool.allocate(BLOCK + 1)] == [BLOCK, 1]
 
 
-def test_what_was_not_allocated_can_not_be_freed() -> None:
+def test_a_block_that_was_not_allocated_cannot_be_freed() -> None:
     pool = BlockPool(4 * BLOCK, block=BLOCK)
     pieces = pool.allocate(BLOCK)
     pool.free(pieces)

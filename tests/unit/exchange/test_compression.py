@@ -60,7 +60,9 @@ def test_a_person_would_say_the_same(bandwidth: float, ratio: float, pays: bool)
 
 
 @given(RATES, RATIOS, RATES, RATES)
-def test_what_pays_is_sooner_there(bandwidth: float, ratio: float, packing: float, unpacking: float) -> None:
+def test_compression_that_pays_makes_shards_arrive_sooner(
+    bandwidth: float, ratio: float, packing: float, unpacking: float
+) -> None:
     if compression_pays(bandwidth, ratio, packing, unpacking):
         assert 1 / packing + ratio / bandwidth + 1 / unpacking < 1 / bandwidth
 
@@ -265,7 +267,7 @@ class Refusing(HostCodec):
         raise CodecError("no room")
 
 
-def test_what_a_device_can_not_compress_goes_as_it_is_and_that_is_said() -> None:
+def test_shards_that_a_device_cannot_compress_go_uncompressed_and_it_is_reported() -> None:
     metrics = Metrics()
     compressor = Compressor(metrics)
     assert (

@@ -58,7 +58,7 @@ def test_chunks_are_numbered_as_numpy_does(shape: list[int], data: st.DataObject
     assert grid.number(grid.index(number)) == number
 
 
-def test_what_no_new_chunk_has_is_left_out() -> None:
+def test_elements_that_no_new_chunk_has_are_left_out() -> None:
     """Where no new chunk of a part has elements, Dask still assigns it an old chunk that has some."""
     plan = plan_of(((3,), (1,)), ((1, 2), (0,)))
     boxes = list(plan.boxes(0, (3, 1)))

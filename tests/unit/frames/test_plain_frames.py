@@ -150,7 +150,7 @@ def test_rows_go_into_the_ranges_that_dask_says(divisions: Any, ignore_index: bo
 
 
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "int16"])
-def test_what_has_only_one_order_comes_in_that_order(dtype: str) -> None:
+def test_rows_with_only_one_order_come_in_that_order(dtype: str) -> None:
     keys = np.random.default_rng(0).permutation(6000).astype(dtype)
     whole = pd.DataFrame({"key": keys, "ratio": keys / 7})
     divisions = pd.Series([0, 10, 1000, 1000, 4000, 5000, 5500, 5999], dtype=dtype)
@@ -186,6 +186,6 @@ def test_numbers_are_ordered_as_by_a_stable_sort(drawn: tuple[str, int, list[int
         )
 
 
-def test_what_is_no_whole_number_has_no_order() -> None:
+def test_keys_that_are_no_integers_have_no_order() -> None:
     assert order_of(np.array([0.5, np.nan])) is None
     assert order_of(np.array([False, True])) is None

@@ -111,7 +111,7 @@ def look(tiered_buffer: TieredBuffer) -> None:
     tiered_buffer.set_elsewhere(spilled_by_cudf(cudf_spill_manager()))
 
 
-def test_what_cudf_spills_leaves_the_account_of_the_device(
+def test_bytes_that_cudf_spills_leave_the_account_of_the_device(
     buffers: list[Spillable], tiered_buffer: TieredBuffer
 ) -> None:
     a, b, c = buffers
@@ -149,7 +149,7 @@ def test_memory_that_cudf_copies_as_it_is_read_counts(
     assert tiered_buffer.ledger.prefixes(Tier.DEVICE) == {"y": 10 * KIB}
 
 
-def test_what_is_not_on_the_device_is_not_spilled(
+def test_objects_off_the_device_are_not_spilled(
     buffers: list[Spillable], tiered_buffer: TieredBuffer
 ) -> None:
     frame = Frame(buffers[0])

@@ -86,7 +86,7 @@ def test_defaults() -> None:
     assert resolved(on_host=True) == Limits(60 * GIB, 0, 0, None)
 
 
-def test_what_the_user_gave_dask_cuda_counts() -> None:
+def test_limits_given_to_dask_cuda_count() -> None:
     assert resolved(given_device=30 * GIB).device == 30 * GIB
     assert resolved(given_device=30 * GIB, device="50%").device == 70 * GIB
 
@@ -132,7 +132,7 @@ def test_sizes_and_shares() -> None:
         (False, {"retries": -1}, r"'gpurt.memory.retries' is -1"),
     ],
 )
-def test_what_makes_no_sense_is_refused(on_host: bool, settings: dict[str, Any], message: str) -> None:
+def test_invalid_sizes_are_refused(on_host: bool, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(on_host, **settings)
 
@@ -163,7 +163,7 @@ def test_the_copy_shares_no_memory() -> None:
     assert not original.any()
 
 
-def test_what_does_not_pickle_is_named_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_object_that_does_not_pickle_is_named_without_a_log(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotMovable, match="generator"):
         take_apart(i for i in range(3))
     assert not caplog.records
@@ -172,7 +172,7 @@ def test_what_does_not_pickle_is_named_and_not_logged(caplog: pytest.LogCaptureF
     assert [record.name for record in caplog.records] == ["distributed.protocol.pickle"]  # as in Dask
 
 
-def test_what_pickle_makes_something_else_of_stays_live() -> None:
+def test_an_object_that_pickle_changes_stays_live() -> None:
     with pytest.raises(NotMovable, match="memoryview"):
         take_apart(memoryview(b"abc"))
     assert type(pickle.loads(dask_pickle.dumps(memoryview(b"abc")))) is not memoryview
@@ -254,7 +254,7 @@ def in_itself() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("make", [Sizeless, deep, in_itself, lambda: np.array([Sizeless(), 1])])
-def test_what_can_not_tell_its_size_has_the_one_that_dask_takes_then(make: Any) -> None:
+def test_an_object_without_a_size_has_dasks_default(make: Any) -> None:
     value = make()
     assert owned(value) == {id(value): safe_sizeof(value)}
 
@@ -426,7 +426,7 @@ def test_a_report_has_only_the_prefixes_that_have_changed() -> None:
     assert ledger.snapshot()["prefixes"] == [["host", "a", 5], ["host", "c", 5]]
 
 
-def test_what_are_no_partitions_goes_by_its_kind() -> None:
+def test_objects_other_than_partitions_are_counted_by_kind() -> None:
     ledger, cluster_memory = Ledger(dict.fromkeys(Tier, 100)), ClusterMemory()
     ledger.add(Tier.HOST, Label(PARTITIONS, SHARDS), 1)  # a task with this name
     ledger.add(Tier.HOST, Label(SHARDS), 2)

@@ -66,7 +66,7 @@ def of_device(value: Any) -> Frames:
     return Frames(pickle.dumps(("device", header, [True] * len(arrays))), arrays)
 
 
-def test_what_was_on_a_device_is_sent_as_if_it_had_been_copied(library: Any) -> None:
+def test_device_frames_are_sent_as_if_copied_to_the_host(library: Any) -> None:
     library("cupy")
     array = np.random.default_rng(0).random((30, 70))
     alone = over_the_wire(message(of_device(OnDevice(array))))
@@ -77,7 +77,7 @@ def test_what_was_on_a_device_is_sent_as_if_it_had_been_copied(library: Any) -> 
         np.testing.assert_array_equal(found.memory, expected)
 
 
-def test_what_no_header_describes_is_not_sent_as_frames(library: Any) -> None:
+def test_an_object_without_a_header_is_not_sent_as_frames(library: Any) -> None:
     """The serializers of other libraries may not agree."""
     library("numba")
     assert message(of_device([OnDevice(np.zeros(10))])) is None

@@ -93,7 +93,7 @@ class Held:
     """Hold memory, as work does."""
 
 
-def test_what_has_failed_holds_nothing_when_room_is_made() -> None:
+def test_a_failed_attempt_holds_nothing_when_room_is_made() -> None:
     held: list[weakref.ref[Held]] = []
     alive: list[bool] = []
 
@@ -127,7 +127,7 @@ class TooLarge(Exception):
     """Fail in a way that freeing memory cannot cure."""
 
 
-def test_what_is_too_large_is_split_as_often_as_it_takes() -> None:
+def test_work_that_is_too_large_is_split_until_it_fits() -> None:
     attempts: list[Rows] = []
 
     def work(rows: Rows) -> list[int]:

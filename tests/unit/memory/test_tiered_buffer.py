@@ -115,7 +115,7 @@ AgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=30
 test_against_a_dict = AgainstDict.TestCase
 
 
-def test_what_is_not_needed_is_evicted_first(tmp_path: Any) -> None:
+def test_keys_that_are_not_needed_are_evicted_first(tmp_path: Any) -> None:
     tiered_buffer = new_tiered_buffer(
         str(tmp_path), Limits(30 * KIB, 0, 0, None), needed={"now": (0,), "later": (7,)}
     )
@@ -153,7 +153,7 @@ def test_views_share_what_they_see(tiered_buffer: TieredBuffer) -> None:
     assert tiered_buffer.live_bytes(Tier.DEVICE) == whole.nbytes
 
 
-def test_what_becomes_live_is_counted_even_if_it_goes_again(tiered_buffer: TieredBuffer) -> None:
+def test_admitted_bytes_count_even_if_evicted_since(tiered_buffer: TieredBuffer) -> None:
     assert tiered_buffer.bytes_admitted(Tier.DEVICE) == 0
     put(tiered_buffer, "a", array(1))
     tiered_buffer["view"] = tiered_buffer["a"][:10]
@@ -163,7 +163,7 @@ def test_what_becomes_live_is_counted_even_if_it_goes_again(tiered_buffer: Tiere
     assert tiered_buffer.bytes_admitted(Tier.DEVICE) == 20 * KIB
 
 
-def test_what_has_left_the_live_tiers_is_counted(tiered_buffer: TieredBuffer) -> None:
+def test_removals_from_the_live_tiers_are_counted(tiered_buffer: TieredBuffer) -> None:
     """A failed allocation uses it to decide whether to retry."""
     put(tiered_buffer, "a", array(1))
     put(tiered_buffer, "b", array(2))
@@ -187,7 +187,7 @@ def test_a_held_key_is_not_spilled(tiered_buffer: TieredBuffer) -> None:
     assert tiered_buffer.tier("held") is Tier.PINNED
 
 
-def test_what_can_not_be_taken_apart_stays(tiered_buffer: TieredBuffer) -> None:
+def test_an_object_that_cannot_be_serialized_stays(tiered_buffer: TieredBuffer) -> None:
     tiered_buffer["lock"] = lock = threading.Lock()
     put(tiered_buffer, "array", array(1))
     tiered_buffer.spill(1 << 30)

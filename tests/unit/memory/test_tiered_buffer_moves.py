@@ -94,7 +94,7 @@ def test_a_small_result_pushes_nothing_down_that_was_too_large_before(tiered_buf
     [bytes(50 * KIB), np.zeros((100, KIB), np.uint8)[:, ::2], [str(i) for i in range(10000)]],
     ids=["bytes", "strided", "list"],
 )
-def test_what_is_pickled_as_a_whole_takes_room_below(tmp_path: Path, value: Any) -> None:
+def test_an_object_pickled_as_a_whole_takes_room_in_the_lower_tier(tmp_path: Path, value: Any) -> None:
     tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(20 * KIB, 40 * KIB, 0, None))
     tiered_buffer["b"] = value
     tiered_buffer.make_room(0)
@@ -211,7 +211,7 @@ def test_room_is_promised_once(tiered_buffer: TieredBuffer) -> None:
 
 
 @pytest.mark.parametrize(("reserved", "left"), [(0, []), (10, ["x"]), (6, [])])
-def test_what_is_read_takes_room_that_its_reader_has_reserved(
+def test_an_unspilled_key_uses_the_reservation_of_its_reader(
     tiered_buffer: TieredBuffer, reserved: int, left: list[str]
 ) -> None:
     """10 KiB are read next to 10 KiB in ``x``, and no byte is reserved twice."""
@@ -284,7 +284,7 @@ def test_a_key_goes_while_it_is_spilled_and_all_is_closed_meanwhile(
 
 
 @pytest.mark.parametrize("needed", [False, True])
-def test_what_comes_up_for_later_does_not_take_the_room_of_what_is_needed_now(
+def test_a_prefetch_does_not_take_the_room_of_inputs_needed_now(
     needed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(100 * KIB, 0, 0, None))

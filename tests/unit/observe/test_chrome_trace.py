@@ -105,7 +105,7 @@ def test_clocks_are_aligned_by_the_shortest_round_trip() -> None:
     assert (pack.begin, assemble.begin) == (0, 2 * 10**9)
 
 
-def test_what_seems_to_be_read_before_it_was_sent_is_no_flow() -> None:
+def test_a_read_that_seems_to_precede_its_send_is_no_flow() -> None:
     producer = [span("pack", 5, 1), point(Kind.SENT, 5.5, "s")]
     owner = [span("assemble", 1, 1), point(Kind.READ, 1.5, "s")]
     written = chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
@@ -149,7 +149,7 @@ def test_coroutines_that_overlap_on_one_thread_have_several_tracks() -> None:
     assert names == ["MainThread", "MainThread (2)", "MainThread (3)"]
 
 
-def test_what_was_taken_and_did_not_arrive_is_lost() -> None:
+def test_events_taken_that_did_not_arrive_are_lost() -> None:
     process = ProcessTrace()
     process.receive(recording=1.0, arrived=10, taken=10, lost=0)
     process.receive(recording=1.0, arrived=5, taken=25, lost=2)  # ten are missing, two were overwritten
@@ -160,7 +160,7 @@ def test_what_was_taken_and_did_not_arrive_is_lost() -> None:
     assert process.lost == 13
 
 
-def test_what_is_lost_is_said() -> None:
+def test_lost_events_are_reported() -> None:
     found = trace(a=ProcessTrace(name="zero", lost=3, events=[span("pack", 0, 1)]))
     found.left_out = 4
     found.unanswered[B] = "the worker has left"

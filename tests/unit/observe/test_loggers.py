@@ -36,7 +36,7 @@ def test_the_logger_of_a_module_has_its_name() -> None:
 
 
 @pytest.mark.parametrize("fallback", Fallback)
-def test_what_falls_back_is_told_by_its_room(fallback: Fallback, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fallback_is_logged_by_its_room(fallback: Fallback, caplog: pytest.LogCaptureFixture) -> None:
     labels = ["is_rootish"] if "{" in fallback.id else []
     Metrics().fallback(fallback, "a reason", *labels)
     (record,) = caplog.records

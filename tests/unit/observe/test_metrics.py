@@ -67,7 +67,7 @@ def test_whatever_is_in_the_table_is_counted() -> None:
     assert set(METRICS) - names == {"residency.{outcome}"}
 
 
-def test_what_is_not_in_the_table_is_refused() -> None:
+def test_a_metric_outside_the_table_is_refused() -> None:
     metrics = Metrics()
     with pytest.raises(UnknownMetricError, match=r"exchange\.byte"):
         metrics.add("exchange.byte")

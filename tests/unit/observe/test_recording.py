@@ -20,7 +20,7 @@ from dask_gpurt.observe.recording import MARKED, NVTX_DOMAIN, STEPS, Kind, Range
     st.integers(1, 20),
     st.lists(st.one_of(st.just("mark"), st.integers(1, 8)), max_size=60),
 )
-def test_what_is_taken_and_what_is_lost_is_all_in_order(capacity: int, steps: list[Any]) -> None:
+def test_taken_and_lost_events_are_all_in_order(capacity: int, steps: list[Any]) -> None:
     recording = Recording(capacity)
     model: list[int] = []
     taken: list[int] = []

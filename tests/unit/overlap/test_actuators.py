@@ -19,7 +19,7 @@ def quiet(reason: str) -> None:
     pytest.fail(reason)
 
 
-def test_what_runs_is_confined_on_its_own_thread_and_only_meanwhile() -> None:
+def test_a_task_is_confined_on_its_own_thread_only_while_it_runs() -> None:
     contexts = Contexts()
     share = SmShare(contexts, quiet)
     share.apply(Setting(sms=116))
@@ -105,7 +105,7 @@ def test_of_two_each_gets_its_part() -> None:
         (OFF, "no priority is not possible here"),
     ],
 )
-def test_what_nothing_confines_is_refused(setting: Setting, said: str) -> None:
+def test_a_setting_that_confines_nothing_is_refused(setting: Setting, said: str) -> None:
     caps, share = Hand(), SmShare(Contexts(), quiet)
     with pytest.raises(UnfitSetting, match=said):
         CompositeActuator(None if setting.residency else caps, None if setting.sms else share).apply(setting)

@@ -326,7 +326,7 @@ def test_the_books_are_what_was_lost() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1])
-def test_what_changes_is_learnt_anew(noise: float) -> None:
+def test_a_kernel_that_changes_is_learnt_anew(noise: float) -> None:
     steps = governed("elementwise", noise=noise)
     steps.run(ENOUGH)
     assert steps.run(10) <= 1.03 * 10 * steps.best()
@@ -404,7 +404,7 @@ def test_each_kernel_gets_its_own_setting() -> None:
 
 
 @each_kernel
-def test_what_was_learnt_is_of_use_in_the_next_run(kernel: str) -> None:
+def test_statistics_are_used_in_the_next_run(kernel: str) -> None:
     first = governed(kernel)
     first.run(ENOUGH)
     assert isinstance(first.governor, Governor)
@@ -429,7 +429,7 @@ def test_a_setting_survives_its_text(setting: Setting) -> None:
 @pytest.mark.parametrize(
     "text", ["", "residency", "residency x", "4 blocks", "residency 4 116 SMs", "no residency"]
 )
-def test_what_is_no_setting_is_refused(text: str) -> None:
+def test_an_invalid_setting_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         Setting.parse(text)
 
@@ -443,7 +443,7 @@ def test_only_so_many_kernels_are_known() -> None:
     assert {f"kernel-{number}" for number in range(5)} <= set(known.kernels)
 
 
-def test_what_was_not_the_same_throughout_counts_as_work_only() -> None:
+def test_a_sample_that_was_not_steady_counts_as_work_only() -> None:
     known = OverlapStatistics()
     step = StepSample(0.5, 1e9, {"kernel": OverlapSample(1.0, 1.0)})
     for _ in range(MIN_STEPS):
@@ -454,7 +454,7 @@ def test_what_was_not_the_same_throughout_counts_as_work_only() -> None:
     assert known.kernels["kernel"].work > work
 
 
-def test_what_is_never_alone_is_held_against_one_speed() -> None:
+def test_a_kernel_that_never_runs_alone_is_compared_with_one_speed() -> None:
     """Its first step compiles, for example: past costs do not count against its later speed."""
     governor = Governor({OFF: 0.5}, budget=0.0)
     for seconds in (30.0, *30 * [1.0]):

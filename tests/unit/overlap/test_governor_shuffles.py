@@ -32,7 +32,7 @@ def test_after_forty_shuffles_it_uses_one_of_the_best_settings(name: str) -> Non
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("setting", [PRIORITY, CAP4, OFF])
-def test_what_a_shuffle_adds_is_measured_however_it_moves(name: str, setting: Setting) -> None:
+def test_the_cost_of_a_shuffle_is_measured_however_it_moves(name: str, setting: Setting) -> None:
     compute, communication, totals = STEPS[name]
     governor = Governor({})
     worker = Worker(name, governor, 0)
@@ -45,7 +45,7 @@ def test_what_a_shuffle_adds_is_measured_however_it_moves(name: str, setting: Se
     assert max(compute + adds, communication + compute * delays) == pytest.approx(totals[setting], rel=0.05)
 
 
-def test_what_starves_communication_shows_though_tasks_hardly_notice_it() -> None:
+def test_a_setting_that_starves_communication_shows_though_tasks_hardly_change() -> None:
     """The shuffles of a leg are late then, and all wait for the last of them when no task runs any more."""
     starved = {
         PRIORITY: (0.92, 0.46),

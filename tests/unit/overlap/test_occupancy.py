@@ -104,7 +104,7 @@ def test_caps_are_written_once_and_then_only_switched() -> None:
     assert launches.written[1:] == [(4, {})]
 
 
-def test_what_is_changed_after_it_was_applied_is_written_again() -> None:
+def test_a_cap_changed_after_it_was_applied_is_written_again() -> None:
     launches, kernels = Launches(), {"sum": 2}
     actuator = Residency(launches)
     actuator.apply(Caps(None, kernels))

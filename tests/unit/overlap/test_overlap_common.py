@@ -56,7 +56,7 @@ def test_workers_that_have_measured_the_same_know_the_same(values: list[float], 
 
 
 @given(st.permutations([[1.0, 2.0], [3.0], [], [2.0, 2.0, 9.0]]))
-def test_who_tells_first_makes_no_difference(measured: list[list[float]]) -> None:
+def test_the_order_of_reports_makes_no_difference(measured: list[list[float]]) -> None:
     found = pooled(estimated(values) for values in measured)
     assert found.plain() == pytest.approx(
         pooled(map(estimated, [[1.0, 2.0], [3.0], [], [2.0, 2.0, 9.0]])).plain()
@@ -132,7 +132,7 @@ def test_only_workers_of_the_same_kind_share() -> None:
     assert set(scheduler.learned("b", "A100", worked("sort", 1.0).plain())["kernels"]) == {"sort"}
 
 
-def test_what_a_worker_has_learnt_goes_with_it() -> None:
+def test_statistics_of_a_worker_are_removed_with_it() -> None:
     now = [0.0]
     scheduler = SharedStatistics(lambda: now[0])
     scheduler.learned("a", "H200", worked("join", 1.0).plain())
@@ -150,6 +150,6 @@ def test_it_is_put_together_anew_only_now_and_then() -> None:
     assert set(scheduler.learned("b", "H200", worked("sort", 1.0).plain())["kernels"]) == {"join", "sort"}
 
 
-def test_what_is_no_knowledge_is_refused() -> None:
+def test_invalid_statistics_are_refused() -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         SharedStatistics().learned("a", "H200", {"kernels": 3})

@@ -220,7 +220,7 @@ def test_each_run_is_a_step() -> None:
     assert len(bench.deciding.steps) == 3
 
 
-def test_what_the_actuator_refuses_is_said_once_and_leaves_priority() -> None:
+def test_a_setting_that_the_actuator_refuses_is_reported_once_and_leaves_priority() -> None:
     bench = Bench(Hand(refuses=CAP4), join=CAP4)
     bench.control.in_flight(1, 0)
     for _ in range(3):
@@ -292,7 +292,7 @@ def test_decisions_are_entered_when_they_change() -> None:
     assert bench.metrics.snapshot()["counters"]["overlap.decisions"] == 2
 
 
-def test_what_was_forgotten_is_entered() -> None:
+def test_forgotten_kernels_are_recorded_as_decisions() -> None:
     bench = Bench()
     bench.deciding.forgets = "join"
     bench.task("join", 1)
@@ -330,6 +330,6 @@ def test_a_residency_is_a_cap_for_all_kernels() -> None:
         (SPLIT, "116 SMs is not possible"),
     ],
 )
-def test_what_can_not_be_is_refused(setting: Setting, said: str) -> None:
+def test_impossible_settings_are_refused(setting: Setting, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ResidencyCaps(Residency(Launches())).apply(setting)

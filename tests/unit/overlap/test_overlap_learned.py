@@ -66,7 +66,7 @@ def knowing(alone: list[Any]) -> dict[str, Any]:
     return {**OverlapStatistics().plain(), "kernels": {"join": kernel}}
 
 
-def test_what_is_said_of_a_kernel_is_read() -> None:
+def test_the_statistics_of_a_kernel_are_read() -> None:
     assert OverlapStatistics.of(knowing([1, 2.0, 0, 2.0])).kernels["join"].alone.mean == 2.0
 
 
@@ -90,7 +90,7 @@ def test_what_is_said_of_a_kernel_is_read() -> None:
         broken(known={**OverlapStatistics().plain(), "kernels": 4}),
     ],
 )
-def test_what_can_not_be_read_is_named_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+def test_an_unreadable_file_is_named_and_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "learned.json"
     path.write_bytes(content)
     for attempt in (lambda: read(path, H200), lambda: write(path, H200, OverlapStatistics())):
@@ -105,7 +105,7 @@ def test_what_can_not_be_read_is_named_and_left_as_it_is(tmp_path: Path, content
     "other",
     [CacheKey("NVIDIA A100", H200.libraries), CacheKey(H200.device, {"cudf": "26.08.0"}), CacheKey("x", {})],
 )
-def test_what_was_learnt_elsewhere_is_refused(
+def test_statistics_of_another_device_are_refused(
     tmp_path: Path, known: OverlapStatistics, other: CacheKey
 ) -> None:
     path = tmp_path / "learned.json"

@@ -103,7 +103,7 @@ def test_a_read_is_fused_with_its_transfer_and_an_output_with_what_follows() -> 
     assert fused["sum-0"].dependencies == {"barrier"}
 
 
-def test_what_other_computations_may_have_too_is_left() -> None:
+def test_tasks_that_other_computations_may_share_are_not_fused() -> None:
     """A computation that needs the filter itself has a sum of the same name, which is a different task."""
     tasks = graph({"read": (), "filter": ("read",), "sum": ("filter",)})
     assert fuse_chains(tasks, {"sum"}) == tasks
@@ -126,7 +126,7 @@ def test_a_result_is_not_hidden() -> None:
     assert fuse_chains(tasks, {"read", "output", "sum"}) == tasks
 
 
-def test_what_two_tasks_need_is_computed_once() -> None:
+def test_an_input_of_two_tasks_is_computed_once() -> None:
     outputs = {"output": ("barrier",), "sum": ("output",), "min": ("output",), "all": ("sum", "min")}
     tasks = shuffled(
         {"read": (), "transfer": ("read",), "other": ("read",)}, outputs | {"end": ("all", "other")}
@@ -251,7 +251,7 @@ def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
     assert mine[0].tolist() == other[0].tolist()
 
 
-def test_what_several_partitions_need_is_computed_once() -> None:
+def test_an_input_of_several_partitions_is_computed_once() -> None:
     """Dask's own rule would recompute the small side of this join for each partition of the other side."""
     computed = []
 
@@ -268,7 +268,7 @@ def test_what_several_partitions_need_is_computed_once() -> None:
     assert computed == [1]
 
 
-def test_what_the_user_has_fused_needs_the_tasks_of_the_changed_plan() -> None:
+def test_tasks_fused_by_the_user_need_those_of_the_changed_plan() -> None:
     """``optimize()`` of a collection leaves fused operations, which refer to other tasks by name."""
     optimised = ((table().value * 2) + 1).optimize()
     changed = rebuild(optimised.expr, partial(with_operand, parameter="npartitions", value=1))

@@ -275,7 +275,7 @@ def test_a_dask_that_differs_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_
     assert "optimize_until" in snapshot["fallbacks"]["planning.unsupported"]["reason"]
 
 
-def test_what_is_kept_has_an_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_planning_cache_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(module, "EXPRESSIONS_LIMIT", 10)
     planner = Planner()
     planner.cache.install()

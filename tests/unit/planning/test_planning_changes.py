@@ -92,6 +92,21 @@ def test_a_file_of_the_same_size_is_seen(tmp_path: Path, protocol: str, name: st
         assert rows["key"] == [number]
 
 
+def test_a_file_of_the_same_size_and_time_is_seen(planner: Planner, tmp_path: Path) -> None:
+    """A copy may keep the time of its source: Arrow reports no more of a file than its size and time."""
+    path, store = tmp_path / "table.parquet", tmp_path / "planning" / "results"
+    for is_new_process in (False, True):
+        for number, column in ((1, "a"), (2, "a"), (1, "b")):
+            if is_new_process:
+                planner.begin_again(store)
+            write(path, key=[number], **{column: [0]})
+            os.utime(path, ns=(1_700_000_000_123_456_789, 1_700_000_000_123_456_789))
+            columns, rows = computed(lambda: dd.read_parquet(path, filesystem="arrow"))
+            assert columns == ["key", column, "new"]
+            assert rows["key"] == [number]
+    assert planner.count("plans.loaded") == 0
+
+
 def test_a_file_without_a_fraction_of_a_second_is_not_kept(planner: Planner, tmp_path: Path) -> None:
     """Arrow reports size and time only: a file that is written twice within a second would be the same."""
     path = tmp_path / "table.parquet"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 import time
@@ -20,10 +23,13 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from dask.dataframe.dask_expr.io import parquet
+from dask.tokenize import tokenize
 from dask.utils import M
 
+from dask_gpurt import api
 from dask_gpurt.config import cache_files
-from dask_gpurt.dask_hooks.planning import content_of
+from dask_gpurt.dask_hooks.planning import content_of, pickled
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import digests, results_file, store
 from dask_gpurt.planning.digests import digest_of, environment
@@ -70,7 +76,7 @@ def read(path: Path, metrics: Metrics, count: int = 3) -> list[Any]:
 # ---- the store ------------------------------------------------------------------------------------
 
 
-def test_what_one_process_saves_the_next_finds(path: Path, metrics: Metrics) -> None:
+def test_a_plan_saved_by_one_process_is_found_by_the_next(path: Path, metrics: Metrics) -> None:
     assert read(path, metrics) == [None] * 3
     write(path, metrics, "a", {"b": 1})
     assert read(path, metrics) == ["a", {"b": 1}, None]
@@ -118,7 +124,7 @@ def test_another_process_that_is_writing_is_not_waited_for(
     assert read(path, metrics, 1) == ["a"]
 
 
-def test_what_was_not_used_for_longest_goes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_plan_goes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results_file, "FILE_LIMIT_BYTES", 25)
     for now, key in enumerate(KEYS[:2]):
         add(path, {key: b"0123456789"}, (), now)
@@ -167,7 +173,7 @@ class Unloadable:
         return int, ("no number",)
 
 
-def test_what_cannot_be_pickled_is_counted_and_planned_anew(path: Path, metrics: Metrics) -> None:
+def test_a_plan_that_cannot_be_pickled_is_counted_and_made_anew(path: Path, metrics: Metrics) -> None:
     write(path, metrics, Unpicklable(), Unloadable(), "a")
     assert "not to be pickled" in reasons(metrics)[NOT_STORED]
     assert read(path, metrics) == [None, None, "a"]
@@ -183,6 +189,10 @@ def cut(path: Path) -> None:
 
 def empty(path: Path) -> None:
     os.truncate(path, len(results_file.MAGIC))
+
+
+def empty_head(path: Path) -> None:
+    os.truncate(path, 0)
 
 
 def flip_result(path: Path) -> None:
@@ -203,7 +213,7 @@ def lengthen_index(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, empty, flip_result, flip_index, lengthen_index])
+@pytest.mark.parametrize("damage", [cut, empty, empty_head, flip_result, flip_index, lengthen_index])
 def test_a_damaged_file_is_replaced(path: Path, metrics: Metrics, damage: Callable[[Path], None]) -> None:
     write(path, metrics, "a" * 50)
     damage(path)
@@ -299,6 +309,18 @@ def test_a_place_that_cannot_be_written_is_counted(tmp_path: Path, metrics: Metr
     assert set(reasons(metrics)) == {UNREADABLE, NOT_STORED}
 
 
+def test_a_user_without_a_home_directory_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    metrics = Metrics()
+    monkeypatch.setattr(api, "_metrics", metrics)
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert api._store_of.__wrapped__("auto") is None
+    assert "home directory" in reasons(metrics)[NOT_STORED]
+
+
 # ---- digests ----------------------------------------------------------------------------------------
 
 
@@ -346,7 +368,7 @@ def test_digests_of_different_keys_differ() -> None:
     ],
     ids=lambda key: type(key).__name__,
 )
-def test_what_may_be_another_in_the_next_process_has_no_digest(key: Any) -> None:
+def test_a_value_that_may_differ_in_the_next_process_has_no_digest(key: Any) -> None:
     assert digest_of(key) is None
 
 
@@ -419,7 +441,7 @@ def test_the_content_of_an_expression_counts(table: str) -> None:
     assert content_of(dd.read_parquet(table).key.expr) != content_of(read.key.expr)
 
 
-def test_what_is_not_in_files_has_no_content(table: str) -> None:
+def test_an_input_without_files_has_no_content(table: str) -> None:
     read = dd.read_parquet(table)
     named = dask.delayed(3, name="threshold")  # may be another number in the next process
     frame = pd.DataFrame({"key": [1]})
@@ -427,6 +449,46 @@ def test_what_is_not_in_files_has_no_content(table: str) -> None:
     for expression in (read.map_partitions(M.add, named, meta=read), dd.from_pandas(frame), secret):
         assert content_of(expression.expr) is None
         assert content_of(expression.key.sum().expr) is None
+
+
+def test_the_state_of_files_counts(table: str, path: Path) -> None:
+    """On an Arrow file system Dask compares sizes and times, which the file may share with its successor."""
+    part, planner, contents = Path(table, "part.0.parquet"), Planner(), []
+    planner.cache.install()
+    try:
+        with planner.used():
+            for _ in range(3):
+                planner.begin_again(path)
+                read = dd.read_parquet(table, filesystem="arrow").key.expr
+                contents.append((read._name, content_of(read)))
+                del read
+                gc.collect()
+                if len(contents) == 2:
+                    copy = part.with_name("copy")
+                    shutil.copy2(part, copy)
+                    copy.replace(part)
+    finally:
+        planner.cache.remove()
+    assert contents[0] == contents[1] != (contents[0][0], None)
+    assert contents[2][0] == contents[0][0]
+    assert contents[2][1] not in (contents[0][1], None)
+
+
+def test_files_of_which_the_state_is_not_known_have_no_content(table: str) -> None:
+    assert content_of(dd.read_parquet(table, filesystem="arrow").key.expr) is None
+
+
+def test_a_plan_brings_the_statistics_that_the_scheduler_needs(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler in the process of the client would otherwise compute them, and wait for itself."""
+    table = dd.read_parquet(table, filesystem="arrow")
+    stored = pickled(table["key"].sum().optimize(fuse=False).expr)
+    files = [tokenize(file) for file in table.expr._dataset_info["all_files"]]
+    expected = {file: vars(parquet)["_STATS_CACHE"][file] for file in files}
+    monkeypatch.setitem(vars(parquet), "_STATS_CACHE", {})  # as in the next process
+    pickle.loads(stored)
+    assert vars(parquet)["_STATS_CACHE"] == expected != {}
 
 
 def test_a_plan_is_not_stored_if_a_setting_has_changed_meanwhile(table: str, path: Path) -> None:

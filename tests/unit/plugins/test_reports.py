@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.reports import METRIC, ClusterReports
+from dask_gpurt.plugins.reports import COUNTERS_METRIC, ClusterReports
 
 TOKEN = "of this plugin"
 
@@ -27,7 +27,7 @@ class FakeScheduler:
         self.meanwhile: Callable[[], None] = lambda: None
 
     def join(self, worker: str, heartbeat: dict[str, Any] | None = None) -> None:
-        metrics = {} if heartbeat is None else {METRIC: {**heartbeat, "token": TOKEN}}
+        metrics = {} if heartbeat is None else {COUNTERS_METRIC: {**heartbeat, "token": TOKEN}}
         self.workers[worker] = SimpleNamespace(metrics=metrics, name=worker, last_seen=0.0)
 
     async def broadcast(self, msg: Any, workers: list[str], on_error: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_a_later_heartbeat_counts_too() -> None:
     scheduler, reports = on_cluster("a")
     scheduler.answers = {"a": snapshot(50, fell_back=2)}
     report(reports)
-    scheduler.workers["a"].metrics[METRIC] = {**snapshot(60, fell_back=3), "token": TOKEN}
+    scheduler.workers["a"].metrics[COUNTERS_METRIC] = {**snapshot(60, fell_back=3), "token": TOKEN}
     leave(scheduler, reports, "a")
     (gone,) = report(reports)["departed"]
     assert gone["counters"] == {"shuffle.rows": 60}

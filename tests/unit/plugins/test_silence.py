@@ -11,7 +11,7 @@ from distributed.core import Status
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins import silence
-from dask_gpurt.plugins.silence import ASK_STATUS, MISSED, SILENT_AT_WORK_S, SILENT_S, SilentWorkers
+from dask_gpurt.plugins.silence import ASK_STATUS_OP, MISSED, SILENT_AT_WORK_S, SILENT_S, SilentWorkers
 
 A, B = "tcp://a:1", "tcp://b:1"
 BARRIER, TASK = SimpleNamespace(key="shuffle-barrier-x"), SimpleNamespace(key=("work", 0))
@@ -109,7 +109,7 @@ def test_a_silent_worker_gets_no_tasks_until_it_is_heard_again(scheduler: Schedu
     workers.hold(A)
     assert (A in workers, B in workers) == (True, False)
     assert workers.is_silent(A), "at the next look, too"
-    assert scheduler.sent == [(A, {"op": ASK_STATUS})]
+    assert scheduler.sent == [(A, {"op": ASK_STATUS_OP})]
     workers.is_back(A, "running")
     workers.is_back(A, "running")
     assert A not in workers

@@ -61,7 +61,7 @@ def test_as_many_compute_as_there_are_turns_in_the_order_in_which_they_asked(tur
     assert crew.metrics.snapshot()["counters"]["reads.seconds.waiting"] > 0
 
 
-def test_who_reads_has_no_turn_and_waits_for_one_afterwards() -> None:
+def test_a_thread_that_reads_has_no_turn_and_waits_for_one_afterwards() -> None:
     crew, read, done = Crew(1), threading.Event(), threading.Event()
     reading, other_ends = threading.Event(), threading.Event()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -13,12 +14,12 @@ from hypothesis import strategies as st
 
 from dask_gpurt.exchange.shard import Section
 from dask_gpurt.shuffle.balance import (
-    MAX_TOLD,
+    MAX_HEAVY,
     MIN_GAIN,
     MIN_GAIN_BYTES,
-    Capacity,
     InputSizes,
     OutputBytes,
+    OwnerCapacity,
     WorkerSpeeds,
     balanced,
 )
@@ -48,7 +49,7 @@ def test_an_input_tells_of_its_heavy_outputs_only() -> None:
 
 def test_a_message_stays_small() -> None:
     told = input_of({output: 100 * (output < 100) for output in range(1000)})
-    assert len(told.heavy) == MAX_TOLD
+    assert len(told.heavy) == MAX_HEAVY
 
 
 def test_halves_of_an_input_count_together() -> None:
@@ -188,8 +189,8 @@ def loads(nbytes: dict[int, float], owners: dict[int, str]) -> dict[str, float]:
     return found
 
 
-def capacities(**speeds: float) -> list[Capacity]:
-    return [Capacity(worker, speed=speeds.get(worker, 1.0)) for worker in WORKERS]
+def capacities(**speeds: float) -> list[OwnerCapacity]:
+    return [OwnerCapacity(worker, speed=speeds.get(worker, 1.0)) for worker in WORKERS]
 
 
 @given(
@@ -204,16 +205,16 @@ def test_even_outputs_never_move(outputs: int, workers: int, size: float, spread
     outputs *= workers  # as many for each
     nbytes = {output: size * chance.uniform(1 - spread / 2, 1 + spread / 2) for output in range(outputs)}
     names = [str(worker) for worker in range(workers)]
-    assert not balanced(nbytes, dealt(outputs, names), [Capacity(name) for name in names]).to
+    assert not balanced(nbytes, dealt(outputs, names), [OwnerCapacity(name) for name in names]).to
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> tuple[dict[int, float], dict[int, str], list[Capacity]]:
+def clusters(draw: st.DrawFn) -> tuple[dict[int, float], dict[int, str], list[OwnerCapacity]]:
     names = [str(worker) for worker in range(draw(st.integers(1, 6)))]
     sizes = draw(st.lists(st.floats(0, 100 * MIB), min_size=1, max_size=40))
     owners = {output: draw(st.sampled_from(names)) for output in range(len(sizes))}
     found = [
-        Capacity(
+        OwnerCapacity(
             name,
             draw(st.sampled_from([1.0, 2.0, 4.0])),
             draw(st.sampled_from([0.25, 0.5, 1.0])),
@@ -224,7 +225,7 @@ def clusters(draw: st.DrawFn) -> tuple[dict[int, float], dict[int, str], list[Ca
     return dict(enumerate(sizes)), owners, found
 
 
-def end(nbytes: dict[int, float], owners: dict[int, str], workers: list[Capacity]) -> float:
+def end(nbytes: dict[int, float], owners: dict[int, str], workers: list[OwnerCapacity]) -> float:
     """Return when the last worker is done."""
     ends = []
     for worker in workers:
@@ -236,7 +237,7 @@ def end(nbytes: dict[int, float], owners: dict[int, str], workers: list[Capacity
 @given(cluster=clusters())
 @settings(max_examples=300)
 def test_a_move_makes_the_last_worker_earlier_and_none_overfull(
-    cluster: tuple[dict[int, float], dict[int, str], list[Capacity]],
+    cluster: tuple[dict[int, float], dict[int, str], list[OwnerCapacity]],
 ) -> None:
     nbytes, owners, workers = cluster
     moves = balanced(nbytes, owners, workers)
@@ -251,8 +252,8 @@ def test_a_move_makes_the_last_worker_earlier_and_none_overfull(
 
 
 @given(cluster=clusters())
-def test_what_is_balanced_stays(
-    cluster: tuple[dict[int, float], dict[int, str], list[Capacity]],
+def test_balanced_outputs_stay(
+    cluster: tuple[dict[int, float], dict[int, str], list[OwnerCapacity]],
 ) -> None:
     """Giving away the largest outputs first is not optimal, but within a factor of two."""
     nbytes, owners, workers = cluster
@@ -304,8 +305,8 @@ def test_threads_put_outputs_together_beside_each_other() -> None:
     """Four threads finish a heavy output and three light ones as soon as the heavy one alone."""
     nbytes = {0: 100.0 * MIB, 1: 50.0 * MIB, 2: 50.0 * MIB, 3: 50.0 * MIB, 4: MIB, 5: MIB, 6: MIB, 7: MIB}
     owners = dealt(8, ["a", "b"])
-    assert not balanced(nbytes, owners, [Capacity("a", 4.0), Capacity("b", 4.0)]).to
-    assert balanced(nbytes, owners, [Capacity("a"), Capacity("b")]).to
+    assert not balanced(nbytes, owners, [OwnerCapacity("a", 4.0), OwnerCapacity("b", 4.0)]).to
+    assert balanced(nbytes, owners, [OwnerCapacity("a"), OwnerCapacity("b")]).to
 
 
 def test_little_is_not_worth_a_move() -> None:
@@ -315,9 +316,8 @@ def test_little_is_not_worth_a_move() -> None:
 
 def test_a_worker_without_room_takes_nothing() -> None:
     nbytes = {output: 10.0 * MIB for output in range(32)} | {5: 144.0 * MIB}
-    workers = [
-        Capacity("a"), Capacity("b", room=0.0), Capacity("c", room=25.0 * MIB), Capacity("d")
-    ]  # fmt: skip
+    rooms = {"a": math.inf, "b": 0.0, "c": 25.0 * MIB, "d": math.inf}
+    workers = [OwnerCapacity(worker, room=room) for worker, room in rooms.items()]
     given_to = Counter(balanced(nbytes, dealt(32), workers).to.values())
     assert given_to["d"]
     assert not given_to["b"]
@@ -329,6 +329,6 @@ def test_many_outputs_and_workers() -> None:
     names = [str(worker) for worker in range(128)]
     nbytes = {output: MIB * chance.lognormvariate(0, 1.2) for output in range(4096)}
     owners = dealt(4096, names)
-    moves = balanced(nbytes, owners, [Capacity(name) for name in names])
+    moves = balanced(nbytes, owners, [OwnerCapacity(name) for name in names])
     ideal = max(sum(nbytes.values()) / 128, max(nbytes.values()))
     assert moves.after <= 1.05 * ideal < moves.before

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.shuffle.move_cost import Link, reading_s
+from dask_gpurt.shuffle.move_cost import HostLink, reading_s
 
 MB = 10**6
 WORKERS = ["a", "b", "c", "d"]
 
 
-def links(**rates: float) -> dict[str, Link]:
+def links(**rates: float) -> dict[str, HostLink]:
     """Return links between workers on separate hosts, each of which makes a quarter of the inputs."""
-    return {worker: Link(f"host-{worker}", rates.get(worker, 20.0 * MB), 0.25) for worker in WORKERS}
+    return {worker: HostLink(f"host-{worker}", rates.get(worker, 20.0 * MB), 0.25) for worker in WORKERS}
 
 
 #: Ten outputs of 1 MB for each worker.
@@ -33,12 +33,12 @@ def test_a_worker_with_a_slow_link_sends_its_part_to_each_of_them() -> None:
     assert reading_s(to, OWNERS, NBYTES, 0.5, links(d=2.0 * MB)) == pytest.approx(2 * 1.25 / 2)
 
 
-def test_what_moves_to_a_worker_with_a_slow_link_comes_over_it() -> None:
+def test_outputs_that_move_to_a_worker_with_a_slow_link_come_over_it() -> None:
     assert reading_s({0: "d"}, OWNERS, NBYTES, 1.0, links(d=2.0 * MB)) == pytest.approx(7.5 / 2)
 
 
 def test_within_a_host_and_over_links_that_are_not_known_it_takes_no_time() -> None:
-    one = {worker: Link("host", 1.0, 0.25) for worker in WORKERS}
+    one = {worker: HostLink("host", 1.0, 0.25) for worker in WORKERS}
     assert reading_s({0: "b"}, OWNERS, NBYTES, 1.0, one) == 0
     assert reading_s({0: "b"}, OWNERS, NBYTES, 1.0, {}) == 0
 

@@ -58,7 +58,7 @@ def test_a_worker_that_is_lost_counts_once_however_often_it_is_told_of() -> None
     assert losses["a"] == 2
 
 
-def test_what_is_missing_again_is_another_loss() -> None:
+def test_an_input_that_is_missing_again_is_another_loss() -> None:
     losses = LossesInARow()
     losses.loses("a", ["x"], [A], [])
     losses.loses("a", ["x"], [], ["transfer-1"])
@@ -95,7 +95,7 @@ def test_a_run_is_completed_with_the_outputs_that_were_lost_last() -> None:
     assert losses["a"] == 1
 
 
-def test_what_is_missing_after_a_move_without_a_loss_does_not_count() -> None:
+def test_inputs_missing_after_a_move_without_a_loss_do_not_count() -> None:
     losses = LossesInARow()
     losses.moves("a")
     losses.loses("a", ["x"], [], ["transfer-1", "transfer-2"])

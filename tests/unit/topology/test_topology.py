@@ -82,7 +82,7 @@ def test_unknown_workers_are_reached_by_tcp() -> None:
     assert topology.neighbourhoods("unknown") == ()
 
 
-def test_what_a_host_has_said_of_two_devices_counts_before_their_places() -> None:
+def test_the_report_of_a_host_counts_before_the_places_of_devices() -> None:
     topology = picture(x=gpu("a", 0), y=gpu("a", 1), z=gpu("a", 2))
     pair = frozenset(("GPU-a-0", "GPU-a-1"))
     topology.describe("a", HostLinks({pair: Link.SHARED_MEMORY}))
@@ -194,7 +194,7 @@ def test_a_pair_that_departs_has_its_own_speed_and_comes_back() -> None:
     assert topology.speed("w7", "w0") == topology.speed("w0", "w3")
 
 
-def test_what_was_learned_of_a_cable_outlives_the_workers() -> None:
+def test_the_measured_speed_of_a_cable_outlives_the_workers() -> None:
     topology = hosts(2)
     for _ in range(100):
         topology.observe("w0", "w1", 100 * MIB, 1)
@@ -254,7 +254,7 @@ def test_an_average_stays_between_what_it_was_and_what_was_seen(seen: list[tuple
 @pytest.mark.parametrize(
     ("nbytes", "seconds", "transfers"), [(1, 0, 1), (1, -1, 1), (0, 1, 1), (-1, 1, 1), (1, 1, 0)]
 )
-def test_what_can_not_be_counts_for_nothing(nbytes: int, seconds: float, transfers: int) -> None:
+def test_impossible_measurements_are_ignored(nbytes: int, seconds: float, transfers: int) -> None:
     topology = hosts(2)
     topology.observe("w0", "w1", nbytes, seconds, transfers)
     assert topology.learned() == dict(SHIPPED)
@@ -331,7 +331,7 @@ def test_by_tcp_the_first_transfer_is_like_the_others() -> None:
 
 
 @pytest.mark.parametrize("leaves", ["w0", "w1"])
-def test_who_comes_back_is_met_anew(leaves: str) -> None:
+def test_a_worker_that_returns_is_connected_anew(leaves: str) -> None:
     topology = gpus(2)
     topology.observe("w0", "w1", 512 * MIB, 0.001, by_comms=True)
     assert topology.connection_setup(Link.NVLINK, "w0", "w1") == 0

@@ -58,7 +58,7 @@ def test_a_file_as_a_person_writes_it() -> None:
 
 @pytest.mark.parametrize("library", [switched(), bridged(), pcie_only(), cut_up(), switched(1)])
 @pytest.mark.parametrize("write", [json.dumps, lambda values: json.dumps(values, indent=2), yaml.safe_dump])
-def test_what_is_written_is_read_back(library, write, tmp_path: Path) -> None:
+def test_a_written_file_is_read_back(library, write, tmp_path: Path) -> None:
     host = discover(library)
     workers = {"alice": (host.name, host.gpus[-1].id), "bob": (host.name, None)}
     told = Description({Link.NVLINK: Speed(391e9, 2e-5)}, {host.name: host}, workers)

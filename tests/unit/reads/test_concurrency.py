@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.reads.clock import ThreadTime
-from dask_gpurt.reads.pace import MAX_BESIDE, MIN_READS, ReadPace, ReadTimes
+from dask_gpurt.reads.concurrency import MAX_BESIDE, MIN_READS, ReadConcurrency, ReadTimes
 
 MIB = 2**20
 
@@ -20,7 +20,7 @@ def read(seconds: float, waited_s: float, nbytes: int = 10 * MIB) -> ReadTimes:
 
 
 def after(reads: list[tuple[ReadTimes, float]]) -> int:
-    pace = ReadPace()
+    pace = ReadConcurrency()
     for times, computed_s in reads:
         pace.note(times, computed_s)
     return pace.beside
@@ -32,7 +32,7 @@ def test_as_many_leave_as_hide_the_waits() -> None:
     assert after([(read(9.1, 9.0), 0.1)] * 9) == MAX_BESIDE
 
 
-def test_what_other_tasks_compute_hides_waits_too() -> None:
+def test_compute_of_other_tasks_hides_waits_too() -> None:
     read_and_others = [(read(1.1, 1.0), 0.1), (ReadTimes(), 0.6), (ReadTimes(), 0.6)]
     assert after(read_and_others * 9) == 1
 
@@ -67,7 +67,7 @@ def test_none_leave_for_a_fast_store_nor_where_reads_compute(
         assert found == 0
 
 
-def test_what_a_thread_does_with_its_time() -> None:
+def test_the_time_of_a_thread_is_divided_into_compute_and_waits() -> None:
     before = ThreadTime.now()
     began = time.thread_time()
     while time.thread_time() < began + 0.05:

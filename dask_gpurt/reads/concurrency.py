@@ -49,7 +49,7 @@ class ReadTimes:
             self.nbytes += nbytes
 
 
-class ReadPace:
+class ReadConcurrency:
     """Learn from the tasks of a worker how long reads wait, and how long threads compute per read.
 
     Attributes
