@@ -120,14 +120,9 @@ PANELS = (
     ),
     Panel(
         "Placement",
-        "Decisions a second, and replicas that were made, refused or dropped.",
+        "Tasks a second for which the runtime chose the worker.",
         "ops",
-        {
-            "decisions": _scheduler_rate("placement_decisions_total"),
-            "replicas made": _scheduler_rate("placement_replicas_made_total"),
-            "replicas refused": _scheduler_rate("placement_replicas_refused_total"),
-            "replicas dropped": _scheduler_rate("placement_replicas_dropped_total"),
-        },
+        {"decisions": _scheduler_rate("placement_decisions_total")},
     ),
     Panel(
         "Reads beside compute",

@@ -274,8 +274,8 @@ def explain(client: Client | None, key: Key) -> Explanation:
         It has a row for each worker considered in the last decision about the task, best first: its address
         as ``worker``, whether it was ``chosen``, the ``seconds`` until the task was expected to be done
         there, and the bytes of inputs ``missing`` there. The terms of these seconds follow: ``waiting`` for
-        earlier work, ``running``, ``moving`` inputs and making ``room``; finally, whether the inputs and the
-        result ``fits`` there at all.
+        earlier work, ``moving`` inputs, and ``running``; finally, whether the inputs and the result ``fits``
+        there at all.
 
     Raises
     ------
@@ -439,9 +439,9 @@ async def _explain(client: Client, key: Key) -> Explanation:
             "placement is not enabled on this cluster, so there is no decision to explain: set "
             "'gpurt.placement.enabled' to true before switching the runtime on"
         )
-    from dask_gpurt.placement import Terms
+    from dask_gpurt.placement import TERMS
 
-    return Explanation(tuple(rows), ("worker", "chosen", "seconds", "missing", *Terms._fields), key=key)
+    return Explanation(tuple(rows), ("worker", "chosen", "seconds", "missing", *TERMS, "fits"), key=key)
 
 
 async def _memory_usage(client: Client, by: str) -> MemoryUsage:

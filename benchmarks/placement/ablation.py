@@ -3,8 +3,11 @@
     python -m benchmarks.placement.ablation --seeds 1000-1003 --json placement-ablation.json
 
 Each rule is switched off by itself. The table has the ratio of makespans without the rule and with all rules,
-by geometric mean over workloads, clusters and seeds, with a 95% interval over the pairs: above 1, the rule
-pays. Seeds below 1000 were used for tuning. A decision takes the virtual seconds of ``DECISION_S``.
+by geometric mean over workloads, clusters and partition sizes: above 1, the rule pays. The 95% interval is
+bootstrapped over the seeds of each of these. With ``--stepwise``, rules are then dropped one by one, those
+that gain least first, and each is measured without all that were dropped before it: two rules may do the same
+work. Links, durations and graphs depend on the seed. Rules are chosen on seeds from 1000 on; seeds from 2000
+on are for reports. A decision takes the virtual seconds of ``DECISION_S``.
 """
 
 from __future__ import annotations
@@ -12,14 +15,16 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -27,25 +32,33 @@ import click
 
 from benchmarks.common.commandline import split_list, write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement import candidates, durations, estimates, queueing
+from dask_gpurt.placement import GatedPlacement, candidates, gate
+from dask_gpurt.placement.available import IdleWorkerFilter
 from dask_gpurt.placement.candidates import CandidateSelector
 from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.durations import DurationModel, WorkerSlowdown
 from dask_gpurt.placement.estimates import Estimates
-from dask_gpurt.placement.queueing import EVERYWHERE, AvailableWorkers, SiblingQueue
+from dask_gpurt.placement.routes import Routes
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
-from dask_gpurt.simulate.placements import PLACEMENTS, VirtualHeadroom
+from dask_gpurt.simulate.clock import Stuck
+from dask_gpurt.simulate.placements import PLACEMENTS
 from dask_gpurt.simulate.simulation import WorkloadFailed
 from dask_gpurt.simulate.workloads import Graph, Scale, varied
 
-#: Virtual seconds of a decision, by placement, from ``placement-2cpu.json``.
+#: Virtual seconds of a decision, by Dask and by placement.
 DECISION_S = {"stock": 25e-6, "gpurt": 110e-6}
-#: The clusters and their workers.
-CLUSTERS = {"dgx": 8, "mixed": 8, "rdma": 16, "tcp": 16}
-#: Pseudo-rules: all rules, and Dask's own choices on workers with the runtime's tiers.
-ALL, NONE = "all rules", "no placement"
+#: The clusters, and their numbers of workers. Siblings matter where there are more hosts than siblings fill.
+CLUSTERS = {"dgx": (8,), "mixed": (8, 32), "rdma": (12, 32), "tcp": (12, 32)}
+#: Cells of more tasks are left out, as they take too long.
+MAX_TASKS = 1600
+#: Factor on the bytes of a workload, by partitions per worker: some cells are short of memory.
+MEMORY = {2: 1.0, 5: 1.6}
+#: Pseudo-rules: Dask's own choices, on the workers of the runtime and on Dask's.
+NONE, STOCK = "no placement", "no runtime"
+#: In ``--stepwise``, a rule is dropped if makespans grow by less than this factor without it.
+MIN_WORTH = 1.02
+#: Resamples of a bootstrap.
+RESAMPLES = 2000
 
 #: A target and what replaces its attribute.
 Patch = tuple[object, str, object]
@@ -55,7 +68,11 @@ Patch = tuple[object, str, object]
 
 
 def _dasks_non_rootish(self: Any, ts: Any) -> Any:
-    return self._dasks("decide_worker_non_rootish", ts)
+    """Let Dask choose, but keep the books of all other rules."""
+    ws = self._dasks("decide_worker_non_rootish", ts)
+    if ws is not None:
+        self._estimates.on_decided(self._estimates.cost(self._estimates.demand(ts), ws), ws)
+    return ws
 
 
 def _dasks_thief(self: Any, scheduler: Any, ts: Any, thieves: Any, *, occupancies: Any) -> Any:
@@ -71,32 +88,15 @@ def _without(function: Callable[..., Any], **fields: Any) -> Callable[..., Any]:
     return replaced
 
 
-def _gains(self: CandidateSelector, candidate: Candidate, holder: Candidate) -> bool:
-    """Return whether a candidate finishes earlier, by whatever time."""
-    return candidate.terms.seconds < holder.terms.seconds
+def _faster(self: CandidateSelector, candidate: Candidate, holder: Candidate) -> bool:
+    """Return whether a candidate finishes earlier, however long moving takes."""
+    return candidate.seconds < holder.seconds
 
 
-def _no_seconds(function: Callable[..., tuple[float, bool]]) -> Callable[..., tuple[float, bool]]:
-    """Return a method that says whether there is room, and that making it takes no time."""
-    return lambda *arguments: (0.0, function(*arguments)[1])
-
-
-def _no_shares(function: Callable[..., None]) -> Callable[..., None]:
-    """Return a method that learns from a task, but not how large its result was."""
-
-    def learned(self: Any, *arguments: Any) -> None:
-        function(self, *arguments)
-        self._min_result_share.clear()
-
-    return learned
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _home(self: Any, ws: Any) -> Any:
-    return next(name for name in self._neighbourhoods(ws) if name[0] in ("nvlink", "host"))
+def _not_excluded(self: Any, ws: Any) -> None:
+    """Index a worker, but leave it to Dask whether it gets root tasks."""
+    if ws in self._state.running:
+        self._available.check(ws)
 
 
 def _always(value: Any) -> Callable[..., Any]:
@@ -105,50 +105,22 @@ def _always(value: Any) -> Callable[..., Any]:
 
 RULES: Mapping[str, Sequence[Patch]] = {
     "tasks with inputs": [(Placement, "_decide_worker_non_rootish", _dasks_non_rootish)],
-    "stealing": [(Placement, "_get_thief", _dasks_thief)],
-    "root tasks: choice of a worker": [(CandidateSelector, "for_root", _always([]))],
-    "root tasks: siblings are reserved": [(SiblingQueue, "on_started", _nothing)],
-    "root tasks: near the worker of a sibling": [(candidates, "siblings", _always(()))],
-    "root tasks: waiting is free while all slots fill": [
-        (CandidateSelector, "_fills_all_slots", _always(False))
-    ],
-    "root tasks: only where there is room": [(Estimates, "has_room", _always(True))],
-    "tasks of a new graph count as arriving": [(CandidateSelector, "on_graph", _nothing)],
-    "readers of aliases count": [(estimates, "_followers", _always({}))],
-    "durations by bytes of inputs": [
-        (DurationModel, "predict", _always(None)),
-        (DurationModel, "mean", _always(None)),
-    ],
-    "slowdowns of workers": [(WorkerSlowdown, "of", _always(1.0))],
-    "slowdowns: only beyond chance": [(durations, "CHANCE_ERRORS", 0.0)],
-    "tasks of an input's kind count while they run": [
-        (Estimates, "demand", _without(Estimates.demand, sources=()))
-    ],
-    "other holders only if that pays": [(CandidateSelector, "_is_no_worse", _always(True))],
-    "workers near the holders": [(CandidateSelector, "_near", _always(()))],
-    "near before far": [
-        (AvailableWorkers, "neighbourhoods", _always((EVERYWHERE,))),
-        (AvailableWorkers, "home", _home),
-    ],
+    "stealing: thieves": [(Placement, "_get_thief", _dasks_thief)],
+    "gate": [(GatedPlacement, "_differing", _always(gate.Reason.LINKS))],
+    "gate: links": [(gate, "links_differ", _always(False))],
+    "gate: residency": [(gate, "lie_unevenly", _always(False))],
+    "gate: headroom": [(gate, "is_short", _always(False))],
+    "root tasks: all": [(CandidateSelector, "for_root", _always([]))],
+    "root tasks: near the worker of a sibling": [(candidates, "anchor", _always(None))],
+    "root tasks: only where there is room": [(IdleWorkerFilter, "check", _not_excluded)],
+    "all tasks: only where there is room": [(Estimates, "has_room", _always(True))],
+    "an idler worker than the holders": [(CandidateSelector, "_idler", _always(None))],
+    "moving takes no longer than the task": [(CandidateSelector, "_pays", _faster)],
     "other workers where none has room": [(CandidateSelector, "_far", _always(()))],
-    "not while durations are unknown or roots queue": [(CandidateSelector, "_may_move", _always(True))],
-    "a gain is certain": [(CandidateSelector, "_pays", _gains)],
-    "a gain is certain: 50 ms": [(candidates, "MIN_GAIN_S", 0.0)],
-    "a gain is certain: a third of the wait": [(candidates, "WAIT_ERROR", 0.0)],
-    "a gain is certain: less where moves are free": [(candidates, "NEGLIGIBLE_MOVE_S", -1.0)],
-    "tasks that wait for inputs look around": [(candidates, "_waits_for_inputs", _always(False))],
     "bytes in flight": [(Estimates, "seconds_inbound", _always(0.0))],
-    "tiers of inputs": [(VirtualHeadroom, "tier", _always(Tier.DEVICE))],
-    "the replica with the best route": [(estimates, "MAX_REPLICAS", 1)],
-    "seconds to spill": [(Estimates, "_room", _no_seconds(Estimates._room))],
+    "hosts share their links": [(Routes, "_workers_on_host_of", _always(1))],
     "the working set fits": [(Estimates, "demand", _without(Estimates.demand, working_set=0.0))],
-    "results: at least the smallest share of inputs": [
-        (Estimates, "on_task_finished", _no_shares(Estimates.on_task_finished))
-    ],
-    "bytes since a worker's report": [(Estimates, "_arrived_since_report", _always(0))],
     "four holders": [(candidates, "MAX_HOLDERS", 1)],
-    "two neighbours": [(candidates, "MAX_NEAR_WORKERS", 1)],
-    "sixteen far workers": [(candidates, "MAX_FAR_WORKERS", 4), (queueing, "MAX_FAR_WORKERS", 4)],
 }
 
 
@@ -156,18 +128,23 @@ RULES: Mapping[str, Sequence[Patch]] = {
 
 
 def uneven_reuse(scale: Scale, rng: random.Random) -> Workload:
-    """Map and reduce a persisted collection, three times, of which half of the workers hold everything."""
-    graph = Graph()
+    """Map and reduce a persisted collection, three times, of which half of the workers hold everything.
+
+    Every other seed reads it through aliases, as collections do, the others directly, as futures are.
+    """
+    graph, aliases = Graph(), rng.random() < 0.5
     kept = graph.read("kept", scale.each(0.15))
     read = graph.submission(kept, keep=True)
     holders = max(1, scale.workers // 2)
     homes = [replace(work, worker=index % holders) for index, work in enumerate(read.works)]
     submissions = [replace(read, works=homes)]
     for query in range(3):
-        named = [
-            graph.add(f"kept-q{query}", i, [key], nbytes=graph.sizes[key], seconds=0.0)
-            for i, key in enumerate(kept)
-        ]
+        named = kept
+        if aliases:
+            named = [
+                graph.add(f"kept-q{query}", i, [key], nbytes=graph.sizes[key], seconds=0.0)
+                for i, key in enumerate(kept)
+            ]
         mapped = [
             graph.add(f"map-q{query}", i, [key], nbytes=graph.sizes[key] / 10, seconds=rng.uniform(0.1, 1.0))
             for i, key in enumerate(named)
@@ -192,56 +169,105 @@ class Cell(NamedTuple):
     cluster: str
     workers: int
     workload: str
-    partitions: int
+    each: int
     seed: int
 
+    @property
+    def name(self) -> str:
+        """Return the name of the cluster with its number of workers."""
+        return f"{self.cluster}-{self.workers}"
+
     def build(self, cluster: Cluster) -> Workload:
-        """Return the workload, whose durations vary by a twentieth."""
-        scale, rng = Scale(self.partitions, cluster.memory, self.workers), random.Random(self.seed)
+        """Return the workload."""
+        rng = random.Random(self.seed)
+        memory = int(cluster.memory * MEMORY.get(self.each, 1.0))
+        scale = Scale(self.each * self.workers, memory, self.workers)
         return varied(ALL_WORKLOADS[self.workload](scale, rng), rng)
 
 
 class Outcome(NamedTuple):
-    """Hold the figures of a simulated run: seconds, workers over memory, bytes spilled and between hosts."""
+    """Hold the figures of a simulated run.
+
+    Parameters
+    ----------
+    seconds
+        The makespan.
+    over_memory
+        Workers that exceed their memory.
+    spilled, between_hosts
+        Bytes spilled, and moved between hosts.
+    decisions
+        Choices of placement; 0 if it left all of them to Dask.
+    """
 
     seconds: float
     over_memory: int
     spilled: int
     between_hosts: int
+    decisions: int
 
 
-def simulate(cell: Cell, rule: str) -> Outcome | None:
-    """Simulate a run without a rule; return None if Dask gives the workload up."""
-    cluster = build_cluster(cell.cluster, cell.workers)
-    bind, worker = PLACEMENTS["gpurt"]
-    decision = DECISION_S["stock" if rule == NONE else "gpurt"]
+#: Outcomes by cell; None if Dask gives the workload up, or if it never ends.
+Outcomes = Mapping[Cell, Outcome | None]
+
+
+def simulate(cell: Cell, without: Collection[str]) -> Outcome | None:
+    """Simulate a run without some rules."""
+    cluster = build_cluster(cell.cluster, cell.workers, seed=cell.seed)
+    placed = not {NONE, STOCK} & set(without)
+    bind, worker = PLACEMENTS["stock" if STOCK in without else "gpurt"]
     with ExitStack() as patches:
-        for target, name, value in RULES.get(rule, ()):
-            patches.enter_context(patch.object(target, name, value))
+        for rule in without:
+            for target, name, value in RULES.get(rule, ()):
+                patches.enter_context(patch.object(target, name, value))
         simulation = Simulation(
             cluster,
             cell.build(cluster),
-            bind=None if rule == NONE else bind,
+            bind=bind if placed else None,
             worker=worker,
-            overheads=Overheads(decision=decision),
+            overheads=Overheads(decision=DECISION_S["gpurt" if placed else "stock"]),
         )
         try:
             simulation.run()
-        except WorkloadFailed:
+        except (Stuck, WorkloadFailed):
             return None
-    found = simulation.result
-    assert not found.fallbacks, (cell, rule)
-    return Outcome(found.makespan, found.over_memory, found.spilled, found.between_hosts)
+    found, counts = simulation.result, simulation.metrics.snapshot()["counters"]
+    assert not found.fallbacks, (cell, without)
+    decisions = counts.get("placement.decisions", 0)
+    return Outcome(found.makespan, found.over_memory, found.spilled, found.between_hosts, int(decisions))
 
 
-def _run(job: tuple[Cell, str]) -> tuple[Cell, Outcome | None]:
+def _run(job: tuple[Cell, Collection[str]]) -> tuple[Cell, Outcome | None]:
     return job[0], simulate(*job)
 
 
+class Runs:
+    """Simulate all cells, again for each set of rules.
+
+    Parameters
+    ----------
+    cells
+        The cells.
+    pool
+        The processes.
+    """
+
+    def __init__(self, cells: Sequence[Cell], pool: Pool):
+        self._cells = cells
+        self._pool = pool
+        self.all: Outcomes = {}
+        self.all = self.without(())
+
+    def without(self, rules: Collection[str]) -> Outcomes:
+        """Return the outcomes without some rules. Where placement never chooses, only the gate matters."""
+        idle: dict[Cell, Outcome | None] = {}
+        if rules and all(rule in RULES and not rule.startswith("gate") for rule in rules):
+            idle = {cell: one for cell, one in self.all.items() if one is not None and not one.decisions}
+        jobs = [(cell, tuple(rules)) for cell in self._cells if cell not in idle]
+        return idle | dict(self._pool.imap_unordered(_run, jobs))
+
+
 # ---- the table -------------------------------------------------------------------------------------------
-
-
-Outcomes = Mapping[Cell, Outcome | None]
 
 
 class Worth(NamedTuple):
@@ -255,8 +281,10 @@ class Worth(NamedTuple):
         The mean on each cluster.
     worst, best
         The least and the greatest mean of a workload on a cluster.
-    pairs
-        The number of pairs of runs.
+    pairs, differ
+        The number of pairs of runs, and of those whose makespans differ.
+    lost
+        How many more runs fail without the rule.
     over_memory
         How many more workers exceed their memory without the rule.
     spilled, between_hosts
@@ -270,6 +298,8 @@ class Worth(NamedTuple):
     worst: tuple[float, str]
     best: tuple[float, str]
     pairs: int
+    differ: int
+    lost: int
     over_memory: int
     spilled: float
     between_hosts: float
@@ -287,33 +317,54 @@ def worth(without: Outcomes, with_all: Outcomes) -> Worth:
         Outcome(*(sum(figures) for figures in zip(*side, strict=True)))
         for side in zip(*both.values(), strict=True)
     )
-    mean = fmean(logarithms.values())
-    error = 1.96 * stdev(logarithms.values()) / math.sqrt(len(logarithms))
-    groups: dict[tuple[str, str], list[float]] = {}
-    for cell, each in logarithms.items():
-        groups.setdefault((cell.cluster, cell.workload), []).append(each)
-    means = {name: fmean(each) for name, each in groups.items()}
-    clusters = sorted({cluster for cluster, _ in means})
+    low, high = _interval(_grouped(logarithms, lambda cell: cell[:-1]))
+    means = {
+        name: fmean(each)
+        for name, each in _grouped(logarithms, lambda cell: (cell.name, cell.workload)).items()
+    }
     worst, best = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
+    by_cluster = _grouped(logarithms, lambda cell: cell.name)
     return Worth(
-        math.exp(mean),
-        math.exp(mean - error),
-        math.exp(mean + error),
-        {name: math.exp(fmean([m for (c, _), m in means.items() if c == name])) for name in clusters},
+        math.exp(fmean(logarithms.values())),
+        math.exp(low),
+        math.exp(high),
+        {name: math.exp(fmean(each)) for name, each in sorted(by_cluster.items())},
         (math.exp(means[worst]), " on ".join(reversed(worst))),
         (math.exp(means[best]), " on ".join(reversed(best))),
         len(logarithms),
+        sum(abs(each) > 1e-6 for each in logarithms.values()),
+        sum(one is None for one in without.values()) - sum(one is None for one in with_all.values()),
         totals.over_memory - of_all.over_memory,
         totals.spilled / max(1, of_all.spilled),
         totals.between_hosts / max(1, of_all.between_hosts),
     )
 
 
+def _grouped(logarithms: Mapping[Cell, float], name: Callable[[Cell], Any]) -> dict[Any, list[float]]:
+    found: defaultdict[Any, list[float]] = defaultdict(list)
+    for cell, each in logarithms.items():
+        found[name(cell)].append(each)
+    return dict(found)
+
+
+def _interval(groups: Mapping[Any, Sequence[float]]) -> tuple[float, float]:
+    """Return the 95% interval of the mean, with the seeds of each group resampled: cells are not alike."""
+    rng, known = random.Random(0), [each for each in groups.values() if any(each)]
+    total = sum(len(each) for each in groups.values())
+    means = sorted(
+        sum(sum(rng.choices(each, k=len(each))) for each in known) / total for _ in range(RESAMPLES)
+    )
+    return means[round(0.025 * RESAMPLES)], means[round(0.975 * RESAMPLES) - 1]
+
+
 def _cells(
-    clusters: Sequence[str], workloads: Sequence[str], partitions: Sequence[int], seeds: Sequence[int]
+    clusters: Sequence[str], workloads: Sequence[str], each: Sequence[int], seeds: Sequence[int]
 ) -> Iterator[Cell]:
-    for name, workload, each, seed in product(clusters, workloads, partitions, seeds):
-        yield Cell(name, CLUSTERS[name], workload, each * CLUSTERS[name], seed)
+    sizes = [(name, workers) for name in clusters for workers in CLUSTERS[name]]
+    for (name, workers), workload, number, seed in product(sizes, workloads, each, seeds):
+        cell = Cell(name, workers, workload, number, seed)
+        if len(cell.build(build_cluster(name, cell.workers)).works) <= MAX_TASKS:
+            yield cell
 
 
 def _seeds(_: Any, __: Any, text: str) -> Sequence[int]:
@@ -324,13 +375,26 @@ def _seeds(_: Any, __: Any, text: str) -> Sequence[int]:
 
 def _print(rule: str, found: Worth) -> None:
     by_cluster = ", ".join(f"{name} {mean:.3f}" for name, mean in found.by_cluster.items())
-    print(
+    click.echo(
         f"{rule:52} {found.mean:.3f} ({found.low:.3f} to {found.high:.3f})  {by_cluster};"
         f" least {found.worst[0]:.2f} {found.worst[1]}, most {found.best[0]:.2f} {found.best[1]};"
-        f" over memory {found.over_memory:+}, spilled {found.spilled:.2f},"
-        f" between hosts {found.between_hosts:.2f}",
-        flush=True,
+        f" {found.differ} of {found.pairs} differ, lost {found.lost:+}, over memory {found.over_memory:+},"
+        f" spilled {found.spilled:.2f}, between hosts {found.between_hosts:.2f}"
     )
+
+
+def stepwise(runs: Runs, alone: Mapping[str, float]) -> Iterator[tuple[str, Worth, bool]]:
+    """Drop rules one by one, those that gain least first; yield each, what it gains, and whether it goes."""
+    dropped: list[str] = []
+    before = runs.all
+    for rule in sorted(alone, key=alone.__getitem__):
+        without = runs.without([*dropped, rule])
+        known = worth(without, before)
+        goes = known.mean < MIN_WORTH and known.lost <= 0
+        yield rule, known, goes
+        if goes:
+            dropped.append(rule)
+            before = without
 
 
 @click.command(help=__doc__.partition("\n")[0])
@@ -339,19 +403,20 @@ def _print(rule: str, found: Worth) -> None:
 @click.option("--workloads", default=",".join(ALL_WORKLOADS), callback=split_list(list(ALL_WORKLOADS)))
 @click.option("--partitions", "-p", multiple=True, default=(2, 5), show_default=True, help="For each worker.")
 @click.option("--rules", default="", help="Only rules that contain one of these words, separated by commas.")
+@click.option("--stepwise", "steps", is_flag=True, help="Then drop rules one by one.")
 @click.option("--processes", default=os.cpu_count() or 1, show_default=True)
-@click.option("--json", "output", type=click.Path(path_type=Path), help="Write all makespans here.")
+@click.option("--json", "output", type=click.Path(path_type=Path), help="Write all figures here.")
 def main(
     seeds: Sequence[int],
     clusters: Sequence[str],
     workloads: Sequence[str],
     partitions: Sequence[int],
     rules: str,
+    steps: bool,
     processes: int,
     output: Path | None,
 ) -> None:
     """Simulate without each rule, and print what it gains."""
-    cells = list(_cells(clusters, workloads, partitions, seeds))
     chosen = [rule for rule in RULES if any(word in rule for word in rules.split(","))]
     results: dict[str, Any] = {
         **environment(),
@@ -359,18 +424,18 @@ def main(
         "seeds": [seeds[0], seeds[-1]],
         "decision_s": DECISION_S,
         "rules": {},
+        "stepwise": {},
     }
-    found: dict[str, Outcomes] = {}
     with get_context("fork").Pool(processes) as pool:
-        for rule in [ALL, NONE, *chosen]:
-            jobs = [(cell, rule) for cell in cells]
-            found[rule] = dict(pool.imap_unordered(_run, jobs))
-            known = worth(found[rule], found[ALL])
+        runs = Runs(list(_cells(clusters, workloads, partitions, seeds)), pool)
+        for rule in [NONE, STOCK, *chosen]:
+            results["rules"][rule] = (known := worth(runs.without([rule]), runs.all))._asdict()
             _print(rule, known)
-            results["rules"][rule] = {
-                **known._asdict(),
-                "runs": [[*cell, *(outcome or ())] for cell, outcome in sorted(found[rule].items())],
-            }
+            write(results, output)
+        alone = {rule: results["rules"][rule]["mean"] for rule in chosen}
+        for rule, known, goes in stepwise(runs, alone) if steps else ():
+            results["stepwise"][rule] = {**known._asdict(), "dropped": goes}
+            _print(("dropped: " if goes else "kept: ") + rule, known)
             write(results, output)
 
 

@@ -3,15 +3,17 @@
     python -m benchmarks.placement.decisions --workers 64,256,1024,2048 --tasks 40000 --json placement.json
 
 Each worker count runs the same graphs with Dask's choices and with ours: ``pairs`` has root tasks, and tasks
-with two of their results as inputs; ``tree`` sums results eight at a time. It prints the scheduler's CPU time
-per task in microseconds, from the arrival of the graph to the end of the task; the part after the graph has
-been received and ordered; and the part spent choosing workers.
+with two of their results as inputs; ``tree`` sums results eight at a time; ``random_dag`` has ten layers of
+tasks with one to four inputs anywhere in the two layers before. It prints the scheduler's CPU time per task
+in microseconds, from the arrival of the graph to the end of the task; the part after the graph has been
+received and ordered; and the part spent choosing workers.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -40,11 +42,13 @@ from dask_gpurt.topology import Place, Topology
 
 PER_HOST = 8
 NBYTES = 64 << 20
+#: Layers of ``random_dag``.
+LAYERS = 10
 #: Dask and ours; and the timed parts: everything, all after the graph's arrival, and the choices alone.
 SIDES = ("stock", "ours")
 PARTS = ("", "state_", "choice_")
 LINE = (
-    "{graph:8}{workers:8}{stock_us:9.1f}{ours_us:9.1f}{stock_state_us:15.1f}{ours_state_us:8.1f}"
+    "{graph:11}{workers:8}{stock_us:9.1f}{ours_us:9.1f}{stock_state_us:15.1f}{ours_state_us:8.1f}"
     "{stock_choice_us:17.1f}{ours_choice_us:8.1f}"
 )
 
@@ -110,13 +114,7 @@ class Roomy:
     """Report free memory for everything, with all data in its live tier."""
 
     def free_memory(self, worker: str) -> FreeMemory:
-        return FreeMemory(60 << 30, 100 << 30, Tier.PINNED)
-
-    def has_reported(self, worker: str) -> bool:
-        return True
-
-    def tier(self, worker: str, key: Any) -> Tier:
-        return Tier.DEVICE
+        return FreeMemory(60 << 30, 100 << 30)
 
 
 def graph_of(inputs: Mapping[Key, Sequence[Key]]) -> tuple[dict[Key, Task], set[Key]]:
@@ -140,6 +138,22 @@ def tree(tasks: int) -> dict[Key, list[Key]]:
             inputs = range(8 * i, min(8 * i + 8, before))
             found[f"sum{level}", i] = [(f"sum{level - 1}", j) for j in inputs]
     return found
+
+
+def random_dag(tasks: int) -> dict[Key, list[Key]]:
+    rng, width = random.Random(0), -(-tasks // LAYERS)
+    layers: list[list[Key]] = []
+    found: dict[Key, list[Key]] = {}
+    for level in range(LAYERS):
+        before = [key for layer in layers[-2:] for key in layer]
+        layers.append([(f"layer{level}", i) for i in range(width)])
+        for key in layers[-1]:
+            found[key] = rng.sample(before, rng.randint(1, 4)) if before else []
+    return found
+
+
+#: The graphs by the name of their function.
+GRAPHS = (pairs, tree, random_dag)
 
 
 def topology_of(state: Scheduler) -> Topology:
@@ -222,9 +236,9 @@ def main(workers: str, tasks: int, repeat: int, output: Path | None) -> None:
     logging.getLogger("distributed.scheduler").setLevel(logging.WARNING)
     rows = []
     click.echo(
-        "graph    workers    stock     ours    stock, state    ours  chosen by stock   by us   (µs a task)"
+        "graph       workers    stock     ours    stock, state    ours  chosen by stock   by us   (µs a task)"
     )
-    for graph, number in product((pairs, tree), map(int, workers.split(","))):
+    for graph, number in product(GRAPHS, map(int, workers.split(","))):
         rows.append(row := compared(graph, number, tasks, repeat))
         click.echo(LINE.format(**row))
     results = {

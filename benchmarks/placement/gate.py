@@ -4,8 +4,8 @@
 
 The graphs of ``decisions.py`` run on Dask's real scheduler without workers, with Dask's choices alone and
 with placement behind its gate, in turns; workers are alike, so it does not engage. It prints the CPU time per
-task on both sides, from the arrival of the graph to the end of the task, and that of the added parts: the
-event of an ended task, and a scan of all workers.
+task on both sides, from the arrival of the graph to the end of the task, and that of a look at all workers,
+which a graph costs at most twice a second.
 """
 
 from __future__ import annotations
@@ -29,24 +29,20 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, Placement
 from dask_gpurt.topology import Place, Topology
 
-#: Calls of a part to time together.
+#: Workers looked at to time a look.
 CALLS = 20_000
 SIDES = ("stock", "gated")
 
 
 class Events(SchedulerPlugin):
-    """Forward events to a gate as the runtime's scheduler plugin does; a no-op without a gate."""
+    """Forward graphs to a gate as the runtime's scheduler plugin does; a no-op without a gate."""
 
     def __init__(self, gate: GatedPlacement | None):
         self._gate = gate
 
-    def update_graph(self, scheduler: Any, *, tasks: Any, **_: Any) -> None:
+    def update_graph(self, scheduler: Any, **_: Any) -> None:
         if self._gate is not None:
-            self._gate.on_graph(tasks)
-
-    def transition(self, key: Any, start: str, finish: str, *_: Any, **known: Any) -> None:
-        if self._gate is not None and start == "processing":
-            self._gate.on_task_ended(key, known.get("worker"), 0.1)
+            self._gate.on_graph()
 
 
 def gated(state: BareState) -> GatedPlacement:
@@ -92,17 +88,9 @@ def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int)
     }
 
 
-def parts(workers: int) -> dict[str, float]:
-    """Return the microseconds of the event of an ended task, and of a scan of all workers."""
-    state = BareState(workers)
-    gate = gated(state)
-    state.submit(*graph_of({"x": ()}))
-    ((key, address),) = state.run()
-    return {
-        "workers": workers,
-        "ended_us": timed(lambda: gate.on_task_ended(key, address, 0.1), CALLS),
-        "look_us": timed(gate.look, max(1, CALLS // workers)),
-    }
+def look_us(workers: int) -> float:
+    """Return the microseconds of a look at all workers."""
+    return timed(gated(BareState(workers)).look, max(1, CALLS // workers))
 
 
 def timed(call: Callable[[], Any], calls: int) -> float:
@@ -120,11 +108,9 @@ def timed(call: Callable[[], Any], calls: int) -> float:
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(workers: str, tasks: int, repeat: int, output: Path | None) -> None:
     numbers = [int(number) for number in workers.split(",")]
-    alone = [parts(number) for number in numbers]
-    for row in alone:
-        click.echo(
-            "{workers:.0f} workers: an ended task {ended_us:.2f} µs, a look {look_us:.0f} µs".format(**row)
-        )
+    looks = [{"workers": number, "look_us": look_us(number)} for number in numbers]
+    for look in looks:
+        click.echo("{workers} workers: a look {look_us:.0f} µs".format(**look))
     rows = []
     for graph, number in product((pairs, tree), numbers):
         rows.append(row := compared(graph, number, tasks, repeat))
@@ -137,7 +123,7 @@ def main(workers: str, tasks: int, repeat: int, output: Path | None) -> None:
         "parameters": {"tasks": tasks, "repeat": repeat},
         "load": os.getloadavg()[0],
         **environment(),
-        "parts": alone,
+        "looks": looks,
         "rows": rows,
     }
     write(results, output)

@@ -27,7 +27,7 @@ from dask_gpurt.simulate import (
     build_workload,
 )
 from dask_gpurt.simulate.clock import Stuck
-from dask_gpurt.simulate.placements import PLACEMENTS, simulate
+from dask_gpurt.simulate.placements import PLACEMENTS, charged, simulate
 from dask_gpurt.simulate.report import plot
 from dask_gpurt.simulate.simulation import WorkloadFailed
 
@@ -61,8 +61,9 @@ MIN_BYTES = 1
 )
 @click.option("--placement", type=click.Choice(list(PLACEMENTS)), default="gpurt", show_default=True)
 @click.option("--compare", type=click.Choice(list(PLACEMENTS)), help="Placement to compare with.")
-@click.option("--seed", default=0, show_default=True, help="Seed of the random parts of a workload.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the speeds of links and of the workload.")
 @click.option("--repeat", default=1, show_default=True, help="Number of seeds, counted up from --seed.")
+@click.option("--charge", is_flag=True, help="Simulate twice, the second time with the scheduler's CPU time.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
     "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture, as PNG."
@@ -76,6 +77,7 @@ def simulation(
     compare: str | None,
     seed: int,
     repeat: int,
+    charge: bool,
     as_json: bool,
     picture: Path | None,
 ) -> None:
@@ -91,10 +93,10 @@ def simulation(
     placements = list(dict.fromkeys([placement, compare or placement]))
     results: list[Result] = []
     for shape in shapes:
-        place = build_cluster(shape, workers)
         for name, chance in itertools.product(workloads, range(seed, seed + repeat)):
+            place = build_cluster(shape, workers, seed=chance)
             built = build_workload(name, place, partitions=partitions, seed=chance)
-            done = [_simulate(place, built, one) for one in placements]
+            done = [_simulate(place, built, one, charge) for one in placements]
             results.extend(one.result for one in done)
             if not as_json:
                 _print([one.result for one in done])
@@ -108,9 +110,10 @@ def simulation(
             click.echo(line)
 
 
-def _simulate(cluster: Cluster, workload: Workload, placement: str) -> Simulation:
+def _simulate(cluster: Cluster, workload: Workload, placement: str, charge: bool) -> Simulation:
     try:
-        return simulate(cluster, workload, placement)
+        done = simulate(cluster, workload, placement)
+        return simulate(cluster, workload, placement, overheads=charged(done)) if charge else done
     except (Stuck, WorkloadFailed) as error:
         raise click.ClickException(f"{workload.name} on {cluster.name} with {placement}: {error}") from error
 

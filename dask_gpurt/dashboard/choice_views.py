@@ -87,7 +87,7 @@ class DecisionTable(TableComponent):
     title = "Placement decisions, the latest on top"
     columns: ClassVar[Mapping[str, str]] = {
         "key": "Task", "worker": "Worker", "why": "Why", "seconds": "Expected", "waiting": "Waiting",
-        "running": "Running", "moving": "Moving", "room": "Making room", "missing": "Missing",
+        "moving": "Moving", "running": "Running", "missing": "Missing",
         "candidates": "Compared",
     }  # fmt: skip
     widths: ClassVar[Mapping[str, int]] = {"key": 260, "worker": 110, "why": 220}
@@ -97,7 +97,7 @@ class DecisionTable(TableComponent):
         workers = collector.sampler.workers
         self.put_rows([
             {
-                **{n: short_time(row[n]) for n in ("seconds", "waiting", "running", "moving", "room")},
+                **{n: short_time(row[n]) for n in ("seconds", "waiting", "moving", "running")},
                 "key": _short(row["key"]), "why": row["why"], "candidates": str(row["candidates"]),
                 "worker": workers[row["worker"]].name if row["worker"] in workers else row["worker"],
                 "missing": format_bytes(row["missing"]),

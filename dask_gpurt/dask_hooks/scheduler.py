@@ -11,7 +11,7 @@ from distributed.stealing import WorkStealing
 
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError
 from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, Wrap, guarded
-from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, REPLICAS, RESULTS, RETIREMENT, STEALING
+from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, RESULTS, RETIREMENT, STEALING
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerState, WorkerState
 
 
@@ -53,10 +53,6 @@ class Overrides:
     def stealing(self, extension: Any, ours: Callable[[str], Method]) -> None:
         """Replace the choice of a worker that steals a task; see :meth:`scheduler`."""
         self._put(STEALING, extension, ours)
-
-    def replicas(self, manager: Any, ours: Callable[[str], Method]) -> None:
-        """Replace the choices of the active memory manager; see :meth:`scheduler`."""
-        self._put(REPLICAS, manager, ours)
 
     def _put(self, part: SeamGroup, owner: Any, ours: Callable[[str], Method]) -> None:
         for seam in part.seams:

@@ -17,7 +17,6 @@ _CORE = "distributed.shuffle._core:"
 _TASKS = "dask._task_spec:"
 _SCHEDULER = "distributed.scheduler:Scheduler."
 _STATE = "distributed.scheduler:SchedulerState."
-_MANAGER = "distributed.active_memory_manager:ActiveMemoryManagerExtension."
 
 #: The task classes of graphs, and functions that tasks of dataframes call.
 GRAPHS = SeamGroup(
@@ -248,11 +247,8 @@ PLACEMENT = SeamGroup(
     (
         Seam(_STATE + "decide_worker_non_rootish", "self ts"),
         Seam(_STATE + "decide_worker_rootish_queuing_enabled", "self"),
-        Seam(_STATE + "decide_worker_rootish_queuing_disabled", "self ts"),
         Seam(_STATE + "is_rootish", "self ts"),
-        Seam(_STATE + "get_comm_cost", "self ts ws"),
         Seam(_STATE + "check_idle_saturated", "self ws occ"),
-        Seam(_SCHEDULER + "stimulus_queue_slots_maybe_opened", "self stimulus_id", bodies=("ce50724904e1",)),
     ),
     without="Dask chooses workers by the methods that differ",
 )
@@ -275,15 +271,6 @@ STEALING = SeamGroup(
         ),
     ),
     without="Dask chooses which worker takes tasks from others",
-)
-#: The choices of the workers that receive or drop a replica.
-REPLICAS = SeamGroup(
-    "active memory manager",
-    (
-        Seam(_MANAGER + "_find_recipient", "self ts candidates pending_repl"),
-        Seam(_MANAGER + "_find_dropper", "self ts candidates pending_drop"),
-    ),
-    without="Dask chooses which workers keep replicas",
 )
 #: The retirement of a worker: waiting for its data to be replicated, and its removal.
 RETIREMENT = SeamGroup(
@@ -332,7 +319,7 @@ DASHBOARD = SeamGroup(
 #: The groups that every process of a cluster needs; clients need EXPRESSIONS too.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
 #: The groups that are needed only if Dask's choices are replaced.
-CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING, REPLICAS)
+CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING)
 PARTS = (
     *REQUIRED,
     READS,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     import distributed
     from dask.typing import Key
-    from distributed import active_memory_manager, scheduler, worker_memory, worker_state_machine
+    from distributed import scheduler, worker_memory, worker_state_machine
     from distributed.core import Status
     from distributed.shuffle._core import SchedulerShuffleState, ShuffleId
     from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
@@ -196,19 +196,6 @@ class TaskPrefix(Protocol):
     def states(self) -> Mapping[Any, int]: ...
 
 
-class TaskGroup(Protocol):
-    """Type the tasks of one prefix in one graph: ``distributed.scheduler.TaskGroup``."""
-
-    last_worker: Any  # a WorkerState of Dask's own; it is also assigned
-    last_worker_tasks_left: int
-
-    @property
-    def states(self) -> Mapping[Any, int]: ...
-    @property
-    def stop(self) -> float: ...
-    def __len__(self) -> int: ...
-
-
 class SchedulerTask(Protocol):
     """Type a task on the scheduler: ``distributed.scheduler.TaskState``."""
 
@@ -231,8 +218,6 @@ class SchedulerTask(Protocol):
     def actor(self) -> bool: ...
     @property
     def prefix(self) -> TaskPrefix: ...
-    @property
-    def group(self) -> TaskGroup: ...
     @property
     def dependencies(self) -> AbstractSet[SchedulerTask]: ...
     @property
@@ -304,8 +289,6 @@ class SchedulerState(Protocol):
     This is the part of ``distributed.Scheduler`` without a server, so that simulations can provide it.
     """
 
-    WORKER_SATURATION: float
-
     @property
     def tasks(self) -> Mapping[Key, SchedulerTask]: ...
     @property
@@ -320,8 +303,6 @@ class SchedulerState(Protocol):
     def unrunnable(self) -> Collection[SchedulerTask]: ...
     @property
     def task_prefixes(self) -> Mapping[str, Any]: ...
-    @property
-    def total_nthreads(self) -> int: ...
     @property
     def bandwidth(self) -> float: ...
     @property
@@ -384,13 +365,6 @@ class ShuffleExtension(Protocol):
     def _clean_on_scheduler(self, id: ShuffleId, stimulus_id: str) -> None: ...
 
 
-class MemoryBalancer(Protocol):
-    """Type the balancer of replicas: ``distributed.active_memory_manager.ActiveMemoryManagerExtension``."""
-
-    @property
-    def workers_memory(self) -> Mapping[Any, int]: ...
-
-
 # ---- compared with Dask's own ----------------------------------------------------------------------
 
 if TYPE_CHECKING:
@@ -416,16 +390,10 @@ if TYPE_CHECKING:
     def _scheduler_task(of_dask: scheduler.TaskState) -> SchedulerTask:
         return of_dask
 
-    def _task_group(of_dask: scheduler.TaskGroup) -> TaskGroup:
-        return of_dask
-
     def _client_state(of_dask: scheduler.ClientState) -> ClientState:
         return of_dask
 
     def _shuffle_extension(of_dask: ShuffleSchedulerPlugin) -> ShuffleExtension:
-        return of_dask
-
-    def _memory_balancer(of_dask: active_memory_manager.ActiveMemoryManagerExtension) -> MemoryBalancer:
         return of_dask
 
     def _worker_state(of_dask: scheduler.WorkerState) -> WorkerState:

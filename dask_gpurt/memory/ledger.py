@@ -38,15 +38,12 @@ class FreeMemory(NamedTuple):
         Free bytes in its live tier; may be negative.
     below
         Free bytes in its lower tiers.
-    tier
-        The first lower tier with room; None if there is none.
     live
         Capacity of its live tier in bytes.
     """
 
     free: float
     below: float = 0
-    tier: Tier | None = None
     live: float = math.inf
 
 
@@ -176,8 +173,6 @@ class ClusterMemory:
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
         #: Cached until the worker reports again.
         self._rooms: dict[str, FreeMemory] = {}
-        self._fullest: dict[str, dict[str, Tier | None]] = {}
-        self._spilled: dict[str, bool] = {}
 
     def apply(self, worker: str, message: LedgerMessage) -> None:
         """Apply a message of a worker; stale ones are ignored."""
@@ -188,8 +183,6 @@ class ClusterMemory:
             self.forget(worker)
         self._seq[worker] = seq
         self._rooms.pop(worker, None)
-        self._fullest.pop(worker, None)
-        self._spilled.pop(worker, None)
         self._capacity[worker] = message["capacity"]
         self._shared_memory[worker] = message.get("shared_memory")
         cells = self._cells.setdefault(worker, {})
@@ -207,7 +200,7 @@ class ClusterMemory:
     def forget(self, worker: str) -> None:
         """Forget a worker that has left."""
         everything: tuple[dict[str, Any], ...] = (self._seq, self._capacity, self._cells, self._prefixes)
-        for known in (*everything, self._shared_memory, self._rooms, self._fullest, self._spilled):
+        for known in (*everything, self._shared_memory, self._rooms):
             known.pop(worker, None)
 
     def shared_memory(self) -> dict[str, int]:
@@ -219,28 +212,10 @@ class ClusterMemory:
         room = self._rooms.get(worker)
         if room is None and (capacity := self._capacity.get(worker)):
             live, *lower = [(tier, self._row(worker, str(tier), capacity[tier])["headroom"]) for tier in Tier]
-            below = {tier: left for tier, left in lower if left > 0}
-            holds = capacity[str(live[0])]
-            room = FreeMemory(live[1], sum(below.values()), next(iter(below), None), holds)
+            below = sum(left for _, left in lower if left > 0)
+            room = FreeMemory(live[1], below, capacity[str(live[0])])
             self._rooms[worker] = room
         return room
-
-    def spilled(self, worker: str) -> bool:
-        """Return whether any partitions of a worker are spilled."""
-        spilled = self._spilled.get(worker)
-        if spilled is None:
-            tiers = (tier for tier, _ in self._prefixes.get(worker, ()))
-            spilled = self._spilled[worker] = any(tier != Tier.DEVICE for tier in tiers)
-        return spilled
-
-    def fullest(self, worker: str, prefix: str) -> Tier | None:
-        """Return the tier with most bytes of a prefix on a worker; None if it has none."""
-        known = self._fullest.setdefault(worker, {})
-        if prefix not in known:
-            sizes = self._prefixes.get(worker, {})
-            found = {tier: nbytes for tier in Tier if (nbytes := sizes.get((tier, prefix), 0))}
-            known[prefix] = max(found, key=found.__getitem__, default=None)
-        return known[prefix]
 
     def workers(self) -> list[str]:
         """Return the workers that have reported, sorted."""

@@ -1,4 +1,4 @@
-"""Estimate moments, regression lines, changing means and ratios online, from noisy samples. Pure.
+"""Estimate moments, changing means and ratios online, from noisy samples. Pure.
 
 All moments follow one recursion (T. Finch, Incremental calculation of weighted mean and variance, 2009): the
 last sample has the weight 1/n, where n is the number of samples up to the window. So an estimate starts as
@@ -66,37 +66,6 @@ class RunningMoments:
         self.mean += weight * deviation
         self.variance = (1 - weight) * (self.variance + weight * deviation * deviation)
         return deviation
-
-
-class RunningRegression:
-    """Estimate the line through a stream of pairs that may drift, by least squares.
-
-    Parameters
-    ----------
-    window
-        Maximum number of pairs that count, as in :class:`RunningMoments`.
-    """
-
-    __slots__ = ("covariance", "x", "y")
-
-    def __init__(self, window: int):
-        self.x, self.y = RunningMoments(window), RunningMoments(window)
-        self.covariance = 0.0
-
-    def observe(self, x: float, y: float) -> None:
-        """Add a pair."""
-        product = self.x.observe(x) * self.y.observe(y)
-        weight = self.x.weight
-        self.covariance = (1 - weight) * (self.covariance + weight * product)
-
-    @property
-    def slope(self) -> float:
-        """Return the change of y with x; x must vary."""
-        return self.covariance / self.x.variance
-
-    def explains(self, share: float) -> bool:
-        """Return whether x explains more than a share of the variance of y."""
-        return self.covariance**2 > share * self.x.variance * self.y.variance
 
 
 class ChangeTest:

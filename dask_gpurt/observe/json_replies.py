@@ -179,9 +179,8 @@ class CostReply(TypedDict):
         float | None, "until the task would have finished there, the sum of the following terms"
     ]
     waiting: Annotated[float | None, "seconds for the work before it"]
-    running: Annotated[float | None, "seconds of its own work"]
     moving: Annotated[float | None, "seconds until its inputs arrive"]
-    room: Annotated[float | None, "seconds to spill data to make room for it"]
+    running: Annotated[float | None, "seconds of its own work"]
     fits: Annotated[bool, "whether its inputs and its result fit"]
     missing: Annotated[float | None, "bytes of its inputs that were not on the worker"]
 

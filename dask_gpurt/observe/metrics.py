@@ -264,18 +264,10 @@ METRICS: Mapping[str, Metric] = {
         # ---- placement
         _counter("placement.decisions", "tasks for which placement chose the worker", on=Server.SCHEDULER),
         _counter(
-            "placement.shuffles",
-            "shuffles whose outputs were assigned to owners by cost",
-            on=Server.SCHEDULER,
-        ),
-        _counter(
             "placement.engaged.{reason}",
-            "times that placement engaged, by reason: `links`, `speeds`, `residency`, `headroom`",
+            "times that placement engaged, by reason: `links`, `residency`, `headroom`",
             on=Server.SCHEDULER,
         ),
-        _counter("placement.replicas.made", "requested replicas", on=Server.SCHEDULER),
-        _counter("placement.replicas.refused", "replicas that no worker had room for", on=Server.SCHEDULER),
-        _counter("placement.replicas.dropped", "dropped replicas", on=Server.SCHEDULER),
         # ---- planning
         _counter(
             "planning.expressions.{outcome}",

@@ -87,7 +87,6 @@ STEPS: Mapping[str, Step] = {
 #: Counters of decisions and faults, of which each increment is recorded as an event.
 MARKED = frozenset(
     {
-        "placement.shuffles",
         "shuffle.left.{why}",
         "shuffle.taken.{why}",
         "exchange.calls.repeated",

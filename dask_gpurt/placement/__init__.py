@@ -1,9 +1,9 @@
-"""Choose the worker of each task, the owners of shuffle outputs, and the workers of replicas."""
+"""Choose the worker of each task."""
 
 from dask_gpurt.memory.ledger import FreeMemory
-from dask_gpurt.placement.cost import Terms
+from dask_gpurt.placement.cost import TERMS
 from dask_gpurt.placement.free_memory import Headroom, LedgerHeadroom
 from dask_gpurt.placement.gate import GatedPlacement
 from dask_gpurt.placement.strategy import Placement
 
-__all__ = ["FreeMemory", "GatedPlacement", "Headroom", "LedgerHeadroom", "Placement", "Terms"]
+__all__ = ["TERMS", "FreeMemory", "GatedPlacement", "Headroom", "LedgerHeadroom", "Placement"]

@@ -1,23 +1,22 @@
-"""Decide whether workers differ enough in links, speeds, data or memory for placement to matter. Pure."""
+"""Decide whether workers differ enough in links, data or memory for placement to matter. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-#: Two links differ if the result of a mean task takes this many times as long over one as over the other ...
+#: Two links differ if the result of a mean task takes this many times as long over one as over the other:
+#: speeds are learnt from few transfers, so that a smaller ratio may be chance ...
 LINK_FACTOR = 2.0
-#: ... and if the difference is at least this fraction of the duration of that task.
+#: ... and if the difference is at least this fraction of the duration of that task, since a choice of links
+#: gains no more than the difference.
 LINK_SHARE = 0.05
-#: The assumed size of a result before any task has run.
-UNKNOWN_RESULT_BYTES = 1 << 20
-#: Two workers differ in speed if one takes this many times as long. Workers that share cores show up to 1.3.
-SPEED_FACTOR = 1.5
-#: Data lie unevenly if this fraction of them would have to move to give each thread the same amount ...
+#: Data lie unevenly if this fraction of them would have to move to give each thread the same amount: tasks
+#: that run where their data are take longer by at least this fraction ...
 UNEVEN_SHARE = 0.25
-#: ... and if there are at least this many bytes per worker.
+#: ... and if there are at least this many bytes per worker: less is moved in the time of a message.
 MIN_RESIDENT_BYTES = 1 << 20
 #: A worker is short of memory if a smaller fraction of its live tier is free.
 SHORT_SHARE = 0.2
@@ -27,13 +26,12 @@ class Reason(StrEnum):
     """Name the difference between workers for which placement is on."""
 
     LINKS = "links"
-    SPEEDS = "speeds"
     RESIDENCY = "residency"
     HEADROOM = "headroom"
 
 
 class UsualTask(NamedTuple):
-    """Describe the mean of finished tasks.
+    """Describe the mean of the tasks at present.
 
     Parameters
     ----------
@@ -68,7 +66,7 @@ def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
     Parameters
     ----------
     seconds
-        Transfer times of the usual task's result over links between workers, for each class of link in use.
+        Transfer times of the usual task's result over links between workers.
     usual
         The usual task. If None, any difference of links counts.
     """
@@ -78,18 +76,6 @@ def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
     if slow < LINK_FACTOR * fast or slow == fast:
         return False
     return usual is None or slow - fast >= LINK_SHARE * usual.seconds
-
-
-def speeds_differ(slowdowns: Iterable[float]) -> bool:
-    """Return whether workers differ enough in speed to matter.
-
-    Parameters
-    ----------
-    slowdowns
-        See :class:`~dask_gpurt.placement.durations.WorkerSlowdown`. Workers without a slowdown count as 1.
-    """
-    known = [*slowdowns, 1.0]
-    return max(known) >= SPEED_FACTOR * min(known)
 
 
 def lie_unevenly(holdings: Sequence[Holding]) -> bool:
@@ -111,8 +97,3 @@ def is_short(free: float, live: float) -> bool:
         Free bytes and capacity of its live tier; the capacity may be infinite.
     """
     return free <= 0 or (math.isfinite(live) and free < SHORT_SHARE * live)
-
-
-def headroom_differs(short: int, workers: int) -> bool:
-    """Return whether some workers are short of memory and others are not, so that a choice can help."""
-    return 0 < short < workers

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
-from math import inf
 from time import monotonic
 
-from dask.typing import Key
-
-from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask
+from dask_gpurt.dask_hooks.types import SchedulerState, TaskPrefix
 from dask_gpurt.observe import Metrics
-from dask_gpurt.observe.estimators import RunningMoments
-from dask_gpurt.placement import engagement
-from dask_gpurt.placement.engagement import Holding, Reason, UsualTask
+from dask_gpurt.placement.candidates import UNKNOWN_RESULT_BYTES
+from dask_gpurt.placement.engagement import Holding, Reason, UsualTask, is_short, lie_unevenly, links_differ
+from dask_gpurt.placement.estimates import mean_result_bytes
 from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.topology import Topology
@@ -22,24 +20,34 @@ from dask_gpurt.topology.links import BETWEEN_HOSTS
 
 logger = logging.getLogger(__name__)
 
-#: The shortest interval between checks of speeds and residency, in seconds.
+#: The shortest interval between checks of links and residency, in seconds: a check looks at all workers.
 RECHECK_S = 0.5
 #: How long placement stays on after the last difference, in seconds: a hysteresis.
 HOLD_S = 5.0
-#: One of this many finished tasks is sampled, for the mean task and, while Dask chooses, for the speed of its
-#: worker; and the window of sampled tasks over which the mean is taken.
-SAMPLED_TASKS, WINDOW_TASKS = 32, 64
 #: The most hosts, and the most neighbours on each host, whose links are compared.
 MAX_HOSTS, MAX_NEIGHBOURS = 16, 4
+
+
+def usual_task(prefixes: Iterable[TaskPrefix]) -> UsualTask | None:
+    """Return the mean of tasks that have not run, by their prefixes; None if nothing is known of these."""
+    tasks, seconds, nbytes = 0, 0.0, 0.0
+    for prefix in prefixes:
+        states = prefix.states
+        count = states["released"] + states["waiting"] + states["queued"] + states["processing"]
+        if count and prefix.duration_average >= 0:
+            tasks += count
+            seconds += count * prefix.duration_average
+            nbytes += count * mean_result_bytes(prefix)
+    return UsualTask(seconds / tasks, nbytes / tasks) if tasks else None
 
 
 class GatedPlacement:
     """Bind a placement while workers differ in a way that matters for the present tasks.
 
-    Otherwise Dask's own methods are in place, and decisions have no overhead. The rule is
-    :mod:`~dask_gpurt.placement.engagement`. It is evaluated again when a worker becomes short of memory, or
-    has memory again; and when a memory report or a graph arrives after a worker has joined, moved or left, or
-    at least ``RECHECK_S`` after the last check. Residency is only checked when a graph arrives.
+    Otherwise Dask's own methods are in place, and decisions have no overhead. The rule is evaluated again
+    when a worker becomes short of memory, or has memory again; and when a memory report or a graph arrives
+    after a worker has joined, moved or left, or at least ``RECHECK_S`` after the last check. Residency is
+    only checked when a graph arrives.
 
     Parameters
     ----------
@@ -76,16 +84,12 @@ class GatedPlacement:
         self._short: set[str] = set()
         self._reason: Reason | None = None
         self._uneven = False
-        self._checked_at = self._looked_at = self._differed_at = -inf
-        self._ended = 0
-        self._seconds, self._nbytes = RunningMoments(WINDOW_TASKS), RunningMoments(WINDOW_TASKS)
+        self._checked_at = self._looked_at = self._differed_at = -math.inf
 
     @property
     def reason(self) -> Reason | None:
         """Return the difference for which placement is on; None while Dask chooses."""
         return self._reason
-
-    # ---- on and off --------------------------------------------------------------------
 
     def bind(self) -> None:
         """Check the present workers, and bind the placement if it can matter."""
@@ -101,24 +105,10 @@ class GatedPlacement:
 
     # ---- events ------------------------------------------------------------------------
 
-    def on_graph(self, keys: Iterable[Key]) -> None:
+    def on_graph(self) -> None:
         """Note a new graph, before any of its tasks is placed."""
         if self._clock() - min(self._checked_at, self._looked_at) >= RECHECK_S:
             self.look()
-        if self._reason is not None:
-            self._placement.on_graph(keys)
-
-    def on_task_ended(self, key: Key, worker: str | None = None, seconds: float = 0.0) -> None:
-        """Note that a task is no longer on a worker, see :meth:`Placement.on_task_ended`."""
-        self._ended += 1
-        if not self._ended % SAMPLED_TASKS:
-            ts = self._state.tasks.get(key)
-            if ts is not None and worker is not None:
-                self._seconds.observe(seconds)
-                self._nbytes.observe(ts.get_nbytes())
-        elif self._reason is None:
-            return
-        self._placement.on_task_ended(key, worker, seconds)
 
     def on_memory_reported(self, worker: str) -> None:
         """Note that a worker has reported its memory."""
@@ -129,26 +119,29 @@ class GatedPlacement:
     def on_place_changed(self, worker: str) -> None:
         """Note that a worker has joined or that its place has changed."""
         self._placement.on_place_changed(worker)
-        self._checked_at = -inf
+        self._checked_at = -math.inf
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker that Dask has removed."""
         self._short.discard(worker)
         self._placement.on_worker_removed(worker)
-        self._checked_at = -inf
+        self._checked_at = -math.inf
 
-    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owner of each output of a shuffle; Dask's choice while placement is off."""
-        return chosen if self._reason is None else self._placement.owners(barrier, chosen)
+    def _note_memory(self, worker: str) -> bool:
+        """Note whether a worker is short of memory; return whether that has changed."""
+        memory = self._headroom.free_memory(worker)
+        short = is_short(memory.free, memory.live)
+        if short is (worker in self._short):
+            return False
+        (self._short.add if short else self._short.discard)(worker)
+        return True
 
-    # ---- the rule ----------------------------------------------------------------------
+    # ---- checks ------------------------------------------------------------------------
 
     def look(self) -> None:
         """Check how evenly data lie on workers, before tasks move them, and evaluate the rule."""
         self._looked_at = self._clock()
-        self._uneven = engagement.lie_unevenly(
-            [Holding(ws.nbytes, ws.nthreads) for ws in self._state.running]
-        )
+        self._uneven = lie_unevenly([Holding(ws.nbytes, ws.nthreads) for ws in self._state.running])
         self._check()
 
     def _check(self) -> None:
@@ -173,19 +166,16 @@ class GatedPlacement:
 
     def _differing(self) -> Reason | None:
         """Return the first difference between workers that matters, cheapest check first; else None."""
-        if len(self._state.running) < 2:
+        workers = len(self._state.running)
+        if workers < 2:
             return None
-        if engagement.headroom_differs(len(self._short), len(self._state.running)):
+        if 0 < len(self._short) < workers:  # where all are short, no choice helps
             return Reason.HEADROOM
         if self._uneven:
             return Reason.RESIDENCY
-        if engagement.speeds_differ(self._placement.slowdowns()):
-            return Reason.SPEEDS
-        usual = self._usual_task()
-        nbytes = engagement.UNKNOWN_RESULT_BYTES if usual is None else usual.nbytes
-        if engagement.links_differ(list(self._transfers(nbytes)), usual):
-            return Reason.LINKS
-        return None
+        usual = usual_task(self._state.task_prefixes.values())
+        nbytes = UNKNOWN_RESULT_BYTES if usual is None else usual.nbytes
+        return Reason.LINKS if links_differ(list(self._transfers(nbytes)), usual) else None
 
     def _transfers(self, nbytes: float) -> Iterator[float]:
         """Yield the seconds of a transfer between neighbours on some hosts, and from host to host."""
@@ -198,16 +188,3 @@ class GatedPlacement:
             link, speed = self._topology.way(next(iter(here)), next(iter(there)), by_comms=True)
             # The workers of a host share its link and mostly send at the same time.
             yield speed.seconds(nbytes * len(here) if link in BETWEEN_HOSTS else nbytes)
-
-    def _usual_task(self) -> UsualTask | None:
-        """Return the mean of the sampled tasks; None without any."""
-        return UsualTask(self._seconds.mean, self._nbytes.mean) if self._seconds.count else None
-
-    def _note_memory(self, worker: str) -> bool:
-        """Note whether a worker is short of memory; return whether that has changed."""
-        memory = self._headroom.free_memory(worker)
-        short = engagement.is_short(memory.free, memory.live)
-        if short is (worker in self._short):
-            return False
-        (self._short.add if short else self._short.discard)(worker)
-        return True

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.placement.cost import Candidate, Terms, rank
+from dask_gpurt.placement.cost import TERMS, Candidate, rank
 
 #: How many keys have their last decision kept: some tens of MB at most.
 MAX_KEYS = 20_000
@@ -17,11 +17,9 @@ MAX_KEYS = 20_000
 _REASONS = {
     "waiting": "shorter wait",
     "moving": "less to move",
-    "running": "runs faster",
-    "room": "less to spill",
 }
 #: The number of fields of a candidate in a record.
-_FIGURES = len(Candidate._fields) - 1 + len(Terms._fields)
+_FIGURES = len(Candidate._fields)
 
 
 class History:
@@ -51,11 +49,8 @@ class History:
         candidates
             All candidates that were compared.
         """
-        record: list[Any] = [worker]
-        for name, terms, load, held, missing in candidates:
-            record += name, load, held, missing, *terms
         self._decisions.pop(key, None)
-        self._decisions[key] = tuple(record)
+        self._decisions[key] = (worker, *chain.from_iterable(candidates))
         if len(self._decisions) > self._max_keys:
             self._decisions.popitem(last=False)
 
@@ -74,7 +69,7 @@ class History:
         rows = self.explain(key)
         chosen = next(row for row in rows if row["chosen"])
         others = [row for row in rows if not row["chosen"]]
-        terms = {name: chosen[name] for name in ("worker", "seconds", *Terms._fields, "missing")}
+        terms = {name: chosen[name] for name in ("worker", "seconds", *TERMS, "fits", "missing")}
         return {"key": str(key), **terms, "candidates": len(rows), "why": reason(chosen, others)}
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
@@ -87,9 +82,8 @@ class History:
             {
                 "worker": candidate.worker,
                 "chosen": candidate.worker == worker,
-                "seconds": candidate.terms.seconds,
-                "missing": candidate.missing,
-                **candidate.terms._asdict(),
+                "seconds": candidate.seconds,
+                **{name: getattr(candidate, name) for name in (*TERMS, "fits", "missing")},
             }
             for candidate in sorted(_candidates(figures), key=rank)
         ]
@@ -118,5 +112,4 @@ def reason(chosen: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> st
 def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:
     """Yield the candidates of a record."""
     for start in range(0, len(figures), _FIGURES):
-        name, load, held, missing, *terms = figures[start : start + _FIGURES]
-        yield Candidate(name, Terms(*terms), load, held, missing)
+        yield Candidate(*figures[start : start + _FIGURES])

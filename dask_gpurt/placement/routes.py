@@ -2,90 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable
+from typing import NamedTuple
 
-from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.placement.cost import LOCAL_ROUTE, Hop, Route
-from dask_gpurt.topology import Link, Topology
+from dask_gpurt.topology import Topology
 from dask_gpurt.topology.links import BETWEEN_HOSTS
 
-#: The link between a tier and the live tier of the same worker.
-LINK_OF_TIER = {Tier.PINNED: Link.PINNED, Tier.HOST: Link.PAGEABLE, Tier.DISK: Link.DISK}
-#: Links that end in host memory, even between GPU workers.
-THROUGH_HOST = (Link.SHARED_MEMORY, Link.LOOPBACK, Link.TCP)
-#: How many pairs of workers have their routes cached.
-MAX_PAIRS = 20_000
-#: The cache is cleared, to use current speeds, after this many lookups per cached pair, which keeps the
-#: overhead small, and after at most this many lookups in total.
-LOOKUPS_PER_PAIR, MAX_LOOKUPS = 50, 50_000
+#: Routes expire, to use current speeds, after this many lookups, and more for each route that was worked out,
+#: which keeps the overhead small, up to a limit.
+MIN_LOOKUPS, LOOKUPS_PER_ROUTE, MAX_LOOKUPS = 1_000, 50, 50_000
+
+
+class Route(NamedTuple):
+    """Describe how fast bytes get from one worker to another.
+
+    Parameters
+    ----------
+    latency
+        Time before the first byte, in seconds.
+    seconds_per_byte
+        Time for each byte, in seconds.
+    """
+
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+
+
+class End(NamedTuple):
+    """Describe one end of a route.
+
+    Parameters
+    ----------
+    worker
+        The address of the worker.
+    host, nvlink
+        Its host, and its NVLink domain; None if it has none.
+    kind
+        A number that all workers share whose routes to other hosts are the same.
+    """
+
+    worker: str
+    host: str
+    nvlink: str | None
+    kind: int
 
 
 class Routes:
-    """Cache routes between workers.
+    """Cache routes between workers: by pair of workers where these are near, else by kind of worker.
+
+    A large cluster has far more pairs of workers than tasks, or than room in a cache. But between hosts, only
+    a link that is known to differ from the others of its class makes a route special.
 
     Parameters
     ----------
     topology
         The source of speeds. It learns continuously, so routes expire after some lookups.
-    by_comms
-        Whether bytes go over Dask's comms, like dependencies, or over the exchange, like shards.
     """
 
-    def __init__(self, topology: Topology, by_comms: bool = True):
+    def __init__(self, topology: Topology):
         self._topology = topology
-        self._by_comms = by_comms
-        self._known: dict[tuple[str, str], Route] = {}
-        self._lookups = self._max_lookups = 0
+        self._known: dict[tuple[Hashable, Hashable], Route] = {}
+        self._ends: dict[str, End] = {}
+        self._kinds: dict[Hashable, int] = {}
+        #: Pairs of hosts whose link has its own speed.
+        self._special: Collection[tuple[str, str]] = ()
+        #: Lookups until the routes expire.
+        self._left = 0
 
-    def between(self, source: str, tier: Tier, target: str) -> Route:
-        """Return the route from a tier of one worker to the live tier of another."""
-        if source == target:
-            return LOCAL_ROUTE if tier is Tier.DEVICE else self.out_of(tier, source)
-        self._lookups += 1
-        if self._lookups > self._max_lookups:
-            self.clear()
-        route = self._known.get((source, target))
-        if route is None:
-            route = self._work_out(source, target)
-        return route if tier is Tier.DEVICE else self.out_of(tier, source).then(route)
+    def end(self, worker: str) -> End:
+        """Return the end of routes at a worker, valid until a place changes."""
+        return self._ends.get(worker) or self._end(worker)
 
-    def connection_setup(self, source: str, target: str) -> float:
-        """Return the extra time of the first transfer between two workers, in seconds."""
-        link = self._topology.link(source, target, by_comms=True)
-        return self._topology.connection_setup(link, source, target) if self._by_comms else 0.0
-
-    def out_of(self, tier: Tier, worker: str) -> Route:
-        """Return the route between a lower tier and the live tier of a worker."""
-        return Route.over(self._topology.tier_speed(LINK_OF_TIER[tier], worker))
+    def between(self, source: End, target: End) -> Route:
+        """Return the route of dependencies, which go over Dask's comms, from one worker to another."""
+        self._left -= 1
+        if self._left < 0:  # before the choice of a pair: it depends on the pairs of hosts that are special
+            self._expire()
+        worker, host, nvlink, kind = source
+        other, other_host, other_nvlink, other_kind = target
+        pair: tuple[Hashable, Hashable]
+        if host == other_host or (nvlink is not None and nvlink == other_nvlink):
+            pair = worker, other
+        elif self._special and (host, other_host) in self._special:
+            pair = (host, kind), (other_host, other_kind)
+        else:
+            pair = kind, other_kind
+        return self._known.get(pair) or self._work_out(pair, worker, other)
 
     def clear(self) -> None:
-        """Clear the cache, so that routes use the topology's current speeds."""
-        self._known.clear()
-        self._lookups = 0
+        """Clear the cache, as the place of a worker has changed."""
+        self._ends.clear()
+        self._kinds.clear()
+        self._expire()
 
-    def _work_out(self, source: str, target: str) -> Route:
-        if len(self._known) >= MAX_PAIRS:
-            self.clear()
-        link, speed = self._topology.way(source, target, self._by_comms)
-        route = Route.over(speed)
-        if self._by_comms:
-            route = route.then(Route(self._topology.connection_setup(link, source, target)))
-        if link in BETWEEN_HOSTS:
-            # Workers of a host share its link, and mostly send to other hosts at the same time.
-            route = Route(route.latency, route.seconds_per_byte * self._workers_on_host_of(source))
-        if link in THROUGH_HOST:
-            route = route.then(Route.over(*self._host_copies(source, target)))
-        self._known[source, target] = route
-        self._max_lookups = min(MAX_LOOKUPS, LOOKUPS_PER_PAIR * len(self._known))
+    def _expire(self) -> None:
+        """Drop all routes, so that they use the topology's current speeds."""
+        self._known.clear()
+        self._special = self._topology.special_hosts()
+        self._left = MIN_LOOKUPS
+
+    def _end(self, worker: str) -> End:
+        place = self._topology.place(worker)
+        if place is None:  # as if alone on a host of its own
+            found = End(worker, worker, None, self._kind(None))
+        else:
+            alike = place.rdma, place.by_tcp, self._workers_on_host_of(worker)
+            found = End(worker, place.host, place.nvlink, self._kind(alike))
+        self._ends[worker] = found
+        return found
+
+    def _kind(self, alike: Hashable) -> int:
+        """Return a number for workers with an equal value."""
+        return self._kinds.setdefault(alike, len(self._kinds))
+
+    def _work_out(self, pair: tuple[Hashable, Hashable], source: str, target: str) -> Route:
+        link, speed = self._topology.way(source, target, by_comms=True)
+        latency = speed.latency + self._topology.connection_setup(link, source, target)
+        # Workers of a host share its link, and mostly send to other hosts at the same time.
+        sharing = self._workers_on_host_of(source) if link in BETWEEN_HOSTS else 1
+        route = self._known[pair] = Route(latency, sharing / speed.bandwidth)
+        self._left = min(MAX_LOOKUPS, self._left + LOOKUPS_PER_ROUTE)
         return route
 
     def _workers_on_host_of(self, worker: str) -> int:
         place = self._topology.place(worker)
         return 1 if place is None else len(self._topology.on_host(place.host))
-
-    def _host_copies(self, *workers: str) -> Iterator[Hop]:
-        """Yield the links between the devices of workers and the memory of their hosts."""
-        for worker in workers:
-            place = self._topology.place(worker)
-            if place is not None and place.device is not None:
-                yield self._topology.tier_speed(Link.PAGEABLE, worker)

@@ -51,13 +51,7 @@ class Balancing:
         self._shared: dict[ShuffleId, Collection[ShuffleId]] = {}
         #: The shuffle of each watched transfer.
         self._shuffle_of: dict[Key, ShuffleId] = {}
-        #: The number of outputs that placement gave to each worker, by shuffle; empty if Dask chose.
-        self._placed: dict[ShuffleId, Mapping[str, int]] = {}
         self._speeds = WorkerSpeeds()
-
-    def placed(self, shuffle: ShuffleId, owners: Mapping[int, str]) -> None:
-        """Record the owners that placement has chosen for a run that is about to begin."""
-        self._placed[shuffle] = Counter(owners.values())
 
     def begins(self, shuffle: ShuffleId, run_spec: ShuffleRunSpec[Any]) -> None:
         """Watch a run that begins."""
@@ -74,7 +68,6 @@ class Balancing:
     def forgotten(self, shuffle: ShuffleId) -> None:
         """Forget a shuffle whose barrier is forgotten."""
         self._stop(shuffle)
-        self._placed.pop(shuffle, None)
 
     def _stop(self, shuffle: ShuffleId) -> None:
         """Stop watching a run."""
@@ -167,7 +160,10 @@ class Balancing:
         for output, owner in owners.items():
             held[owner] += nbytes[output]
         possible = set(self._recovery.candidates(*together))
-        threads = self._threads(possible | held.keys(), together)
+        known = self._scheduler.workers
+        threads = {
+            worker: float(known[worker].nthreads) for worker in possible | held.keys() if worker in known
+        }
         runs = {self._watched[each].run for each in together}
         capacities = [
             OwnerCapacity(
@@ -178,8 +174,8 @@ class Balancing:
             )
             for worker in sorted(threads)
         ]
-        known = {output: owner for output, owner in owners.items() if owner in threads}
-        return balanced(nbytes, known, capacities) if known else Moves({})
+        present = {output: owner for output, owner in owners.items() if owner in threads}
+        return balanced(nbytes, present, capacities) if present else Moves({})
 
     def _links(self, watches: Collection[RunTransfers]) -> dict[str, HostLink]:
         """Return the workers' measured links to other hosts."""
@@ -196,19 +192,6 @@ class Balancing:
     def _host(self, worker: str) -> str:
         known = self._scheduler.workers.get(worker)
         return worker if known is None else str(known.host)
-
-    def _threads(self, workers: Collection[str], together: Collection[ShuffleId]) -> dict[str, float]:
-        """Return the threads of workers, or if placement chose the owners, in proportion to its choice.
-
-        Placement has considered more than this class knows, such as the links to each worker.
-        """
-        known = self._scheduler.workers
-        threads = {worker: float(known[worker].nthreads) for worker in workers if worker in known}
-        for shares in (self._placed[each] for each in together if each in self._placed):
-            in_all, dealt = sum(threads.values()), sum(shares[worker] for worker in threads)
-            if dealt:
-                return {worker: in_all * shares[worker] / dealt for worker in threads if shares[worker]}
-        return threads
 
     def _room(self, worker: str, held: float) -> float:
         """Return the bytes that a worker can take in addition to the outputs that it owns already."""

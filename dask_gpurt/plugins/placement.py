@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
@@ -68,26 +68,14 @@ class SchedulerPlacement:
         """Note that a worker has reported its tiers."""
         self._chooser.on_memory_reported(worker)
 
-    def submitted(self, keys: Iterable[Key]) -> None:
-        """Note a new graph."""
-        self._chooser.on_graph(keys)
-
-    def finished(self, key: Key, worker: str, startstops: Sequence[dict[str, Any]]) -> None:
-        """Note that a worker has computed a task; ``startstops`` as in Dask's ``task-finished`` message."""
-        seconds = sum(each["stop"] - each["start"] for each in startstops if each["action"] == "compute")
-        self._chooser.on_task_ended(key, worker, seconds)
-
-    def stopped(self, key: Key) -> None:
-        """Note that a task has left its worker without a result."""
-        self._chooser.on_task_ended(key)
+    def submitted(self) -> None:
+        """Note a new graph, none of whose tasks has been placed."""
+        if self._gate is not None:
+            self._gate.on_graph()
 
     def remove(self, worker: str) -> None:
         """Note that Dask has removed a worker."""
         self._chooser.on_worker_removed(worker)
-
-    def owners(self, barrier: SchedulerTask, chosen: dict[int, str]) -> dict[int, str]:
-        """Return the owner of each output of a shuffle, given Dask's choice."""
-        return self._chooser.owners(barrier, chosen)
 
     def latest(self, most: int) -> list[dict[str, Any]]:
         """Return the latest decisions with their reasons."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -168,7 +168,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.scheduler,
             settings,
             self.metrics,
-            lambda: self.placement,
             self.workers,
             LedgerHeadroom(self.cluster_memory, self.scheduler.workers),
         )
@@ -326,18 +325,12 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             return False
         return True
 
-    def update_graph(self, scheduler: SchedulerServer, *, tasks: Iterable[Key], **_: Any) -> None:
+    def update_graph(self, scheduler: SchedulerServer, **_: Any) -> None:
         if self.placement is not None:
-            self.placement.submitted(tasks)
+            self.placement.submitted()
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
         self.shuffles.transition(key, finish, kwargs.get("worker"), kwargs.get("metadata"))
-        if self.placement is None or start != "processing":
-            return
-        if finish == "memory":
-            self.placement.finished(key, kwargs["worker"], kwargs["startstops"])
-        else:
-            self.placement.stopped(key)
 
     def explain(self, key: Key) -> list[dict[str, Any]] | None:
         """Return the last placement decision about a key; None if placement is off."""

@@ -6,7 +6,7 @@ Methods are replaced on the one instance. For shuffles of plain Dask each replac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from dask.typing import Key
@@ -32,13 +32,12 @@ from dask_gpurt.dask_hooks.shuffle import (
     set_restriction,
 )
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
-from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension, WorkerState
+from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, WorkerState
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
 from dask_gpurt.plugins.balancing import Balancing
 from dask_gpurt.plugins.barrier_ends import BarrierEnds
-from dask_gpurt.plugins.placement import SchedulerPlacement
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
 from dask_gpurt.plugins.retirement import Retirement
 from dask_gpurt.plugins.run_outputs import (
@@ -46,7 +45,6 @@ from dask_gpurt.plugins.run_outputs import (
     is_unfinished,
     needed_outputs,
     possible_owners,
-    sharing_outputs,
 )
 from dask_gpurt.plugins.small_results import SmallResults
 from dask_gpurt.plugins.switching import Workers
@@ -66,8 +64,6 @@ class SchedulerShuffles:
     ----------
     scheduler
         Dask's scheduler.
-    placement
-        Returns the current placement, which chooses owners; None if it is off.
     workers
         The workers with the runtime.
     headroom
@@ -79,7 +75,6 @@ class SchedulerShuffles:
         scheduler: SchedulerServer,
         settings: Settings,
         metrics: Metrics,
-        placement: Callable[[], SchedulerPlacement | None],
         workers: Workers,
         headroom: Headroom,
     ):
@@ -87,7 +82,6 @@ class SchedulerShuffles:
         self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
         self._settings = settings
         self._metrics = metrics
-        self._placement = placement
         self._workers = workers
         self._patches = PatchSet()
         self._runs = RunsInARow()
@@ -228,9 +222,6 @@ class SchedulerShuffles:
             if not isinstance(spec, RunSpec):
                 return chosen
             barrier = self._scheduler.tasks[barrier_key(spec.id)]
-            placement = self._placement()
-            if placement is not None and not _has_partner(barrier, self._extension.active_shuffles):
-                chosen = self._placed(placement, spec.id, chosen)
             chosen = self._among_possible(spec, chosen)
             wanted = needed_outputs(barrier, chosen)
             if isinstance(spec, RechunkSpec):  # Dask's spec of a rechunk does not list the culled chunks
@@ -238,14 +229,6 @@ class SchedulerShuffles:
             return Owners.begin(chosen, wanted)
 
         return calculate
-
-    def _placed(
-        self, placement: SchedulerPlacement, shuffle_id: ShuffleId, chosen: dict[int, str]
-    ) -> dict[int, str]:
-        """Return the owners that placement chooses, and pass its choice on to the balancing."""
-        owners = placement.owners(self._scheduler.tasks[barrier_key(shuffle_id)], chosen)
-        self._balancing.placed(shuffle_id, {} if owners is chosen else owners)
-        return owners
 
     def _transition(self, original: Callable[..., None]) -> Callable[..., None]:
         def transition(key: Key, start: str, finish: str, *args: Any, **options: Any) -> None:
@@ -347,8 +330,3 @@ class SchedulerShuffles:
             name_workers(self._scheduler, task)
             if partition in worker_for and task.state in ("released", "waiting"):
                 set_restriction(self._extension, task, worker_for[partition])
-
-
-def _has_partner(barrier: SchedulerTask, active: Collection[ShuffleId]) -> bool:
-    """Return whether a shuffle shares outputs with an active one, whose owners Dask has chosen already."""
-    return any(other in active for other in sharing_outputs(barrier))

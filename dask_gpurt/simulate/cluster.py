@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dask_gpurt.simulate.clock import Name
 from dask_gpurt.simulate.tiers import Capacity
@@ -18,6 +19,9 @@ SMALL_GPU = Capacity(device=19 * GB, pinned=4 * GB, host=60 * GB)
 GPUS_PER_HOST = 8
 #: Hosts per rack, and the ratio of their total NIC bandwidth to the bandwidth of the rack's uplink.
 HOSTS_PER_RACK, OVERSUBSCRIPTION = 8, 2
+#: The standard deviation of the logarithms of bandwidths and latencies in :meth:`Cluster.drawn`: links of one
+#: class differ by a factor of 1.65 between clusters.
+SPREAD = 0.5
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,10 @@ class Cluster:
     machines
         The workers.
     speeds
-        Speeds by class of link; missing classes have the shipped speeds.
+        True speeds by class of link; missing classes have the shipped speeds.
+    believed
+        Speeds that placement expects until it has learnt from transfers; missing classes have the shipped
+        speeds. None if it expects the true speeds.
     racks
         The rack of each host, if there are racks.
     uplink
@@ -61,6 +68,7 @@ class Cluster:
     name: str
     machines: Sequence[Machine]
     speeds: Mapping[Link, Speed] = field(default_factory=dict)
+    believed: Mapping[Link, Speed] | None = None
     racks: Mapping[str, str] = field(default_factory=dict)
     uplink: float = float("inf")
 
@@ -70,8 +78,22 @@ class Cluster:
         return sum(machine.capacity.live for machine in self.machines)
 
     def topology(self) -> Topology:
-        """Return a topology with the speeds of links, without workers."""
+        """Return a topology with the true speeds of links, without workers."""
         return Topology({**SHIPPED, **self.speeds})
+
+    def belief(self) -> Topology:
+        """Return a topology with the speeds that placement expects, without workers."""
+        return self.topology() if self.believed is None else Topology({**SHIPPED, **self.believed})
+
+    def drawn(self, rng: random.Random) -> Cluster:
+        """Return this cluster with other true speeds of links, unknown to placement."""
+        speeds = {
+            link: Speed(
+                speed.bandwidth * rng.lognormvariate(0, SPREAD), speed.latency * rng.lognormvariate(0, SPREAD)
+            )
+            for link, speed in {**SHIPPED, **self.speeds}.items()
+        }
+        return replace(self, speeds=speeds, believed=self.speeds)
 
 
 def address(index: int, machine: Machine) -> Name:
@@ -141,7 +163,7 @@ SHAPES: Mapping[str, Shape] = {
 }
 
 
-def build_cluster(shape: str, workers: int | None = None) -> Cluster:
+def build_cluster(shape: str, workers: int | None = None, *, seed: int | None = None) -> Cluster:
     """Return a cluster.
 
     Parameters
@@ -150,6 +172,8 @@ def build_cluster(shape: str, workers: int | None = None) -> Cluster:
         One of :data:`SHAPES`.
     workers
         Number of workers; by default that of the shape.
+    seed
+        Seed of the true speeds of links, see :meth:`Cluster.drawn`; without one, they are the shipped ones.
 
     Raises
     ------
@@ -161,4 +185,5 @@ def build_cluster(shape: str, workers: int | None = None) -> Cluster:
     count = SHAPES[shape].workers if workers is None else workers
     if count < 1:
         raise ValueError(f"a cluster has at least one worker, not {count}")
-    return SHAPES[shape].build(count)
+    cluster = SHAPES[shape].build(count)
+    return cluster if seed is None else cluster.drawn(random.Random(seed))

@@ -35,13 +35,13 @@ class Transfer:
     """Track a transfer in flight from one worker to another."""
 
     __slots__ = (
-        "bandwidth", "done", "due", "ended", "link", "lost", "nbytes", "ports", "rate", "remaining", "since",
-        "source", "target",
+        "bandwidth", "done", "due", "ended", "link", "lost", "nbytes", "ports", "rate", "remaining", "sent",
+        "since", "source", "target",
     )  # fmt: skip
 
     def __init__(self, source: str, target: str, link: Link, nbytes: int):
         self.source, self.target, self.link, self.nbytes = source, target, link, nbytes
-        self.bandwidth = self.rate = self.since = 0.0
+        self.bandwidth = self.rate = self.sent = self.since = 0.0
         self.remaining, self.due = float(nbytes), float("inf")
         self.ports: tuple[Port, ...] = ()
         self.done: Callable[[], None] = _nothing
@@ -102,7 +102,7 @@ class Network:
         speed = self._topology.speed(source, target)
         transfer = Transfer(source, target, self._topology.link(source, target), nbytes)
         transfer.done, transfer.lost = done, lost
-        transfer.bandwidth = speed.bandwidth
+        transfer.bandwidth, transfer.sent = speed.bandwidth, self._clock.now
         transfer.ports = tuple(self._passed(transfer))
         self._of_worker[source][transfer] = None
         self._of_worker[target][transfer] = None

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from dask.typing import Key
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.placement import FreeMemory, GatedPlacement, Placement
 from dask_gpurt.simulate.cluster import Cluster
+from dask_gpurt.simulate.network import Transfer
 from dask_gpurt.simulate.simulation import Simulation
 from dask_gpurt.simulate.work import Workload
-from dask_gpurt.simulate.worker import TieredWorker, VirtualWorker
+from dask_gpurt.simulate.worker import Overheads, TieredWorker, VirtualWorker
 from dask_gpurt.topology import Topology
 
 #: Virtual seconds between two reports of a worker's memory to the scheduler.
 REPORT_INTERVAL_S = 0.2
+#: Smaller transfers are not reported, as in a real cluster.
+MIN_REPORTED_BYTES = 1_000_000
 
 
 class VirtualHeadroom:
@@ -40,16 +42,6 @@ class VirtualHeadroom:
             self._reported[worker] = self._now(worker)
         return self._reported[worker]
 
-    def has_reported(self, worker: str) -> bool:
-        """Return whether a worker has reported its memory, which is always true here."""
-        return True
-
-    def tier(self, worker: str, key: Key) -> Tier:
-        """Return the tier of a key on a worker."""
-        known = self._simulation.peer(worker)
-        found = known.tiers.tier(key) if known else None
-        return found or Tier.DEVICE
-
     def report(self) -> list[str]:
         """Update the reports of all workers; return the workers whose free memory has changed."""
         changed = []
@@ -64,10 +56,8 @@ class VirtualHeadroom:
         known = self._simulation.peer(worker)
         if known is None:
             return FreeMemory(0)
-        below = known.tiers.free_below()
-        first = next((tier for tier, free in below.items() if free > 0), None)
-        left = sum(max(0.0, free) for free in below.values())
-        return FreeMemory(known.tiers.free, left, first, known.tiers.capacity.live)
+        below = sum(max(0.0, free) for free in known.tiers.free_below().values())
+        return FreeMemory(known.tiers.free, below, known.tiers.capacity.live)
 
 
 class _Events(SchedulerPlugin):
@@ -86,17 +76,9 @@ class _Events(SchedulerPlugin):
         self._topology.remove(worker)
         self._placement.on_worker_removed(worker)
 
-    def update_graph(self, scheduler: Any, *, tasks: Iterable[Key], **kwargs: Any) -> None:
-        self._placement.on_graph(tasks)
-
-    def transition(self, key: Key, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        if start != "processing":
-            return
-        if finish != "memory":
-            self._placement.on_task_ended(key)
-            return
-        seconds = [one["stop"] - one["start"] for one in kwargs["startstops"] if one["action"] == "compute"]
-        self._placement.on_task_ended(key, kwargs["worker"], sum(seconds))
+    def update_graph(self, scheduler: Any, **kwargs: Any) -> None:
+        if isinstance(self._placement, GatedPlacement):
+            self._placement.on_graph()
 
 
 class _TimedPlacement(Placement):
@@ -117,15 +99,15 @@ class _TimedPlacement(Placement):
             super().unbind()
 
 
-def bind_placement(simulation: Simulation, *, always: bool = True) -> None:
-    """Use the runtime's placement in a simulation.
+def bind_placement(simulation: Simulation, *, always: bool = False) -> None:
+    """Use the runtime's placement in a simulation. It learns the speeds of links from transfers.
 
     Parameters
     ----------
     always
         Whether it also decides while workers do not differ enough for that to matter.
     """
-    topology = simulation.cluster.topology()
+    topology = simulation.cluster.belief()
     for worker in simulation.workers:
         topology.add(worker, simulation.machine(worker).place)
     headroom = VirtualHeadroom(simulation)
@@ -135,13 +117,21 @@ def bind_placement(simulation: Simulation, *, always: bool = True) -> None:
         metrics, clock = simulation.metrics, simulation.clock
         placement = GatedPlacement(bound, scheduler, topology, headroom, metrics, lambda: clock.now)
 
+    # Reading the tiers of all workers is the simulator's own work; a real scheduler gets messages.
+    noted = scheduler.busy.around(placement.on_memory_reported)
+
     def report() -> None:
         for worker in headroom.report():
-            placement.on_memory_reported(worker)
+            noted(worker)
+
+    def transferred(transfer: Transfer) -> None:
+        if transfer.nbytes > MIN_REPORTED_BYTES:
+            seconds = simulation.clock.now - transfer.sent
+            topology.observe(transfer.source, transfer.target, transfer.nbytes, seconds, by_comms=True)
 
     scheduler.add_plugin(_Events(simulation, placement, topology), name="gpurt-placement")
     simulation.clock.every(lambda: REPORT_INTERVAL_S, report)
-    simulation.shuffles.choose = placement.owners
+    simulation.transferred = transferred
     placement.bind()
 
 
@@ -160,14 +150,29 @@ class Mode(NamedTuple):
     worker: type[VirtualWorker]
 
 
-#: Placements by name. ``stock`` is Dask as shipped, ``placement`` the runtime's placement on Dask's workers,
-#: ``gated`` the same but only while workers differ, ``gpurt`` the whole runtime.
+#: Placements by name. ``stock`` is Dask as shipped, ``tiers`` the runtime with Dask's choices, ``gpurt`` the
+#: runtime with placement, which chooses while workers differ, ``always`` the same but at all times.
 PLACEMENTS: Mapping[str, Mode] = {
     "stock": Mode(None, VirtualWorker),
-    "placement": Mode(bind_placement, VirtualWorker),
-    "gated": Mode(partial(bind_placement, always=False), VirtualWorker),
+    "tiers": Mode(None, TieredWorker),
     "gpurt": Mode(bind_placement, TieredWorker),
+    "always": Mode(partial(bind_placement, always=True), TieredWorker),
 }
+
+
+def charged(simulation: Simulation) -> Overheads:
+    """Return the overheads of a finished simulation, with the CPU time that its scheduler has taken.
+
+    With them, the same simulation takes as much longer as its scheduler is busy: with choices of workers one
+    by one, and with all else, such as work stealing and what placement learns, as a part of each message.
+    """
+    scheduler = simulation.scheduler
+    others = scheduler.busy.seconds - scheduler.deciding.seconds
+    return replace(
+        simulation.overheads,
+        scheduler=simulation.overheads.scheduler + max(0.0, others) / max(1, scheduler.messages),
+        decision=scheduler.deciding.microseconds / 1e6,
+    )
 
 
 def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **options: Any) -> Simulation:

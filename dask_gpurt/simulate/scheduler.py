@@ -13,6 +13,7 @@ from typing import Any
 import dask
 from dask.order import order
 from dask.typing import Key
+from distributed.active_memory_manager import ActiveMemoryManagerExtension
 from distributed.collections import HeapSet
 from distributed.core import Status
 from distributed.scheduler import Scheduler, SchedulerState, WorkerState, heartbeat_interval
@@ -68,6 +69,11 @@ def _stand_in(**attributes: Any) -> Any:
     return SimpleNamespace(**attributes)
 
 
+def _metrics(memory: int, spilled: int) -> dict[str, Any]:
+    """Return the metrics of a worker's heartbeat that the scheduler uses."""
+    return {"memory": memory, "spilled_bytes": {"memory": spilled, "disk": spilled}}
+
+
 class VirtualScheduler(Scheduler):
     """Run a ``Scheduler`` without its server: only its state exists, and messages arrive in virtual time.
 
@@ -108,10 +114,12 @@ class VirtualScheduler(Scheduler):
         #: decisions for the last message are complete.
         self.decided_s = 0.0
         self._decided_at = 0.0
+        self.messages = 0
         self.busy = Stopwatch()
         self.deciding = Stopwatch()
         self._stand_ins(report)
         self.stealing = self._steal()
+        self._manage_memory()
         self._handle = self.busy.around(self._handle)  # type: ignore[method-assign]
 
     def _stand_ins(self, report: Send) -> None:
@@ -145,6 +153,14 @@ class VirtualScheduler(Scheduler):
         balance = self.busy.around(stealing.balance)
         self._clock.every(lambda: steal_interval_s(stealing), balance)
         return stealing
+
+    def _manage_memory(self) -> None:
+        """Run Dask's active memory manager, which drops replicas that no task needs."""
+        if not dask.config.get("distributed.scheduler.active-memory-manager.start"):
+            return
+        manager = ActiveMemoryManagerExtension(self, register=False, start=False)
+        self.extensions["amm"] = manager
+        self._clock.every(lambda: manager.interval, self.busy.around(manager.run_once))
 
     def time_decisions(self) -> None:
         """Time each choice of a worker, including overrides bound so far."""
@@ -197,6 +213,7 @@ class VirtualScheduler(Scheduler):
         if self._clock.now < self._decided_at:  # the scheduler is still busy with earlier decisions
             self._clock.at(self._decided_at, self._handle, worker, message)
             return
+        self.messages += 1
         handler = self.stream_handlers[message.pop("op")]
         with self._charging():
             handler(worker=worker, **message)
@@ -227,6 +244,7 @@ class VirtualScheduler(Scheduler):
             server_id=worker,
             scheduler=self,
         )
+        ws.metrics = _metrics(0, 0)
         self.running.add(ws)
         known = self.host_info.setdefault(ws.host, {"addresses": set(), "nthreads": 0})
         known["addresses"].add(worker)
@@ -255,7 +273,7 @@ class VirtualScheduler(Scheduler):
         for key, seconds in executing.items():
             if ts := self.tasks.get(key):
                 ts.prefix.add_exec_time(seconds)
-        ws.metrics = {"memory": ws.nbytes - spilled, "spilled_bytes": {"memory": spilled, "disk": spilled}}
+        ws.metrics = _metrics(ws.nbytes - spilled, spilled)
 
     @property
     def heartbeat_interval(self) -> float:

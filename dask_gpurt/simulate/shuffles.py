@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any
 
 from dask_gpurt.simulate.network import Network
 from dask_gpurt.simulate.scheduler import VirtualScheduler
 from dask_gpurt.simulate.work import Work
 
-#: Returns the owners of outputs, given the barrier of a shuffle and the owners that Dask has chosen.
-ChooseOwners = Callable[[Any, dict[int, str]], dict[int, str]]
-
 
 class VirtualShuffles:
     """Send the shards of each transfer to the owners of outputs, which wait for them.
 
-    Owners are chosen when the first transfer of a shuffle starts, as on a real cluster, either by Dask's rule
-    or by placement. Both sides of a join have the same owners. Shards are sent as soon as their transfer has
-    finished.
+    Owners are chosen when the first transfer of a shuffle starts, as on a real cluster. Both sides of a join
+    have the same owners. Shards are sent as soon as their transfer has finished.
 
     The memory of shards is not modelled, and shards that are lost with a worker are not recreated.
 
@@ -32,18 +27,11 @@ class VirtualShuffles:
         Restricts outputs to their owners.
     network
         Moves the bytes.
-
-    Attributes
-    ----------
-    choose
-        Chooses the owners; by default, keeps Dask's choice.
     """
 
     def __init__(self, works: Mapping[str, Work], scheduler: VirtualScheduler, network: Network):
-        self._works = works
         self._scheduler = scheduler
         self._network = network
-        self.choose: ChooseOwners = _dasks
         #: Bytes of shards by transfer and output; the owner and the number of missing shards of each output.
         self._sent: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self._owners: dict[str, str] = {}
@@ -60,11 +48,7 @@ class VirtualShuffles:
         outputs = self._sent.get(work.key)
         if not outputs or next(iter(outputs)) in self._owners:
             return
-        tasks = self._scheduler.tasks
-        barrier = next(
-            need for need in self._works[next(iter(outputs))].needs if work.key in self._works[need].needs
-        )
-        chosen = self.choose(tasks[barrier], self._in_ranges(len(outputs)))
+        chosen = self._in_ranges(len(outputs))
         for number, output in enumerate(outputs):
             self._owners[output] = chosen[number]
             self._scheduler.set_restrictions({output: chosen[number]})
@@ -100,8 +84,3 @@ class VirtualShuffles:
             self._waiting[work.key] = begin
         else:
             begin()
-
-
-def _dasks(barrier: Any, chosen: dict[int, str]) -> dict[int, str]:
-    """Return the owners that Dask has chosen."""
-    return chosen

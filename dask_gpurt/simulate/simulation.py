@@ -110,6 +110,8 @@ class Simulation:
         self.clock = Clock()
         #: The true links. Placement gets its own topology, since it may learn other speeds.
         self.topology = cluster.topology()
+        #: Called with each completed transfer.
+        self.transferred: Callable[[Transfer], object] = _nothing
         self.trace = Trace()
         self.network = Network(
             self.clock, self.topology, racks=cluster.racks, uplink=cluster.uplink, moved=self._on_transfer
@@ -248,6 +250,7 @@ class Simulation:
     def _on_transfer(self, transfer: Transfer) -> None:
         here, there = self.machine(transfer.source).place, self.machine(transfer.target).place
         self.trace.add_transfer(self.clock.now, transfer.link, transfer.nbytes, here.host != there.host)
+        self.transferred(transfer)
 
     # ---- joining and leaving workers ----------------------------------------------------------------
 
@@ -303,6 +306,10 @@ def _too_large(works: Mapping[str, Work], largest: int) -> int:
         for work in works.values()
     )
     return sum(nbytes > largest for nbytes in needed)
+
+
+def _nothing(_: Transfer) -> None:
+    """Ignore a completed transfer."""
 
 
 @contextmanager

@@ -7,7 +7,7 @@ separately.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from dask_gpurt.observe.estimators import WindowedRatio
@@ -88,6 +88,9 @@ class PairOverrides(Generic[Key]):
 
     def __len__(self) -> int:
         return len(self._averages)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._averages)
 
     def speed(self, pair: Key) -> Speed | None:
         """Return the speed of a pair if it differs from its class, else None."""

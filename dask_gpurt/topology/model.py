@@ -247,6 +247,11 @@ class Topology:
         """Return the speed of each class of link that differs from the shipped speed."""
         return {link: speed for link, speed in self.learned().items() if speed != SHIPPED[link]}
 
+    def special_hosts(self) -> set[tuple[str, str]]:
+        """Return the pairs of hosts, in both orders, whose link has its own speed."""
+        pairs = [(one, other) for link, one, other in self._overrides if link in BETWEEN_HOSTS]
+        return {*pairs, *((other, one) for one, other in pairs)}
+
     @property
     def overrides(self) -> int:
         """Return the number of pairs with their own speed."""

@@ -31,7 +31,7 @@ def test_a_choice_is_explained_with_its_terms(client: Client) -> None:
     frame = dask_gpurt.explain(client, "second").to_pandas()
     (where,) = client.who_has(second)["second"]
     assert frame[frame.chosen].worker.tolist() == [where]
-    terms = frame[["waiting", "running", "moving", "room"]].sum(axis=1)
+    terms = frame[["waiting", "moving", "running"]].sum(axis=1)
     assert frame.seconds.tolist() == pytest.approx(terms.tolist())
     assert frame.fits.all()
     assert dask_gpurt.explain(client, "never heard of").to_pandas().empty

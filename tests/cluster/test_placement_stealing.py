@@ -27,7 +27,7 @@ def _go() -> Any:
     GO.set()
 
 
-def held_up(i: int) -> int:
+def held_up(i: int, data: bytes = b"") -> int:
     assert GO.wait(60)
     return i
 
@@ -93,7 +93,7 @@ def test_with_room_nowhere_else_work_stays() -> None:
     run()
 
 
-def test_the_nvlink_domain_comes_first(tmp_path: Path) -> None:
+def test_inputs_move_within_the_nvlink_domain_first(tmp_path: Path) -> None:
     file = tmp_path / "topology.yaml"
     file.write_text(FILE)  # the first two workers form one domain, the third is elsewhere
 
@@ -103,8 +103,10 @@ def test_the_nvlink_domain_comes_first(tmp_path: Path) -> None:
         kept = await client.scatter(
             bytes(10**6), workers=[near.address]
         )  # Dask would pick the worker that holds less
+        data = await client.scatter(bytes(10**6), workers=[victim.address])
         moves = moves_of(scheduler)
-        futures = load(client, victim.address, 3)
+        where = {"workers": [victim.address], "allow_other_workers": True}
+        futures = [client.submit(held_up, i, data, **where) for i in range(3)]
         await until(lambda: bool(moves))
         assert moves[0] == (victim.address, near.address)
         assert kept.status == "finished"

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dask._task_spec import Task
-from distributed.diagnostics.plugin import SchedulerPlugin
 
 from benchmarks.placement import decisions as bare
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import FreeMemory, Placement
 from dask_gpurt.topology import Topology
@@ -17,40 +15,17 @@ GB = 10**9
 
 
 class Rooms:
-    """Fake the workers' free memory and tiers."""
+    """Fake the workers' free memory."""
 
     def __init__(self, **free: float):
         self.free: dict[str, float] = {}
         self.live: dict[str, float] = {}
-        self.tiers: dict[tuple[str, Any], Tier] = {}
 
     def free_memory(self, worker: str) -> FreeMemory:
         free = self.free.get(worker, 80 * GB)
         if worker not in self.live:
             return FreeMemory(free)
-        return FreeMemory(min(free, self.live[worker]), 1000 * GB, Tier.HOST, self.live[worker])
-
-    def has_reported(self, worker: str) -> bool:
-        return True
-
-    def tier(self, worker: str, key: Any) -> Tier:
-        return self.tiers.get((worker, key), Tier.DEVICE)
-
-
-class Watch(SchedulerPlugin):
-    """Forward scheduler events to a placement, as our scheduler plugin does."""
-
-    def __init__(self, placement: Placement):
-        self.placement = placement
-
-    def update_graph(self, scheduler: Any, *, tasks: Any, **_: Any) -> None:
-        self.placement.on_graph(tasks)
-
-    def transition(self, key: Any, start: str, finish: str, *_: Any, **told: Any) -> None:
-        if start == "processing":
-            self.placement.on_task_ended(
-                key, told["worker"] if finish == "memory" else None, told.get("seconds", 0.1)
-            )
+        return FreeMemory(min(free, self.live[worker]), 1000 * GB, self.live[worker])
 
 
 class Cluster:
@@ -63,7 +38,6 @@ class Cluster:
         known = bare.topology_of(self.state) if topology is None else topology
         self.placement = Placement(self.state, known, self.rooms, self.metrics)
         self.placement.bind()
-        self.state.add_plugin(Watch(self.placement), name="watch")
 
     def ws(self, number: int) -> Any:
         return self.state.workers[self.addresses[number]]

@@ -283,7 +283,7 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
         self.workers = Workers(scheduler, b"", TOKEN, SilentWorkers(scheduler, self.metrics))
         headroom: Any = None  # only needed for balancing
         self.shuffles = SchedulerShuffles(
-            scheduler, settings, self.metrics, lambda: None, self.workers, headroom
+            scheduler, settings, self.metrics, self.workers, headroom
         )
 
     def add_worker(self, scheduler: Any, worker: str) -> None:

@@ -12,7 +12,6 @@ from dask_gpurt.observe.estimators import (
     WINDOW_SAMPLES,
     MeanEstimate,
     RunningMoments,
-    RunningRegression,
     WindowedRatio,
 )
 
@@ -57,16 +56,6 @@ def test_an_estimate_of_a_mean_has_the_same_moments(samples: list[float]) -> Non
     assert estimate.scatter == found.variance * found.count
     again = MeanEstimate.of(estimate.plain())
     assert again.plain() == pytest.approx(estimate.plain(), rel=1e-15)
-
-
-@given(values, values, st.lists(st.integers(-1000, 1000), min_size=2, max_size=4 * WINDOW, unique=True))
-def test_a_line_is_found_whatever_its_points_weigh(constant: float, slope: float, places: list[int]) -> None:
-    line = RunningRegression(WINDOW)
-    for x in places:
-        line.observe(x, constant + slope * x)
-    assert line.slope == pytest.approx(slope, abs=1e-6)
-    assert line.y.mean == pytest.approx(constant + slope * line.x.mean, abs=1e-6)
-    assert line.explains(0.99) or abs(slope) < 1e-3
 
 
 @given(st.lists(st.tuples(amounts, amounts), max_size=20), amounts, amounts)

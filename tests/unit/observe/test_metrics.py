@@ -294,7 +294,7 @@ def test_a_server_shows_its_counters_from_the_start_until_it_is_taken_away() -> 
     value = REGISTRY.get_sample_value
     try:
         assert value("dask_scheduler_gpurt_placement_decisions_total") == 2
-        assert value("dask_scheduler_gpurt_placement_shuffles_total") == 0
+        assert value("dask_scheduler_gpurt_shuffle_runs_total") == 0
         assert value("dask_scheduler_gpurt_workers_ready") == 3
         assert value("dask_scheduler_gpurt_fallbacks_total", {"fallback": "placement.unsupported"}) == 1
         assert value("dask_scheduler_gpurt_shuffle_rows_total") is None  # workers count these

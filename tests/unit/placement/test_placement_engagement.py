@@ -13,13 +13,11 @@ from dask_gpurt.placement.engagement import (
     Holding,
     Reason,
     UsualTask,
-    headroom_differs,
     is_short,
     lie_unevenly,
     links_differ,
-    speeds_differ,
 )
-from dask_gpurt.placement.gate import HOLD_S, RECHECK_S, SAMPLED_TASKS
+from dask_gpurt.placement.gate import HOLD_S, RECHECK_S
 from dask_gpurt.topology import Place, Topology
 from tests.helpers.placed_cluster import GB, Rooms
 
@@ -43,13 +41,6 @@ def test_a_slow_link_matters_for_results_that_take_long_beside_their_tasks() -> 
     assert not links_differ(links, UsualTask(seconds=1.0, nbytes=MB))
 
 
-def test_speeds_differ_by_slow_workers_and_by_fast_ones() -> None:
-    assert not speeds_differ([])
-    assert not speeds_differ([1.0, 1.4])
-    assert speeds_differ([1.5])
-    assert speeds_differ([0.6])
-
-
 def test_data_lie_unevenly_by_threads() -> None:
     assert not lie_unevenly([])
     assert not lie_unevenly([Holding(4 * MB, 1), Holding(3 * MB, 1)])
@@ -58,12 +49,11 @@ def test_data_lie_unevenly_by_threads() -> None:
     assert not lie_unevenly([Holding(900, 1), Holding(100, 1)])  # moving them takes no time
 
 
-def test_headroom_differs_unless_all_or_none_are_short() -> None:
+def test_a_worker_is_short_by_the_share_of_its_tier_that_is_free() -> None:
     assert is_short(19, 100)
     assert not is_short(20, 100)
     assert is_short(0, 0)
     assert not is_short(1, float("inf"))
-    assert [headroom_differs(short, 4) for short in range(5)] == [False, True, True, True, False]
 
 
 # ---- on a scheduler --------------------------------------------------------------------
@@ -93,22 +83,20 @@ class Gated:
 
     def later(self, seconds: float = RECHECK_S) -> None:
         self.now += seconds
-        self.gate.on_graph([])
+        self.gate.on_graph()
 
     def transfers(self, nbytes: int, seconds: float) -> None:
         """Report transfers that show the bandwidth of the link between the first two workers."""
         for _ in range(20):
             self.topology.observe(self.addresses[0], self.addresses[1], nbytes, seconds, by_comms=True)
 
-    def task(self, number: int, seconds: float, nbytes: int) -> None:
-        """Run a task on a worker, and report it to the gate."""
-        key = ("work", self.state.n_tasks)
-        self.state.submit(*bare.graph_of({key: []}))
-        ((_, address),) = self.state.run()
-        self.state.tasks[key].set_nbytes(nbytes)
-        for _ in range(SAMPLED_TASKS):
-            self.gate.on_task_ended(key, self.addresses[number], seconds)
-        assert address in self.addresses
+    def waits(self, seconds: float, nbytes: int) -> None:
+        """Have a task wait of whose kind one has run, with the given duration and size of its result."""
+        self.state.submit(*bare.graph_of({("work", 0): []}))
+        self.state.run()
+        self.state.tasks["work", 0].set_nbytes(nbytes)
+        self.state.task_prefixes["work"].duration_average = seconds
+        self.state.submit(*bare.graph_of({("work", 1): []}))
 
 
 def reasons(gated: Gated) -> dict[str, float]:
@@ -149,19 +137,10 @@ def test_a_link_on_which_results_take_long_engages_it_whatever_of_that_is_latenc
 
 def test_a_slow_link_does_not_matter_for_long_tasks_with_small_results() -> None:
     gated = Gated(hosts=2)
-    gated.task(0, seconds=1.0, nbytes=1000)
+    gated.waits(seconds=1.0, nbytes=1000)
     gated.transfers(10 * MB, 1.0)
     gated.later()
     assert gated.gate.reason is None
-
-
-def test_a_slow_worker_engages_it() -> None:
-    gated = Gated()
-    for _ in range(12):
-        for number in range(4):
-            gated.task(number, seconds=0.4 if number else 1.0, nbytes=1000)
-    gated.later()
-    assert gated.gate.reason is Reason.SPEEDS
 
 
 def test_data_on_one_worker_engage_it_when_a_graph_arrives() -> None:

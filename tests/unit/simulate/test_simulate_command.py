@@ -56,7 +56,7 @@ def test_several_seeds_count_together() -> None:
 
 def test_all_workloads_in_one_go() -> None:
     done = command(*SMALL, "--workload", "all", "--placement", "stock", "--json")
-    assert len(json.loads(done.stdout)["results"]) == 6
+    assert len(json.loads(done.stdout)["results"]) == 7
     assert json.loads(done.stdout)["summary"] is None
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_gpurt.placement import FreeMemory
 from dask_gpurt.simulate import (
     WORKLOADS,
     Cluster,
@@ -25,9 +26,10 @@ from dask_gpurt.simulate import (
     build_workload,
 )
 from dask_gpurt.simulate.clock import Clock, Name, Stuck
-from dask_gpurt.simulate.placements import PLACEMENTS, simulate
+from dask_gpurt.simulate.placements import PLACEMENTS, VirtualHeadroom, charged, simulate
 from dask_gpurt.simulate.simulation import WorkloadFailed
 from dask_gpurt.simulate.workloads import Scale
+from dask_gpurt.topology import SHIPPED, Link
 from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
 
 MB = 10**6
@@ -102,7 +104,7 @@ def test_both_sides_of_a_join_have_the_same_owners() -> None:
     assert done.result.bytes == {"shared-memory": 100 * MB}
 
 
-@pytest.mark.parametrize("placement", ["stock", "placement", "gated"])
+@pytest.mark.parametrize("placement", ["stock", "gpurt", "always"])
 def test_a_shuffle_ends_with_each_placement(placement: str) -> None:
     data = [pinned(f"data{number}", 0, 100 * MB) for number in range(8)]
     done = simulate(on_one_host(4), workload(*data, *shuffle(data, 10 * MB, 8)), placement)
@@ -126,6 +128,34 @@ def test_decisions_take_the_time_of_the_scheduler() -> None:
     wide = Simulation(on_one_host(4), workload(*[work(letter) for letter in "abcd"]), overheads=slow)
     # The workers receive their tasks one after the other.
     assert wide.run().makespan == pytest.approx(4 * 0.5 + 1)
+
+
+def test_looking_at_the_tiers_of_simulated_workers_is_no_work_of_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The simulator looks at all workers each time; a scheduler is told by those that have changed."""
+    spent, look = [0.0], VirtualHeadroom._now
+
+    def slow(self: VirtualHeadroom, worker: str) -> FreeMemory:
+        spent[0] += 1.0
+        return look(self, worker)
+
+    monkeypatch.setattr(VirtualHeadroom, "_now", slow)
+    monkeypatch.setattr("dask_gpurt.simulate.scheduler.thread_time", lambda: spent[0])
+    done = simulate(on_one_host(2), workload(*imbalance()), "always", overheads=NO_OVERHEADS)
+    assert spent[0] > 10
+    assert done.scheduler.busy.seconds <= 2  # when it asks for the first time
+
+
+def test_the_measured_cpu_time_of_the_scheduler_is_charged() -> None:
+    cluster = on_one_host(2)
+    first = simulate(cluster, workload(*imbalance()), "always", overheads=NO_OVERHEADS)
+    overheads = charged(first)
+    assert overheads.decision == pytest.approx(first.result.decision_us / 1e6)
+    spent = overheads.decision * first.result.decisions + overheads.scheduler * first.scheduler.messages
+    assert spent == pytest.approx(first.scheduler.busy.seconds, rel=1e-3)
+    again = simulate(cluster, workload(*imbalance()), "always", overheads=overheads)
+    assert again.result.makespan > first.result.makespan
 
 
 def test_each_submission_has_an_end() -> None:
@@ -228,6 +258,33 @@ def test_the_scheduler_learns_durations_and_bandwidth() -> None:
     simulation.run()
     assert simulation.scheduler.task_prefixes["a"].duration_average == pytest.approx(3)
     assert before < simulation.scheduler.bandwidth < SPEED
+
+
+def test_dask_drops_replicas_that_no_task_needs() -> None:
+    data = [pinned("a", 0, 100 * MB), pinned("b", 1, 500 * MB)]
+    both = work("c", *data)
+    last = work("d", both, seconds=9.0)
+    kept = Submission(data, frozenset(one.key for one in data), keep=True)
+    graphs = Workload("kept", [kept, Submission([both, last], frozenset([last.key]))])
+    simulation = Simulation(on_one_host(2), graphs, overheads=NO_OVERHEADS)
+    holders = simulation.scheduler.tasks
+    copies = []
+    for when in (1.0, 5.0):
+        simulation.clock.at(when, lambda: copies.append(len(holders[data[0].key].who_has or ())))
+    simulation.run()
+    assert copies == [2, 1]
+
+
+def test_placement_learns_the_speed_of_links_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = build_cluster("tcp", 16, seed=3)
+    believed, true = cluster.belief(), cluster.topology().learned()[Link.TCP].bandwidth
+    before = believed.learned()[Link.TCP].bandwidth
+    assert before == SHIPPED[Link.TCP].bandwidth != true
+    monkeypatch.setattr(Cluster, "belief", lambda self: believed)
+    join = build_workload("shuffle-join", cluster, partitions=32, seed=3)
+    simulate(cluster, join, "gpurt")
+    after = believed.learned()[Link.TCP].bandwidth
+    assert after != before  # transfers that share a link seem slower than one alone
 
 
 # ---- workers that come and go --------------------------------------------------------
@@ -431,7 +488,7 @@ def test_what_there_is_not_is_named() -> None:
     with pytest.raises(ValueError, match="at least two partitions, not 1"):
         build_workload("pipeline", build_cluster("dgx"), partitions=1)
     with pytest.raises(
-        ValueError, match="unknown placement 'best': expected one of stock, placement, gated, gpurt"
+        ValueError, match="unknown placement 'best': expected one of stock, tiers, gpurt, always"
     ):
         simulate(build_cluster("dgx"), workload(work("a")), "best")
 
