@@ -282,9 +282,7 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
         self.placement = None
         self.workers = Workers(scheduler, b"", TOKEN, SilentWorkers(scheduler, self.metrics))
         headroom: Any = None  # only needed for balancing
-        self.shuffles = SchedulerShuffles(
-            scheduler, settings, self.metrics, self.workers, headroom
-        )
+        self.shuffles = SchedulerShuffles(scheduler, settings, self.metrics, self.workers, headroom)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         self.workers.note_devices(worker, ["host"])
