@@ -89,7 +89,7 @@ def test_shards_are_dealt_as_outputs_are_large() -> None:
     assert shards == {"('output-3d-1', 0)": [30 * MB] * 2, "('output-3d-1', 1)": [10 * MB] * 2}
 
 
-def test_on_a_slow_link_owners_make_the_difference_in_the_simulation() -> None:
+def test_the_link_between_hosts_makes_the_difference_in_the_simulation() -> None:
     found = {
         rate: seconds(
             "join",
@@ -101,6 +101,6 @@ def test_on_a_slow_link_owners_make_the_difference_in_the_simulation() -> None:
         )
         for rate in (1e8, 1e9)
     }
-    # Dask's owners are on both hosts: 20 MB cross the link. Placement's owners are where the data are.
-    assert found[1e8]["off"] - found[1e9]["off"] == pytest.approx(0.2 - 0.02, rel=0.1)
-    assert found[1e8]["on"] < found[1e8]["off"] - 0.1
+    # Dask chooses owners on both hosts, with placement too: 20 MB cross the link.
+    for mode in ("off", "on"):
+        assert found[1e8][mode] - found[1e9][mode] == pytest.approx(0.2 - 0.02, rel=0.1)
