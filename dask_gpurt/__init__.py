@@ -42,7 +42,8 @@ def __getattr__(name: str) -> Any:
         from dask_gpurt import api
 
         return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}")
+    # Without the module, which Python adds if neither is given, Python prints no suggestion of its own after ours.
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}", name=name)
 
 
 def _hint(name: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Self, cast
 import distributed
 import fsspec
 from distributed import Client, default_client
+from fsspec.implementations.local import LocalFileSystem
 
 from dask_gpurt import api
 from dask_gpurt.observe.chrome_trace import chrome_trace
@@ -126,8 +127,8 @@ class trace:
     ------
     RuntimeError
         If the runtime is off on the cluster, or another trace of it is being recorded.
-    FileNotFoundError
-        If the folder of the file does not exist.
+    FileNotFoundError, IsADirectoryError
+        If the folder of the file does not exist, or the path is a folder.
 
     Attributes
     ----------
@@ -162,8 +163,7 @@ class trace:
 
     async def __aenter__(self) -> Self:
         self._client = self._client or default_client()
-        if not self._path.parent.is_dir():  # check early, not when writing the trace
-            raise FileNotFoundError(f"the folder {self._path.parent} for the trace does not exist")
+        _require_folder(self._path, "trace")
         if not (await _report(self._client)).enabled:
             raise RuntimeError(
                 "the runtime is off on this cluster, and records nothing: switch it on with "
@@ -181,6 +181,14 @@ class trace:
     ) -> None:
         self.found = await self._collector.end()
         await asyncio.to_thread(write, self.found, self._path)
+
+
+def _require_folder(path: Path, what: str) -> None:
+    """Raise an error early, not after the program whose trace or report would be lost."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} for the {what} does not exist")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file in it for the {what}")
 
 
 def write(found: Trace, path: Path) -> None:
@@ -214,6 +222,13 @@ class performance_report(distributed.performance_report):
     storage_options
         Additional arguments for :func:`fsspec.open`.
 
+    Raises
+    ------
+    RuntimeError
+        If another trace of the cluster is being recorded.
+    FileNotFoundError, IsADirectoryError
+        If the folder of a local file does not exist, or the path is a folder.
+
     Examples
     --------
     >>> with dask_gpurt.performance_report("report.html"):  # doctest: +SKIP
@@ -230,6 +245,9 @@ class performance_report(distributed.performance_report):
         super().__init__(filename, stacklevel, mode, storage_options)  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> None:
+        system, path = fsspec.url_to_fs(self.filename, **self.storage_options)
+        if isinstance(system, LocalFileSystem):
+            _require_folder(Path(path), "report")
         await super().__aenter__()  # type: ignore[no-untyped-call]
         client = default_client()
         self._before = await _report(client)

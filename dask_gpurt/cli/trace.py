@@ -46,7 +46,7 @@ def trace(scheduler: str, seconds: float, out: Path) -> None:
                     time.sleep(seconds)
                 except KeyboardInterrupt:
                     click.echo("ended early", err=True)
-        except (RuntimeError, FileNotFoundError) as error:
+        except (RuntimeError, FileNotFoundError, IsADirectoryError) as error:
             raise click.ClickException(str(error)) from error
     print_trace(recorded.found)
     click.echo(f"{out} is for https://ui.perfetto.dev")

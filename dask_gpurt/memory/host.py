@@ -174,7 +174,7 @@ class HostTier(MemoryTier):
     Parameters
     ----------
     capacity
-        The most bytes of buffers.
+        The most bytes of buffers. With 0 there is no such tier: it also refuses objects without bytes.
     """
 
     def __init__(self, capacity: int):
@@ -189,7 +189,7 @@ class HostTier(MemoryTier):
     def _allocate(self, header: bytes, sizes: Sequence[int]) -> tuple[Frames, Scattered]:
         nbytes = sum(sizes)
         with self._lock:
-            if self._used + nbytes > self.capacity:
+            if not self.capacity or self._used + nbytes > self.capacity:
                 raise NoRoom(Tier.HOST, nbytes)
             self._used += nbytes
         try:
@@ -280,12 +280,12 @@ class BlockPool:
         Raises
         ------
         NoRoom
-            If there are not enough free blocks.
+            If there are not enough free blocks, and for any size if the capacity is 0.
         """
         if not self.ready.is_set() or self.error is not None:
             raise NoRoom(Tier.PINNED, nbytes, f"could not be pinned: {self.error}" if self.error else "")
         with self._lock:
-            found = self._arena.allocate_pieces(nbytes) if nbytes <= self.capacity else None
+            found = self._arena.allocate_pieces(nbytes) if self.capacity and nbytes <= self.capacity else None
         if found is None:
             raise NoRoom(Tier.PINNED, nbytes)
         pieces = [self._memory[start : start + size] for start, size in found]

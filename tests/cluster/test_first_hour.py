@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,12 @@ def test_a_closed_client_says_so(use: Callable[[Any], Any]) -> None:
     test()
 
 
-def test_a_name_that_is_spelt_wrong_gets_a_suggestion() -> None:
+def test_a_name_that_is_spelt_wrong_gets_one_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     wrong = "enabel"
-    with pytest.raises(AttributeError, match="no attribute 'enabel': did you mean 'enable'"):
+    with pytest.raises(AttributeError, match="no attribute 'enabel': did you mean 'enable'") as raised:
         getattr(dask_gpurt, wrong)
+    sys.__excepthook__(raised.type, raised.value, raised.tb)  # as Python prints it
+    assert capsys.readouterr().err.lower().count("did you mean") == 1
     result = CliRunner().invoke(main, ["docter"])
     assert result.exit_code == 2
     assert "did you mean 'doctor'?" in result.output

@@ -85,6 +85,21 @@ async def test_a_trace_without_a_folder_does_not_begin(client: Any, scheduler: A
     with pytest.raises(FileNotFoundError, match="does not exist"):
         async with dask_gpurt.trace("/nonexistent/trace.json", client):
             raise AssertionError("it has begun")
+    with pytest.raises(IsADirectoryError, match="/dev is a folder: give the name of a file"):
+        async with dask_gpurt.trace("/dev", client):
+            raise AssertionError("it has begun")
+
+
+@on_cluster()
+async def test_a_report_that_could_not_be_written_does_not_begin(
+    client: Any, scheduler: Any, *crew: Any
+) -> None:
+    for path in ("/nonexistent/report.html", "file:///nonexistent/report.html"):
+        with pytest.raises(FileNotFoundError, match="the folder /nonexistent for the report does not exist"):
+            async with dask_gpurt.performance_report(path):
+                raise AssertionError("it has begun")
+    async with dask_gpurt.performance_report("memory://report.html"):  # not local
+        await client.submit(int, "7")
 
 
 @on_cluster()
