@@ -280,12 +280,12 @@ class BlockPool:
         Raises
         ------
         NoRoom
-            If there are not enough free blocks, and for any size if the capacity is 0.
+            If there are not enough free blocks.
         """
         if not self.ready.is_set() or self.error is not None:
             raise NoRoom(Tier.PINNED, nbytes, f"could not be pinned: {self.error}" if self.error else "")
         with self._lock:
-            found = self._arena.allocate_pieces(nbytes) if self.capacity and nbytes <= self.capacity else None
+            found = self._arena.allocate_pieces(nbytes) if nbytes <= self.capacity else None
         if found is None:
             raise NoRoom(Tier.PINNED, nbytes)
         pieces = [self._memory[start : start + size] for start, size in found]
@@ -333,7 +333,10 @@ def _touch(memory: np.ndarray) -> None:
 
 
 class PinnedTier(MemoryTier):
-    """Map keys to blocks of a pool, one allocation for each object."""
+    """Map keys to blocks of a pool, one allocation for each object.
+
+    A pool without blocks, as on a host without a GPU, is no tier: it also refuses objects without bytes.
+    """
 
     def __init__(self, pool: BlockPool):
         super().__init__()
@@ -353,6 +356,8 @@ class PinnedTier(MemoryTier):
         for size in sizes:
             end = -(-end // ALIGNMENT) * ALIGNMENT + size
             ends.append(end)
+        if not self.capacity:
+            raise NoRoom(Tier.PINNED, end)
         pieces = self._pool.allocate(end)
         buffers = tuple(_cut(pieces, end - size, end) for end, size in zip(ends, sizes, strict=True))
         return Frames(header, buffers), pieces
