@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
         from dask_gpurt import api
 
         return getattr(api, name)
-    # Without the module, which Python adds if neither is given, Python prints no suggestion of its own after ours.
+    # With a name and no object Python prints no suggestion of its own after ours.
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_hint(name)}", name=name)
 
 
