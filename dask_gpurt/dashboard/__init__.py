@@ -31,6 +31,7 @@ def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
     scheduler: SchedulerServer = runtime.scheduler
     collector = _collectors[scheduler] = Collector(runtime)
     collector.install()
+    runtime.json_api.recorded = collector.recorded_shuffles
     try:
         _show(scheduler)
     except Exception as error:  # includes any error of bokeh: the runtime works without pages

@@ -54,7 +54,7 @@ class ShuffleProgress(FigureComponent):
         rows = collector.sampler.shuffles.rows(time.time(), MAX_BARS)
         data: Data = {name: [] for name in self.source.data}
         for row in rows:
-            texts = {"sent": row["inputs"], "received": format_bytes(row["bytes"]), "done": row["outputs"]}
+            texts = {"sent": row["inputs"], "received": _received(row), "done": row["outputs"]}
             for at, phase in enumerate(self.phases):
                 data["shuffle"].append(_short(row))
                 data["left"].append(at + 0.02)
@@ -114,6 +114,11 @@ class ShuffleTable(TableComponent):
             ),
             "reason": row["reason"],
         }  # fmt: skip
+
+
+def _received(row: Mapping[str, Any]) -> str:
+    sent = format_bytes(row["bytes"])
+    return sent if row["arrived"] == row["bytes"] else f"{format_bytes(row['arrived'])} of {sent}"
 
 
 def _short(row: Mapping[str, Any]) -> str:

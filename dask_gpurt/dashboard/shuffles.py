@@ -10,9 +10,11 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 from dask.typing import Key
+
+from dask_gpurt.observe.json_replies import PastShuffleReply
 
 #: Maximum numbers of shuffles, and of reasons for each.
 MAX_SHUFFLES, MAX_REASONS = 100, 5
@@ -78,8 +80,9 @@ class ShuffleRecord:
         -------
         dict
             Besides plain fields: ``seconds`` so far; the fractions of inputs ``sent``, of bytes ``received``
-            and of outputs ``done``; the ``bytes`` sent; ``rows``; and ``skew``, the ratio of the rows of the
-            ``largest`` output to the mean, None before the first output.
+            and of outputs ``done``; the ``bytes`` sent, and those of them that have ``arrived``; ``rows``;
+            and ``skew``, the ratio of the rows of the ``largest`` output to the mean, None before the first
+            output.
         """
         found = self.workers.values()
         offered, received = (sum(w[name] for w in found) for name in ("offered_bytes", "received_bytes"))
@@ -98,6 +101,7 @@ class ShuffleRecord:
             "received": 1.0 if self.sealed else _share(received, offered),
             "done": _share(len(self.assembled), self.outputs),
             "bytes": offered,
+            "arrived": offered if self.sealed else min(received, offered),
             "rows": rows,
             "skew": skew,
             "largest": largest["largest"] if skew is not None and largest is not None else None,
@@ -107,6 +111,18 @@ class ShuffleRecord:
             "moved": self.moved,
             "reason": self.reasons[-1] if self.reasons else "",
         }
+
+    def reply(self, now: float) -> PastShuffleReply:
+        """Return the figures for the JSON API."""
+        row = self.row(now)
+        figures = {
+            **{name: row[name] for name in PastShuffleReply.__annotations__ if name in row},
+            "id": self.shuffle,
+            "inputs": {"total": self.inputs, "done": len(self.transferred)},
+            "outputs": {"total": self.outputs, "done": len(self.assembled)},
+            "received": row["arrived"],
+        }
+        return cast(PastShuffleReply, figures)
 
 
 def _share(part: float, whole: float) -> float:
@@ -219,5 +235,8 @@ class ShuffleLog:
 
     def rows(self, now: float, most: int = MAX_SHUFFLES) -> list[dict[str, Any]]:
         """Return a row for each shuffle, the latest first."""
-        latest = list(self._records.values())[-most:]
-        return [record.row(now) for record in reversed(latest)]
+        return [record.row(now) for record in self.latest()[:most]]
+
+    def latest(self) -> list[ShuffleRecord]:
+        """Return all records, the latest first."""
+        return list(reversed(self._records.values()))

@@ -171,6 +171,38 @@ class ShufflesReply(Page):
     rows: list[ShuffleReply]
 
 
+class PastShuffleReply(TypedDict):
+    """Report the figures of a shuffle over all its runs; those of workers as of their last heartbeats."""
+
+    id: str
+    run: Annotated[int, "the id of its last run"]
+    state: Annotated[Literal["running", "done", "failed", "cancelled"], "its state"]
+    began: Annotated[float, "when its first run began, in seconds since the epoch"]
+    seconds: Annotated[float, "from then to its end, or until now"]
+    inputs: Annotated[ProgressReply, "transfer tasks"]
+    outputs: Annotated[ProgressReply, "tasks that read outputs"]
+    bytes: Annotated[int, "published for the owners of outputs"]
+    received: Annotated[int, "the part of these bytes that has arrived"]
+    rows: Annotated[int, "rows of outputs so far"]
+    skew: Annotated[
+        float | None, "rows of the largest output over the mean of the outputs; null before the first output"
+    ]
+    largest: Annotated[int | None, "the number of the largest output"]
+    splitting: Annotated[float, "thread seconds of splitting inputs"]
+    packing: Annotated[float, "thread seconds of packing shards, including waits for room"]
+    assembling: Annotated[float, "thread seconds of assembling outputs"]
+    restarts: Annotated[int, "how often it began again as a whole"]
+    recoveries: Annotated[int, "how often only what was lost was done again"]
+    moved: Annotated[int, "outputs that moved to another owner"]
+    reason: Annotated[str, "why it was last restarted, recovered or balanced; empty if it never was"]
+
+
+class HistoryReply(Page):
+    """Report the last 100 shuffles, running and past, newest first. `offset` and `limit` count shuffles."""
+
+    rows: list[PastShuffleReply]
+
+
 class CostReply(TypedDict):
     """Report the estimated cost of a task on a worker."""
 
@@ -214,6 +246,7 @@ REPLIES: Mapping[str, Any] = {
     "memory": MemoryReply,
     "topology": TopologyReply,
     "shuffles": ShufflesReply,
+    "history": HistoryReply,
     "decisions": DecisionsReply,
 }
 

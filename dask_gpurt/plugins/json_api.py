@@ -25,9 +25,11 @@ from dask_gpurt.observe.json_replies import (
     API_VERSION,
     DecisionsReply,
     FallbackReply,
+    HistoryReply,
     IndexReply,
     MemoryReply,
     Page,
+    PastShuffleReply,
     PlaceReply,
     ProgressReply,
     ReportReply,
@@ -139,9 +141,18 @@ class JsonApi:
     ----------
     runtime
         The scheduler's plugin.
+
+    Attributes
+    ----------
+    recorded
+        Lists the last shuffles, the latest first: functions of the time that return the figures of one. Set
+        by the dashboard, which records them.
     """
 
+    recorded: Callable[[], Sequence[Callable[[float], PastShuffleReply]]]
+
     def __init__(self, runtime: GpurtSchedulerPlugin):
+        self.recorded = list
         self._runtime = runtime
         self._scheduler = runtime.scheduler
 
@@ -231,6 +242,14 @@ class JsonApi:
             "workers": len(run.participating_workers),
         }
 
+    async def history(self, query: Query) -> HistoryReply:
+        """Return the figures of the last shuffles, running and past."""
+        recorded, rows = self.recorded(), []
+        for figures in query.cut(recorded):
+            rows.append(figures(time.time()))
+            await asyncio.sleep(0)  # each shuffle adds up the figures of its workers
+        return {**query.page(len(recorded)), "rows": rows}
+
     async def decisions(self, query: Query) -> DecisionsReply:
         """Return the latest placement decisions, and the candidates of one of them."""
         placement = self._runtime.placement
@@ -293,6 +312,12 @@ RESOURCES = (
     Resource("topology", "the places of workers and their links", JsonApi.topology, ("offset", "limit")),
     Resource("shuffles", "the progress of active shuffles", JsonApi.shuffles, ("offset", "limit")),
     Resource(
+        "history",
+        "the last 100 shuffles, running and past: time, bytes, rows, skew, and what was done again",
+        JsonApi.history,
+        ("offset", "limit"),
+    ),
+    Resource(
         "decisions",
         "the placement of the last 500 tasks, with reasons; with `key`, the cost on each worker",
         JsonApi.decisions,
@@ -339,6 +364,15 @@ class SchemaHandler(_JsonHandler):
         self.reply(schemas())
 
 
+class UnknownHandler(_JsonHandler):
+    """Refuse any other path below the API, with the names of the resources."""
+
+    def get(self, path: str) -> None:
+        known = ", ".join([*(one.name for one in RESOURCES), "schema"])
+        message = f"no such resource: {path[:100]}: expected one of {known}"
+        self.reply({"error": message}, HTTPStatus.NOT_FOUND)
+
+
 class ResourceHandler(_JsonHandler):
     """Serve one resource."""
 
@@ -356,7 +390,8 @@ class ResourceHandler(_JsonHandler):
 
 #: The routes, in the format of Dask's own HTTP modules such as ``distributed.http.health``.
 routes: list[tuple[str, type[RequestHandler], dict[str, Any]]] = [
-    (ROOT, IndexHandler, {}),
+    (f"{ROOT}/?", IndexHandler, {}),
     (f"{ROOT}/schema", SchemaHandler, {}),
     *((f"{ROOT}/{one.name}", ResourceHandler, {"extra": {"resource": one}}) for one in RESOURCES),
+    (f"{ROOT}/(.*)", UnknownHandler, {}),  # the last, since the first match answers
 ]

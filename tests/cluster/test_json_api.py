@@ -99,6 +99,10 @@ def test_replies_are_as_their_schema_says() -> None:
         assert (shuffle["phase"], shuffle["runs"]) == ("done", 1)
         assert shuffle["inputs"] == shuffle["outputs"] == {"total": 4, "done": 4}
 
+        (past,) = (await reply(scheduler, "history"))["rows"]
+        assert (past["id"], past["state"], past["outputs"]) == (shuffle["id"], "done", shuffle["outputs"])
+        assert (await reply(scheduler, "history", offset=1))["rows"] == []
+
         decisions = await reply(scheduler, "decisions", limit=2)
         assert decisions["placement"]
         assert len(decisions["rows"]) == 2 < decisions["total"]
@@ -153,7 +157,12 @@ def test_an_invalid_query_is_refused_with_the_valid_values() -> None:
         assert (status, said) == (404, {"error": "no such worker: tcp://nobody:1"})
         status, said = await ask(scheduler, "report", worker=[f"tcp://nobody:{port}" for port in range(9)])
         assert (status, said) == (400, {"error": "expected at most 8 workers"})
-        assert (await ask(scheduler, "nothing"))[0] == 404
+        status, said = await ask(scheduler, "shufles")
+        known = "report, memory, topology, shuffles, history, decisions, schema"
+        assert (status, said) == (404, {"error": f"no such resource: shufles: expected one of {known}"})
+        assert (await ask(scheduler, "/"))[0] == 404  # an empty name is none
+        index = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{scheduler.http_server.port}/gpurt/api/")
+        assert json.loads(index.body)["enabled"]
 
     run()
 

@@ -13,6 +13,7 @@ from dask_gpurt.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
 from dask_gpurt.dashboard.traffic import OTHERS, TrafficMatrix
 from dask_gpurt.memory.ledger import ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe.json_replies import PastShuffleReply, schema
 from dask_gpurt.observe.progress import MAX_RUNS, Figures, RecentRuns, RunProgress
 from dask_gpurt.observe.shown_tiers import shown_tiers
 
@@ -164,6 +165,33 @@ def test_a_shuffle_goes_through_its_phases() -> None:
     log.transition("s-i0", "released", 4.0)  # its result is released, which undoes no progress
     (row,) = log.rows(9.0)
     assert (row["state"], row["seconds"], row["done"], row["inputs"]) == ("done", 3.0, 1.0, "2 / 2")
+
+
+def test_bytes_have_arrived_that_owners_have_received() -> None:
+    log = begun()
+    log.figures("a", [("s", 1, vars(Figures(offered_bytes=10, received_bytes=4)))])
+    assert [(row["bytes"], row["arrived"], row["received"]) for row in log.rows(1.0)] == [(10, 4, 0.4)]
+    log.transition("s-b", "memory", 2.0)  # the last reports of workers may be older
+    assert [(row["bytes"], row["arrived"], row["received"]) for row in log.rows(3.0)] == [(10, 10, 1.0)]
+
+
+def test_the_json_api_has_the_figures_of_each_shuffle() -> None:
+    log = begun()
+    figures = Figures(offered_bytes=10, received_bytes=4, outputs=1, rows=7, largest=3, largest_rows=7)
+    log.figures("a", [("s", 1, vars(figures))])
+    log.transition("s-i0", "memory", 1.0)
+    log.event("recovers", "s", "worker a has left", 1)
+    begun("later", log=log)
+    later, reply = (record.reply(2.0) for record in log.latest())
+    assert (later["id"], later["skew"], later["largest"]) == ("later", None, None)
+    validate = pytest.importorskip("jsonschema").validate
+    for one in (later, reply):
+        validate(one, schema(PastShuffleReply))
+    assert (reply["id"], reply["state"], reply["seconds"]) == ("s", "running", 2.0)
+    assert (reply["inputs"], reply["outputs"]) == ({"total": 2, "done": 1}, {"total": 1, "done": 0})
+    assert (reply["bytes"], reply["received"], reply["rows"]) == (10, 4, 7)
+    assert (reply["skew"], reply["largest"]) == (1.0, 3)
+    assert (reply["recoveries"], reply["moved"], reply["reason"]) == (1, 1, "worker a has left")
 
 
 def test_lost_outputs_are_not_done() -> None:

@@ -18,7 +18,9 @@ from dask_gpurt.dashboard.components import ROW_PX, TableComponent, short_time
 from dask_gpurt.dashboard.memory_views import MemoryOverTime, SpillRates
 from dask_gpurt.dashboard.pages import LAYOUT, PAGE, PARTS, pages
 from dask_gpurt.dashboard.sampler import SPILLED, Sampler, WorkerSample
+from dask_gpurt.dashboard.shuffle_views import ShuffleProgress
 from dask_gpurt.dashboard.traffic_views import LinkTable, share_of
+from dask_gpurt.observe.progress import Figures
 from dask_gpurt.topology.links import Link, Speed
 
 #: The report of a worker that confines nothing, as on a host without a GPU.
@@ -144,6 +146,16 @@ def test_times_have_three_digits(seconds: float, text: str) -> None:
 
 
 # ---- links ---------------------------------------------------------------------------------
+
+
+def test_the_bytes_received_are_shown_beside_those_sent() -> None:
+    collector = collected()
+    shuffles = collector.sampler.shuffles
+    shuffles.begins("s", 1, 0.0, ["i"], "b", ["o"])
+    shuffles.figures("a", [("s", 1, vars(Figures(offered_bytes=2048, received_bytes=1024)))])
+    assert drawn(ShuffleProgress, collector).source.data["text"] == ["0 / 1", "1.00 kiB of 2.00 kiB", "0 / 1"]
+    shuffles.transition("b", "memory", 1.0)
+    assert drawn(ShuffleProgress, collector).source.data["text"][1] == "2.00 kiB"
 
 
 @pytest.mark.parametrize(
