@@ -58,7 +58,7 @@ without_compiler() {
     mkdir "$scratch/tree" "$scratch/bare" &&
         git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -t "$scratch/tree" &&
         CC=false python -m pip install --no-deps --target "$scratch/bare" "$scratch/tree" &&
-        cd "$scratch/bare" && python -m dask_gpurt doctor | tee doctor &&
+        cd "$scratch/bare" && python -m dask_gpurt doctor --json | tee doctor &&
         grep -q "the interposer was not built" doctor
 }
 
