@@ -46,12 +46,19 @@ class Observed:
 
 
 class PageTable(NamedTuple):
-    """Hold a table of the page."""
+    """Hold a table of the page.
+
+    Attributes
+    ----------
+    texts
+        How many of the first columns are texts; the others are numbers, and aligned to the right.
+    """
 
     heading: str
     text: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    texts: int
 
 
 def page(dask_report: str, observed: Observed | None) -> str:
@@ -123,6 +130,7 @@ def _steps(trace: Trace) -> PageTable:
         "Tasks by prefix, and the steps of the runtime within and beside them, summed over all workers.",
         ("step", "times", "seconds", "longest", "bytes"),
         rows,
+        texts=1,
     )
 
 
@@ -131,7 +139,7 @@ def _workers(trace: Trace) -> PageTable:
         (row.process, row.step, f"{row.times:,}", _seconds(row.seconds), _seconds(row.longest))
         for row in sorted(trace.summary(), key=lambda row: (row.process, -row.seconds))
     ]
-    return PageTable("Steps by worker", "", ("worker", "step", "times", "seconds", "longest"), rows)
+    return PageTable("Steps by worker", "", ("worker", "step", "times", "seconds", "longest"), rows, texts=2)
 
 
 def _transfers(trace: Trace) -> PageTable:
@@ -163,6 +171,7 @@ def _transfers(trace: Trace) -> PageTable:
         "read in place, in memory that two workers share.",
         ("from", "to", "shards", "bytes", "copied", "seconds of threads"),
         rows,
+        texts=2,
     )
 
 
@@ -170,7 +179,9 @@ def _memory(memory: Sequence[Mapping[str, Any]]) -> PageTable:
     columns = shown_columns(memory, list(memory[0]) if memory else [])
     kinds = [name for name in columns if name not in ("worker", "tier")]
     rows = [(str(row["worker"]), str(row["tier"]), *(_bytes(row[kind]) for kind in kinds)) for row in memory]
-    return PageTable("Memory", "The contents of the tiers at the end.", ("worker", "tier", *kinds), rows)
+    return PageTable(
+        "Memory", "The contents of the tiers at the end.", ("worker", "tier", *kinds), rows, texts=2
+    )
 
 
 def _counters(before: RuntimeReport, after: RuntimeReport) -> PageTable:
@@ -187,6 +198,7 @@ def _counters(before: RuntimeReport, after: RuntimeReport) -> PageTable:
         "The growth of counters; the largest value of gauges since the runtime was switched on.",
         ("metric", "value", ""),
         rows,
+        texts=1,
     )
 
 
@@ -204,6 +216,7 @@ def _faults(trace: Trace) -> PageTable:
         f"Losses, retries, and operations left to Dask.{rest}",
         ("where", "what", "why"),
         listed,
+        texts=3,
     )
 
 
