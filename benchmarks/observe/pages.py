@@ -3,8 +3,9 @@
     python -m benchmarks.observe.pages --workers 2,64,256 --repeat 50 --json results.json
 
 A real scheduler with two workers runs a shuffle, with placement on. Its memory ledger is filled with the
-tiers of further, simulated workers, each with partitions of 20 prefixes in two tiers. Replies are made on its
-event loop as for a request, and encoded as JSON. ``report`` and ``topology`` cover the two real workers only.
+tiers of further, simulated workers, each with partitions of 20 prefixes in two tiers, and its history with
+shuffles in which all of them took part. Replies are made on its event loop as for a request, and encoded as
+JSON. ``report`` and ``topology`` cover the two real workers only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,10 @@ import dask_gpurt
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
 from dask_gpurt.memory.ledger import Label, Ledger
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe.progress import Figures
 from dask_gpurt.plugins.json_api import RESOURCES, JsonApi, Query
 
 #: Task prefixes with partitions on each worker, and tasks of each kind in the shuffle.
@@ -41,13 +45,20 @@ Figure = dict[str, Any]
 
 
 def populate(runtime: Any, workers: int) -> None:
-    """Apply ledgers of ``workers`` simulated workers to a scheduler, as their heartbeats would."""
+    """Apply ledgers and figures of simulated workers to a scheduler, as their heartbeats would."""
+    log = ShuffleLog()
+    for shuffle in range(MAX_SHUFFLES):
+        log.begins(f"{shuffle:032x}", shuffle, time.time(), ["input"], "barrier", ["output"])
+    runtime.json_api.recorded = lambda: [record.reply for record in log.latest()]
     for number in range(workers):
         ledger = Ledger(dict.fromkeys(Tier, 2**40))
         for prefix in range(PREFIXES):
             for tier in (Tier.DEVICE, Tier.DISK):
                 ledger.add(tier, Label("partitions", f"prefix-{prefix}"), 2**30)
-        runtime.cluster_memory.apply(f"tcp://10.0.{number // 250}.{number % 250}:40000", ledger.snapshot())
+        address = f"tcp://10.0.{number // 250}.{number % 250}:40000"
+        runtime.cluster_memory.apply(address, ledger.snapshot())
+        figures = asdict(Figures(outputs=1, rows=number, largest=number, largest_rows=number))
+        log.figures(address, [(f"{shuffle:032x}", shuffle, figures) for shuffle in range(MAX_SHUFFLES)])
 
 
 async def figure(reply: Callable[[], Awaitable[Any]], repeat: int) -> Figure:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from benchmarks.observe.pages import PREFIXES, populate
+from dask_gpurt.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.memory.ledger import ClusterMemory
 
 
 def test_workers_are_told_of_with_tiers_of_their_own() -> None:
-    runtime = SimpleNamespace(cluster_memory=ClusterMemory())
+    runtime = SimpleNamespace(cluster_memory=ClusterMemory(), json_api=SimpleNamespace())
     populate(runtime, 256)
+    history = [figures(0.0) for figures in runtime.json_api.recorded()]
+    assert [one["rows"] for one in history] == [sum(range(256))] * MAX_SHUFFLES
     assert len(runtime.cluster_memory.workers()) == 256
     assert len(runtime.cluster_memory.rows_by_prefix()) == 256 * 2 * PREFIXES
     populate(runtime, 300)
