@@ -13,7 +13,6 @@ import cProfile
 import functools
 import pstats
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -30,9 +29,9 @@ from dask_gpurt.cli.environment import environment
 
 from ..common.commandline import write
 from .figures import rounded
+from .options import planning_options
 from .queries import QUERIES, Query
-from .reference import numbers_of
-from .tables import ParquetTables, default_parts, prepare
+from .tables import ParquetTables
 
 #: Functions that represent a part of planning: name, part of the file's path, function.
 PARTS = (
@@ -192,28 +191,13 @@ def print_profiles(profiles: Sequence[dict[str, Any]]) -> None:
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--scale", type=float, default=1.0, show_default=True)
-@click.option("--parts", type=click.IntRange(min=1), help="Files of a large table. [default: 8 for scale 1]")
-@click.option("--data", type=click.Path(path_type=Path), help="Folder of the tables; made if missing.")
-@click.option("--queries", default="all", show_default=True, callback=lambda _, __, text: numbers_of(text))
-@click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
+@planning_options
 @click.option("--repeat", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
-def main(
-    scale: float,
-    parts: int | None,
-    data: Path | None,
-    queries: list[int],
-    backend: str,
-    repeat: int,
-    output: Path | None,
-) -> None:
-    parts = parts or default_parts(scale)
-    tables = prepare(data or Path(tempfile.gettempdir()) / "tpch" / f"scale-{scale:g}-{parts}", scale, parts)
+def main(tables: ParquetTables, queries: list[int], backend: str, repeat: int, output: Path | None) -> None:
     with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": backend}):
         profiles = [profile(QUERIES[number], tables, repeat) for number in queries]
     results = {
-        "parameters": {"scale": scale, "parts": parts, "backend": backend, "repeat": repeat},
+        "parameters": {"scale": tables.scale, "parts": tables.parts, "backend": backend, "repeat": repeat},
         **environment(),
         "profiles": rounded(profiles),
     }

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,10 +29,10 @@ from dask_gpurt.planning import PlanningCache
 
 from ..common.commandline import write
 from .figures import rounded, spread
+from .options import planning_options
 from .planning import MetadataClock
 from .queries import QUERIES, Query
-from .reference import numbers_of
-from .tables import ARROW, FOLDER, PATTERN, ParquetTables, default_parts, prepare
+from .tables import ARROW, FOLDER, PATTERN, ParquetTables
 
 DASK, KEPT = "dask", "kept"
 RUNS = ("first", "warm")
@@ -121,19 +120,12 @@ def figures_of(seconds: dict[tuple[str, str], list[list[float]]], numbers: Seque
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--scale", type=float, default=1.0, show_default=True)
-@click.option("--parts", type=click.IntRange(min=1), help="Files of a large table. [default: 8 for scale 1]")
-@click.option("--data", type=click.Path(path_type=Path), help="Where the tables are, or are made.")
-@click.option("--queries", default="all", show_default=True, callback=lambda _, __, text: numbers_of(text))
-@click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
+@planning_options
 @click.option("--named", type=click.Choice([FOLDER, PATTERN, ARROW]), default=FOLDER, show_default=True)
 @click.option("--turns", type=click.IntRange(min=1), default=7, show_default=True)
 @click.option("--clock", type=click.Choice([*CLOCKS]), default="wall", show_default=True)
-@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
-    scale: float,
-    parts: int | None,
-    data: Path | None,
+    tables: ParquetTables,
     queries: list[int],
     backend: str,
     named: str,
@@ -141,9 +133,7 @@ def main(
     clock: str,
     output: Path | None,
 ) -> None:
-    parts = parts or default_parts(scale)
-    directory = data or Path(tempfile.gettempdir()) / "tpch" / f"scale-{scale:g}-{parts}"
-    tables = ParquetTables(prepare(directory, scale, parts).directory, named)
+    tables = ParquetTables(tables.directory, named)
     chosen, metrics = [QUERIES[number] for number in queries], Metrics()
     with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": backend}):
         seconds = take_turns(chosen, tables, turns, metrics, CLOCKS[clock])
@@ -151,7 +141,7 @@ def main(
     figures = figures_of(seconds, queries)
     results = {
         "parameters": {
-            **{"scale": scale, "parts": parts, "backend": backend},
+            **{"scale": tables.scale, "parts": tables.parts, "backend": backend},
             **{"named": named, "turns": turns, "clock": clock},
         },
         **environment(),

@@ -36,9 +36,9 @@ from dask_gpurt.planning.store import Store
 from ..common.commandline import write
 from ..common.processes import SPAWN
 from .figures import rounded, spread
+from .options import planning_options
 from .queries import QUERIES
-from .reference import numbers_of
-from .tables import ARROW, FOLDER, PATTERN, ParquetTables, default_parts, prepare
+from .tables import ARROW, FOLDER, PATTERN, ParquetTables
 
 DASK, KEPT, FILLED, LOADED = CONTENDERS = ("dask", "kept", "filled", "loaded")
 
@@ -110,31 +110,16 @@ def figures_of(found: dict[str, list[dict[str, Any]]], numbers: Sequence[int]) -
 
 
 @click.command(help=__doc__.partition("\n")[0])
-@click.option("--scale", type=float, default=1.0, show_default=True)
-@click.option("--parts", type=click.IntRange(min=1), help="Files of a large table. [default: 8 for scale 1]")
-@click.option("--data", type=click.Path(path_type=Path), help="Where the tables are, or are made.")
-@click.option("--queries", default="all", show_default=True, callback=lambda _, __, text: numbers_of(text))
-@click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
+@planning_options
 @click.option("--named", type=click.Choice([FOLDER, PATTERN, ARROW]), default=FOLDER, show_default=True)
 @click.option("--turns", type=click.IntRange(min=1), default=5, show_default=True)
-@click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
-    scale: float,
-    parts: int | None,
-    data: Path | None,
-    queries: list[int],
-    backend: str,
-    named: str,
-    turns: int,
-    output: Path | None,
+    tables: ParquetTables, queries: list[int], backend: str, named: str, turns: int, output: Path | None
 ) -> None:
-    parts = parts or default_parts(scale)
-    directory = data or Path(tempfile.gettempdir()) / "tpch" / f"scale-{scale:g}-{parts}"
-    directory = prepare(directory, scale, parts).directory
-    found = take_turns(queries, directory, named, backend, turns)
+    found = take_turns(queries, tables.directory, named, backend, turns)
     results = {
         "parameters": {
-            **{"scale": scale, "parts": parts, "backend": backend},
+            **{"scale": tables.scale, "parts": tables.parts, "backend": backend},
             **{"named": named, "turns": turns, "clock": "cpu"},
         },
         **environment(),

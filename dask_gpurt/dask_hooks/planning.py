@@ -7,8 +7,6 @@ installed on Dask's classes, for all clients of the process.
 
 from __future__ import annotations
 
-import io
-import pickle
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
@@ -40,18 +38,15 @@ from dask.delayed import Delayed
 from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
 from dask.typing import Key
 from dask.utils import methodcaller
-from pyarrow.fs import FileInfo
 
+from dask_gpurt.dask_hooks.parquet_files import OF_FILES, version_of_files
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
 
 __all__ = [
     "Expr",
-    "checksum_of_files",
     "content_of",
-    "copy_of_facts",
     "deferred_values",
-    "files_read",
     "fuse_blockwise",
     "graph_of",
     "is_computation",
@@ -59,33 +54,19 @@ __all__ = [
     "is_of_dataframes",
     "is_shared",
     "keys_of",
-    "known_of_files",
     "metadata",
     "name_of",
-    "note_state_of_files",
     "operands_of",
-    "pickled",
     "reads_more_than_operands",
     "rebuild",
     "replace_planning",
     "settings",
-    "state_of_a_file",
-    "tell_of_files",
     "with_operand",
     "with_seed",
 ]
 
 #: A replacement that gets the original as its first argument.
 Replacement = Callable[..., Any]
-
-#: Operands in which an expression caches facts about files; its name follows from the files themselves.
-_OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
-
-#: The key of facts about files under which the runtime notes the state of these files.
-_STATE = "gpurt-state"
-
-#: Operands that do not influence these facts.
-_OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
 
 #: The accessors of pandas. Others are registered by users, who may replace one under the same name.
 _ACCESSORS = frozenset({"str", "dt", "cat", "list", "struct"})
@@ -117,88 +98,8 @@ def operands_of(expr: Expr) -> Iterator[Any]:
     """Yield the operands of an expression, without cached facts about files."""
     names = expr._parameters
     for position, operand in enumerate(expr.operands):
-        if position >= len(names) or names[position] not in _OF_FILES:
+        if position >= len(names) or names[position] not in OF_FILES:
             yield operand
-
-
-def files_read(expr: Expr) -> dict[str, Any]:
-    """Return the operands of a read that determine its facts about files."""
-    given = zip(expr._parameters, expr.operands, strict=False)
-    return {name: operand for name, operand in given if name not in _OF_FILES | _OF_COLUMNS}
-
-
-def known_of_files(expr: Expr) -> dict[str, Any] | None:
-    """Return the facts about files that a read has cached; None if it has none."""
-    found: dict[str, Any] | None = expr.operand("_dataset_info_cache")
-    return found
-
-
-def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
-    """Give a read the facts about files that another read has collected."""
-    expr._dataset_info_cache = known
-
-
-def copy_of_facts(known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of facts about files that expressions of another thread may use at the same time.
-
-    Pickling an expression empties the wrappers of its files for a moment, in which another thread would find
-    nothing in them.
-    """
-    found = dict(known)
-    if "fragments" in found:  # of Arrow's file systems
-        found["fragments"] = [
-            parquet.FragmentWrapper(wrapper.fragment, wrapper._filesystem) for wrapper in found["fragments"]
-        ]
-    return found
-
-
-def checksum_of_files(expr: Expr) -> str | None:
-    """Return the checksum of all files that an expression reads; None if it reads no Parquet files."""
-    if not isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
-        return None
-    return str(expr.checksum)
-
-
-def note_state_of_files(expr: Expr, known: dict[str, Any], states: Mapping[str, Any]) -> None:
-    """Note in facts about files the state that the files had before they were read.
-
-    On an Arrow file system Dask's checksum is of paths, sizes and times, which a replaced file may have too.
-    """
-    if isinstance(expr, parquet.ReadParquetPyarrowFS):
-        known[_STATE] = tokenize(states)
-
-
-def _version_of_files(expr: Expr) -> tuple[str | None, str | None]:
-    """Return what changes with the files that an expression reads.
-
-    Raises
-    ------
-    TokenizationError
-        If files may change without it.
-    """
-    checksum = checksum_of_files(expr)
-    if not isinstance(expr, parquet.ReadParquetPyarrowFS):
-        return checksum, None
-    if (state := expr._dataset_info.get(_STATE)) is None:
-        raise TokenizationError("the state of the files is not known")
-    return checksum, state
-
-
-def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
-    """Return what the file system reports of one file of a read; None if it has no files.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the file no longer exists.
-    """
-    facts = expr._dataset_info
-    if isinstance(expr, parquet.ReadParquetPyarrowFS):
-        files = facts.get("all_files")  # none if Dask has read a file of metadata in their place
-        return {"size": files[0].size, "mtime": files[0].mtime_ns / 1e9} if files else None
-    files = facts["ds"].files
-    state: Mapping[str, Any] | None = facts["fs"].info(files[0]) if files else None
-    return state
 
 
 def reads_more_than_operands(expr: Expr) -> bool:
@@ -254,7 +155,7 @@ def content_of(expr: Expr) -> str | None:
         if type(node) is Isin and isinstance(node.operands[1], _DelayedExpr):
             operands[1] = _in_any_order(node.operands[1])
         try:
-            token = _tokenize_deterministic(type(node), _version_of_files(node), operands)
+            token = _tokenize_deterministic(type(node), version_of_files(node), operands)
         except TokenizationError:
             return None
         tokens[name_of(node)] = token
@@ -276,53 +177,6 @@ def _in_any_order(values: Expr) -> list[Any]:
         (str(found.dtype), sorted(map(repr, found.tolist()))) if isinstance(found, np.ndarray) else found
         for found in deferred_values(values.operands[0]) or ()
     ]
-
-
-class _Pickler(pickle.Pickler):
-    """Pickle expressions with facts about files on Arrow's file systems."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, parquet.ReadParquetPyarrowFS):
-            return _with_statistics, (_statistics_of_files(value), *value.__reduce__())
-        if type(value) is parquet.FragmentWrapper:
-            # A copy, since pickling would empty it for a moment; see `copy_of_facts`.
-            return parquet.FragmentWrapper(value.fragment, value._filesystem).__reduce__()
-        if type(value) is FileInfo:  # Arrow pickles none
-            return _file_info, (value.path, value.type, value.size, value.mtime_ns)
-        return NotImplemented
-
-
-def _statistics_of_files(read: Expr) -> dict[str, Any]:
-    """Return the statistics of a read's files that Dask has collected, by the token of the file."""
-    known: dict[str, Any] = vars(parquet)["_STATS_CACHE"]
-    # There is no list of files if Dask has read a file of metadata in their place.
-    tokens = map(tokenize, read._dataset_info.get("all_files", ()))
-    return {token: known[token] for token in tokens if token in known}
-
-
-def _with_statistics(
-    statistics: Mapping[str, Any], reconstruct: Callable[..., Expr], operands: tuple[Any, ...]
-) -> Expr:
-    """Return a read from Arrow's file system, with the statistics that it was planned with.
-
-    The number of its partitions depends on them. Dask collects them as it plans, in a dict of the process, in
-    which the scheduler finds them if it is of the same process. If it did not, it would compute them through
-    the client, which waits for the scheduler.
-    """
-    for token, found in statistics.items():
-        vars(parquet)["_STATS_CACHE"].setdefault(token, found)
-    return reconstruct(*operands)
-
-
-def _file_info(path: str, kind: Any, size: int | None, mtime_ns: int | None) -> FileInfo:
-    return FileInfo(path, kind, size=size, mtime_ns=mtime_ns)
-
-
-def pickled(value: Any) -> bytes:
-    """Return a pickled expression, or facts about files. Other threads may use it meanwhile."""
-    file = io.BytesIO()
-    _Pickler(file, protocol=5).dump(value)
-    return file.getvalue()
 
 
 def is_method_name(operand: Any) -> bool:

@@ -25,23 +25,25 @@ from typing import Any
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import runs_locally
-from dask_gpurt.dask_hooks.planning import (
-    Expr,
+from dask_gpurt.dask_hooks.parquet_files import (
     checksum_of_files,
-    content_of,
     copy_of_facts,
     files_read,
-    is_computation,
     known_of_files,
+    note_state_of_files,
+    state_of_a_file,
+    tell_of_files,
+)
+from dask_gpurt.dask_hooks.planning import (
+    Expr,
+    content_of,
+    is_computation,
     metadata,
     name_of,
-    note_state_of_files,
     operands_of,
     reads_more_than_operands,
     replace_planning,
     settings,
-    state_of_a_file,
-    tell_of_files,
 )
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices

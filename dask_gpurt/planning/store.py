@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dask_gpurt.config import cache_files
-from dask_gpurt.dask_hooks import planning
+from dask_gpurt.dask_hooks import parquet_files
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.planning import results_file
 from dask_gpurt.planning.results_file import ResultsFile, ResultsFileError
@@ -84,7 +84,7 @@ class Store:
     def put(self, digest: bytes, result: Any) -> None:
         """Keep a result, if it can be pickled and is not too large; pickle it now, since it may change."""
         try:
-            pickled = planning.pickled(result)
+            pickled = parquet_files.pickled(result)
         except Exception as error:  # pickling may raise anything
             self._metrics.fallback(Fallback.PLANNING_NOT_STORED, f"a result cannot be pickled: {error!r}")
             return

@@ -309,7 +309,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
             run.renew(owners)
 
     def accepted(self, key: Key) -> None:
-        """Release the shards that a task has read, since the scheduler has its result (stream handler)."""
+        """Release the shards that a task has read, since the scheduler has its result (stream handler).
+
+        The key suffices to identify the dispatch: the stream keeps the order of messages, so this one
+        comes before any later dispatch, and a process that replaces this worker has another stream.
+        """
         if (shuffles := self.worker.plugins.get("shuffle")) is not None:
             for run in active_runs(shuffles).values():
                 if isinstance(run, ShuffleRun):

@@ -659,3 +659,17 @@ def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]])
     """Let ``meddle`` handle each message; its first argument is the usual handler."""
     handle = cluster.network._handle
     cluster.network._handle = lambda *message: meddle(handle, *message)  # type: ignore[method-assign]
+
+
+def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:
+    """Block a worker's handler for ever, as while connections are retried, or when its process is stopped."""
+    called = asyncio.Event()
+
+    async def hang(handle: Any, to: str, called_op: str, content: dict[str, Any]) -> Any:
+        if (called_op, to) == (op, address):
+            called.set()
+            await asyncio.Event().wait()
+        return await handle(to, called_op, content)
+
+    intercept(cluster, hang)
+    return called

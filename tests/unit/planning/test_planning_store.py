@@ -29,7 +29,8 @@ from dask.utils import M
 
 from dask_gpurt import api
 from dask_gpurt.config import cache_files
-from dask_gpurt.dask_hooks.planning import content_of, pickled
+from dask_gpurt.dask_hooks.parquet_files import pickled
+from dask_gpurt.dask_hooks.planning import content_of
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import digests, results_file, store
 from dask_gpurt.planning.digests import digest_of, environment

@@ -1,0 +1,155 @@
+"""Read, carry over and pickle facts about Parquet files that Dask caches in expressions.
+
+Dask collects them as it plans a read: paths, sizes, statistics and a checksum.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dask._expr import Expr
+from dask.dataframe.dask_expr.io import parquet
+from dask.tokenize import TokenizationError, tokenize
+from pyarrow.fs import FileInfo
+
+#: Operands in which an expression caches facts about files; its name follows from the files themselves.
+OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
+
+#: The key of facts about files under which the runtime notes the state of these files.
+_STATE = "gpurt-state"
+
+#: Operands that do not influence these facts.
+_OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
+
+
+def files_read(expr: Expr) -> dict[str, Any]:
+    """Return the operands of a read that determine its facts about files."""
+    given = zip(expr._parameters, expr.operands, strict=False)
+    return {name: operand for name, operand in given if name not in OF_FILES | _OF_COLUMNS}
+
+
+def known_of_files(expr: Expr) -> dict[str, Any] | None:
+    """Return the facts about files that a read has cached; None if it has none."""
+    found: dict[str, Any] | None = expr.operand("_dataset_info_cache")
+    return found
+
+
+def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
+    """Give a read the facts about files that another read has collected."""
+    expr._dataset_info_cache = known
+
+
+def copy_of_facts(known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of facts about files that expressions of another thread may use at the same time.
+
+    Pickling an expression empties the wrappers of its files for a moment, in which another thread would find
+    nothing in them.
+    """
+    found = dict(known)
+    if "fragments" in found:  # of Arrow's file systems
+        found["fragments"] = [
+            parquet.FragmentWrapper(wrapper.fragment, wrapper._filesystem) for wrapper in found["fragments"]
+        ]
+    return found
+
+
+def checksum_of_files(expr: Expr) -> str | None:
+    """Return the checksum of all files that an expression reads; None if it reads no Parquet files."""
+    if not isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
+        return None
+    return str(expr.checksum)
+
+
+def note_state_of_files(expr: Expr, known: dict[str, Any], states: Mapping[str, Any]) -> None:
+    """Note in facts about files the state that the files had before they were read.
+
+    On an Arrow file system Dask's checksum is of paths, sizes and times, which a replaced file may have too.
+    """
+    if isinstance(expr, parquet.ReadParquetPyarrowFS):
+        known[_STATE] = tokenize(states)
+
+
+def version_of_files(expr: Expr) -> tuple[str | None, str | None]:
+    """Return what changes with the files that an expression reads.
+
+    Raises
+    ------
+    TokenizationError
+        If files may change without it.
+    """
+    checksum = checksum_of_files(expr)
+    if not isinstance(expr, parquet.ReadParquetPyarrowFS):
+        return checksum, None
+    if (state := expr._dataset_info.get(_STATE)) is None:
+        raise TokenizationError("the state of the files is not known")
+    return checksum, state
+
+
+def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
+    """Return what the file system reports of one file of a read; None if it has no files.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the file no longer exists.
+    """
+    facts = expr._dataset_info
+    if isinstance(expr, parquet.ReadParquetPyarrowFS):
+        files = facts.get("all_files")  # none if Dask has read a file of metadata in their place
+        return {"size": files[0].size, "mtime": files[0].mtime_ns / 1e9} if files else None
+    files = facts["ds"].files
+    state: Mapping[str, Any] | None = facts["fs"].info(files[0]) if files else None
+    return state
+
+
+# ---- pickling -------------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    """Pickle expressions with facts about files on Arrow's file systems."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, parquet.ReadParquetPyarrowFS):
+            return _with_statistics, (_statistics_of_files(value), *value.__reduce__())
+        if type(value) is parquet.FragmentWrapper:
+            # A copy, since pickling would empty it for a moment; see `copy_of_facts`.
+            return parquet.FragmentWrapper(value.fragment, value._filesystem).__reduce__()
+        if type(value) is FileInfo:  # Arrow pickles none
+            return _file_info, (value.path, value.type, value.size, value.mtime_ns)
+        return NotImplemented
+
+
+def _statistics_of_files(read: Expr) -> dict[str, Any]:
+    """Return the statistics of a read's files that Dask has collected, by the token of the file."""
+    known: dict[str, Any] = vars(parquet)["_STATS_CACHE"]
+    # There is no list of files if Dask has read a file of metadata in their place.
+    tokens = map(tokenize, read._dataset_info.get("all_files", ()))
+    return {token: known[token] for token in tokens if token in known}
+
+
+def _with_statistics(
+    statistics: Mapping[str, Any], reconstruct: Callable[..., Expr], operands: tuple[Any, ...]
+) -> Expr:
+    """Return a read from Arrow's file system, with the statistics that it was planned with.
+
+    The number of its partitions depends on them. Dask collects them as it plans, in a dict of the process, in
+    which the scheduler finds them if it is of the same process. If it did not, it would compute them through
+    the client, which waits for the scheduler.
+    """
+    for token, found in statistics.items():
+        vars(parquet)["_STATS_CACHE"].setdefault(token, found)
+    return reconstruct(*operands)
+
+
+def _file_info(path: str, kind: Any, size: int | None, mtime_ns: int | None) -> FileInfo:
+    return FileInfo(path, kind, size=size, mtime_ns=mtime_ns)
+
+
+def pickled(value: Any) -> bytes:
+    """Return a pickled expression, or facts about files. Other threads may use it meanwhile."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(value)
+    return file.getvalue()

@@ -1,0 +1,129 @@
+"""Have the shards of a worker that is about to leave copied by their owners."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from dask_gpurt.exchange.incoming import ShardState
+from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet, spec_of
+
+A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
+
+
+@in_process
+async def test_a_worker_is_evacuated_and_leaves() -> None:
+    """Its outputs have moved, of which it has yet to hear; it is needed for nothing any more."""
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    run: Any = a.run_of("a shuffle")
+    active = cluster.scheduler.active["a shuffle"]
+    cluster.scheduler.balance("a shuffle", active.owners, B)
+    assert await run.evacuate(active.owners.epoch) == 0
+    assert {shard.state for shard in b.exchange._incoming[a.exchange.me]} == {ShardState.LANDED}
+    a.die()
+    a.close()
+    cluster.scheduler.leaves(A, results_survive=True)
+    await cluster.hear()
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert b.counted("shuffle.inputs.missing") == 0
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_as_soon_as_the_last_release_arrives() -> None:
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_release":
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.exchange.requests.ROOM_RETRY_INTERVAL_S", 3600.0)
+        patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 3600.0)
+        evacuating = asyncio.ensure_future(run.evacuate(0))
+        while not cluster.network.processes[B].exchange.requests._released:
+            await asyncio.sleep(0.001)
+        await quiet()
+        assert not evacuating.done()
+        arrives.set()
+        assert await evacuating == 0
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_whose_offers_have_not_arrived() -> None:
+    """Their owner copies them once they have, although they are offered after it was asked."""
+    cluster = Cluster(A, B)
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive":
+            await arrives.wait()
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    evacuating = asyncio.ensure_future(run.evacuate(0))
+    await quiet()
+    assert not evacuating.done()
+    arrives.set()
+    assert await evacuating == 0
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner() -> None:
+    """There is no shard to copy, but the owner has to learn so before the worker leaves."""
+    cluster = Cluster(A, B)
+    arrives, commits = asyncio.Event(), list[bytes]()
+
+    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "shuffle_receive":
+            await arrives.wait()
+            commits.append(content["data"])
+        return await handle(address, op, content)
+
+    intercept(cluster, hold_back)
+    owners = cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS)).owners
+    cluster.rows = lambda source: [row for row in range(40) if owners[row % cluster.OUTPUTS] == A]  # type: ignore
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    run: Any = a.run_of("a shuffle")
+    evacuating = asyncio.ensure_future(run.evacuate(0))
+    await quiet()
+    assert not evacuating.done()
+    arrives.set()
+    assert await evacuating == 0
+    assert [b"Commit" in data for data in commits] == [True]
+    cluster.close()
+
+
+@in_process
+async def test_owners_do_not_copy_the_shards_of_a_worker_that_is_evacuated() -> None:
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    called = never_answering(cluster, "gpurt_drain", B)
+    run: Any = a.run_of("a shuffle")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 0.01)
+        assert await run.evacuate(0) == 1
+    assert called.is_set()
+    cluster.close()

@@ -1,0 +1,288 @@
+"""End waits of the exchange: workers fail, fall silent, leave or have no room while others wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from distributed.comm import CommClosedError
+from distributed.exceptions import Reschedule
+
+from dask_gpurt.exchange import PeerLost
+from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet, spec_of
+
+A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
+
+
+@in_process
+async def test_a_pull_for_a_producer_that_waits_for_room_fails() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    await cluster.barrier("a shuffle", results)
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    b.landed.full = True
+    b.exchange.drain(list(a.exchange.me))
+    await quiet()
+    run: Any = b.run_of("a shuffle")
+    with pytest.raises(RuntimeError, match="no tier has room"):
+        run.raise_if_closed()
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> None:
+    """The producer offers nothing while it waits: only a returned block wakes it up."""
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer("a shuffle", 0, a)
+    assert B in a.outbox.readers()
+    b.landed.full = True
+    b.exchange.drain(list(a.exchange.me))
+    await quiet()
+    assert B not in a.outbox.readers()
+    await cluster.transfer("a shuffle", 1, a)  # its offer is answered with the error
+    with pytest.raises(RuntimeError, match="no tier has room"):
+        await cluster.transfer("a shuffle", 2, a)
+    assert a.exchange.metrics.snapshot()["counters"].get("exchange.calls.repeated", 0) == 0
+    cluster.close()
+
+
+@in_process
+async def test_an_owner_fails_while_the_barrier_asks_it() -> None:
+    cluster = Cluster(A, B)
+    results = await cluster.transfer_all("a shuffle")
+    b = cluster.network.processes[B]
+    run: Any = b.run_of("a shuffle")
+    flush = run._flush
+
+    async def flush_and_fail() -> None:
+        await flush()
+        run.fail(OSError("no tier has room"))
+        await quiet()
+
+    run._flush = flush_and_fail
+    with pytest.raises(RuntimeError, match="no tier has room"):
+        await cluster.barrier("a shuffle", results)
+    cluster.close()
+
+
+@in_process
+async def test_a_release_gets_lost() -> None:
+    """A producer that waits for room would wait for ever."""
+    cluster = Cluster(A, B)
+    failures = iter([True, True])
+
+    async def lose(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_release" and next(failures, False):
+            raise CommClosedError("the connection was reset")
+        return await handle(address, op, content)
+
+    intercept(cluster, lose)
+    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    for process in cluster.network.processes.values():
+        await process.exchange.offload(int)
+    await quiet()
+    assert not any(process.outbox.readers() for process in cluster.network.processes.values())
+    cluster.close()
+
+
+@pytest.fixture
+def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watch unanswered calls at short intervals."""
+    monkeypatch.setattr("dask_gpurt.exchange.calls.WATCH_S", 0.01)
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_falls_silent_as_the_barrier_begins() -> None:
+    """Its outputs and inputs go to others; what it still does is late, and does no harm."""
+    cluster = Cluster(A, B, C)
+    results = await cluster.transfer_all("a shuffle")
+    goes_on = silenced(cluster, B)
+    with pytest.raises(Reschedule, match="does not reply"):
+        await cluster.barrier("a shuffle", results)
+    await hear(cluster, A, C)
+    assert B not in cluster.scheduler.active["a shuffle"].owners.values()
+    with pytest.raises(Reschedule, match=r"inputs \[1\] are transferred again"):
+        await cluster.barrier("a shuffle", results)
+    await hear(cluster, A, C)
+    results[1] = await cluster.transfer("a shuffle", 1, cluster.network.processes[A])
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert cluster.scheduler.restarts == 0
+    goes_on.set()
+    await quiet()
+    await cluster.hear()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+def silenced(cluster: Cluster, address: str) -> asyncio.Event:
+    """Let a worker fall silent; returns the event that lets it process its messages late."""
+    goes_on = asyncio.Event()
+    cluster.scheduler.silent.add(address)
+
+    async def stops(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
+        if to == address:
+            await goes_on.wait()
+        return await handle(to, op, content)
+
+    intercept(cluster, stops)
+    return goes_on
+
+
+async def hear(cluster: Cluster, *addresses: str) -> None:
+    """Deliver the scheduler's messages to some workers."""
+    for address in addresses:
+        process = cluster.network.processes[address]
+        while cluster.network.streams[process]:
+            await cluster.network.deliver_stream(process)
+    await quiet()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_falls_silent_while_another_worker_offers_it_shards() -> None:
+    """Nothing waits for the offers before the barrier: a task that stops its event loop costs nothing."""
+    cluster = Cluster(A, B, C)
+    goes_on = silenced(cluster, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    results = [await cluster.transfer("a shuffle", i, cluster.network.processes[C]) for i in range(3)]
+    looks, gone = list[str](), cluster.scheduler.gpurt_gone
+
+    async def look(peers: list[str]) -> list[str]:
+        looks.extend(peers)
+        return await gone(peers)
+
+    cluster.scheduler.gpurt_gone = look  # type: ignore[method-assign, assignment]
+    while looks.count(B) < 10:
+        await asyncio.sleep(0.01)
+    assert cluster.scheduler.recoveries == 0
+    with pytest.raises(Reschedule):
+        await cluster.barrier("a shuffle", results)  # on A, which needs the offers of C to be delivered
+    await hear(cluster, A, C)
+    assert cluster.scheduler.recoveries == 1
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    goes_on.set()
+    await quiet()
+    await cluster.hear()
+    await cluster.end("a shuffle")
+    cluster.close()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_a_producer_falls_silent_while_its_shards_are_fetched() -> None:
+    """They are lost, and its inputs are transferred again; in mapped memory they would still be readable."""
+    cluster = Cluster(A, B, C, paths=["comms"])
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    called = never_answering(cluster, "gpurt_fetch", B)
+    where = [cluster.network.processes[address] for address in (A, B, C)]
+    results = [await cluster.transfer("a shuffle", i, process) for i, process in enumerate(where)]
+    await called.wait()
+    cluster.scheduler.silent.add(B)
+    while not where[0].counted("shuffle.lost.shards"):
+        await asyncio.sleep(0.01)
+    with pytest.raises(Reschedule, match=r"inputs \[1\] are transferred again"):
+        await cluster.barrier("a shuffle", results)
+    await cluster.hear()
+    assert B not in cluster.scheduler.active["a shuffle"].owners.values()
+    results[1] = await cluster.transfer("a shuffle", 1, where[2])
+    await cluster.barrier("a shuffle", results)
+    assert await cluster.outputs("a shuffle") == cluster.expected()
+    cluster.close()
+
+
+@pytest.mark.usefixtures("watched_closely")
+@in_process
+async def test_an_owner_is_asked_for_room_while_it_does_not_reply() -> None:
+    """A producer asks twice a second: each request would take another connection."""
+    cluster = Cluster(A, B)
+    a = cluster.network.processes[A]
+    asked = list[str]()
+
+    async def hang(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
+        if op == "gpurt_drain":
+            asked.append(to)
+            await asyncio.Event().wait()
+        return await handle(to, op, content)
+
+    intercept(cluster, hang)
+    for _ in range(5):
+        a.exchange.requests.ask_for_room({B})
+        await quiet()
+    assert asked == [B]
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> None:
+    """Otherwise blocks that were published for it would fill the pool meanwhile."""
+    cluster = Cluster(A, B)
+    await cluster.transfer_all("a shuffle")
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_release", B)
+    await a.exchange.offload(int)
+    b.die()
+    cluster.scheduler.leaves(B)
+    await cluster.hear()
+    while B in a.outbox.readers():
+        await asyncio.sleep(0.01)
+    del called
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_is_removed_while_it_is_called() -> None:
+    """The scheduler's message ends the call, and prevents further calls; polling is disabled here."""
+    cluster = Cluster(A, B)
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_ticket", B)
+
+    async def call() -> None:
+        with pytest.raises(PeerLost, match="has left"):
+            await a.exchange.calls.call(B, "gpurt_ticket", check=lambda: None, kind="host", to=None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.exchange.calls.WATCH_S", 3600.0)
+        calling = asyncio.ensure_future(call())
+        await called.wait()
+        b.die()
+        cluster.scheduler.leaves(B)
+        await cluster.hear()
+        await calling
+        called.clear()
+        await call()
+    assert not called.is_set()
+    cluster.close()
+
+
+@in_process
+async def test_another_worker_is_called_at_the_address_of_a_removed_one() -> None:
+    cluster = Cluster(A, B)
+    a = cluster.network.processes[A]
+    b = cluster.replace(cluster.network.processes[B])
+    await cluster.hear()
+    reply = await a.exchange.calls.call(B, "gpurt_ticket", check=lambda: None, kind="host", to=None)
+    assert reply["incarnation"] == b.exchange.me.incarnation
+    cluster.close()
+
+
+@in_process
+async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing_needs() -> None:
+    """Otherwise the bytes in flight would be counted for ever, and block other pulls."""
+    cluster = Cluster(A, B, paths=["comms"])
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    called = never_answering(cluster, "gpurt_fetch", A)
+    await cluster.transfer_all("a shuffle")
+    await called.wait()
+    assert not b.exchange.puller._limiter.empty
+    cluster.scheduler.end("a shuffle")
+    await cluster.hear()
+    while any(b.exchange._incoming.values()) or a.outbox.pool.used:
+        await asyncio.sleep(0.01)
+    assert b.exchange.puller._limiter.empty
+    cluster.close()
