@@ -72,6 +72,20 @@ async def stopped_in(phase: str, stopped: Gate, scheduler: Any) -> Watched:
     return watched
 
 
+def joined(client: Any) -> Any:
+    """Begin a join, whose sides are two shuffles that share outputs."""
+    with config.set({"dataframe.shuffle.method": "gpurt"}):
+        return client.compute(frames().merge(frames("other"), on="key"))
+
+
+async def both_sides_in(stopped: Gate, scheduler: Any) -> list[Watched]:
+    """Watch both shuffles of a join once a task waits for the gate."""
+    await until(stopped.reached.is_set)
+    active = scheduler.extensions["shuffle"].active_shuffles
+    await until(lambda: len(active) == 2)
+    return [Watched(scheduler, shuffle) for shuffle in active]
+
+
 def others(crew: Any, stopped: Gate) -> list[Any]:
     """Return the workers that no gate has stopped."""
     return [worker for worker in crew if worker.address != stopped.where[0]]
@@ -261,12 +275,8 @@ def test_both_sides_of_a_join_lose_a_worker(monkeypatch: pytest.MonkeyPatch) -> 
     stopped = gate(monkeypatch, "transfer")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        with config.set({"dataframe.shuffle.method": "gpurt"}):
-            result = client.compute(frames().merge(frames("other"), on="key"))
-        await until(stopped.reached.is_set)
-        active = scheduler.extensions["shuffle"].active_shuffles
-        await until(lambda: len(active) == 2)
-        left, right = (Watched(scheduler, shuffle) for shuffle in active)
+        result = joined(client)
+        left, right = await both_sides_in(stopped, scheduler)
         killed, _ = others(crew, stopped)
         await kill(scheduler, killed)
         stopped.open.set()
@@ -434,12 +444,8 @@ def test_an_owner_is_unreachable_from_one_side_of_a_join(monkeypatch: pytest.Mon
     stopped = gate(monkeypatch, "transfer")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        with config.set({"dataframe.shuffle.method": "gpurt"}):
-            result = client.compute(frames().merge(frames("other"), on="key"))
-        await until(stopped.reached.is_set)
-        active = scheduler.extensions["shuffle"].active_shuffles
-        await until(lambda: len(active) == 2)
-        left, right = (Watched(scheduler, shuffle) for shuffle in active)
+        result = joined(client)
+        left, right = await both_sides_in(stopped, scheduler)
         silent, _ = others(crew, stopped)
         report(scheduler, left, unreachable=silent.address)
         assert left.moved() == right.moved() == left.owned(silent.address)
@@ -585,12 +591,8 @@ def test_both_sides_of_a_join_lose_a_worker_that_retires(monkeypatch: pytest.Mon
     stopped = gate(monkeypatch, "seal")
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        with config.set({"dataframe.shuffle.method": "gpurt"}):
-            result = client.compute(frames().merge(frames("other"), on="key"))
-        await until(stopped.reached.is_set)
-        active = scheduler.extensions["shuffle"].active_shuffles
-        await until(lambda: len(active) == 2)
-        left, right = (Watched(scheduler, shuffle) for shuffle in active)
+        result = joined(client)
+        left, right = await both_sides_in(stopped, scheduler)
         await until(
             lambda: all(scheduler.tasks[key].state == "memory" for key in left.transfers | right.transfers)
         )
