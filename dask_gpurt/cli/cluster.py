@@ -96,7 +96,13 @@ def local_cluster(
             else:
                 cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
         with cluster:
-            yield cluster
+            try:
+                yield cluster
+            except KeyboardInterrupt:
+                # Closing the cluster breaks off what it does at the moment, such as switching the runtime on,
+                # and Dask would log each broken connection. The command ends with one line of its own.
+                logging.disable()
+                raise
 
 
 @contextmanager
