@@ -395,7 +395,12 @@ class ScaleUp(ScaleDown):
 class SwitchRuntime(Fault):
     """Switch the runtime off, and on again when the operations have ended."""
 
-    explains = (r"the runtime was switched off", r"the runtime is not on")
+    explains = (
+        r"the runtime was switched off",
+        r"the runtime is not on",
+        # Dask's own p2p, to which a rechunk falls back, supports arrays in host memory only.
+        r"Accessing a CuPy ndarry on CPU is not allowed",
+    )
     ends_last = True
 
     def begin(self) -> None:
