@@ -189,7 +189,7 @@ def test_the_account_agrees_with_cudf() -> None:
         told(client, "device", "partitions", 4 * 8 * MIB)
         [spilled] = client.run(spill_half).values()
         assert spilled >= 16 * MIB
-        # cudf may also spill small buffers that belong to no result, such as those of its own kernels' set-up.
+        # cudf may also spill small buffers that belong to no result.
         moved = spilled - spilled % (8 * MIB)
         told(client, "host", "cudf", moved)
         told(client, "device", "partitions", 4 * 8 * MIB - moved)
