@@ -14,7 +14,6 @@ import contextlib
 import logging
 import pickle
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ from dask_gpurt.shuffle.messages import GONE, Message, Retire, RunInterrupted, S
 from dask_gpurt.shuffle.offers import Offers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
+from dask_gpurt.shuffle.retired_shares import RetiredShares
 from dask_gpurt.shuffle.sealing import Sealing
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import RunSpec
@@ -107,8 +107,9 @@ class ShuffleRun:
             self._catch_up,
             self.raise_if_closed,
         )
-        #: Shares that their former owners are being asked to release.
-        self._retiring: set[int] = set()
+        self._retired = RetiredShares(
+            self._key, worker, exchange, self._keeps, self._deliver, lambda: self.is_open, self.fail
+        )
         exchange.metrics.add("shuffle.runs")
         exchange.run_begins(self._key)
         self._note_what_is_left()
@@ -230,36 +231,9 @@ class ShuffleRun:
                 self._offers.add(owner, offer)  # at once, since a seal may follow, which waits for them
             self._note_what_is_left()  # only now: retained blocks that are offered again must not be reused
             self._exchange.discard_soon(outdated)
-            self._retire_all()
+            self._retired.ask_all()
         except Exception as error:  # the change may be half applied, and is not retried
             self.fail(error)
-
-    def _retire_all(self) -> None:
-        """Retire published shares that have been replaced, so that no block waits for a former owner."""
-        retired = defaultdict[str, set[int]](set)
-        for share, owner in self._exchange.pools.shares(self._key).items():
-            if share not in self._owners.shares and share not in self._retiring:
-                retired[owner].add(share)
-        for owner, shares in retired.items():
-            self._retiring |= shares
-            call_soon(self._worker, self._retire, owner, frozenset(shares))
-
-    async def _retire(self, owner: str, shares: frozenset[int]) -> None:
-        """Ask a former owner to release shares, even if it never received an offer for them."""
-        try:
-            while self.is_open:
-                try:
-                    await self._deliver(owner, Retire(shares))
-                except GONE:  # it is leaving, or its run has ended and ours is about to
-                    if not await self._exchange.calls.has_left(owner):
-                        await asyncio.sleep(LONGEST_PAUSE_S)
-                        continue
-                self._exchange.pools.drop_shares(self._key, shares)
-                return
-        except Exception as error:  # otherwise these blocks would fill the pool
-            self.fail(error)
-        finally:
-            self._retiring -= shares
 
     async def _catch_up(self) -> None:
         """Fetch the current owners from the scheduler; raise ShuffleClosedError if the run is over."""
@@ -380,7 +354,7 @@ class ShuffleRun:
         await self._recover(str(error), unreachable=owner)
         if self._owners.epoch == epoch:  # the scheduler first waits for other outputs: do not call it at once
             await asyncio.sleep(FIRST_PAUSE_S)
-        self._retire_all()
+        self._retired.ask_all()
         self.raise_if_closed()
 
     async def _deliver(self, owner: str, message: Message) -> list[int]:
