@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import logging
 import pickle
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from dask_gpurt.shuffle.dask_figures import DaskFigures
 from dask_gpurt.shuffle.messages import GONE, Message, Retire, RunInterrupted, Seal, error_of
 from dask_gpurt.shuffle.offers import Offers
 from dask_gpurt.shuffle.owners import Owners
@@ -83,7 +83,6 @@ class ShuffleRun:
         self.run_id = run_id
         self.span_id = span_id
         self.closed = False
-        self.start_time = time.time()
         self._exception: Exception | None = None
         self._worker = worker
         self._exchange = exchange
@@ -96,7 +95,7 @@ class ShuffleRun:
         self._receiver = Receiver(
             spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed, self._progress
         )
-        self._disk_before = exchange.disk_traffic()
+        self._figures = DaskFigures(self._key, exchange, self._progress)
         self._offers = Offers(self._deliver, self._unreachable, self._keeps, self.fail)
         self._sealing = Sealing(
             self,
@@ -188,35 +187,8 @@ class ShuffleRun:
                 await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
-        """Return the figures for Dask's shuffle dashboard page.
-
-        The exchange pools, which all runs of the worker share, are reported as the comm buffer. There is no
-        disk buffer, since spilled data are written at once. Disk traffic is that of the whole worker since
-        this run began.
-        """
-        figures, exchange = self._progress.snapshot(), self._exchange
-        pools = exchange.pools.describe().values()
-        written, read = (
-            now - before for now, before in zip(exchange.disk_traffic(), self._disk_before, strict=True)
-        )
-        shards = max(1, figures["offered_shards"])
-        return {
-            "comm": {
-                "memory": sum(pool["used"] - pool["retained"] for pool in pools),
-                "memory_limit": sum(pool["capacity"] for pool in pools),
-                "total": figures["offered_bytes"],
-                "buckets": len(exchange.pools.shares(self._key)),
-                "written": figures["offered_bytes"],
-                "read": figures["received_bytes"],
-                "avg_size": figures["offered_bytes"] / shards,
-                "avg_duration": figures["packing"] / shards,
-            },
-            "disk": {
-                **dict.fromkeys(("memory", "memory_limit", "buckets", "avg_size", "avg_duration"), 0),
-                **{"total": written, "written": written, "read": read},
-            },
-            "start": self.start_time,
-        }
+        """Return the figures for Dask's shuffle dashboard page."""
+        return self._figures.heartbeat()
 
     # ---- owners ----------------------------------------------------------------------
 
