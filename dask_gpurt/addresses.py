@@ -48,7 +48,7 @@ def require_scheduler(address: str) -> None:
         except MemoryError as error:  # the first bytes of an HTTP response, read as a length
             raise ConnectionError(f"no scheduler answers at {address}, but another server") from error
         except (OSError, ValueError, TypeError, RuntimeError) as error:
-            raise ConnectionError(f"no scheduler answers at {address}: {_reason(error)}") from error
+            raise ConnectionError(f"no scheduler answers at {address}: {_reason(error)}") from None
 
 
 def _require_place(address: str) -> None:

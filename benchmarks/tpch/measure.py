@@ -94,7 +94,7 @@ def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, t
 def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, dict[str, Any]]:
     """Run a query and check its result; return its seconds and their budget."""
     client = contender.client
-    threads = sum(client.nthreads().values())
+    threads = client.nthreads()
     forget(client)
     client.run(gc.collect)
     counted = read_counters(client, contender.has_runtime)

@@ -15,7 +15,8 @@ A query's time is cut at five instants, all on the clock of one host:
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -94,7 +95,9 @@ def take_log(client: Client) -> Logged:
     return logged
 
 
-def budget(began: float, built: float, ended: float, logged: Logged, threads: int) -> dict[str, Any]:
+def budget(
+    began: float, built: float, ended: float, logged: Logged, threads: Mapping[str, int]
+) -> dict[str, Any]:
     """Divide the time of a query into its phases, and summarise its tasks.
 
     Parameters
@@ -104,7 +107,7 @@ def budget(began: float, built: float, ended: float, logged: Logged, threads: in
     logged
         The log of this query only.
     threads
-        Number of task threads of all workers.
+        Number of task threads of each worker, by address, as from ``client.nthreads()``.
 
     Returns
     -------
@@ -113,9 +116,10 @@ def budget(began: float, built: float, ended: float, logged: Logged, threads: in
         ``graphs``: the number of graphs; more than one if a part was computed to plan the rest.
         ``tasks``: for each kind of task its count and computing seconds, the longest first.
         ``steps``: seconds of all threads by action, such as ``compute``, ``transfer``, ``disk-read``.
-        ``thread_busy``: the fraction of the task threads' time spent in tasks, while computing.
-        ``gaps``: times between tasks in which a thread had none: their number, mean seconds per thread,
-        median and maximum.
+        ``thread_busy``: the seconds in tasks relative to those of the task threads, while computing; more
+        than 1 if tasks have left their slot, as for a read.
+        ``gaps``: times in which a thread had no task: their number, mean seconds per thread, median and
+        maximum.
     """
     computed = [step for step in logged.steps if step.action == "compute"]
     if not computed or not logged.graphs:
@@ -134,7 +138,7 @@ def budget(began: float, built: float, ended: float, logged: Logged, threads: in
         "graphs": len(logged.graphs),
         "tasks": by_kind(computed),
         "steps": actions,
-        "thread_busy": busy / (threads * span) if span else 1.0,
+        "thread_busy": busy / (sum(threads.values()) * span) if span else 1.0,
         "gaps": gaps(computed, first, last, threads),
     }
 
@@ -153,28 +157,49 @@ def by_kind(computed: Iterable[Step]) -> dict[str, dict[str, float]]:
     return named
 
 
-def gaps(computed: Iterable[Step], first: float, last: float, threads: int) -> dict[str, float]:
-    """Summarise the times between ``first`` and ``last`` in which a thread had no task."""
-    by_thread: dict[tuple[str, int], list[Step]] = {}
+def gaps(computed: Iterable[Step], first: float, last: float, threads: Mapping[str, int]) -> dict[str, float]:
+    """Summarise the times between ``first`` and ``last`` in which a thread had no task.
+
+    Tasks are counted by worker and not by thread: a task that has left its slot, as for a read, leaves its
+    thread too, so that another thread takes its place.
+    """
+    by_worker: dict[str, list[Step]] = {worker: [] for worker in threads}
     for step in computed:
-        by_thread.setdefault(step.thread, []).append(step)
-    found: list[float] = []
-    for steps in by_thread.values():
-        free_since = first
-        for step in sorted(steps, key=lambda step: step.start):
-            if step.start > free_since:
-                found.append(step.start - free_since)
-            free_since = max(free_since, step.stop)
-        if last > free_since:
-            found.append(last - free_since)
-    # Threads without any task were free all the time.
-    found += [last - first] * (threads - len(by_thread))
+        by_worker.setdefault(step.thread[0], []).append(step)
+    # A worker that has left meanwhile had at least one thread.
+    found = [
+        gap
+        for worker, steps in by_worker.items()
+        for slot in range(threads.get(worker, 1))
+        for gap in _below(steps, slot + 1, first, last)
+    ]
     return {
         "count": len(found),
-        "seconds_a_thread": sum(found) / threads,
+        "seconds_a_thread": sum(found) / sum(threads.values()),
         "median": statistics.median(found) if found else 0.0,
         "longest": max(found, default=0.0),
     }
+
+
+def _below(steps: Iterable[Step], count: int, first: float, last: float) -> Iterator[float]:
+    """Yield the lengths of the times between ``first`` and ``last`` with fewer than ``count`` tasks."""
+    # Added up for each instant, so that there is no gap between a task and one that starts as it stops.
+    changes = Counter[float]()
+    for step in steps:
+        changes[step.start] += 1
+        changes[step.stop] -= 1
+    running = 0
+    free_since: float | None = first
+    for at in sorted(changes):
+        running += changes[at]
+        if running >= count and free_since is not None:
+            if at > free_since:
+                yield at - free_since
+            free_since = None
+        elif running < count and free_since is None:
+            free_since = at
+    if free_since is not None and last > free_since:
+        yield last - free_since
 
 
 def planning(seconds: Mapping[str, float]) -> float:

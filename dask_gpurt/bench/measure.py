@@ -92,11 +92,11 @@ def measure(
         If the runtime cannot be switched on or off.
     """
     contenders = (GPURT, against or configured_method())
-    threads = sum(client.nthreads().values())
+    threads = client.nthreads()
     if not threads:
         raise ValueError("the cluster has no workers")
     _require_idle(client)
-    tables = Tables(TableSize(scale, partitions or max(4, 2 * threads)), backend, folder)
+    tables = Tables(TableSize(scale, partitions or max(4, 2 * sum(threads.values()))), backend, folder)
     was_on = dask_gpurt.report(client).enabled
     compared = contenders[:1] if was_on else contenders
     bench = _Bench(client, tables, threads)
@@ -155,7 +155,8 @@ class _Bench:
 
     client: Client
     tables: Tables
-    threads: int
+    #: The task threads of each worker, by address.
+    threads: Mapping[str, int]
     runs: list[Run] = field(default_factory=list)
     observed: Observed = field(default_factory=lambda: Observed({}, {}, 0))
     #: The first result of each query, which all later results have to equal.
@@ -204,7 +205,7 @@ class _Bench:
             round=number,
             warm=warm,
             seconds=ended - began,
-            spent=Spent.of(spent, meanwhile, peak, self.threads),
+            spent=Spent.of(spent, meanwhile, peak, sum(self.threads.values())),
         )
 
     def _counters(self, contender: str) -> dict[str, float]:

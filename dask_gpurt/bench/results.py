@@ -40,15 +40,16 @@ class Spent(Parts):
     ) -> Spent:
         """Build it from a :func:`~dask_gpurt.bench.budget.budget` and the differences of counters."""
         seconds = spent["seconds"]
-        # With tasks that have left their slot for a read, more tasks run than the workers have threads.
-        busy = seconds["computing"] * min(1.0, spent["thread_busy"])
+        # The gaps of a worker that has left meanwhile would add up to more.
+        idle = min(spent["gaps"]["seconds_a_thread"], seconds["computing"])
+        busy = seconds["computing"] - idle
         reading = min(busy, counted["read_seconds"] / threads)
         return cls(
             planning=planning(seconds),
             starting=seconds["first_task"],
             reading=reading,
             computing=busy - reading,
-            idle=seconds["computing"] - busy,
+            idle=idle,
             collecting=seconds["collect"],
             tasks=sum(int(kind["count"]) for kind in spent["tasks"].values()),
             longest_gap=spent["gaps"]["longest"],

@@ -395,7 +395,14 @@ class ScaleUp(ScaleDown):
 class SwitchRuntime(Fault):
     """Switch the runtime off, and on again when the operations have ended."""
 
-    explains = (r"the runtime was switched off", r"the runtime is not on")
+    explains = (
+        r"the runtime was switched off",
+        r"the runtime is not on",
+        # Dask's own barrier, of a run that ended as the runtime was switched off.
+        r"P2PConsistencyError.*No active shuffle",
+        # Dask's own p2p, to which a rechunk falls back, supports arrays in host memory only.
+        r"Accessing a CuPy ndarry on CPU is not allowed",
+    )
     ends_last = True
 
     def begin(self) -> None:

@@ -93,8 +93,11 @@ class PoolFull(Exception):
     """
 
     def __init__(self, nbytes: int):
-        super().__init__(f"no free block of {nbytes} bytes")
+        super().__init__(nbytes)
         self.nbytes = nbytes
+
+    def __str__(self) -> str:
+        return f"no free block of {self.nbytes} bytes"
 
 
 class NoBacking(PoolFull):

@@ -165,6 +165,10 @@ class Exchange:
         """Return the backend for chunks; see :func:`~dask_gpurt.frames.chunk_table`."""
         return chunk_table(library, self.pools.device)
 
+    def pool_bytes(self, kind: str) -> int:
+        """Return the capacity of a device's pool, which is created on first use. Blocks."""
+        return self.pools.outbox(kind).pool.capacity
+
     # ---- reading ---------------------------------------------------------------------
 
     async def path(self, shard: Shard) -> Path:

@@ -42,6 +42,26 @@ ROUND_FORGOTTEN_S = 5.0
 SMALLEST_BLOCK = 2**16
 
 
+class HostFull(PoolFull):
+    """The host has no memory for a block that its pool has room for, and waiting is futile.
+
+    Parameters
+    ----------
+    nbytes
+        The requested size.
+    advice
+        The message.
+    """
+
+    def __init__(self, nbytes: int, advice: str):
+        super().__init__(nbytes)
+        self.args = (nbytes, advice)  # as unpickling calls it
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return self.advice
+
+
 class HostRoom:
     """Ask the workers of a host to make room for a producer of this one.
 
@@ -80,7 +100,7 @@ class HostRoom:
 
         Raises
         ------
-        PoolFull
+        HostFull
             If waiting is futile, but smaller blocks might fit.
         MemoryError
             If waiting is futile and the block is small.
@@ -93,7 +113,7 @@ class HostRoom:
         self._worker.loop.add_callback(self._round)
         if self._foreign_since is not None and now - self._foreign_since > FOREIGN_PATIENCE_S:
             if nbytes > SMALLEST_BLOCK:
-                raise PoolFull(nbytes)
+                raise HostFull(nbytes, no_room(nbytes))
             raise MemoryError(no_room(nbytes))
 
     async def _round(self) -> None:

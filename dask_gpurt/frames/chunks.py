@@ -30,7 +30,8 @@ from dask_gpurt.frames.boxes import Box, Index
 from dask_gpurt.frames.pickled import dumps
 
 Array = Any
-#: The most bytes of a box. Larger ones are divided, so that pieces can be halved for a pool with little room.
+#: The most bytes of a box or of a fragment of a pickle. Larger ones are divided, so that pieces can be halved
+#: for a pool with little room.
 MAX_BOX_BYTES = 2**24
 
 
@@ -161,7 +162,12 @@ class ChunkTable(ABC):
         """Return the fence of all reads of the outputs assembled so far; None if they are complete."""
 
     def split(
-        self, chunk: Array, boxes: Iterable[Box], groups: Sequence[Sequence[int]]
+        self,
+        chunk: Array,
+        boxes: Iterable[Box],
+        groups: Sequence[Sequence[int]],
+        *,
+        most: int = MAX_BOX_BYTES,
     ) -> list[Piece | None]:
         """Split a chunk into a piece for each group of new chunks.
 
@@ -171,6 +177,8 @@ class ChunkTable(ABC):
             All boxes of the chunk.
         groups
             The new chunks of each owner, by number. Boxes of chunks in no group are dropped.
+        most
+            The most bytes of a box or of a fragment of a pickle.
 
         Returns
         -------
@@ -182,20 +190,24 @@ class ChunkTable(ABC):
         for box in boxes:
             of_output[box.output].append(box)
         return [
-            rows(chunk, {output: of_output[output] for output in outputs if output in of_output})
+            rows(chunk, {output: of_output[output] for output in outputs if output in of_output}, most)
             for outputs in groups
         ]
 
-    def _plain(self, chunk: Array, boxes: Mapping[int, Sequence[Box]]) -> Piece | None:
+    def _plain(self, chunk: Array, boxes: Mapping[int, Sequence[Box]], most: int) -> Piece | None:
         found = [
-            [part for box in of_output for part in box.divided(chunk.dtype.itemsize, MAX_BOX_BYTES)]
+            [part for box in of_output for part in box.divided(chunk.dtype.itemsize, most)]
             for of_output in boxes.values()
         ]
         return _piece(boxes, found, lambda joined: PlainBoxes(chunk, joined))
 
-    def _pickled(self, chunk: Array, boxes: Mapping[int, Sequence[Box]]) -> Piece | None:
+    def _pickled(self, chunk: Array, boxes: Mapping[int, Sequence[Box]], most: int) -> Piece | None:
         found = [
-            [(box.place, stretch) for box in of_output for stretch in _stretches(dumps(chunk[box.within]))]
+            [
+                (box.place, stretch)
+                for box in of_output
+                for stretch in _stretches(dumps(chunk[box.within]), most)
+            ]
             for of_output in boxes.values()
         ]
         return _piece(boxes, found, PickledBoxes)
@@ -284,11 +296,11 @@ def _piece(
     return Piece(rows(joined), tuple(outputs), tuple(itertools.accumulate(map(len, found), initial=0)))
 
 
-def _stretches(pickled: bytes) -> Iterator[memoryview]:
-    """Yield fragments of a pickle of at most ``MAX_BOX_BYTES``."""
+def _stretches(pickled: bytes, most: int) -> Iterator[memoryview]:
+    """Yield fragments of a pickle of at most ``most`` bytes."""
     view = memoryview(pickled)
-    for start in range(0, len(view), MAX_BOX_BYTES):
-        yield view[start : start + MAX_BOX_BYTES]
+    for start in range(0, len(view), most):
+        yield view[start : start + most]
 
 
 def _place(box: tuple[Target, Array]) -> Index:

@@ -11,9 +11,12 @@ from typing import Any
 from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec, old_to_new
 from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, array_library
 from dask_gpurt.frames.boxes import Chunks, Grid, Plan
-from dask_gpurt.frames.chunks import opened
+from dask_gpurt.frames.chunks import MAX_BOX_BYTES, opened
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.spec import FrameBackends, RunSpec
+
+#: A small pool has room for at least as many boxes, so that producers do not wait for all of it to be read.
+BOXES_IN_POOL = 4
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ class RechunkSpec(RunSpec):
 
     def input(self, data: Any, source: int, tables: FrameBackends) -> ChunkInput:
         self._validate(data, source)
-        return ChunkInput(tables.chunk_table(array_library(data)), data, source, _plan(self.old, self.new))
+        table = tables.chunk_table(array_library(data))
+        most = min(MAX_BOX_BYTES, tables.pool_bytes(table.device.kind) // BOXES_IN_POOL)
+        return ChunkInput(table, data, source, _plan(self.old, self.new), most)
 
     def _validate(self, chunk: Any, source: int) -> None:
         """Reject a chunk whose shape differs from that in the array's chunks."""
@@ -80,18 +85,20 @@ def _plan(old: Chunks, new: Chunks) -> Plan:
 
 @dataclass(frozen=True)
 class ChunkInput:
-    """Split an old chunk of a rechunk."""
+    """Split an old chunk of a rechunk, into boxes of at most ``most`` bytes."""
 
     packer: ChunkTable
     data: Any
     source: int
     plan: Plan
+    most: int
 
     def count(self, metrics: Metrics) -> None:
         metrics.add("shuffle.elements", math.prod(self.data.shape))
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Piece | None]:
-        return self.packer.split(self.data, self.plan.boxes(self.source, self.data.shape), groups)
+        boxes = self.plan.boxes(self.source, self.data.shape)
+        return self.packer.split(self.data, boxes, groups, most=self.most)
 
     def halves(self) -> Sequence[ChunkInput]:
         return ()  # boxes are views of the chunk: splitting hardly takes memory

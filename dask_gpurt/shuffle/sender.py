@@ -14,6 +14,7 @@ from dask.sizeof import sizeof
 
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
+from dask_gpurt.exchange.host_room import HostFull
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Packed, Packer, Piece
@@ -295,6 +296,8 @@ class _Packing:
         try:
             for part, packed in parts:
                 self._packed.setdefault(share, []).append((part, packed))
+        except HostFull as full:
+            raise MemoryError(full.advice) from full
         except PoolFull as full:
             raise ValueError(
                 f"{self.sender.spec.smallest} takes {full.nbytes} bytes, "

@@ -46,6 +46,10 @@ class FrameBackends(Protocol):
         """Return the backend for the chunks of an array library."""
         ...
 
+    def pool_bytes(self, kind: str) -> int:
+        """Return the capacity of a device's exchange pool, which is created if need be. Blocks."""
+        ...
+
 
 class Input(Protocol):
     """Split an input partition."""

@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import dask.array as da
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ import pytest
 
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.exchange import Attempt, Exchange, Shard, host_room
+from dask_gpurt.exchange.host_room import HostFull
 from dask_gpurt.exchange.incoming import IncomingShard, reading
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import Section
@@ -161,12 +163,28 @@ def test_a_wait_for_memory_that_other_files_fill_ends(monkeypatch: pytest.Monkey
         with pytest.raises(Enough):
             await ends[1].offload(cut, boxes[1], MIB, 1)
         boxes[0].give_back(being_packed)
-        with pytest.raises(PoolFull):
+        with pytest.raises(HostFull, match="--shm-size"):
             await ends[1].offload(cut, boxes[1], MIB)
         boxes[1].give_back(await ends[1].offload(cut, boxes[1], 4 * PAGE))
         shm.total = 0
         with pytest.raises(MemoryError, match="--shm-size"):
             await ends[0].offload(cut, boxes[0], 2 * PAGE)
+
+    run()
+
+
+def test_a_rechunk_fails_where_other_files_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the advice, although a part of a chunk cannot be made small as rows can."""
+    monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
+
+    @on_cluster(workers=2)
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        boxes = [await end.offload(end.pools.outbox, "host") for end in map(exchange_of, (a, b))]
+        shm = Shm(monkeypatch, 0)
+        shm.pools = [box.pool for box in boxes]
+        rows = da.ones((400, 400), chunks=(100, 400))
+        with pytest.raises(MemoryError, match="--shm-size"):
+            await client.compute(rows.rechunk((400, 100), method="p2p"))
 
     run()
 

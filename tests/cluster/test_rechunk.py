@@ -223,3 +223,14 @@ def test_a_worker_is_killed_with_outputs(own: Client) -> None:
     wait(result)
     kill(own, next(iter(own.nthreads())))
     np.testing.assert_array_equal(result.compute(), numbers())
+
+
+@pytest.mark.parametrize("dtype", ["f8", "O"])
+def test_parts_of_chunks_are_larger_than_the_pool(dtype: str) -> None:
+    """They are divided: the size of a pool limits no rechunk."""
+    values = numbers((1024, 384)).astype(dtype)
+    with cluster("pandas", workers=2, exchange__pool="128 KiB") as client:
+        before = counters(client)
+        ours = array((1024, 192), values).rechunk((512, 384), method="p2p")
+        np.testing.assert_array_equal(ours.compute(), values)
+        assert counters(client)["shuffle.elements"] - before.get("shuffle.elements", 0) == values.size

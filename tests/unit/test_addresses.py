@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import traceback
 from collections.abc import Iterator
 
 import pytest
@@ -39,8 +40,9 @@ def test_an_address_of_no_scheduler_is_refused_at_once(address: str, said: str) 
 def test_a_refused_connection_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(ConnectionError, match=f"at tcp://127.0.0.1:{port}: connection refused"):
+    with pytest.raises(ConnectionError, match=f"at tcp://127.0.0.1:{port}: connection refused") as refused:
         dask_gpurt.enable(f"tcp://127.0.0.1:{port}")
+    assert len(traceback.format_exception(refused.value)) < 12, "the message stands below other errors"
 
 
 def test_an_unknown_host_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

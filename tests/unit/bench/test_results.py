@@ -23,7 +23,7 @@ def spent(reading: float = 1.0, busy: float = 0.75, **others: float) -> Spent:
     budget = {
         "seconds": SECONDS,
         "thread_busy": busy,
-        "gaps": {"longest": 0.4},
+        "gaps": {"longest": 0.4, "seconds_a_thread": SECONDS["computing"] * max(0.0, 1 - busy)},
         "tasks": {"read": {"count": 4, "seconds": 1.0}, "(others)": {"count": 6, "seconds": 1.0}},
     }
     counted = {"read_bytes": 10.0, "moved_bytes": 2.0**21, "spilled_bytes": 0.0, **others}

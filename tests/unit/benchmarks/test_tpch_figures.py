@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,28 +12,56 @@ from hypothesis import strategies as st
 from benchmarks.tpch.cudf_polars import read_records
 from benchmarks.tpch.figures import ratios, spread, summarise
 from benchmarks.tpch.measure import Run
-from dask_gpurt.bench.budget import Logged, Step, budget
+from dask_gpurt.bench.budget import Logged, Step, budget, gaps
 
 durations = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=8)
 
 
+def steps_of(worker: str, thread: int, durations: list[tuple[int, int]]) -> list[Step]:
+    """Return tasks of a thread, given the pause before each one and its length."""
+    steps, now = [], 10.0
+    for pause, length in durations:
+        steps.append(Step("kind", "compute", (worker, thread), now + pause, now + pause + length))
+        now += pause + length
+    return steps
+
+
 @given(st.lists(durations, min_size=1, max_size=3), st.integers(0, 2))
 def test_all_time_of_the_threads_is_busy_or_a_gap(threads: list[Any], idle: int) -> None:
-    steps = []
-    for number, of_thread in enumerate(threads):
-        now = 10.0
-        for pause, length in of_thread:
-            steps.append(Step("kind", "compute", ("worker", number), now + pause, now + pause + length))
-            now += pause + length
+    steps = [
+        step
+        for number, of_thread in enumerate(threads)
+        for step in steps_of(f"worker-{number}", 0, of_thread)
+    ]
     ended = max(step.stop for step in steps) + 1
     there = len(threads) + idle
-    spent = budget(1.0, 2.0, ended, Logged([(3.0, 4.0)], steps), there)
+    available = {f"worker-{number}": 1 for number in range(there)}
+    spent = budget(1.0, 2.0, ended, Logged([(3.0, 4.0)], steps), available)
     assert sum(spent["seconds"].values()) == pytest.approx(ended - 1.0)
     span = spent["seconds"]["computing"]
     busy = sum(step.stop - step.start for step in steps)
     assert spent["thread_busy"] * there * span == pytest.approx(busy)
     assert spent["gaps"]["seconds_a_thread"] * there + busy == pytest.approx(there * span)
     assert sum(of["count"] for of in spent["tasks"].values()) == len(steps)
+
+
+@given(st.lists(durations, min_size=1, max_size=4), st.integers(1, 4))
+def test_a_gap_is_a_time_with_fewer_tasks_than_threads(threads: list[Any], there: int) -> None:
+    """On one worker, whose tasks may run on more threads than it has slots, as when some have left them."""
+    steps = [step for number, of in enumerate(threads) for step in steps_of("worker", number, of)]
+    first, last = (
+        int(of(ends)) for of, ends in ((min, [s.start for s in steps]), (max, [s.stop for s in steps]))
+    )
+    running = [sum(step.start <= at < step.stop for step in steps) for at in range(first, last)]
+    found = gaps(steps, first, last, {"worker": there})
+    assert found["seconds_a_thread"] * there == pytest.approx(sum(max(0, there - n) for n in running))
+    runs = [
+        len(list(times))
+        for slot in range(1, there + 1)
+        for is_free, times in groupby(n < slot for n in running)
+        if is_free
+    ]
+    assert (found["count"], found["longest"]) == (len(runs), max(runs, default=0))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as numpy_strategies
 from dask_gpurt.dask_hooks.arrays import old_to_new
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.frames import Part, Piece, chunk_table, chunks
+from dask_gpurt.frames import Part, Piece, chunk_table
 from dask_gpurt.frames import numpy as frames_numpy
 from dask_gpurt.frames.boxes import Box, Chunks, Grid, Plan
 
@@ -118,7 +118,7 @@ def packed(table: Any, piece: Piece, room: Room) -> list[tuple[Piece, Any]]:
         return [found for half in piece.halves(table.cut) if len(half) for found in packed(table, half, room)]
 
 
-def rechunked(array: Any, old: Chunks, new: Chunks, owners: int, room: Room) -> list[Any]:
+def rechunked(array: Any, old: Chunks, new: Chunks, owners: int, room: Room, most: int) -> list[Any]:
     """Return the new chunks of an array, built from packed pieces for several owners."""
     table = chunk_table("numpy", lambda _: HostDevice(2**20))
     plan = plan_of(old, new)
@@ -126,7 +126,7 @@ def rechunked(array: Any, old: Chunks, new: Chunks, owners: int, room: Room) -> 
     parts: list[list[Part]] = [[] for _ in range(len(plan.new))]
     for source in range(len(plan.old)):
         chunk = array[slices_of(old, plan.old.index(source))]
-        for piece in table.split(chunk, plan.boxes(source, chunk.shape), groups):
+        for piece in table.split(chunk, plan.boxes(source, chunk.shape), groups, most=most):
             for part, one in [] if piece is None else packed(table, piece, room):
                 memo: dict[str, Any] = {}
                 for at, output in enumerate(part.partitions):
@@ -165,10 +165,7 @@ def test_chunks_are_the_same_bits(
         array = data.draw(numpy_strategies.arrays(dtype, shape))
     if data.draw(st.booleans()):
         array = np.asfortranarray(array)
-    with pytest.MonkeyPatch.context() as patch:
-        if divided:
-            patch.setattr(chunks, "MAX_BOX_BYTES", 64)
-        found = rechunked(array, old, new, owners, Room(300 if divided else 2**20))
+    found = rechunked(array, old, new, owners, Room(300 if divided else 2**20), 64 if divided else 2**20)
     for number, chunk in enumerate(found):
         expected = array[slices_of(new, Grid.of(new).index(number))]
         assert (chunk.shape, chunk.dtype) == (expected.shape, expected.dtype)

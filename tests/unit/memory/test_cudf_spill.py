@@ -187,8 +187,10 @@ def test_the_account_agrees_with_cudf() -> None:
         made = client.map(make_frame, range(4), pure=False)
         wait(made)
         told(client, "device", "partitions", 4 * 8 * MIB)
-        [moved] = client.run(spill_half).values()
-        assert moved >= 16 * MIB
+        [spilled] = client.run(spill_half).values()
+        assert spilled >= 16 * MIB
+        # cudf may also spill small buffers that belong to no result.
+        moved = spilled - spilled % (8 * MIB)
         told(client, "host", "cudf", moved)
         told(client, "device", "partitions", 4 * 8 * MIB - moved)
         client.run(lambda dask_worker: dask_worker.data.spill(1 << 40))
