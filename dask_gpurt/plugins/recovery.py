@@ -22,7 +22,7 @@ from dask.typing import Key
 from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
-from dask_gpurt.dask_hooks.shuffle import ShuffleId, barrier_key, id_from_key, restrict_again
+from dask_gpurt.dask_hooks.shuffle import ShuffleId, barrier_key, restrict_again
 from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 SHUFFLE_TOPIC = "gpurt-shuffle"
 #: How long a repair waits for unaffected outputs being assembled, and the polling interval, in seconds.
 MAX_REPAIR_DELAY_S, REPAIR_POLL_INTERVAL_S = 0.25, 0.02
-#: Seconds between looks at the worker of a barrier.
-BARRIER_POLL_INTERVAL_S = 1.0
 
 
 class Recovery:
@@ -78,8 +76,6 @@ class Recovery:
         self._in_a_row = LossesInARow()
         self._results = KeptResults(scheduler, self._in_a_row.forget)
         self._losses = PendingLosses[ShuffleId]()
-        #: Shuffles whose barriers are watched.
-        self._watched: set[ShuffleId] = set()
 
     # ---- the life of runs ------------------------------------------------------------
 
@@ -96,8 +92,6 @@ class Recovery:
         """Track the state of a task; see :meth:`KeptResults.transition`."""
         if finish in ("memory", "forgotten"):
             self._in_a_row.done(key)
-        if finish == "processing" and (shuffle := id_from_key(key)) is not None:
-            self._watch_barrier(shuffle)
         self._results.transition(key, finish, worker)
 
     def is_done(self, shuffle: ShuffleId) -> bool:
@@ -118,7 +112,7 @@ class Recovery:
 
     def owners(self, id: ShuffleId, run_id: int) -> dict[str, Any]:
         """Return the owners of a run; None if it is over (handler)."""
-        owners = self._owners(id, run_id)
+        owners = self._runs.current_owners(id, run_id)
         return {"owners": None if owners is None else ToPickle(owners.snapshot())}
 
     def sealed(self, id: ShuffleId, run_id: int, epoch: int, worker: str) -> None:
@@ -129,13 +123,13 @@ class Recovery:
         worker
             The worker that runs the barrier. This message precedes the end of the task on its stream.
         """
-        owners = self._owners(id, run_id)
+        owners = self._runs.current_owners(id, run_id)
         if owners is None or owners.seal(epoch) or owners.sealed:
             return
         # The epoch is stale. Every move of outputs sends the new owners and then reruns the barrier. If the
         # worker missed them nevertheless, the barrier must not end with the old owners: rerun it.
         self._send_owners(id, {worker})
-        self._release([barrier_key(id)], "processing")
+        self.rerun([barrier_key(id)], "processing")
 
     def recover(
         self,
@@ -162,7 +156,7 @@ class Recovery:
             A worker that does not answer; its unfinished outputs are given to other workers. So are those of
             silent workers among the producers.
         """
-        owners = self._owners(id, run_id)
+        owners = self._runs.current_owners(id, run_id)
         if owners is None or owners.epoch != epoch:
             return
         named = set() if unreachable is None else {unreachable}
@@ -185,50 +179,12 @@ class Recovery:
             if silent:  # it is no failure, however often it happens
                 for shuffle in shuffles:
                     self._in_a_row.moves(shuffle)
-            self._release(inputs)
+            self.rerun(inputs)
             self._repair_soon(loss)
-
-    # ---- silent workers --------------------------------------------------------------
-
-    def continues_without(self, id: ShuffleId, run_id: int, worker: str) -> bool:
-        """Return whether a run goes on without a worker that does not reply, since it is silent (handler)."""
-        return self._owners(id, run_id) is not None and self._abandons_silent(id, worker)
-
-    def _abandons_silent(self, shuffle: ShuffleId, worker: str) -> bool:
-        """Return whether a worker is silent and others can take over, and if so keep tasks off it."""
-        silent = self._workers.silent
-        if worker not in self._workers.ready or not silent.is_silent(worker):
-            return False
-        able = self._runs.candidates(*self._runs.sharing(shuffle))
-        if all(other == worker or other in silent for other in able):
-            return False
-        silent.hold(worker)
-        return True
-
-    def _watch_barrier(self, shuffle: ShuffleId) -> None:
-        """Begin to look after a barrier that has been sent to a worker."""
-        if shuffle not in self._watched and self._is_active(shuffle):
-            self._watched.add(shuffle)
-            self._scheduler.loop.call_later(BARRIER_POLL_INTERVAL_S, self._check_barrier, shuffle)
-
-    def _check_barrier(self, shuffle: ShuffleId) -> None:
-        """Rerun a barrier whose worker is silent: nothing has to call that worker, and Dask would wait."""
-        self._watched.discard(shuffle)
-        if not self._is_active(shuffle) or not self._runs.is_task(barrier_key(shuffle), "processing"):
-            return
-        worker = self._runs.barrier(shuffle).processing_on
-        if worker is not None and self._abandons_silent(shuffle, worker.address):
-            self._release([barrier_key(shuffle)], "processing")
-        else:
-            self._watch_barrier(shuffle)
 
     def _leaves(self, worker: str) -> bool:
         state = self._scheduler.workers.get(worker)
         return state is None or state.status in CLOSING
-
-    def _owners(self, shuffle: ShuffleId, run_id: int) -> Owners | None:
-        run = self._extension.active_shuffles.get(shuffle)
-        return owners_of(run) if run is not None and run.run_id == run_id else None
 
     # ---- workers that leave or join --------------------------------------------------
 
@@ -264,7 +220,7 @@ class Recovery:
             loss.gone.add(worker)
             loss.culprits.add(worker)
             # Dask reruns a transfer only if its result is lost too; the result may have other replicas.
-            self._release(transfers)
+            self.rerun(transfers)
             self._repair_soon(loss)
             return
         if all(map(self.is_done, shuffles)):
@@ -329,7 +285,7 @@ class Recovery:
 
     def is_current(self, shuffle: ShuffleId, run_id: int) -> bool:
         """Return whether a run is the current run of its shuffle."""
-        return self._owners(shuffle, run_id) is not None
+        return self._runs.is_current(shuffle, run_id)
 
     def owners_of(self, shuffle: ShuffleId) -> Mapping[int, str]:
         """Return the owner of each output of an active run."""
@@ -377,7 +333,7 @@ class Recovery:
         barriers = map(barrier_key, shuffles)
         passed = [key for key in barriers if self._runs.is_task(key, "memory", "processing")]
         if passed:  # deferred, since this may be within a transition
-            self._scheduler.loop.add_callback(self._release, passed, "memory", "processing")
+            self._scheduler.loop.add_callback(self.rerun, passed, "memory", "processing")
 
     # ---- repair ----------------------------------------------------------------------
 
@@ -398,7 +354,7 @@ class Recovery:
                 self._scheduler.loop.call_later(REPAIR_POLL_INTERVAL_S, self._repair_soon, loss)
                 return
             self._losses.forget(shuffles)
-            if active := [shuffle for shuffle in shuffles if self._is_active(shuffle)]:
+            if active := [shuffle for shuffle in shuffles if self._runs.is_active(shuffle)]:
                 self._repair(active, loss)
 
     def _repair(self, shuffles: Collection[ShuffleId], loss: Loss) -> None:
@@ -408,9 +364,6 @@ class Recovery:
         workers = [worker for worker in self._runs.candidates(*shuffles) if worker not in loss.unreachable]
         what = loss if loss.is_loss else None
         self._reassign(shuffles, needed, workers, loss.reason, idle=owned - needed, loss=what)
-
-    def _is_active(self, shuffle: ShuffleId) -> bool:
-        return shuffle in self._extension.active_shuffles and self._runs.has(shuffle)
 
     @contextmanager
     def _or_begin_again(self, shuffles: Collection[ShuffleId], reason: str) -> Iterator[None]:
@@ -425,7 +378,7 @@ class Recovery:
             logger.exception("Shuffles %s cannot be repaired", ", ".join(map(str, shuffles)))
             self._losses.forget(shuffles)
             for shuffle in shuffles:
-                if self._is_active(shuffle):
+                if self._runs.is_active(shuffle):
                     self._begin_again(shuffle, f"{reason}; its repair has failed: {error!r}")
 
     def _has_others(self, shuffle: ShuffleId, loss: Loss) -> bool:
@@ -480,14 +433,14 @@ class Recovery:
         for worker in {*to.values(), *kept.values()}:
             self._in_a_row.takes_part(worker, shuffles)
         barriers = map(barrier_key, shuffles)
-        self._release(barriers, "memory", "processing", "queued", "no-worker")
+        self.rerun(barriers, "memory", "processing", "queued", "no-worker")
 
     def _log_event(self, shuffle: ShuffleId, action: str, reason: str, outputs: int) -> None:
         """Log an event with an action, its reason, and the number of outputs that change owners."""
         event = {"action": action, "shuffle": str(shuffle), "reason": reason, "outputs": outputs}
         self._scheduler.log_event(SHUFFLE_TOPIC, event)
 
-    def _release(self, keys: Iterable[Key], *states: str) -> None:
+    def rerun(self, keys: Iterable[Key], *states: str) -> None:
         """Release those tasks that are in one of the states, by default in memory, so that they rerun."""
         stimulus = f"gpurt-recovery-{time()}"
         released = [key for key in keys if self._runs.is_task(key, *(states or ("memory",)))]

@@ -105,6 +105,19 @@ class ActiveRuns:
         """Return whether an active run is the runtime's."""
         return owners_of(self._extension.active_shuffles[shuffle]) is not None
 
+    def is_active(self, shuffle: ShuffleId) -> bool:
+        """Return whether a shuffle has an active run of the runtime."""
+        return shuffle in self._extension.active_shuffles and self.has(shuffle)
+
+    def current_owners(self, shuffle: ShuffleId, run_id: int) -> Owners | None:
+        """Return the owner of each output of a run of the runtime; None if it is not the active one."""
+        run = self._extension.active_shuffles.get(shuffle)
+        return owners_of(run) if run is not None and run.run_id == run_id else None
+
+    def is_current(self, shuffle: ShuffleId, run_id: int) -> bool:
+        """Return whether a run of the runtime is the active run of its shuffle."""
+        return self.current_owners(shuffle, run_id) is not None
+
     def barrier(self, shuffle: ShuffleId) -> SchedulerTask:
         """Return the barrier task of a shuffle."""
         return self._scheduler.tasks[barrier_key(shuffle)]

@@ -187,7 +187,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             TOKEN_HANDLER: lambda: self.workers.token,
             OWNERS_HANDLER: self.shuffles.recovery.owners,
             RECOVER_HANDLER: self.shuffles.recovery.recover,
-            "gpurt_silent": self.shuffles.recovery.continues_without,
+            "gpurt_silent": self.shuffles.abandoning.continues_without,
             **self.tracing.handlers(),
         }
         operations = {

@@ -36,11 +36,13 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, Worke
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
+from dask_gpurt.plugins.abandoning import Abandoning
 from dask_gpurt.plugins.balancing import Balancing
 from dask_gpurt.plugins.barrier_ends import BarrierEnds
 from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
 from dask_gpurt.plugins.retirement import Retirement
 from dask_gpurt.plugins.run_outputs import (
+    ActiveRuns,
     asked_outputs,
     is_unfinished,
     needed_outputs,
@@ -86,6 +88,8 @@ class SchedulerShuffles:
         self._patches = PatchSet()
         self._runs = RunsInARow()
         self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
+        runs = ActiveRuns(scheduler, workers)
+        self.abandoning = Abandoning(scheduler, workers, runs, self.recovery.rerun)
         self._barrier_ends = BarrierEnds(scheduler)
         self.results = SmallResults(scheduler, workers.ready, metrics)
         self._balancing = Balancing(scheduler, self.recovery, headroom)
@@ -152,6 +156,7 @@ class SchedulerShuffles:
             The worker that ran the task and the metadata that it sent, if the task is in memory now.
         """
         self.recovery.transition(key, finish, worker)
+        self.abandoning.transition(key, finish)
         if finish in ("memory", "forgotten"):
             self._runs.done(key)
         if finish == "forgotten" and isinstance(key, str) and (shuffle_id := id_from_key(key)):

@@ -13,9 +13,7 @@ import asyncio
 import contextlib
 import logging
 import pickle
-import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from dask.context import thread_state
@@ -24,23 +22,18 @@ from distributed.core import ErrorMessage, OKMessage, error_message
 from distributed.exceptions import Reschedule
 from distributed.utils import sync
 
-from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
+from dask_gpurt.dask_hooks.shuffle import ShuffleClosedError
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from dask_gpurt.shuffle.messages import (
-    GONE,
-    Message,
-    Retire,
-    RunInterrupted,
-    Seal,
-    Stale,
-    error_of,
-)
+from dask_gpurt.shuffle.dask_figures import DaskFigures
+from dask_gpurt.shuffle.messages import GONE, Message, Retire, RunInterrupted, Seal, error_of
 from dask_gpurt.shuffle.offers import Offers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
+from dask_gpurt.shuffle.retired_shares import RetiredShares
+from dask_gpurt.shuffle.sealing import Sealing
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import RunSpec
 from dask_gpurt.shuffle.transferred import Transferred, note_sizes
@@ -90,7 +83,6 @@ class ShuffleRun:
         self.run_id = run_id
         self.span_id = span_id
         self.closed = False
-        self.start_time = time.time()
         self._exception: Exception | None = None
         self._worker = worker
         self._exchange = exchange
@@ -103,10 +95,20 @@ class ShuffleRun:
         self._receiver = Receiver(
             spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed, self._progress
         )
-        self._disk_before = exchange.disk_traffic()
+        self._figures = DaskFigures(self._key, exchange, self._progress)
         self._offers = Offers(self._deliver, self._unreachable, self._keeps, self.fail)
-        #: Shares that their former owners are being asked to release.
-        self._retiring: set[int] = set()
+        self._sealing = Sealing(
+            self,
+            exchange,
+            lambda: self._owners,
+            self._deliver,
+            self._recover,
+            self._catch_up,
+            self.raise_if_closed,
+        )
+        self._retired = RetiredShares(
+            self._key, worker, exchange, self._keeps, self._deliver, lambda: self.is_open, self.fail
+        )
         exchange.metrics.add("shuffle.runs")
         exchange.run_begins(self._key)
         self._note_what_is_left()
@@ -185,35 +187,8 @@ class ShuffleRun:
                 await self._exchange.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
-        """Return the figures for Dask's shuffle dashboard page.
-
-        The exchange pools, which all runs of the worker share, are reported as the comm buffer. There is no
-        disk buffer, since spilled data are written at once. Disk traffic is that of the whole worker since
-        this run began.
-        """
-        figures, exchange = self._progress.snapshot(), self._exchange
-        pools = exchange.pools.describe().values()
-        written, read = (
-            now - before for now, before in zip(exchange.disk_traffic(), self._disk_before, strict=True)
-        )
-        shards = max(1, figures["offered_shards"])
-        return {
-            "comm": {
-                "memory": sum(pool["used"] - pool["retained"] for pool in pools),
-                "memory_limit": sum(pool["capacity"] for pool in pools),
-                "total": figures["offered_bytes"],
-                "buckets": len(exchange.pools.shares(self._key)),
-                "written": figures["offered_bytes"],
-                "read": figures["received_bytes"],
-                "avg_size": figures["offered_bytes"] / shards,
-                "avg_duration": figures["packing"] / shards,
-            },
-            "disk": {
-                **dict.fromkeys(("memory", "memory_limit", "buckets", "avg_size", "avg_duration"), 0),
-                **{"total": written, "written": written, "read": read},
-            },
-            "start": self.start_time,
-        }
+        """Return the figures for Dask's shuffle dashboard page."""
+        return self._figures.heartbeat()
 
     # ---- owners ----------------------------------------------------------------------
 
@@ -228,36 +203,9 @@ class ShuffleRun:
                 self._offers.add(owner, offer)  # at once, since a seal may follow, which waits for them
             self._note_what_is_left()  # only now: retained blocks that are offered again must not be reused
             self._exchange.discard_soon(outdated)
-            self._retire_all()
+            self._retired.ask_all()
         except Exception as error:  # the change may be half applied, and is not retried
             self.fail(error)
-
-    def _retire_all(self) -> None:
-        """Retire published shares that have been replaced, so that no block waits for a former owner."""
-        retired = defaultdict[str, set[int]](set)
-        for share, owner in self._exchange.pools.shares(self._key).items():
-            if share not in self._owners.shares and share not in self._retiring:
-                retired[owner].add(share)
-        for owner, shares in retired.items():
-            self._retiring |= shares
-            call_soon(self._worker, self._retire, owner, frozenset(shares))
-
-    async def _retire(self, owner: str, shares: frozenset[int]) -> None:
-        """Ask a former owner to release shares, even if it never received an offer for them."""
-        try:
-            while self.is_open:
-                try:
-                    await self._deliver(owner, Retire(shares))
-                except GONE:  # it is leaving, or its run has ended and ours is about to
-                    if not await self._exchange.calls.has_left(owner):
-                        await asyncio.sleep(LONGEST_PAUSE_S)
-                        continue
-                self._exchange.pools.drop_shares(self._key, shares)
-                return
-        except Exception as error:  # otherwise these blocks would fill the pool
-            self.fail(error)
-        finally:
-            self._retiring -= shares
 
     async def _catch_up(self) -> None:
         """Fetch the current owners from the scheduler; raise ShuffleClosedError if the run is over."""
@@ -378,7 +326,7 @@ class ShuffleRun:
         await self._recover(str(error), unreachable=owner)
         if self._owners.epoch == epoch:  # the scheduler first waits for other outputs: do not call it at once
             await asyncio.sleep(FIRST_PAUSE_S)
-        self._retire_all()
+        self._retired.ask_all()
         self.raise_if_closed()
 
     async def _deliver(self, owner: str, message: Message) -> list[int]:
@@ -419,33 +367,12 @@ class ShuffleRun:
         self._note_what_is_left()
 
     async def barrier(self, run_ids: Sequence[int]) -> int:
-        """Seal the run: check that every owner has received all of its shards, and accept no others.
-
-        Raises
-        ------
-        RunInterrupted
-            When shards are missing or the owners have changed: the barrier has to run again, after the
-            missing inputs have been transferred again.
-        """
+        """Seal the run; see :meth:`Sealing.seal`. In the barrier task."""
         self.raise_if_closed()
         if any(run_id != self.run_id for run_id in run_ids):
             await self._worker.scheduler.shuffle_barrier(id=self.id, run_id=self.run_id, consistent=False)
             return self.run_id
-        results = cast(Sequence[Transferred], run_ids)
-        epoch = self._owners.epoch
-        try:
-            missing = await self._seal_all(results, epoch)
-        except (Stale, P2PConsistencyError) as error:
-            raise RunInterrupted(str(error)) from error
-        if missing:
-            self._exchange.metrics.add("shuffle.inputs.missing", len(missing))
-            lost = [result for result in results if result.source in missing]
-            await self._recover(
-                inputs_lost(missing),
-                inputs=[result.key for result in lost],
-                producers=sorted({result.producer for result in lost}),
-            )
-            raise RunInterrupted(f"inputs {sorted(missing)} are transferred again")
+        epoch = await self._sealing.seal(cast(Sequence[Transferred], run_ids))
         self.raise_if_closed()
         # This message and the end of this task use the same stream, so the scheduler gets this message first.
         # If it has moved outputs in the meantime, it has also rescheduled the barrier, and ignores both.
@@ -453,54 +380,6 @@ class ShuffleRun:
             {"op": SEALED_OP, "id": self.id, "run_id": self.run_id, "epoch": epoch}
         )
         return self.run_id
-
-    async def _seal_all(self, results: Sequence[Transferred], epoch: int) -> set[int]:
-        """Make producers deliver their offers and owners seal; return the missing inputs.
-
-        Both happen in one round, so an owner may seal before the last offers to it arrive, and report them as
-        missing. Once all workers have replied, everything has been delivered: such owners get a second round.
-        """
-        seal = Seal({result.source: result.attempt for result in results})
-        owners = {share.owner for share in self._owners.open_shares()}
-        producers = {result.producer for result in results}
-        missing = await self._seal(seal, owners | producers, owners, epoch)
-        if missing:
-            missing = await self._seal(seal, missing.keys(), owners, epoch)
-        return {source for sources in missing.values() for source in sources}
-
-    async def _seal(
-        self, seal: Seal, workers: Collection[str], owners: Collection[str], epoch: int
-    ) -> dict[str, Sequence[int]]:
-        """Send a seal to workers; return the incomplete inputs by owner.
-
-        Raises Stale if the owners have changed since the barrier began: some inputs are then transferred
-        again, and an owner must not seal, or report as missing, the attempts that this barrier knows.
-        """
-        self._raise_if_moved(epoch)
-        workers = sorted(workers)
-        answers = await asyncio.gather(
-            *(self._deliver(worker, seal) for worker in workers), return_exceptions=True
-        )
-        self._raise_if_moved(epoch)
-        missing: dict[str, Sequence[int]] = {}
-        for worker, answer in zip(workers, answers, strict=True):
-            if isinstance(answer, GONE) and worker in owners:
-                self.raise_if_closed()
-                await self._recover(str(answer), unreachable=worker)
-                raise Stale(str(answer)) from answer
-            if not isinstance(answer, BaseException) and answer:
-                missing[worker] = answer
-        for answer in answers:
-            if isinstance(answer, Stale):
-                await self._catch_up()
-            # GONE is no error from a producer that owns nothing: its undelivered inputs are reported missing.
-            if isinstance(answer, BaseException) and not isinstance(answer, GONE):
-                raise answer
-        return missing
-
-    def _raise_if_moved(self, epoch: int) -> None:
-        if epoch != self._owners.epoch:
-            raise Stale(f"the owners of {self} have changed")
 
     # ---- consuming -------------------------------------------------------------------
 
@@ -520,7 +399,7 @@ class ShuffleRun:
         if isinstance(message, Seal):
             await self._flush()
             self.raise_if_closed()  # a closed receiver has no shares, and would report nothing missing
-            self._raise_if_moved(epoch)
+            self._sealing.raise_if_moved(epoch)
             return sorted(self._receiver.seal(message.succeeded))
         if isinstance(message, Retire):
             await self._exchange.forget_shares(sender, self._key, message.shares)
@@ -599,9 +478,3 @@ class ShuffleRun:
         """Tell the exchange whether outputs are left to read here; if not, retained blocks may be reused."""
         if not self.closed:
             self._exchange.run_is_read(self._key, self._receiver.is_read)
-
-
-def inputs_lost(inputs: Collection[int], most: int = 10) -> str:
-    """Return a reason with the number of lost inputs first, and then which: the first of many."""
-    few = ", ".join(map(str, sorted(inputs)[:most])) + (", …" if len(inputs) > most else "")
-    return f"{len(inputs)} input{'s' * (len(inputs) > 1)} lost: {few}"

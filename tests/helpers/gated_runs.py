@@ -25,6 +25,7 @@ from dask_gpurt.api import register_method
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.shuffle.sealing import Sealing
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import outputs_of
 from dask_gpurt.shuffle.transferred import Transferred
@@ -133,7 +134,7 @@ class Gate:
 
 
 def address_of(step: Any) -> str:
-    """Return the address of the worker of a run, a sender or a receiver."""
+    """Return the address of the worker of a run or of one of its parts."""
     worker = step._worker if isinstance(step, ShuffleRun) else step.exchange.worker
     return str(worker.address)
 
@@ -147,7 +148,7 @@ STEPS = {
     "unpack": (Receiver, "assemble"),
 }
 #: Further steps: in the middle of the barrier, when it has read its inputs and the epoch.
-FINER_STEPS = {"seal": (ShuffleRun, "_seal_all")}
+FINER_STEPS = {"seal": (Sealing, "seal_all")}
 
 
 def gate(monkeypatch: pytest.MonkeyPatch, phase: str) -> Gate:

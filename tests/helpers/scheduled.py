@@ -333,7 +333,7 @@ class DaskScheduler(VirtualScheduler):
             OWNERS_HANDLER: self.recovery.owners,
             RECOVER_HANDLER: self.recovery.recover,
             "gpurt_gone": self.runtime.gone,
-            "gpurt_silent": self.recovery.continues_without,
+            "gpurt_silent": self.shuffles.abandoning.continues_without,
             "gpurt_links": _no_links,
         }
         self.stream_handlers |= {

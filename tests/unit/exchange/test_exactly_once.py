@@ -367,7 +367,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             return False
         if any(process.shuffles.shuffle_runs.closed for process in self._alive()):
             return False
-        if any(run._retiring for process in self._alive() if (run := process.run_of(self.shuffle))):
+        if any(run._retired.asked for process in self._alive() if (run := process.run_of(self.shuffle))):
             return False
         return not self.network.messages and not any(self.network.streams.values()) and not self.background
 

@@ -212,7 +212,7 @@ async def test_an_owner_closes_while_it_is_asked_to_let_go_of_shares() -> None:
     [share] = {share for share, owner in a.exchange.pools.shares(run._key).items() if owner == B}
     b.status = Status.closing
     b.close()
-    asked = asyncio.create_task(run._retire(B, frozenset({share})))
+    asked = asyncio.create_task(run._retired.ask(B, frozenset({share})))
     await quiet()
     assert not asked.done(), "it may still read"
     cluster.scheduler.workers.discard(B)
@@ -228,7 +228,7 @@ async def test_an_owner_fails_while_it_is_asked_to_let_go_of_shares() -> None:
     a = cluster.network.processes[A]
     run: Any = a.run_of("a shuffle")
     failing(cluster, "shuffle_receive", B, MemoryError("no memory"))
-    await run._retire(B, frozenset({0, 1}))
+    await run._retired.ask(B, frozenset({0, 1}))
     with pytest.raises(MemoryError, match="no memory"):
         run.raise_if_closed()
     cluster.close()

@@ -29,7 +29,7 @@ def go_on_until(cluster: StepwiseCluster, done: Callable[[], bool]) -> None:
 
 def send_again(cluster: StepwiseCluster) -> int:
     """Release the barrier, as a repair does; return its new dispatch."""
-    cluster.call(cluster.scheduler.recovery._release, [BARRIER], "processing")
+    cluster.call(cluster.scheduler.recovery.rerun, [BARRIER], "processing")
     return dispatch(cluster)
 
 
