@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from distributed.protocol.compression import compressions
 
-from dask_gpurt.device.base import Buffer, Codec
+from dask_gpurt.device.base import Codec
+from dask_gpurt.device.pool import Buffer
 
 #: The codecs of Dask that are considered: a fast one, and one with a better ratio.
 CODECS = ("lz4", "zstd")

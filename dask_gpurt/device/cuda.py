@@ -31,21 +31,12 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.base import (
-    AUTO_POOL_OF_FREE,
-    Block,
-    Buffer,
     Codec,
     DeviceFiles,
     Fence,
     Guard,
-    Mapping,
-    MappingError,
-    Pool,
-    PoolFull,
-    PoolLimits,
     PriorityError,
     SmContexts,
-    Ticket,
     lives_on_device,
     workers_of_device,
 )
@@ -54,6 +45,17 @@ from dask_gpurt.device.copies import Copy, fillings, runs
 from dask_gpurt.device.cuda_guard import ResourceGuard
 from dask_gpurt.device.cuda_memory import DeviceSpan, behind, copy_async, cut
 from dask_gpurt.device.green import GreenContexts, usual_context
+from dask_gpurt.device.pool import (
+    AUTO_POOL_OF_FREE,
+    Block,
+    Buffer,
+    Mapping,
+    MappingError,
+    Pool,
+    PoolFull,
+    PoolLimits,
+    Ticket,
+)
 from dask_gpurt.topology.detect import host_id
 from dask_gpurt.topology.links import Link
 

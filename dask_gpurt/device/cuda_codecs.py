@@ -18,10 +18,11 @@ from nvidia import nvcomp
 from nvidia.nvcomp.external_memory import ExternalMemory
 from rmm.pylibrmm.stream import Stream
 
-from dask_gpurt.device.base import Buffer, Codec, CodecError
+from dask_gpurt.device.base import Codec, CodecError
 from dask_gpurt.device.codecs import check
 from dask_gpurt.device.copies import Copy
 from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, copy_async, cut
+from dask_gpurt.device.pool import Buffer
 
 # Importing nvcomp removes `nvidia.libnvcomp`, which libcudf needs if it is imported later: restore it.
 if "nvidia.libnvcomp" in sys.modules:

@@ -20,8 +20,9 @@ from cupy.cuda import runtime
 from rmm.pylibrmm.stream import Stream
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.device.base import Buffer, Fence
+from dask_gpurt.device.base import Fence
 from dask_gpurt.device.copies import Copy
+from dask_gpurt.device.pool import Buffer
 
 #: First driver version with cudaMemcpyBatchAsync: CUDA 12.8.
 BATCHES_SINCE = 12080

@@ -21,25 +21,20 @@ import psutil
 from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.base import (
+from dask_gpurt.device.base import Codec, Fence, PriorityError, SmContexts, SmsError, passed
+from dask_gpurt.device.codecs import host_codecs
+from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
     Block,
     Buffer,
-    Codec,
-    Fence,
     Mapping,
     MappingError,
     NoBacking,
     Pool,
     PoolFull,
     PoolLimits,
-    PriorityError,
-    SmContexts,
-    SmsError,
     Ticket,
-    passed,
 )
-from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.ranges import Ranges
 from dask_gpurt.topology.detect import host_id
 from dask_gpurt.topology.links import Link

@@ -17,7 +17,8 @@ from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
 from dask_gpurt.device import Block, Device, PoolFull
-from dask_gpurt.device.base import Buffer, Codec
+from dask_gpurt.device.base import Codec
+from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange.compression import Compressor
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard

@@ -13,7 +13,8 @@ from typing import Any
 
 from zict import LRU
 
-from dask_gpurt.device.base import Buffer, Codec, CodecError
+from dask_gpurt.device.base import Codec, CodecError
+from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Fallback, Metrics
 

@@ -30,8 +30,8 @@ from distributed.comm.addressing import get_address_host
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import is_closing
-from dask_gpurt.device.base import PoolFull
 from dask_gpurt.device.host import SHM, no_room
+from dask_gpurt.device.pool import PoolFull
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds for which a producer waits while /dev/shm is full without any worker of this cluster using it.

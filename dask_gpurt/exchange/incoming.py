@@ -13,7 +13,7 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.base import Buffer, Mapping
+from dask_gpurt.device.pool import Buffer, Mapping
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey, Shard

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from dask_gpurt.device import Mapping
-from dask_gpurt.device.base import Buffer
+from dask_gpurt.device.pool import Buffer
 
 
 class HeldMapping:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_gpurt.device import Device, Mapping, MappingError
-from dask_gpurt.device.base import Ticket
+from dask_gpurt.device.pool import Ticket
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.links import BETWEEN_HOSTS

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dask_gpurt.device import Block, Device
-from dask_gpurt.device.base import Buffer
+from dask_gpurt.device.pool import Buffer
 
 Frame = Any
 

@@ -13,9 +13,9 @@ import cupy
 import numpy as np
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.base import Buffer
 from dask_gpurt.device.copies import address
 from dask_gpurt.device.cuda import CudaDevice
+from dask_gpurt.device.pool import Buffer
 from dask_gpurt.frames.boxes import Index
 from dask_gpurt.frames.chunks import ChunkTable
 

@@ -11,7 +11,8 @@ from dask.typing import Key
 from distributed.protocol.serialize import Serialized
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.base import Buffer, Fence
+from dask_gpurt.device.base import Fence
+from dask_gpurt.device.pool import Buffer
 from dask_gpurt.memory.entries import EntryTable, StoredCopy
 from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import Scattered, joined, message, on_device, put_together

@@ -11,7 +11,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.device.base import Buffer
+from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange import Attempt, Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.incoming import IncomingShard, reading
 from dask_gpurt.exchange.shard import RunKey, Section

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.config import ConfigError, Size
-from dask_gpurt.device import Block, PoolFull, base, host
-from dask_gpurt.device.base import NoBacking
+from dask_gpurt.device import Block, PoolFull, host
 from dask_gpurt.device.host import HostDevice, HostPool
+from dask_gpurt.device.pool import AUTO_POOL_OF_SHM, NoBacking
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 from tests.helpers.shared_memory import PAGE, Shm, filled, held, resident
@@ -222,6 +222,6 @@ def test_a_worker_that_joins_late_has_a_pool_of_the_same_size(
         found.append([capacity(None), capacity(Size(8 * MIB))])
     assert found[0] == found[1] == [2**28, 8 * MIB]
     monkeypatch.setattr(host, "shm_memory", lambda: (0, 4 * MIB))
-    assert capacity(None) == int(base.AUTO_POOL_OF_SHM * 4 * MIB) // PAGE * PAGE
+    assert capacity(None) == int(AUTO_POOL_OF_SHM * 4 * MIB) // PAGE * PAGE
     with pytest.raises(ConfigError, match="has 0 B free of"):
         capacity(Size(8 * MIB))

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from dask_gpurt.config import KEYS
-from dask_gpurt.device import base
+from dask_gpurt.device import pool
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
 from dask_gpurt.observe import Fallback
@@ -206,8 +206,8 @@ def test_settings_says_what_auto_is() -> None:
     page = " ".join(SETTINGS.split())
     host, cuda = HostDevice.pool_share, class_attribute("device/cuda.py", "CudaDevice", "pool_share")
     assert f"`auto` is {cuda:.0%} of the memory of a GPU and {host:.0%} of a worker's memory limit" in page
-    assert f"never more than {base.AUTO_POOL_OF_FREE:.0%} of the free memory of the GPU" in page
-    assert f"or {base.AUTO_POOL_OF_SHM:.0%} of `/dev/shm`" in page
+    assert f"never more than {pool.AUTO_POOL_OF_FREE:.0%} of the free memory of the GPU" in page
+    assert f"or {pool.AUTO_POOL_OF_SHM:.0%} of `/dev/shm`" in page
     assert f"fails only after {FOREIGN_PATIENCE_S:.0f} seconds" in page
 
 
