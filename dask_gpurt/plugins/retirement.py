@@ -71,14 +71,17 @@ class Retirement:
         return track
 
     async def evacuate(self, worker: str) -> bool:
-        """Wait until no active run depends on a worker, or owners make no progress; return whether it did."""
+        """Wait until no active run depends on a worker, or owners make no progress; return whether it waited.
+
+        Meanwhile the worker may end tasks, such as outputs that it was assembling already.
+        """
         self._recovery.retires(worker)
-        left, depended = math.inf, False
+        left, waited = math.inf, False
         while contributed := self._recovery.contributions(worker):
+            waited = True
             if self._recovery.is_repair_pending(contributed):  # a moment later the new owners are known
                 await asyncio.sleep(REPAIR_POLL_INTERVAL_S)
                 continue
-            depended = True
             found = await self._ask(worker, contributed)
             done = [shuffle for shuffle, shards in found.items() if not shards]
             for shuffle in done:
@@ -87,7 +90,7 @@ class Retirement:
             if not done and (left >= before or not found):
                 logger.warning("worker %s retires before its shards have been copied", worker)
                 break
-        return depended
+        return waited
 
     async def _ask(self, worker: str, contributed: Mapping[Any, Contribution]) -> Mapping[Any, int]:
         """Ask a worker to have its shards copied, for some seconds; return how many are left, by shuffle."""

@@ -18,7 +18,7 @@ from distributed.shuffle._core import barrier_key, id_from_key
 import dask_gpurt
 from dask_gpurt.api import register_method
 from dask_gpurt.exchange.pulling import Puller
-from dask_gpurt.plugins import recovery
+from dask_gpurt.plugins import recovery, retirement
 from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.plugins.retirement import Retirement
 from dask_gpurt.shuffle import run as shuffle_run
@@ -548,8 +548,16 @@ def test_an_owner_retires_that_is_assembling_an_output(monkeypatch: pytest.Monke
     run(test, workers=3, **ONE_EACH)
 
 
-def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its outputs move only when those of the others are there, and until then it is not evacuated."""
+@pytest.mark.parametrize("interval_s", [retirement.REPAIR_POLL_INTERVAL_S, 1.0])
+def test_a_worker_retires_while_all_assemble_outputs(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float
+) -> None:
+    """Its outputs move only when those of the others are there, and until then it is not evacuated.
+
+    Where that is noticed only after the run has ended, it is not evacuated at all. Either way the outputs that
+    it has assembled meanwhile are copied.
+    """
+    monkeypatch.setattr(retirement, "REPAIR_POLL_INTERVAL_S", interval_s)
     assemble, is_repair_pending, ask = Receiver.assemble, Recovery.is_repair_pending, Retirement._ask
     begun, go_on, too_early = set[str](), threading.Event(), list[bool]()
 
@@ -573,16 +581,16 @@ def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Retirement, "_ask", notes)
 
     async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
+        kept = client.persist(shuffled())
         await until(lambda: len(begun) == len(crew))
         watched = Watched(scheduler)
         retires = max(crew, key=lambda worker: len(watched.owned(worker.address)))
         await client.retire_workers([retires.address])
-        assert_right(await result)
+        assert_right(await client.compute(kept))
         assert_evacuated(scheduler, watched, retires)
         assert not any(too_early)
         await retires.finished()
-        del result
+        del kept
 
     run(test, workers=3, **ONE_EACH)
 
