@@ -554,8 +554,8 @@ def test_a_worker_retires_while_all_assemble_outputs(
 ) -> None:
     """Its outputs move only when those of the others are there, and until then it is not evacuated.
 
-    Where that is noticed only after the run has ended, it is not evacuated at all. Either way the outputs that
-    it has assembled meanwhile are copied.
+    Where that is noticed only after the run has ended, it is not evacuated at all. Either way its outputs are
+    copied.
     """
     monkeypatch.setattr(retirement, "REPAIR_POLL_INTERVAL_S", interval_s)
     assemble, is_repair_pending, ask = Receiver.assemble, Recovery.is_repair_pending, Retirement._ask
