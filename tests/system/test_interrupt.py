@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ def test_ctrl_c_ends_it_in_one_line(name: str, tmp_path: Path) -> None:
         text=True,
         env=environment(),
         start_new_session=True,  # as a terminal does, ctrl-C goes to the command and its workers
+        # A shell has its background jobs ignore ctrl-C, and so would a command of tests that run in one.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     begun = next(line for line in process.stderr if re.search(r"\(\d+ of \d+ done\)", line))
