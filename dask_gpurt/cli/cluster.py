@@ -7,9 +7,11 @@ import importlib.util
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
+from types import FrameType
 
 import click
 import dask
@@ -95,14 +97,31 @@ def local_cluster(
                 cluster = cluster_class(rmm_pool_size=rmm_pool_size, **common)
             else:
                 cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
-        with cluster:
-            try:
-                yield cluster
-            except KeyboardInterrupt:
-                # Closing the cluster breaks off what it does at the moment, such as switching the runtime on,
-                # and Dask would log each broken connection. The command ends with one line of its own.
-                logging.disable()
-                raise
+        with cluster, _silent_once_interrupted():
+            yield cluster
+
+
+@contextmanager
+def _silent_once_interrupted() -> Iterator[None]:
+    """Log nothing from ctrl-C on: the command ends with one line of its own.
+
+    Closing the client and the cluster breaks off what they do at the moment, such as gathering a result or
+    switching the runtime on, and Dask would log each task and each connection of it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # another handler takes ctrl-C, or it is ignored
+        return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        logging.disable()
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,6 +14,17 @@ import pytest
 from distributed.protocol.pickle import dumps
 
 from dask_gpurt.cli.cluster import local_cluster
+
+
+@pytest.fixture(autouse=True)
+def taken() -> Iterator[None]:
+    """Take ctrl-C as a command in a terminal does: a shell has its background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        logging.disable(logging.NOTSET)
 
 
 def test_it_is_interrupted_while_the_scheduler_waits_for_a_worker(caplog: pytest.LogCaptureFixture) -> None:
@@ -23,12 +36,33 @@ def test_it_is_interrupted_while_the_scheduler_waits_for_a_worker(caplog: pytest
             call = {"op": "run", "function": dumps(time.sleep), "args": dumps((60,))}
             broadcast = cluster.scheduler.broadcast(msg=call, on_error="return")
             waiting.append(asyncio.run_coroutine_threadsafe(broadcast, cluster.loop.asyncio_loop))
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            command()
-        waiting[0].result(10)
-    finally:
-        logging.disable(logging.NOTSET)
+    with pytest.raises(KeyboardInterrupt):
+        command()
+    waiting[0].result(10)
     assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+
+
+def test_its_client_is_interrupted_while_it_gathers(caplog: pytest.LogCaptureFixture) -> None:
+    """The client gives up its tasks before the cluster closes, and a dropped task would be logged."""
+
+    class Client:
+        def __init__(self, cluster: Any):
+            pass
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None:
+            logging.getLogger("asyncio").error("Task exception was never retrieved")
+
+    def command() -> None:
+        with local_cluster("pandas", 1) as cluster, Client(cluster):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        command()
+    assert [record.message for record in caplog.records if record.levelno >= logging.ERROR] == []
+    with local_cluster("pandas", 1):
+        pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
