@@ -92,14 +92,14 @@ def measure(
         If the runtime cannot be switched on or off.
     """
     contenders = (GPURT, against or configured_method())
-    threads = client.nthreads()
+    threads = sum(client.nthreads().values())
     if not threads:
         raise ValueError("the cluster has no workers")
     _require_idle(client)
-    tables = Tables(TableSize(scale, partitions or max(4, 2 * sum(threads.values()))), backend, folder)
+    tables = Tables(TableSize(scale, partitions or max(4, 2 * threads)), backend, folder)
     was_on = dask_gpurt.report(client).enabled
     compared = contenders[:1] if was_on else contenders
-    bench = _Bench(client, tables, threads)
+    bench = _Bench(client, tables)
     with client.as_current(), _observing(client):
         if folder is not None:
             tables.write()
@@ -155,8 +155,6 @@ class _Bench:
 
     client: Client
     tables: Tables
-    #: The task threads of each worker, by address.
-    threads: Mapping[str, int]
     runs: list[Run] = field(default_factory=list)
     observed: Observed = field(default_factory=lambda: Observed({}, {}, 0))
     #: The first result of each query, which all later results have to equal.
@@ -185,6 +183,7 @@ class _Bench:
 
     def _run(self, query: Query, contender: str, number: int, warm: bool) -> Run:
         client = self.client
+        threads = client.nthreads()  # now, since a worker may have been replaced
         forget(client)
         client.run(gc.collect)
         counted = self._counters(contender)
@@ -195,7 +194,7 @@ class _Bench:
         built = time()
         found = query.collected(lazy.compute())
         ended = time()
-        spent = budget(began, built, ended, take_log(client), self.threads)
+        spent = budget(began, built, ended, take_log(client), threads)
         peak = peak_memory(client) if has_peaks else None
         meanwhile = difference(counted, self._counters(contender))
         self._check(query, contender, found)
@@ -205,7 +204,7 @@ class _Bench:
             round=number,
             warm=warm,
             seconds=ended - began,
-            spent=Spent.of(spent, meanwhile, peak, sum(self.threads.values())),
+            spent=Spent.of(spent, meanwhile, peak, sum(threads.values())),
         )
 
     def _counters(self, contender: str) -> dict[str, float]:
