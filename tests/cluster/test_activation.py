@@ -152,6 +152,7 @@ def ignorant(address: str) -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.slow
 def test_the_flag_of_a_worker_is_enough_for_all() -> None:
     with (
         cluster_of_commands(workers=1) as (address, _),
@@ -164,6 +165,7 @@ def test_the_flag_of_a_worker_is_enough_for_all() -> None:
             assert shuffle_runs(client) == 2
 
 
+@pytest.mark.slow
 def test_takeover_can_be_forbidden() -> None:
     flags = ("--preload", "dask_gpurt")
     with (
@@ -207,6 +209,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @needs_hooks
 def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Path) -> None:
     nanny = tmp_path / "nanny.py"

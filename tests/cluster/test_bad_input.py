@@ -99,6 +99,7 @@ def test_a_wrong_word_in_the_environment_is_logged_and_dask_works(tmp_path: Path
     assert done.stderr.count(said) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
 def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -114,7 +115,10 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
     ("setting", "value", "said"),
     [
         ("GPURT__MEMORY__DEVICE", "500 TiB", "'gpurt.memory.device' comes to 500.00 TiB, which is more than"),
-        ("GPURT__TOPOLOGY__FILE", "/nowhere.yaml", "the topology file /nowhere.yaml cannot be read"),
+        pytest.param(
+            *("GPURT__TOPOLOGY__FILE", "/nowhere.yaml", "the topology file /nowhere.yaml cannot be read"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_setting_that_a_server_refuses_is_said_once_and_dask_works(

@@ -32,6 +32,7 @@ def test_where_nothing_confines_it_says_why() -> None:
         ensure_confined(client)
 
 
+@pytest.mark.slow
 def test_every_query_is_learnt_beside_shuffles(
     start: Starting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def worker(
     return found
 
 
+@pytest.mark.slow
 def test_a_nanny_loads_it_and_the_worker_sets_the_cap(packages: Path) -> None:
     found = worker(packages, "built", "4", "--restart")
     path = packages / "built" / "dask_gpurt" / "overlap" / "_interposer.so"

@@ -6,6 +6,7 @@ from pathlib import Path
 from time import perf_counter
 
 import dask
+import pytest
 
 from benchmarks.tpch import planning_store
 from benchmarks.tpch.planning_cache import KEPT, figures_of, metadata_calls, take_turns
@@ -27,6 +28,7 @@ def test_planning_is_compared_in_turns(tmp_path: Path) -> None:
     assert [each["query"] for each in figures["queries"]] == [6]
 
 
+@pytest.mark.slow
 def test_first_runs_are_compared_in_processes_of_their_own(tmp_path: Path) -> None:
     directory = small_tables(tmp_path, parts=2).directory
     found = planning_store.take_turns([6, 12], directory, FOLDER, "pandas", turns=1)
