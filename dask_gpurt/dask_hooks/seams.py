@@ -91,6 +91,7 @@ WORKER_SHUFFLES = SeamGroup(
         Seam(_RUNS + "fail", "self shuffle_id run_id message"),
         Seam(_RUNS + "get_or_create", "self shuffle_id key"),
         Seam(_RUNS + "get_with_run_id", "self shuffle_id run_id"),
+        Seam(_PLUGIN + "_barrier", "self shuffle_id run_ids"),
         Seam(_PLUGIN + "add_partition", "self data partition_id id kwargs"),
         Seam(_PLUGIN + "get_output_partition", "self shuffle_id run_id partition_id meta"),
         Seam(_PLUGIN + "shuffle_receive", "self shuffle_id run_id data"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from distributed import Reschedule
 from distributed.shuffle._core import (
     P2PBarrierTask,
     SchedulerShuffleState,
@@ -15,7 +16,7 @@ from distributed.shuffle._core import (
     get_worker_plugin,
     id_from_key,
 )
-from distributed.shuffle._exceptions import P2PConsistencyError, ShuffleClosedError
+from distributed.shuffle._exceptions import P2PConsistencyError, P2POutOfDiskError, ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
 from distributed.shuffle._merge import merge_transfer
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
@@ -51,6 +52,7 @@ __all__ = [
     "restart",
     "restart_without",
     "restrict_again",
+    "run_barrier",
     "runs_of",
     "set_restriction",
     "worker_for_range_sharding",
@@ -182,6 +184,35 @@ def active_runs(plugin: ShuffleWorkerPlugin) -> Mapping[ShuffleId, ActiveRun]:
     """Return the active runs of a worker's shuffle plugin, by shuffle. This is the live mapping."""
     runs: Mapping[ShuffleId, ActiveRun] = plugin.shuffle_runs._active_runs
     return runs
+
+
+async def run_barrier(shuffle_id: ShuffleId, *run_ids: int) -> int:
+    """Run the barrier of a shuffle on the event loop of its worker. Called by a task, in place of Dask's.
+
+    Dask awaits tasks that are coroutines, without a thread. Its own function blocks one until the event loop
+    has run the barrier.
+
+    Parameters
+    ----------
+    run_ids
+        The results of the transfers.
+
+    Returns
+    -------
+    The id of the run.
+
+    Raises
+    ------
+    RuntimeError
+        For errors that are not Dask's own, which it does not name either.
+    """
+    try:
+        run_id: int = await get_worker_plugin()._barrier(shuffle_id, run_ids)
+    except (Reschedule, P2PConsistencyError, P2POutOfDiskError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"P2P {shuffle_id} failed during barrier phase") from error
+    return run_id
 
 
 def output_of(shuffle_id: ShuffleId, run_id: int, partition: int) -> Any:

@@ -28,7 +28,7 @@ from dask_gpurt.dask_hooks.expr import (
     task_of,
 )
 from dask_gpurt.dask_hooks.graph import Task
-from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, merge_transfer
+from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, merge_transfer, run_barrier
 from dask_gpurt.frames import Hashed, Ranged
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
@@ -244,7 +244,7 @@ def _with_our_spec(layer: dict[Any, Any], **options: Any) -> dict[Any, Any]:
     for task in barriers:
         assert isinstance(task.spec, DataFrameShuffleSpec)
         spec = ShuffleSpec.of(task.spec, **options)
-        layer[task.key] = P2PBarrierTask(task.key, task.func, *task.args, spec=spec)
+        layer[task.key] = P2PBarrierTask(task.key, run_barrier, *task.args, spec=spec)
     return layer
 
 
