@@ -1,13 +1,12 @@
-"""Pack pandas partitions of plain numbers column by column, and others with pickle protocol 5."""
+"""Split pandas partitions, pack them column by column or with pickle, and assemble outputs."""
 
 from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-de
 
 from dask_gpurt.dask_hooks.graph import concat
 from dask_gpurt.device import Device, PoolFull
-from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.frames.backend import (
     BlockAllocator,
     Hashed,
@@ -27,12 +25,8 @@ from dask_gpurt.frames.backend import (
     Routed,
     giving_back,
 )
+from dask_gpurt.frames.columns import Columns, PandasLayout, Strings, is_whole, order_of
 from dask_gpurt.frames.pickled import Chunks, Pickled, own
-
-try:
-    from pandas.api.internals import create_dataframe_from_blocks  # type: ignore[import-not-found]
-except ImportError:  # not in pandas 2, whose frames are pickled
-    create_dataframe_from_blocks = None
 
 #: Rows that are hashed at a time, so that temporary arrays fit into the cache, and into memory that the
 #: allocator reuses without a system call.
@@ -41,14 +35,14 @@ _HASHED_ROWS = 8192
 
 @dataclass(frozen=True)
 class _PandasRows:
-    """Refer to rows of a frame by position; ``plain`` is set if it has only plain numbers."""
+    """Refer to rows of a frame by position; without ``columns`` they have to be pickled."""
 
     frame: pd.DataFrame
     order: np.ndarray
     ignore_index: bool
-    plain: Plain | None
-    #: The pickled rows while there is no room for them, since pickling again would be slow.
-    waiting: list[Chunks] = field(default_factory=list)
+    columns: Columns | None
+    #: The pickled rows, or their strings, while there is no room for them, since making them again is slow.
+    waiting: list[Chunks | list[Strings]] = field(default_factory=list)
 
     def taken(self) -> pd.DataFrame:
         taken = self.frame.take(self.order)
@@ -79,7 +73,7 @@ class PandasTable:
         order = np.argsort(targets, kind="stable")  # numpy uses a radix sort for small integers
         ends = np.cumsum(sum(np.bincount(step, minlength=npartitions) for step in _steps(targets)))
         layout = PandasLayout.of(rows, ignore_index=ignore_index)
-        plain = Plain(rows, layout) if layout else None
+        columns = Columns(rows, layout) if layout else None
         pieces: list[Piece | None] = []
         for partitions in groups:
             spans = [(ends[p - 1] if p else 0, ends[p]) for p in partitions]
@@ -87,7 +81,7 @@ class PandasTable:
             if not offsets[-1]:
                 pieces.append(None)
                 continue
-            mine = _PandasRows(rows, _joined(order, spans), ignore_index, plain)
+            mine = _PandasRows(rows, _joined(order, spans), ignore_index, columns)
             pieces.append(Piece(mine, tuple(partitions), offsets))
         return pieces
 
@@ -97,12 +91,9 @@ class PandasTable:
 
     def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         rows: _PandasRows = piece.rows
-        if rows.plain is None:
+        if rows.columns is None:
             return _pickled(rows, piece.offsets, allocator)
-        block = allocator.allocate(rows.plain.layout.nbytes(len(piece)))
-        with giving_back(block, allocator):
-            rows.plain.take(rows.order, block.buffer)
-        return Packed(block, rows.plain.header)
+        return _written(rows, rows.columns, allocator)
 
     def settle(self) -> None:
         pass
@@ -132,9 +123,23 @@ class PandasTable:
         return None
 
 
+def _written(rows: _PandasRows, columns: Columns, allocator: BlockAllocator) -> Packed:
+    """Pack rows column by column."""
+    texts: Any = rows.waiting.pop() if rows.waiting else columns.texts(rows.order)
+    try:
+        block = allocator.allocate(columns.layout.nbytes(len(rows.order), texts))
+    except PoolFull:
+        rows.waiting.append(texts)
+        raise
+    with giving_back(block, allocator):
+        columns.write(rows.order, texts, block.buffer)
+    return Packed(block, columns.header)
+
+
 def _pickled(rows: _PandasRows, offsets: tuple[int, ...], allocator: BlockAllocator) -> Packed:
     """Pack rows of any dtype with pickle."""
-    chunks = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
+    waiting: Any = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
+    chunks: Chunks = waiting
     try:
         return chunks.pack(allocator)
     except PoolFull:
@@ -227,173 +232,3 @@ def _joined(order: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     if all(left[1] == right[0] for left, right in pairwise(spans)):
         return order[spans[0][0] : spans[-1][1]]
     return np.concatenate([order[start:stop] for start, stop in spans])
-
-
-# ---- frames of plain numbers, column by column ---------------------------------------------
-
-
-@dataclass(frozen=True)
-class PandasLayout:
-    """Describe columns that are stored one after the other in a buffer.
-
-    Attributes
-    ----------
-    columns, dtypes
-        Labels and dtypes of the columns.
-    index
-        The dtype of the index, which is stored first; None if it was dropped.
-    name
-        The name of the index.
-    """
-
-    columns: pd.Index
-    dtypes: tuple[np.dtype[Any], ...]
-    index: np.dtype[Any] | None
-    name: Hashable
-
-    @classmethod
-    def of(cls, frame: pd.DataFrame, *, ignore_index: bool) -> PandasLayout | None:
-        """Return the layout of a frame; None unless it has only plain numbers."""
-        index = frame.index
-        dtypes = [*frame.dtypes, index.dtype]
-        known = type(frame) is pd.DataFrame and type(index) in (pd.Index, pd.RangeIndex)
-        if not (create_dataframe_from_blocks and known and len(frame.columns) and not frame.attrs):
-            return None
-        if not all(isinstance(dtype, np.dtype) and dtype.kind in "biufc" for dtype in dtypes):
-            return None
-        return cls(frame.columns, tuple(dtypes[:-1]), None if ignore_index else dtypes[-1], index.name)
-
-    def nbytes(self, rows: int) -> int:
-        """Return the bytes of a buffer for this many rows."""
-        return sum(_padded(rows * dtype.itemsize) for dtype in self._all())
-
-    def _all(self) -> list[np.dtype[Any]]:
-        return [*([] if self.index is None else [self.index]), *self.dtypes]
-
-    def views(self, buffer: np.ndarray, rows: int) -> Iterator[np.ndarray]:
-        """Yield views of the index, if any, and the columns in a buffer."""
-        start = 0
-        for dtype in self._all():
-            nbytes = rows * dtype.itemsize
-            yield buffer[start : start + nbytes].view(dtype)
-            start += _padded(nbytes)
-
-    def read(self, parts: Sequence[Part], order_by: Hashable = None) -> pd.DataFrame:
-        """Concatenate parts of this layout into new memory.
-
-        The rows are sorted by ``order_by`` if that is fast and unambiguous; see :func:`order_of`.
-        """
-        rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
-        index = [] if self.index is None else [np.empty(rows, self.index)]
-        blocks = self._blocks(rows)
-        placed = [pair for block, places in blocks for pair in zip(places, block, strict=True)]
-        targets = [*index, *(column for _, column in sorted(placed, key=itemgetter(0)))]
-        sources = list(zip(*map(self._rows, parts), strict=True))
-        order = self._order(sources[len(index) :], order_by)
-        for target, pieces in zip(targets, sources, strict=True):
-            if order is None:
-                np.concatenate(pieces, out=target)
-            else:
-                _take(np.concatenate(pieces), order, target)
-        labels = pd.Index(index[0], name=self.name, copy=False) if index else pd.RangeIndex(rows)
-        frame: pd.DataFrame = create_dataframe_from_blocks(blocks, labels, self.columns)
-        return frame
-
-    def _rows(self, part: Part) -> list[np.ndarray]:
-        """Return views of the index, if any, and the columns of a part."""
-        start, stop = part.offsets[part.index : part.index + 2]
-        return [view[start:stop] for view in self.views(part.buffer, part.offsets[-1])]
-
-    def _order(self, columns: Sequence[Sequence[np.ndarray]], by: Hashable) -> np.ndarray | None:
-        """Return the sort order of a column given in pieces; None if there is none, or no such column."""
-        found = [column for label, column in zip(self.columns, columns, strict=True) if label == by]
-        return (
-            order_of(np.concatenate(found[0]), distinct=True) if by is not None and len(found) == 1 else None
-        )
-
-    def _blocks(self, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Allocate a block for the columns of each dtype; return it with the positions of these columns."""
-        dtypes = dict.fromkeys(self.dtypes)
-        places = [np.flatnonzero([other == dtype for other in self.dtypes]) for dtype in dtypes]
-        return [(np.empty((len(at), rows), self.dtypes[at[0]]), at) for at in places]
-
-
-class Plain:
-    """Hold a frame of plain numbers to pack rows from.
-
-    Parameters
-    ----------
-    frame
-        A frame with this ``layout``.
-    """
-
-    def __init__(self, frame: pd.DataFrame, layout: PandasLayout):
-        self.layout = layout
-        self.header = pickle.dumps(layout)
-        self._index = None if layout.index is None else frame.index
-        self._columns = [frame.iloc[:, at].to_numpy() for at in range(len(layout.dtypes))]
-
-    def take(self, order: np.ndarray, buffer: np.ndarray) -> None:
-        """Write rows, selected by position, to a buffer."""
-        views = self.layout.views(buffer, len(order))
-        if isinstance(self._index, pd.RangeIndex):
-            numbers = next(views)
-            np.multiply(order, self._index.step, out=numbers)
-            numbers += self._index.start
-        elif self._index is not None:
-            _take(self._index.to_numpy(), order, next(views))
-        for column, view in zip(self._columns, views, strict=True):
-            _take(column, order, view)
-
-
-def _take(column: np.ndarray, order: np.ndarray, into: np.ndarray) -> None:
-    # mode="clip" avoids the bounds check, for which numpy would write to a temporary copy first.
-    np.take(column, order, out=into, mode="clip")
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-# ---- sorting of integers ---------------------------------------------------------------------
-
-
-def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | None:
-    """Return the positions that sort integers in ascending order; the sort is stable.
-
-    Each number is combined with its position into one integer of 64 bits, and these are sorted, which takes a
-    third of the time of ``argsort``.
-
-    Parameters
-    ----------
-    distinct
-        Whether to return None if numbers are equal, so that the order is the same for every sort.
-
-    Returns
-    -------
-    numpy.ndarray or None
-        Positions as int64; None for other dtypes, or if the range of numbers is too wide to fit next to a
-        position.
-    """
-    if not is_whole(numbers.dtype):
-        return None
-    if not len(numbers):
-        return np.empty(0, np.int64)
-    lowest = numbers.min()
-    bits = (len(numbers) - 1).bit_length()
-    if (int(numbers.max()) - int(lowest)).bit_length() + bits > 63:
-        return None
-    order = numbers.astype(np.int64)  # for uint64 modulo 2**64, as are the differences
-    order -= lowest.astype(np.int64)
-    order <<= bits
-    order |= np.arange(len(order))
-    order.sort()
-    if distinct and ((order[1:] >> bits) == (order[:-1] >> bits)).any():
-        return None
-    order &= (1 << bits) - 1
-    return order
-
-
-def is_whole(dtype: Any) -> bool:
-    """Return whether a dtype is an integer dtype of numpy."""
-    return isinstance(dtype, np.dtype) and dtype.kind in "iu"

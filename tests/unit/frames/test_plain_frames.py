@@ -1,4 +1,4 @@
-"""Pack pandas frames of plain numbers through the same buffers, without pickle."""
+"""Pack pandas frames of numbers, dates and strings through the same buffers, without pickle."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pandas as pd
 import pytest
 from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
 from dask.dataframe.shuffle import set_partitions_pre
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
-from dask_gpurt.device import Block
+from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.frames import Hashed, Part, Ranged, Routed
-from dask_gpurt.frames.pandas import PandasLayout, PandasTable, order_of
+from dask_gpurt.frames.columns import Columns, PandasLayout, order_of
+from dask_gpurt.frames.pandas import PandasTable
 
 OUTPUTS = 7
+NAMES = np.array(["", "a", "Grüße", None, "東京" * 9], dtype=object)
 
 
 class Heap:
@@ -32,6 +34,13 @@ class Heap:
         pass
 
 
+class Full(Heap):
+    """Fake a pool without room."""
+
+    def allocate(self, nbytes: int) -> Block:
+        raise PoolFull(nbytes)
+
+
 def frame_of(index: pd.Index, seed: int = 0) -> pd.DataFrame:
     random = np.random.default_rng(seed)
     rows = len(index)
@@ -42,10 +51,16 @@ def frame_of(index: pd.Index, seed: int = 0) -> pd.DataFrame:
             "x": random.random(rows),
             "small": random.integers(0, 9, rows).astype("int8"),
             "y": random.random(rows),
+            "name": pd.array(random.choice(NAMES, rows), dtype="str"),
+            "when": pd.Timestamp("2026-11-25") + pd.to_timedelta(random.integers(0, 90, rows), unit="D"),
+            "code": pd.array(random.choice(NAMES, rows), dtype="string[pyarrow]"),
+            "for": pd.to_timedelta(random.integers(0, 90, rows), unit="s"),
         },
         index=index,
     )
-    frame.columns = ["key", "flag", "x", "small", "x"]  # labels may be duplicated
+    frame.loc[frame.index[::7], "when"] = pd.NaT
+    # Labels may be duplicated.
+    frame.columns = ["key", "flag", "x", "small", "x", "name", "when", "code", "for"]
     return frame
 
 
@@ -96,7 +111,7 @@ def test_rows_go_where_dask_sends_them(index: pd.Index, ignore_index: bool, by: 
     found = outputs(table, frames, [[2, 3, 5], [0, 1], [4, 6]], ignore_index=ignore_index)
     for frame, wanted in zip(found, expected(frames), strict=True):
         assert_frame_equal(frame, wanted.reset_index(drop=True) if ignore_index else wanted)
-        assert len(frame._mgr.blocks) == 4  # one for each dtype, each with its own memory
+        assert len(frame._mgr.blocks) == 4 + 4  # one for each dtype of numbers, and for each other column
 
 
 def test_dtypes_that_differ_are_brought_together() -> None:
@@ -112,13 +127,15 @@ def test_dtypes_that_differ_are_brought_together() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        pd.DataFrame({"a": [1], "b": ["text"]}),
+        pd.DataFrame({"a": [1], "b": pd.array(["text"], dtype="string[python]")}),
+        pd.DataFrame({"a": [1], "b": pd.Categorical(["text"])}),
+        pd.DataFrame({"a": pd.to_datetime(["2026-11-25"]).tz_localize("UTC")}),
         pd.DataFrame({"a": pd.array([1, None], "Int64")}),
         pd.DataFrame({"a": [1]}, index=pd.MultiIndex.from_tuples([(1, 2)])),
         pd.DataFrame({"a": [1]}, index=pd.date_range("2020", periods=1)),
         pd.DataFrame(index=[1, 2]),
     ],
-    ids=["text", "missing", "levels", "dates", "no columns"],
+    ids=["python text", "categories", "zones", "missing", "levels", "dates", "no columns"],
 )
 def test_others_are_pickled(frame: pd.DataFrame) -> None:
     assert PandasLayout.of(frame, ignore_index=False) is None
@@ -152,13 +169,70 @@ def test_rows_go_into_the_ranges_that_dask_says(divisions: Any, ignore_index: bo
 @pytest.mark.parametrize("dtype", ["int64", "uint64", "int16"])
 def test_rows_with_only_one_order_come_in_that_order(dtype: str) -> None:
     keys = np.random.default_rng(0).permutation(6000).astype(dtype)
-    whole = pd.DataFrame({"key": keys, "ratio": keys / 7})
+    whole = pd.DataFrame({"key": keys, "ratio": keys / 7, "name": [f"number {key}" for key in keys]})
     divisions = pd.Series([0, 10, 1000, 1000, 4000, 5000, 5500, 5999], dtype=dtype)
     frames = [ranged(whole[start : start + 2000], "key", divisions) for start in (0, 2000, 4000)]
     table = PandasTable(HostDevice(1 << 30))
     found = outputs(table, frames, [[2, 3, 5], [0, 1], [4, 6]], "key", ignore_index=True)
     for frame, wanted in zip(found, expected(frames), strict=True):
         assert_frame_equal(frame, wanted.sort_values("key", ignore_index=True))
+
+
+TEXTS = st.lists(st.tuples(st.integers(0, OUTPUTS - 1), st.none() | st.text(max_size=9)), max_size=20)
+
+
+def assemble_all(
+    table: PandasTable, parts: dict[int, list[Part]], like: pd.DataFrame
+) -> dict[int, pd.DataFrame]:
+    return {output: table.assemble(mine, like, ignore_index=False) for output, mine in parts.items() if mine}
+
+
+@settings(deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=4), st.integers(0, 9), st.booleans())
+def test_any_strings_arrive(inputs: list[list[tuple[int, str | None]]], cut_off: int, halved: bool) -> None:
+    """Of views and of several chunks; pieces that are divided for want of room may be empty."""
+    frames = [
+        pd.concat(
+            [pd.DataFrame({"_partitions": [to], "name": pd.array([text], dtype="str")}) for to, text in rows]
+        )[cut_off:]
+        for rows in inputs
+        if rows
+    ]
+    table, parts = PandasTable(HostDevice(1 << 30)), dict[int, list[Part]]()
+    for frame in frames:
+        for piece in table.split(
+            frame, "_partitions", [[0, 2, 4, 6], [1, 3, 5]], OUTPUTS, drop_column=True, ignore_index=False
+        ):
+            for each in () if piece is None else piece.halves(table.cut) if halved else (piece,):
+                packed = table.pack(each, Heap())
+                for at, output in enumerate(each.partitions):
+                    part = Part(packed.header, packed.block.buffer, each.offsets, at, {})
+                    parts.setdefault(output, []).append(part)
+    like = pd.DataFrame({"name": pd.array([], dtype="str")})
+    found = assemble_all(table, parts, like)
+    for mine in parts.values():
+        for part in mine:
+            part.buffer[:] = 0xFF  # nothing is a view of a buffer
+    for output, frame in found.items():
+        wanted = pd.concat([rows[rows["_partitions"] == output] for rows in frames])[["name"]]
+        assert_frame_equal(frame, wanted)
+
+
+def test_strings_that_find_no_room_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = pd.DataFrame({"_partitions": [1, 0], "name": ["b", "a"]})
+    table, taken = PandasTable(HostDevice(1 << 30)), list[np.ndarray]()
+    texts = Columns.texts
+    monkeypatch.setattr(Columns, "texts", lambda self, order: taken.append(order) or texts(self, order))
+    (piece,) = table.split(frame, "_partitions", [[0, 1]], OUTPUTS, drop_column=True, ignore_index=True)
+    assert piece is not None
+    for _ in range(3):
+        with pytest.raises(PoolFull):
+            table.pack(piece, Full())
+    packed = table.pack(piece, Heap())
+    parts = [Part(packed.header, packed.block.buffer, piece.offsets, at, {}) for at in (0, 1)]
+    found = table.assemble(parts, frame[["name"]], ignore_index=True)
+    assert found["name"].tolist() == ["a", "b"]
+    assert len(taken) == 1
 
 
 NUMBERS = st.sampled_from(["i1", "u1", "i4", "i8", "u8"]).flatmap(
