@@ -189,12 +189,15 @@ def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
     """Return the key columns if Dask just hashes numbers; else None."""
     if hashed.by is None:
         return None
-    names = list(hashed.by)
-    dtypes = [*hashed.keys[names].dtypes, *hashed.like[names].dtypes]
-    plain = all(isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in dtypes)
-    if not plain or len(dtypes) != 2 * len(names):  # labels may be duplicated
-        return None
-    return [hashed.keys[name].to_numpy() for name in names]
+    # One by one, as pandas takes ten times as long to select a list of columns. Labels may be duplicated.
+    keys = [hashed.keys[name] for name in hashed.by]
+    compared = [*keys, *(hashed.like[name] for name in hashed.by)]
+    plain = all(each.ndim == 1 and _is_number(each.dtype) for each in compared)
+    return [key.to_numpy() for key in keys] if plain else None
+
+
+def _is_number(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype) and dtype.kind in "biuf"
 
 
 def _hashed(keys: list[np.ndarray], npartitions: int, dtype: np.dtype[Any]) -> np.ndarray:
