@@ -116,10 +116,10 @@ class PandasLayout:
             yield buffer[start : start + nbytes].view(dtype)
             start += _padded(nbytes)
 
-    def write_texts(self, texts: Sequence[Strings], buffer: np.ndarray) -> None:
-        """Write strings to the end of a buffer of :meth:`nbytes`, and their sizes to its begin."""
+    def write_texts(self, texts: Sequence[Strings], buffer: np.ndarray, rows: int) -> None:
+        """Write strings behind the other columns of a buffer, and their sizes to its begin."""
         table = buffer[: 16 * len(texts)].view(np.int64)
-        start = len(buffer) - sum(text.nbytes for text in texts)
+        start = self.nbytes(rows, ())
         for at, text in enumerate(texts):
             table[2 * at : 2 * at + 2] = len(text.characters), text.missing
             for part in (text.edges.view(np.uint8), text.present, text.characters):
@@ -290,7 +290,7 @@ class Columns:
             take(self._index.to_numpy(), order, next(views))
         for column, view in zip(self._fixed, views, strict=True):
             take(column, order, view)
-        self.layout.write_texts(texts, buffer)
+        self.layout.write_texts(texts, buffer, len(order))
 
 
 def _kind(dtype: Any) -> np.dtype[Any] | Text | None:
