@@ -193,8 +193,7 @@ class PandasLayout:
             array = pa.concat_arrays(views)  # which copies a single one, too
             if order is not None:
                 array = array.take(pa.array(order))
-            column: Any = pd.arrays.ArrowStringArray(array, dtype=kind.dtype)  # type: ignore[call-arg]
-            yield column, np.array([at])
+            yield kind.dtype.__from_arrow__(array), np.array([at])
 
     def _text_views(self, part: Part, count: int) -> list[pa.LargeStringArray]:
         """Return views of the strings of a part, by column."""
