@@ -135,8 +135,9 @@ class Chaos:
             self._dump(number, str(hung))
             if not self.report.count(Ending.HUNG):
                 self.report.left.append(str(hung))
-        self.report.seconds = time.monotonic() - began
-        self.report.given_up = self.site.given_up
+        finally:  # also when it is interrupted
+            self.report.seconds = time.monotonic() - began
+            self.report.given_up = self.site.given_up
         return self.report
 
     # ---- a step ----------------------------------------------------------------------

@@ -144,7 +144,12 @@ def chaos(
         run = Chaos(
             plan, site, backend=backend, limit_s=limit, dumps=dumps, directory=directory, on_step=on_step
         )
-        report = run.run(seconds, steps)
+        try:
+            report = run.run(seconds, steps)
+        except KeyboardInterrupt:
+            status.stop()
+            print_report(run.report, Console())
+            raise
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_dict(), indent=2))
     print_report(report, Console())

@@ -29,6 +29,7 @@ from dask_gpurt.chaos.faults import MESSAGES
 from dask_gpurt.chaos.frames import ROW, make_partition, whole_frame
 from dask_gpurt.chaos.leftovers import Probe, growth, of_probes, of_threads
 from dask_gpurt.chaos.report import Ending, Outcome, Report
+from dask_gpurt.chaos.runner import Chaos
 from dask_gpurt.chaos.worker_side import (
     ChaosWorkerPlugin,
     FullFileSystem,
@@ -263,6 +264,35 @@ def test_a_pattern_that_matches_nothing_is_refused(option: str) -> None:
     done = chaos(option, "shufle")
     assert done.exit_code == 2
     assert "'shufle' matches none of" in done.output
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_reports_what_it_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = Chaos._step
+
+    def interrupted(chaos: Chaos, step: Any) -> None:
+        if step.number == 1:
+            raise KeyboardInterrupt
+        execute(chaos, step)
+
+    monkeypatch.setattr(Chaos, "_step", interrupted)
+    options = [
+        "--seconds",
+        "60",
+        "--workers",
+        "2",
+        "--faults",
+        "",
+        "--rows",
+        "1000",
+        "--dumps",
+        str(tmp_path),
+    ]
+    done = CliRunner().invoke(main, ["chaos", *options])
+    assert "all is well: seed 0, 1 steps in" in done.output.replace("\n", " ")
+    assert done.exit_code == 130
 
 
 def test_no_faults_and_all_is_well_and_a_wrong_row_is_not(tmp_path: Path) -> None:
