@@ -57,13 +57,17 @@ class TierSampler:
         """Sample during the body, which is labelled with ``name``."""
         self._starts.append((self._seconds, name))
         began, ended = time.perf_counter() - self._seconds, threading.Event()
-        thread = threading.Thread(target=self._sample, args=(began, ended), name="gpurt-tier-view")
-        thread.start()
+        # Python waits at its exit for threads that are no daemons, and this one may wait for a lost cluster.
+        thread = threading.Thread(
+            target=self._sample, args=(began, ended), name="gpurt-tier-view", daemon=True
+        )
         try:
+            thread.start()  # which ctrl-C may interrupt once the thread runs
             yield
         finally:
             ended.set()
-            thread.join()
+            if thread.is_alive():
+                thread.join()
             self._seconds = time.perf_counter() - began
 
     def _sample(self, began: float, ended: threading.Event) -> None:
