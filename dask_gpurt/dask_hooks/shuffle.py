@@ -204,7 +204,7 @@ async def run_barrier(shuffle_id: ShuffleId, *run_ids: int) -> int:
     Raises
     ------
     RuntimeError
-        For errors that are not Dask's own, which it does not name either.
+        As Dask's function does, for every error except those that Dask handles by itself.
     """
     try:
         run_id: int = await get_worker_plugin()._barrier(shuffle_id, run_ids)

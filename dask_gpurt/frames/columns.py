@@ -24,7 +24,8 @@ import pandas as pd
 import pyarrow as pa
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.frames.backend import Part
+from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, giving_back
+from dask_gpurt.frames.sorting import order_of
 
 try:
     from pandas.api.internals import create_dataframe_from_blocks  # type: ignore[import-not-found]
@@ -131,7 +132,8 @@ class PandasLayout:
     def read(self, parts: Sequence[Part], order_by: Hashable = None) -> pd.DataFrame:
         """Concatenate parts of this layout into new memory.
 
-        The rows are sorted by ``order_by`` if that is fast and unambiguous; see :func:`order_of`.
+        The rows are sorted by ``order_by`` if that is fast and unambiguous; see
+        :func:`~dask_gpurt.frames.sorting.order_of`.
         """
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         index = [] if self.index is None else [np.empty(rows, self.index)]
@@ -292,6 +294,25 @@ class Columns:
         self.layout.write_texts(texts, buffer, len(order))
 
 
+class Selected:
+    """Hold rows of a frame, selected by position, ready to be packed.
+
+    Their strings are taken first, since the size of the buffer depends on them.
+    """
+
+    def __init__(self, columns: Columns, order: np.ndarray):
+        self._columns, self._order = columns, order
+        self._texts = columns.texts(order)
+
+    def pack(self, allocator: BlockAllocator) -> Packed:
+        """Write the rows to one block; raise PoolFull if there is no room."""
+        columns = self._columns
+        block = allocator.allocate(columns.layout.nbytes(len(self._order), self._texts))
+        with giving_back(block, allocator):
+            columns.write(self._order, self._texts, block.buffer)
+        return Packed(block, columns.header)
+
+
 def _kind(dtype: Any) -> np.dtype[Any] | Text | None:
     """Return how a column is stored; None if it can not be.
 
@@ -337,47 +358,3 @@ def take(column: np.ndarray, order: np.ndarray, into: np.ndarray) -> None:
     """Copy elements, selected by position, into an array."""
     # mode="clip" avoids the bounds check, for which numpy would write to a temporary copy first.
     np.take(column, order, out=into, mode="clip")
-
-
-# ---- sorting of integers ---------------------------------------------------------------------
-
-
-def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | None:
-    """Return the positions that sort integers in ascending order; the sort is stable.
-
-    Each number is combined with its position into one integer of 64 bits, and these are sorted, which takes a
-    third of the time of ``argsort``.
-
-    Parameters
-    ----------
-    distinct
-        Whether to return None if numbers are equal, so that the order is the same for every sort.
-
-    Returns
-    -------
-    numpy.ndarray or None
-        Positions as int64; None for other dtypes, or if the range of numbers is too wide to fit next to a
-        position.
-    """
-    if not is_whole(numbers.dtype):
-        return None
-    if not len(numbers):
-        return np.empty(0, np.int64)
-    lowest = numbers.min()
-    bits = (len(numbers) - 1).bit_length()
-    if (int(numbers.max()) - int(lowest)).bit_length() + bits > 63:
-        return None
-    order = numbers.astype(np.int64)  # for uint64 modulo 2**64, as are the differences
-    order -= lowest.astype(np.int64)
-    order <<= bits
-    order |= np.arange(len(order))
-    order.sort()
-    if distinct and ((order[1:] >> bits) == (order[:-1] >> bits)).any():
-        return None
-    order &= (1 << bits) - 1
-    return order
-
-
-def is_whole(dtype: Any) -> bool:
-    """Return whether a dtype is an integer dtype of numpy."""
-    return isinstance(dtype, np.dtype) and dtype.kind in "iu"

@@ -23,10 +23,10 @@ from dask_gpurt.frames.backend import (
     Piece,
     Ranged,
     Routed,
-    giving_back,
 )
-from dask_gpurt.frames.columns import Columns, PandasLayout, Strings, is_whole, order_of
+from dask_gpurt.frames.columns import Columns, PandasLayout, Selected
 from dask_gpurt.frames.pickled import Chunks, Pickled, own
+from dask_gpurt.frames.sorting import is_whole, order_of
 
 #: Rows that are hashed at a time, so that temporary arrays fit into the cache, and into memory that the
 #: allocator reuses without a system call.
@@ -41,8 +41,14 @@ class _PandasRows:
     order: np.ndarray
     ignore_index: bool
     columns: Columns | None
-    #: The pickled rows, or their strings, while there is no room for them, since making them again is slow.
-    waiting: list[Chunks | list[Strings]] = field(default_factory=list)
+    #: The rows ready to be packed while there is no room for them, since preparing them again would be slow.
+    waiting: list[Chunks | Selected] = field(default_factory=list)
+
+    def ready(self, offsets: tuple[int, ...]) -> Chunks | Selected:
+        """Prepare the rows, of output partitions that start at ``offsets``, to be packed."""
+        if self.columns is not None:
+            return Selected(self.columns, self.order)
+        return Chunks(self.taken(), offsets)
 
     def taken(self) -> pd.DataFrame:
         taken = self.frame.take(self.order)
@@ -91,9 +97,12 @@ class PandasTable:
 
     def pack(self, piece: Piece, allocator: BlockAllocator) -> Packed:
         rows: _PandasRows = piece.rows
-        if rows.columns is None:
-            return _pickled(rows, piece.offsets, allocator)
-        return _written(rows, rows.columns, allocator)
+        ready = rows.waiting.pop() if rows.waiting else rows.ready(piece.offsets)
+        try:
+            return ready.pack(allocator)
+        except PoolFull:
+            rows.waiting.append(ready)
+            raise
 
     def settle(self) -> None:
         pass
@@ -121,30 +130,6 @@ class PandasTable:
 
     def fence(self) -> None:
         return None
-
-
-def _written(rows: _PandasRows, columns: Columns, allocator: BlockAllocator) -> Packed:
-    """Pack rows column by column."""
-    texts: Any = rows.waiting.pop() if rows.waiting else columns.texts(rows.order)
-    try:
-        block = allocator.allocate(columns.layout.nbytes(len(rows.order), texts))
-    except PoolFull:
-        rows.waiting.append(texts)
-        raise
-    with giving_back(block, allocator):
-        columns.write(rows.order, texts, block.buffer)
-    return Packed(block, columns.header)
-
-
-def _pickled(rows: _PandasRows, offsets: tuple[int, ...], allocator: BlockAllocator) -> Packed:
-    """Pack rows of any dtype with pickle."""
-    waiting: Any = rows.waiting.pop() if rows.waiting else Chunks(rows.taken(), offsets)
-    chunks: Chunks = waiting
-    try:
-        return chunks.pack(allocator)
-    except PoolFull:
-        rows.waiting.append(chunks)
-        raise
 
 
 def _targets(
