@@ -123,6 +123,40 @@ def metadata(expr: Expr) -> Any:
     return expr._meta
 
 
+def has_metadata(expr: Expr) -> bool:
+    """Return whether the metadata of an expression have been computed, or set."""
+    return "_meta" in vars(expr)
+
+
+def set_metadata(expr: Expr, frame: Any) -> None:
+    """Set the metadata of an expression, which are a cached property, to what they are known to be."""
+    vars(expr)["_meta"] = frame
+
+
+def described_by(expr: Expr) -> tuple[type, list[Any]]:
+    """Return what the metadata of an operation depend on: its kind and its operands.
+
+    All joins of the same frames have the same metadata, however they are lowered.
+    """
+    if isinstance(expr, Merge):
+        return Merge, [expr.left, expr.right, *expr.kwargs.values()]
+    return type(expr), list(operands_of(expr))
+
+
+def joins_of(plan: Expr) -> Iterator[Any]:
+    """Yield each join of a plan once, in an order that depends on the plan only."""
+    seen: set[str] = set()
+    left = [plan]
+    while left:
+        expr = left.pop()
+        if name_of(expr) in seen:
+            continue
+        seen.add(name_of(expr))
+        left.extend(_made_of(expr))
+        if isinstance(expr, Merge):
+            yield expr
+
+
 def deferred_values(operand: Any) -> list[Any] | None:
     """Return the values of a ``Delayed`` that only wraps them, as that of ``isin``; else None."""
     if not isinstance(operand, Delayed):

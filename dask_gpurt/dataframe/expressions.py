@@ -28,8 +28,9 @@ from dask_gpurt.dask_hooks.expr import (
     task_of,
 )
 from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.planning import set_metadata
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, merge_transfer, run_barrier
-from dask_gpurt.frames import Hashed, Ranged
+from dask_gpurt.frames import Hashed, Ranged, column_names
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.joins import merge_aligned, merge_frames, merge_unpack
@@ -107,14 +108,14 @@ class HashTargets(AssignPartitioningIndex):
     def operation(
         frame: Any, by: Any, name: str, npartitions: int, meta: Any, index_shuffle: bool, kept: Any = None
     ) -> Any:
-        columns = tuple(by) if not index_shuffle and set(by) <= set(frame.columns) else None
+        columns = tuple(by) if not index_shuffle and set(by) <= set(column_names(frame)) else None
 
         def assign(rows: Any) -> Any:
             full = AssignPartitioningIndex.operation(rows, by, name, npartitions, meta, index_shuffle)
             return full if kept is None else full[[*kept, name]]
 
         rows = frame if kept is None else frame[kept]
-        if name in rows.columns:  # a column of the user's, which Dask overwrites
+        if name in column_names(rows):  # a column of the user's, which Dask overwrites
             rows = rows.drop(columns=name)
         return Hashed(rows, columns, frame, meta, assign)
 
@@ -164,7 +165,7 @@ def _hash_join_transfer(
 ) -> Any:
     """Transfer one side of a join, with the arguments of Dask's task."""
     names = [by] if isinstance(by, str) else by
-    if by_index or not isinstance(names, list) or not set(names) <= set(frame.columns):
+    if by_index or not isinstance(names, list) or not set(names) <= set(column_names(frame)):
         transfer = create_assign_index_merge_transfer()
         return transfer(frame, by, name, npartitions, id, input_partition, by_index)
 
@@ -183,6 +184,7 @@ class GpurtHashJoin(HashJoinP2P):
 
     def _layer(self) -> dict[Any, Any]:
         whole = _WholeHashJoin(*self.operands)
+        set_metadata(whole, meta(self))
         layer = _with_our_spec(layer_of(whole), ignore_index=self._numbers_rows, computation=self.computation)
         for task in [task for task in layer.values() if task.key[0].startswith("hash-join-transfer")]:
             layer[task.key] = Task(task.key, _hash_join_transfer, *task.args)

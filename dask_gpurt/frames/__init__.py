@@ -13,7 +13,7 @@ from dask_gpurt.frames.backend import (
     halves,
 )
 from dask_gpurt.frames.chunks import ChunkTable
-from dask_gpurt.frames.registry import array_library, backend_for, chunk_table, library
+from dask_gpurt.frames.registry import array_library, backend_for, chunk_table, column_names, library
 
 __all__ = [
     "BlockAllocator",
@@ -29,6 +29,7 @@ __all__ = [
     "array_library",
     "backend_for",
     "chunk_table",
+    "column_names",
     "halves",
     "library",
 ]

@@ -56,6 +56,15 @@ def library(frame: Frame) -> str | None:
     return None
 
 
+def column_names(frame: Frame) -> tuple[Any, ...]:
+    """Return the labels of the columns of a frame.
+
+    In cudf ``frame.columns`` makes a pandas index of them, anew for each frame, which takes as long as some
+    operations on its rows.
+    """
+    return tuple(frame._column_names if library(frame) == "cudf" else frame.columns)
+
+
 def array_library(chunk: Any) -> str:
     """Return the library of the :func:`chunk_table` for a chunk: "cupy" if it is plain cupy, else "numpy"."""
     kind = type(chunk)

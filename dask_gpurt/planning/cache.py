@@ -37,6 +37,7 @@ from dask_gpurt.dask_hooks.parquet_files import (
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     content_of,
+    described_by,
     is_computation,
     metadata,
     name_of,
@@ -290,9 +291,9 @@ def _has_versions(expr: Expr) -> bool:
 
 def _operation_key(expr: Expr) -> Hashable | None:
     """Return a key for everything that an operation's metadata depend on; None if that is unknown."""
-    kind: Any = type(expr)
+    kind, operands = described_by(expr)
     parts: list[Hashable] = [kind]
-    for operand in operands_of(expr):
+    for operand in operands:
         part = schema_of(metadata(operand)) if isinstance(operand, Expr) else frozen(operand)
         if part is None:
             return None

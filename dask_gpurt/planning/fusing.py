@@ -9,8 +9,9 @@ transfer, and tasks that need only an output are fused with the output.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from dask.core import flatten
@@ -21,10 +22,14 @@ from dask_gpurt.dask_hooks.planning import (
     Expr,
     fuse_blockwise,
     graph_of,
+    has_metadata,
     is_of_dataframes,
+    joins_of,
     keys_of,
+    metadata,
     name_of,
     rebuild,
+    set_metadata,
     with_operand,
     with_seed,
 )
@@ -51,8 +56,11 @@ def fuse(plan: Expr) -> Expr:
     plan = rebuild(plan, with_seed)  # or a sort would divide rows into other partitions than Dask does
     own = rebuild(plan, partial(with_operand, parameter=OWN_COMPUTATION, value=name))
     fused = fuse_blockwise(own)
-    # Without a shuffle of the runtime there are no chains to fuse.
-    return fused if own is plan else FusedChains(fused, name)  # type: ignore[no-untyped-call]
+    if own is plan:  # without a shuffle of the runtime there are no chains to fuse
+        return fused
+    chains = FusedChains(fused, name)  # type: ignore[no-untyped-call]
+    chains.joined  # noqa: B018  computed here, where the metadata are cached
+    return chains
 
 
 class FusedChains(Expr):
@@ -60,12 +68,24 @@ class FusedChains(Expr):
 
     _parameters = ["plan", OWN_COMPUTATION]
 
+    @cached_property
+    def joined(self) -> list[bytes]:
+        """Return the pickled metadata of each join of the plan.
+
+        For these Dask joins two small frames, which takes more than half of the time for a graph. The client
+        knows them from planning, and Dask pickles an expression with its cached properties.
+        """
+        return [pickle.dumps(metadata(join)) for join in joins_of(self.plan)]
+
     def __dask_keys__(self) -> list[Any]:
         """Return the keys of the plan, which fusing does not change."""
         return keys_of(self.plan)
 
     def __dask_graph__(self) -> dict[Key, GraphNode]:
         """Return the graph of the plan, with chains fused."""
+        for join, known in zip(joins_of(self.plan), self.joined, strict=True):
+            if not has_metadata(join):
+                set_metadata(join, pickle.loads(known))
         return fuse_chains(graph_of(self.plan), set(flatten(keys_of(self.plan))), self.computation)
 
     def __dask_annotations__(self) -> dict[str, dict[Key, object]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 #: Kernel statistics of the current thread: nanoseconds on a CPU, and on a run queue.
-_COUNTS = Path("/proc/thread-self/schedstat")
+_COUNTS = "/proc/thread-self/schedstat"
 
 
 class ThreadTime(NamedTuple):
@@ -29,9 +29,9 @@ class ThreadTime(NamedTuple):
 
     @classmethod
     def now(cls) -> ThreadTime:
-        """Return the current times of this thread. Takes about 10 µs."""
+        """Return the current times of this thread. Takes a few µs."""
         try:
-            ran, delayed, _ = _COUNTS.read_bytes().split()
+            ran, delayed, _ = _read(_COUNTS).split()
         except (OSError, ValueError):  # not available, for example in some sandboxes
             return cls(time.perf_counter(), time.thread_time(), 0.0)
         return cls(time.perf_counter(), int(ran) / 1e9, int(delayed) / 1e9)
@@ -40,3 +40,12 @@ class ThreadTime(NamedTuple):
         """Return the seconds since ``before``, without those on the run queue, and their blocked part."""
         seconds = self.at - before.at - (self.delayed_s - before.delayed_s)
         return seconds, seconds - (self.ran_s - before.ran_s)
+
+
+def _read(path: str) -> bytes:
+    """Read a short file; a Python file object would take twice as long."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 256)
+    finally:
+        os.close(file)

@@ -17,7 +17,7 @@ from distributed import get_worker
 from dask_gpurt.dask_hooks.expr import convert_to_list
 from dask_gpurt.dask_hooks.graph import concat, merge_chunk
 from dask_gpurt.dask_hooks.shuffle import output_of
-from dask_gpurt.frames import halves
+from dask_gpurt.frames import column_names, halves
 from dask_gpurt.frames.semi_joins import rows_that_may_match
 from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
@@ -125,7 +125,7 @@ def _is_categorical(dtype: Any) -> bool:
 
 
 def _has(frame: Any, names: Any) -> bool:
-    return set(convert_to_list(names) or ()) <= set(frame.columns)
+    return set(convert_to_list(names) or ()) <= set(column_names(frame))
 
 
 def join_in_pieces(

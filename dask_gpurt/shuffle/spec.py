@@ -25,7 +25,7 @@ from dask_gpurt.dask_hooks.shuffle import (
 )
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 from dask_gpurt.dask_hooks.types import SchedulerTask
-from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, Routed, Table, halves
+from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, Routed, Table, column_names, halves
 from dask_gpurt.frames.boxes import Grid
 from dask_gpurt.frames.registry import device_kind
 from dask_gpurt.observe import Metrics
@@ -173,10 +173,10 @@ class ShuffleSpec(RunSpec):
     column
         Holds the output partition of each row.
     meta
-        The pickled empty frame that describes a partition, including ``column``. Only workers unpickle it,
-        since it may need a GPU, which the scheduler may not have.
+        The pickled empty output partition. Only workers unpickle it, since it may need a GPU, which the
+        scheduler may not have.
     columns
-        The column labels of every input partition.
+        The column labels of every input partition, including ``column``.
     parts_out
         The wanted output partitions.
     drop_column, ignore_index
@@ -210,14 +210,14 @@ class ShuffleSpec(RunSpec):
     ) -> ShuffleSpec:
         """Convert a spec of Dask's p2p shuffle."""
         wanted = range(spec.parts_out) if isinstance(spec.parts_out, int) else spec.parts_out
+        names = column_names(spec.meta)
         return cls(
             id=spec.id,
             disk=False,
             npartitions=spec.npartitions,
             column=spec.column,
-            # The meta of a collection made from a bag may have a row, which is not part of the data.
-            meta=pickle.dumps(spec.meta.iloc[:0]),
-            columns=tuple(spec.meta.columns),
+            meta=pickle.dumps(_output(spec, names, ignore_index=ignore_index)),
+            columns=names,
             parts_out=tuple(wanted),
             drop_column=spec.drop_column,
             ignore_index=ignore_index,
@@ -249,10 +249,11 @@ class ShuffleSpec(RunSpec):
         return self._in_order(frame, list(self.columns), source)
 
     def _in_order(self, frame: Any, columns: list[Any], source: int) -> Any:
-        if list(frame.columns) == columns:
+        names = column_names(frame)
+        if list(names) == columns:
             return frame
-        missing = sorted(map(str, set(columns) - set(frame.columns)))
-        extra = sorted(map(str, set(frame.columns) - set(columns)))
+        missing = sorted(map(str, set(columns) - set(names)))
+        extra = sorted(map(str, set(names) - set(columns)))
         if missing or extra:
             raise ValueError(
                 f"input partition {source} of shuffle {self.id} does not have the columns of its collection: "
@@ -261,11 +262,18 @@ class ShuffleSpec(RunSpec):
         return frame[columns]
 
     def assembler(self, tables: FrameBackends) -> FrameAssembler:
-        meta = pickle.loads(self.meta)
-        if self.drop_column:
-            meta = meta.drop(columns=self.column)
-        meta = meta.reset_index(drop=True) if self.ignore_index else meta
-        return FrameAssembler(self, tables, meta)
+        return FrameAssembler(self, tables, pickle.loads(self.meta))
+
+
+def _output(spec: DataFrameShuffleSpec, names: Sequence[Any], *, ignore_index: bool) -> Any:
+    """Return the empty output partition of a shuffle whose inputs have columns of these names."""
+    # The meta of a collection made from a bag may have a row, which is not part of the data.
+    meta = spec.meta.iloc[:0] if len(spec.meta) else spec.meta
+    if spec.drop_column:
+        kept = [name for name in names if name != spec.column]
+        # cudf copies each column in `drop`, but has no equal labels. In pandas these would select twice.
+        meta = meta[kept] if len(set(names)) == len(names) else meta.drop(columns=spec.column)
+    return meta.reset_index(drop=True) if ignore_index else meta
 
 
 @dataclass(frozen=True)

@@ -288,7 +288,7 @@ class Process:
 
 #: Column with the output of each row, and the schema of the tests' frames.
 TARGET = "_target"
-META = pd.DataFrame({"row": np.empty(0, "int64"), TARGET: np.empty(0, "int64")})
+META = pd.DataFrame({"row": np.empty(0, "int64")})
 
 
 def frame_of(rows: Sequence[int], outputs: int) -> pd.DataFrame:
@@ -305,7 +305,7 @@ def spec_of(shuffle: str, outputs: int) -> ShuffleSpec:
         npartitions=outputs,
         column=TARGET,
         meta=pickle.dumps(META),
-        columns=tuple(META.columns),
+        columns=(*META.columns, TARGET),
         parts_out=tuple(range(outputs)),
         drop_column=True,
         ignore_index=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from dask._expr import FinalizeCompute
 from dask._task_spec import Alias, DataNode, Task, TaskRef, execute_graph
 from dask.core import flatten
 from dask.dataframe.dask_expr._collection import new_collection
+from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.typing import Key
 from distributed.shuffle._core import P2PBarrierTask, ShuffleId
@@ -23,9 +25,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.dask_hooks.planning import graph_of, keys_of, rebuild, with_operand
+from dask_gpurt.dataframe.expressions import GpurtHashJoin
+from dask_gpurt.dataframe.method import Lowering
 from dask_gpurt.planning import fusing
 from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.shuffle import ShuffleSpec
+from dask_gpurt.shuffle.joins import merge_unpack
 
 COMPUTATION = "computation-of-this"
 
@@ -249,6 +254,21 @@ def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
     assert len(tasks_of(fused)) < len(tasks_of(found))
     mine, other = (dask.get(tasks_of(each), list(flatten(keys_of(each)))) for each in (fused, found))
     assert mine[0].tolist() == other[0].tolist()
+
+
+def test_the_scheduler_need_not_join_to_describe_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowering = Lowering(lambda: True, lambda *_: None)
+    expr = table().merge(table(), on="key").expr
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        lowered = FinalizeCompute(lowering.merge(type(expr)._lower, expr)).optimize()
+    sent = pickle.dumps(fuse(lowered))
+    GpurtHashJoin._instances.clear()  # as in another process
+    monkeypatch.setitem(vars(Merge)["_meta"].__dict__, "func", None)
+    tasks = graph_of(pickle.loads(sent))
+    joins = [task for task in tasks.values() if getattr(task, "func", None) is merge_unpack]
+    assert len(joins) == 2
+    for task in joins:
+        pd.testing.assert_frame_equal(task.args[8], table()._meta.merge(table()._meta, on="key"))
 
 
 def test_an_input_of_several_partitions_is_computed_once() -> None:

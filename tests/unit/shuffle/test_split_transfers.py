@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import pandas as pd
 import pytest
 from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
 from distributed.shuffle._core import ShuffleId
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
@@ -115,18 +115,16 @@ def shuffled(
     partitions: list[Any], fails: Callable[[int, int], bool], *, ignore_index: bool = False
 ) -> Outcome:
     """Shuffle partitions over two workers; ``fails`` picks the failing allocations of the first transfer."""
-    meta = assigned(partitions[0])[:0]
-    spec = ShuffleSpec(
+    described = DataFrameShuffleSpec(
         id=ShuffleId("shuffle"),
         disk=False,
         npartitions=OUTPUTS,
         column=TARGET,
-        meta=pickle.dumps(meta),
-        columns=tuple(meta.columns),
-        parts_out=tuple(range(OUTPUTS)),
+        meta=assigned(partitions[0])[:0],
+        parts_out=OUTPUTS,
         drop_column=True,
-        ignore_index=ignore_index,
     )
+    spec = ShuffleSpec.of(described, ignore_index=ignore_index)
 
     async def run() -> Outcome:
         cluster, outcome = Cluster(*ADDRESSES, pool=2**20), Outcome()
