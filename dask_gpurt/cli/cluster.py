@@ -80,6 +80,11 @@ def local_cluster(
     ------
     Cluster
         The running cluster.
+
+    Raises
+    ------
+    click.ClickException
+        If not all workers start.
     """
     # Otherwise the runtime would take over p2p shuffles, and a comparison would time it against itself.
     with dask.config.set({"gpurt.takeover": False, "dataframe.backend": backend}):
@@ -98,7 +103,23 @@ def local_cluster(
             else:
                 cluster = LocalCluster(processes=True, silence_logs=logging.ERROR, **common)
         with cluster, _silent_once_interrupted():
+            _require_workers(cluster, workers)
             yield cluster
+
+
+def _require_workers(cluster: LocalCluster, count: int) -> None:
+    """Raise ClickException unless all workers of a new cluster have started.
+
+    dask-cuda starts its workers twice: first in a callback, whose errors are only logged, and again for the
+    caller, who finds nothing left to start. So a cluster may have fewer workers than asked for.
+    """
+    started = len(cluster.scheduler.workers)
+    if started < count:
+        raise click.ClickException(
+            f"only {started} of {count} workers started, see their messages above. If it was for lack of "
+            "memory: other programs on a GPU may have taken that of the worker's RMM pool (`nvidia-smi` "
+            "shows them)"
+        )
 
 
 @contextmanager

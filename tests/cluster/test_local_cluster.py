@@ -1,16 +1,20 @@
-"""Interrupt a command that has started a cluster of its own."""
+"""Start a cluster for a command, and interrupt the command."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
+from distributed import LocalCluster, WorkerPlugin
 from distributed.protocol.pickle import dumps
 
 from dask_gpurt.cli.cluster import local_cluster
@@ -66,3 +70,29 @@ def test_its_client_is_interrupted_while_it_gathers(caplog: pytest.LogCaptureFix
     with local_cluster("pandas", 1):
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class NoMemory(WorkerPlugin):
+    """Fail as the RMM pool of a worker on a full GPU."""
+
+    def setup(self, worker: Any) -> None:
+        raise MemoryError("the GPU is full")
+
+
+class ClusterOfDaskCuda(LocalCluster):
+    """Start workers as dask-cuda's cluster does, which does not notice if one fails; the second fails."""
+
+    def __init__(self, rmm_pool_size: float, n_workers: int, **options: Any):
+        super().__init__(n_workers=0, **{**options, "processes": False, "silence_logs": logging.CRITICAL})
+        self.scale(n_workers)
+        self.sync(self._correct_state)
+
+    def new_worker_spec(self) -> dict[Any, Any]:
+        options = {**self.new_spec["options"], "plugins": {NoMemory()} if self.worker_spec else set()}
+        return {len(self.worker_spec): {**self.new_spec, "options": options}}
+
+
+def test_a_worker_that_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dask_cuda", SimpleNamespace(LocalCUDACluster=ClusterOfDaskCuda))
+    with pytest.raises(click.ClickException, match="only 1 of 2 workers started"), local_cluster("cudf", 2):
+        pytest.fail("a command would run on fewer workers than it says")
