@@ -113,6 +113,7 @@ def _require_workers(cluster: LocalCluster, count: int) -> None:
     dask-cuda starts its workers twice: first in a callback, whose errors are only logged, and again for the
     caller, who finds nothing left to start. So a cluster may have fewer workers than asked for.
     """
+    assert cluster.scheduler is not None
     started = len(cluster.scheduler.workers)
     if started < count:
         raise click.ClickException(
