@@ -11,6 +11,7 @@ to prioritise, and both are alike: that rehearses the program, and shows its noi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -110,12 +111,11 @@ def main(
         # A client that has received data over UCX keeps GPU memory, so each cluster has a process of its own.
         child = Child(measure_modes, options, plan, number)
         try:
-            while True:
-                runs.append(run := child.receive())
-                console.print(f"Q{run.query}, {run.round} on a GPU, {run.contender}: {run.seconds:.3f} s")
-                write(results_of(runs, parameters), output)
-        except EOFError:
-            pass
+            with suppress(EOFError):  # the process has ended
+                while True:
+                    runs.append(run := child.receive())
+                    console.print(f"Q{run.query}, {run.round} on a GPU, {run.contender}: {run.seconds:.3f} s")
+                    write(results_of(runs, parameters), output)
         finally:
             child.end()
     for number, found in results_of(runs, parameters)["concurrency"].items():

@@ -59,8 +59,7 @@ def library(frame: Frame) -> str | None:
 def column_names(frame: Frame) -> tuple[Any, ...]:
     """Return the labels of the columns of a frame.
 
-    In cudf ``frame.columns`` makes a pandas index of them, anew for each frame, which takes as long as some
-    operations on its rows.
+    In cudf ``frame.columns`` makes a pandas index of them, anew for each frame.
     """
     return tuple(frame._column_names if library(frame) == "cudf" else frame.columns)
 

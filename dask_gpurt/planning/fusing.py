@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from dask.core import flatten
@@ -58,24 +58,18 @@ def fuse(plan: Expr) -> Expr:
     fused = fuse_blockwise(own)
     if own is plan:  # without a shuffle of the runtime there are no chains to fuse
         return fused
-    chains = FusedChains(fused, name)  # type: ignore[no-untyped-call]
-    chains.joined  # noqa: B018  computed here, where the metadata are cached
-    return chains
+    joined = tuple(pickle.dumps(metadata(join)) for join in joins_of(fused))
+    return FusedChains(fused, name, joined)  # type: ignore[no-untyped-call]
 
 
 class FusedChains(Expr):
-    """Fuse the chains of a plan when its graph is created, on the scheduler."""
+    """Fuse the chains of a plan when its graph is created, on the scheduler.
 
-    _parameters = ["plan", OWN_COMPUTATION]
+    The last operand is the pickled metadata of each join of the plan, which the client knows from planning.
+    Otherwise the scheduler would join two small frames for each, in more than half of the time for a graph.
+    """
 
-    @cached_property
-    def joined(self) -> list[bytes]:
-        """Return the pickled metadata of each join of the plan.
-
-        For these Dask joins two small frames, which takes more than half of the time for a graph. The client
-        knows them from planning, and Dask pickles an expression with its cached properties.
-        """
-        return [pickle.dumps(metadata(join)) for join in joins_of(self.plan)]
+    _parameters = ["plan", OWN_COMPUTATION, "joined"]
 
     def __dask_keys__(self) -> list[Any]:
         """Return the keys of the plan, which fusing does not change."""
