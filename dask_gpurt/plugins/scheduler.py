@@ -14,6 +14,7 @@ from dask.typing import Key
 from distributed import SchedulerPlugin
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
+from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.http import serve
@@ -27,6 +28,7 @@ from dask_gpurt.observe.metrics import Server
 from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
 from dask_gpurt.plugins.asking import make_room
+from dask_gpurt.plugins.garbage import FROZEN, POLL_INTERVAL_S
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.memory_reports import MEMORY_METRIC, MEMORY_OP
 from dask_gpurt.plugins.messages import PromptStreams
@@ -122,6 +124,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         try:
             dask_hooks.require()
             self._prepare(config.load_over(self.given))
+            await self._freeze()
             self._show()
             self._undo.callback(self._ignore_unreachable)
             self.places.install()
@@ -172,6 +175,18 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             LedgerHeadroom(self.cluster_memory, self.scheduler.workers),
         )
         self.json_api = JsonApi(self)
+
+    async def _freeze(self) -> None:
+        await asyncio.to_thread(FROZEN.enter)
+        self._undo.callback(FROZEN.leave)
+        polling = PeriodicCallback(self._freeze_libraries, POLL_INTERVAL_S * 1000)
+        polling.start()
+        self._undo.callback(polling.stop)
+
+    async def _freeze_libraries(self) -> None:
+        """Freeze what programs have loaded since, such as cudf for their plans, while no task runs."""
+        if FROZEN.is_due() and not any(worker.processing for worker in self.scheduler.workers.values()):
+            await asyncio.to_thread(FROZEN.renew)
 
     def _listen(self) -> None:
         handlers = {

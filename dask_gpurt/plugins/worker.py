@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import time
@@ -36,6 +35,7 @@ from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operato
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins.colocation import ALONE_VARIABLE
+from dask_gpurt.plugins.garbage import FROZEN
 from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.overlapping import WorkerOverlap
@@ -171,7 +171,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if reason := os.environ.get(ALONE_VARIABLE):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
-        self._has_frozen = False
+        self._leave_frozen = contextlib.ExitStack()
         self._checked = 0.0
         await asyncio.to_thread(self._build, worker, settings, reply)
         self.tiers.start()
@@ -227,6 +227,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self._remove_outdated()
         else:
             await self.exchange.run_housekeeping()
+            if not self.worker.state.executing:
+                await asyncio.to_thread(FROZEN.renew)
 
     async def _is_outdated(self) -> bool:
         """Ask the scheduler, at intervals, whether this plugin's runtime is not on any more."""
@@ -262,17 +264,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
             )
 
     def _load_kernels(self, devices: Mapping[str, Device]) -> None:
-        """Load the kernels that a first shuffle needs, then exclude existing objects from garbage collection.
-
-        A full collection traverses all objects of cudf, cupy and Dask and blocks every thread, including the
-        event loop, for 0.16 to 0.22 s each time that a shuffle creates enough objects to trigger it. If the
-        program or another worker in this process has frozen objects already, nothing more is frozen.
-        """
+        """Load the kernels that a first shuffle needs, then freeze the objects that exist."""
         warm_up(devices)
-        if not gc.get_freeze_count():
-            gc.collect()  # or present garbage would never be freed
-            gc.freeze()
-            self._has_frozen = True
+        FROZEN.enter()
+        self._leave_frozen.callback(FROZEN.leave)
 
     def _ignore_calls(self) -> None:
         """Ignore the runtime's calls on a closing worker, from a scheduler that does not know of it yet.
@@ -391,8 +386,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     async def _close_exchange(self) -> None:
         await asyncio.to_thread(self.exchange.close)
-        if self._has_frozen:
-            gc.unfreeze()  # only now: closing the exchange has ended the warm-up on its threads
+        self._leave_frozen.close()  # only now: closing the exchange has ended the warm-up on its threads
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":

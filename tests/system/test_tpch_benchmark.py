@@ -18,19 +18,18 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def test_priority_is_compared_on_one_cluster(tmp_path: Path) -> None:
+@pytest.mark.parametrize("feature", ["priority", "frozen"])
+def test_a_feature_is_switched_on_one_cluster(tmp_path: Path, feature: str) -> None:
     tables, output = small_tables(tmp_path / "tables", parts=12), tmp_path / "results.json"
     options = ["--data", str(tables.directory), "--scale", str(SCALE), "--parts", str(tables.parts)]
-    options += ["--queries", "3", "--repeat", "2", "--json", str(output)]
-    command = [sys.executable, "-m", "benchmarks.tpch.priority", *options]
+    options += ["--feature", feature, "--queries", "3", "--repeat", "2", "--json", str(output)]
+    command = [sys.executable, "-m", "benchmarks.tpch.live", *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads(output.read_text())["concurrency"]["1"]
-    assert {mode: seconds["3"]["n"] for mode, seconds in found["seconds"].items()} == {
-        "off": 2,
-        "priority": 2,
-    }
-    assert found["priority / off"]["low"] <= found["priority / off"]["high"]
+    modes = {mode: seconds["3"]["n"] for mode, seconds in found["seconds"].items()}
+    assert modes == {"off": 2, feature: 2}
+    assert found[f"{feature} / off"]["low"] <= found[f"{feature} / off"]["high"]
 
 
 def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:

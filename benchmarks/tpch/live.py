@@ -1,16 +1,23 @@
-"""Compare queries with communication at a higher priority and without, in turns on one cluster.
+"""Compare queries with a feature of the runtime and without, in turns on one cluster.
 
-    python -m benchmarks.tpch.priority --scale 30 --queries 5,9,21 --concurrency 1,2 --json priority.json
+    python -m benchmarks.tpch.live --feature priority --scale 30 --queries 5,9,21 --json priority.json
+    python -m benchmarks.tpch.live --feature frozen --scale 30 --json frozen.json
 
-Clusters differ by more than what is compared here, so that the priority of the workers' communication streams
-changes on a running cluster, between two runs of a query. The first run of a query does not count. There is a
-cluster for each ``--concurrency``, the number of workers in place of each one. Without a GPU there is nothing
-to prioritise, and both are alike: that rehearses the program, and shows its noise.
+Clusters differ by more than what is compared here, so the feature is switched on a running cluster, between
+two passes over the queries:
+
+- ``priority``: communication streams of the workers have a higher priority than compute. Without a GPU there
+  is nothing to prioritise, and both are alike: that rehearses the program, and shows its noise.
+- ``frozen``: objects of loaded libraries are frozen, so that garbage collections leave them out, in workers
+  and in the scheduler's process.
+
+A first pass does not count. There is a cluster for each ``--concurrency``, the number of workers in place of
+each one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +38,7 @@ from .options import planning_options
 from .queries import QUERIES
 from .tables import ParquetTables
 
-OFF, PRIORITY = "off", "priority"
+OFF = "off"
 console = Console(stderr=True)
 
 
@@ -46,21 +53,44 @@ def prioritise(client: Client, first: bool) -> None:
     client.run(change)
 
 
-def measure_modes(options: ClusterOptions, plan: Plan, concurrency: int) -> Iterator[Run]:
-    """Run each query once, then ``plan.warm`` times in each mode, in turns that begin with either one."""
-    name = GPURT if concurrency == 1 else SHARED
+def freeze(client: Client, on: bool) -> None:
+    """Freeze the objects of all processes, or thaw them."""
+
+    def change() -> None:
+        from dask_gpurt.plugins.garbage import FROZEN  # the process's own: it cannot be sent along
+
+        if on:
+            FROZEN.enter()
+        else:
+            FROZEN.leave()
+
+    client.run_on_scheduler(change)
+    client.run(change)
+
+
+#: Switches a feature, by its name.
+FEATURES: dict[str, Callable[[Client, bool], None]] = {"priority": prioritise, "frozen": freeze}
+
+
+def measure_modes(options: ClusterOptions, plan: Plan, concurrency: int, feature: str) -> Iterator[Run]:
+    """Run all queries once, then ``plan.warm`` times in each mode, in turns that begin with either one."""
+    name, switch = GPURT if concurrency == 1 else SHARED, FEATURES[feature]
     with start(options, [(name,)]) as (contender,):
         for number in plan.queries:
             timed_run(contender, QUERIES[number], plan)
-            for turn in range(1, plan.warm + 1):
-                for mode in (OFF, PRIORITY) if turn % 2 else (PRIORITY, OFF):
-                    prioritise(contender.client, mode == PRIORITY)
+        is_on = True
+        for turn in range(1, plan.warm + 1):
+            for mode in (OFF, feature) if turn % 2 else (feature, OFF):
+                if is_on != (mode == feature):
+                    is_on = not is_on
+                    switch(contender.client, is_on)
+                for number in plan.queries:
                     seconds, budget = timed_run(contender, QUERIES[number], plan)
                     yield Run(number, mode, concurrency, turn, seconds, budget)
 
 
-def results_of(runs: Sequence[Run], parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return medians by concurrency, mode and query, and the ratio of priority to off."""
+def results_of(runs: Sequence[Run], feature: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return medians by concurrency, mode and query, and the ratio of the feature to off."""
     found: dict[str, Any] = {}
     for concurrency in sorted({run.round for run in runs}):
         mine = [run for run in runs if run.round == concurrency]
@@ -69,7 +99,7 @@ def results_of(runs: Sequence[Run], parameters: dict[str, Any]) -> dict[str, Any
                 mode: {str(query): spread(seconds) for query, seconds in by_query.items()}
                 for mode, by_query in warm_seconds(mine).items()
             },
-            "priority / off": ratios(mine, OFF).get(PRIORITY),
+            f"{feature} / off": ratios(mine, OFF).get(feature),
         }
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -81,6 +111,7 @@ def results_of(runs: Sequence[Run], parameters: dict[str, Any]) -> dict[str, Any
 
 @click.command(help=__doc__.partition("\n")[0])
 @planning_options
+@click.option("--feature", type=click.Choice(list(FEATURES)), required=True)
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option("--rmm-pool-size", type=float, default=0.6, show_default=True, help="A share of the GPU.")
@@ -91,6 +122,7 @@ def main(
     queries: list[int],
     backend: str,
     output: Path | None,
+    feature: str,
     workers: int,
     protocol: str | None,
     rmm_pool_size: float,
@@ -100,6 +132,7 @@ def main(
     plan = Plan(tables, queries, {}, repeat)
     parameters = {"scale": tables.scale, "parts": tables.parts, "queries": queries, "repeat": repeat}
     parameters |= {
+        "feature": feature,
         "backend": backend,
         "workers": workers,
         "protocol": protocol,
@@ -109,20 +142,18 @@ def main(
     for number in map(int, concurrency):
         options = ClusterOptions(backend, workers, 1, protocol, rmm_pool_size, max(2, number))
         # A client that has received data over UCX keeps GPU memory, so each cluster has a process of its own.
-        child = Child(measure_modes, options, plan, number)
+        child = Child(measure_modes, options, plan, number, feature)
         try:
             with suppress(EOFError):  # the process has ended
                 while True:
                     runs.append(run := child.receive())
                     console.print(f"Q{run.query}, {run.round} on a GPU, {run.contender}: {run.seconds:.3f} s")
-                    write(results_of(runs, parameters), output)
+                    write(results_of(runs, feature, parameters), output)
         finally:
             child.end()
-    for number, found in results_of(runs, parameters)["concurrency"].items():
-        if (ratio := found["priority / off"]) is not None:
-            said = (
-                f"{ratio['ratio']} ({ratio['low']} to {ratio['high']}) times as long with priority as without"
-            )
+    for number, found in results_of(runs, feature, parameters)["concurrency"].items():
+        if (ratio := found[f"{feature} / off"]) is not None:
+            said = f"{ratio['ratio']} ({ratio['low']} to {ratio['high']}) times as long with it as without"
             console.print(f"concurrency {number}: {said}, {ratio['queries']} queries")
 
 

@@ -1,0 +1,112 @@
+"""Objects of loaded libraries are left out of full garbage collections."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dask_gpurt.plugins import garbage
+from dask_gpurt.plugins.garbage import MAX_FROZEN_BY_PYTHON, MODULES_OF_A_LIBRARY, FrozenObjects
+
+
+class Cycle:
+    """Refer to itself, so that only the garbage collector can free it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    """Undo the freezing of the test suite itself."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.fixture
+def frozen() -> Iterator[FrozenObjects]:
+    found = FrozenObjects()
+    found.enter()
+    yield found
+    found.leave()
+
+
+def load_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(MODULES_OF_A_LIBRARY):
+        monkeypatch.setitem(sys.modules, f"library.part{i}", types.ModuleType(f"part{i}"))
+
+
+def test_objects_are_frozen_until_the_last_server_leaves() -> None:
+    frozen = FrozenObjects()
+    frozen.enter()
+    frozen.enter()
+    frozen.leave()
+    assert gc.get_freeze_count() > MAX_FROZEN_BY_PYTHON
+    frozen.leave()
+    assert not gc.get_freeze_count()
+
+
+def test_a_few_objects_that_python_has_frozen_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CPython 3.12 does when it starts."""
+    count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: count() + 375)
+    frozen = FrozenObjects()
+    frozen.enter()
+    assert count() > MAX_FROZEN_BY_PYTHON
+    frozen.leave()
+    assert not count()
+
+
+def test_objects_that_a_program_has_frozen_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    frozen = FrozenObjects()
+    frozen.enter()
+    load_a_library(monkeypatch)
+    frozen.renew()
+    frozen.leave()
+    assert gc.get_freeze_count() == pytest.approx(before, abs=100)  # some may have been freed
+
+
+def test_garbage_is_freed_before_the_rest_is_frozen() -> None:
+    cycle = weakref.ref(Cycle())
+    frozen = FrozenObjects()
+    frozen.enter()
+    assert cycle() is None
+    frozen.leave()
+
+
+def test_libraries_that_are_loaded_later_are_frozen_too(
+    frozen: FrozenObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not frozen.is_due()
+    load_a_library(monkeypatch)
+    kept = Cycle()
+    assert frozen.is_due()
+    frozen.renew()
+    assert not any(each is kept for each in gc.get_objects())
+    assert not frozen.is_due()
+
+
+def test_frozen_objects_that_have_become_garbage_are_freed_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: Any = Cycle()
+    cycle = weakref.ref(kept)
+    frozen = FrozenObjects()
+    frozen.enter()
+    del kept
+    frozen.renew()
+    gc.collect()
+    assert cycle() is not None, "the object was not frozen"
+    monkeypatch.setattr(garbage, "RENEWAL_INTERVAL_S", 0.0)
+    frozen.renew()
+    assert cycle() is None
+    frozen.leave()
