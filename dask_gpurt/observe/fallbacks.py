@@ -91,6 +91,7 @@ class Fallback(Enum):
     OVERLAP_UNCONFINED = "overlap.unconfined", "compute is not confined"
     OVERLAP_TASK_UNCONFINED = "overlap.task-unconfined", "a task is not confined to SMs"
     OVERLAP_PRIORITY_FIXED = "overlap.priority-fixed", "communication keeps its priority"
+    OVERLAP_POLICY_FAILED = "overlap.policy-failed", "compute is no longer confined"
     OVERLAP_RESIDENCY = "overlap.residency", "residency caps are not possible"
     OVERLAP_NOT_SHARED = (
         "overlap.not-shared",

@@ -24,7 +24,7 @@ from dask_gpurt.overlap.samples import PRIORITY, OverlapSample, Setting, SoloSam
 STEP_DECAY = 0.9
 #: Samples of a setting are stale after this many steps without use, and dropped, since it may be better now.
 STALE_STEPS = 2000
-#: The most kernels with statistics. Beyond that, the one with the fewest samples is dropped.
+#: The most kernels with statistics. Beyond that, the one that has not run for the longest time is dropped.
 MAX_KERNELS = 500
 #: The smallest fraction of its bytes that communication is assumed to have moved during tasks.
 MIN_BESIDE_SHARE = 0.2
@@ -146,6 +146,7 @@ class OverlapStatistics:
     """Keep the statistics of all kernels on a device."""
 
     def __init__(self) -> None:
+        #: The statistics of each kernel; the one that has run last comes last.
         self.kernels: dict[str, KernelStatistics] = {}
         #: Bytes of communication in the last steps, and the number of these steps; both decay.
         self.moved = self.steps = 0.0
@@ -179,6 +180,7 @@ class OverlapStatistics:
         """Learn from a task without communication; return its kernel if it changed and was dropped."""
         kernel = self._kernel(alone.kernel)
         kernel.work += alone.work
+        self._limit()
         if not kernel.alone.add(alone.work / alone.seconds):
             if kernel.alone.count == MIN_SOLO_SAMPLES:
                 kernel.beside.clear()  # earlier costs are relative to another speed
@@ -194,6 +196,13 @@ class OverlapStatistics:
         of
             The only kernel to learn about from the step; None for all.
         """
+        changed = self._learn(step, of)
+        for name in changed:
+            self.kernels[name].forget()
+        self._limit()  # only now: a step may have many kernels that are new
+        return ", ".join(changed) or None
+
+    def _learn(self, step: StepSample, of: str | None) -> list[str]:
         self.moved = self.moved * STEP_DECAY + step.moved
         self.steps = self.steps * STEP_DECAY + 1
         for kernel in self.kernels.values():
@@ -201,19 +210,16 @@ class OverlapStatistics:
         for name, ran in step.ran.items():
             self._kernel(name).work += ran.work
         if not step.steady or not step.moved:
-            return None
+            return []
         if not step.ran:
             self._alone(step)
-            return None
+            return []
         costs, work = self.costs(step), self._work(step)
-        changed = [
+        return [
             name
             for name, ran in step.ran.items()
             if of in (None, name) and self.kernels[name].add(ran, costs, step.seconds, work, step.moved)
         ]
-        for name in changed:
-            self.kernels[name].forget()
-        return ", ".join(changed) or None
 
     def _alone(self, step: StepSample) -> None:
         self.seconds_per_byte.add(step.idle / step.moved)
@@ -236,15 +242,21 @@ class OverlapStatistics:
 
     def _work(self, step: StepSample) -> float:
         """Return the solo time of the tasks of a step, in seconds; 0 until their speeds are known."""
-        speeds = {name: self.kernels[name].speed() for name in step.ran}
-        if not all(speeds.values()):
+        kernels = {name: self.kernels.get(name) for name in step.ran}
+        speeds = {name: kernel.speed() for name, kernel in kernels.items() if kernel is not None}
+        if len(speeds) < len(step.ran) or not all(speeds.values()):
             return 0.0
         return sum(ran.work / speeds[name] for name, ran in step.ran.items())
 
     def _kernel(self, name: str) -> KernelStatistics:
-        if name not in self.kernels and len(self.kernels) >= MAX_KERNELS:
-            del self.kernels[min(self.kernels, key=lambda other: self.kernels[other].samples)]
-        return self.kernels.setdefault(name, KernelStatistics())
+        """Return the statistics of a kernel that has run."""
+        kernel = self.kernels.pop(name, None) or KernelStatistics()
+        self.kernels[name] = kernel
+        return kernel
+
+    def _limit(self) -> None:
+        while len(self.kernels) > MAX_KERNELS:
+            del self.kernels[next(iter(self.kernels))]
 
     # ---- as plain values ---------------------------------------------------------------
 

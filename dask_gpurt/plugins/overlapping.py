@@ -34,6 +34,7 @@ from dask_gpurt.overlap.actuators import (
 )
 from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
+from dask_gpurt.overlap.guarded import Guarded
 from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
 from dask_gpurt.overlap.samples import Setting
 from dask_gpurt.overlap.statistics import OverlapStatistics
@@ -111,8 +112,9 @@ class WorkerOverlap:
         except (SmsError, NotLoadedError, ValueError) as error:
             self._metrics.fallback(Fallback.OVERLAP_UNCONFINED, f"{error}. The shuffle keeps its priority")
             return
+        failed = partial(self._metrics.fallback, Fallback.OVERLAP_POLICY_FAILED)
         self._control = Control(
-            policy,
+            Guarded(policy, failed),
             actuator,
             lambda: self._exchange.moved,
             perf_counter,

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.observe.estimators import MeanEstimate
+from dask_gpurt.overlap import statistics
 from dask_gpurt.overlap.governor import MIN_STEPS, TRIAL_BUDGET_SHARE, Fixed, Governor
 from dask_gpurt.overlap.samples import OFF, PRIORITY, OverlapSample, Setting, SoloSample, StepSample
 from dask_gpurt.overlap.statistics import (
@@ -434,13 +435,78 @@ def test_an_invalid_setting_is_refused(text: str) -> None:
         Setting.parse(text)
 
 
-def test_only_so_many_kernels_are_known() -> None:
+def step_of(*kernels: str) -> StepSample:
+    return StepSample(0.5, 1e9, {kernel: OverlapSample(1.0, 1.0) for kernel in kernels})
+
+
+def test_only_so_many_kernels_are_known_and_those_that_ran_last_stay() -> None:
     known = OverlapStatistics()
     for number in range(MAX_KERNELS + 10):
-        for _ in range(2 if number < 5 else 1):
-            known.add(SoloSample(f"kernel-{number}", 1.0, 1.0))
+        known.add(SoloSample(f"kernel-{number}", 1.0, 1.0))
+        known.add(SoloSample("kernel-0", 1.0, 1.0))
     assert len(known.kernels) == MAX_KERNELS
-    assert {f"kernel-{number}" for number in range(5)} <= set(known.kernels)
+    assert {"kernel-0", f"kernel-{MAX_KERNELS + 9}"} <= set(known.kernels)
+    assert "kernel-1" not in known.kernels
+
+
+def test_a_step_with_several_new_kernels_while_as_many_are_known_as_fit() -> None:
+    """A program of many different queries; an error here would fail a task of the user."""
+    known = OverlapStatistics()
+    for number in range(MAX_KERNELS):
+        known.add(SoloSample(f"kernel-{number}", 1.0, 1.0))
+        known.add(SoloSample(f"kernel-{number}", 1.0, 1.0))
+    known.add_step(step_of("new", "newer", "newest"))
+    assert {"new", "newer", "newest"} <= set(known.kernels)
+    assert len(known.kernels) == MAX_KERNELS
+    known.add_step(step_of(*(f"other-{number}" for number in range(MAX_KERNELS + 1))))
+    assert len(known.kernels) == MAX_KERNELS
+
+
+def test_a_kernel_runs_for_the_first_time_while_another_one_is_on_trial() -> None:
+    governor = Governor({OFF: 0.5}, budget=FREE)
+    for _ in range(MIN_SOLO_SAMPLES):
+        governor.learn(SoloSample("kernel", 1.0, 1.0))
+    for _ in range(2 * MIN_STEPS):
+        setting = governor.choose("kernel").setting
+        ran = {"kernel": OverlapSample(1.0, 2.0, setting)}
+        if setting != PRIORITY:
+            ran["new"] = OverlapSample(1.0, 1.0)
+        governor.learn_step(StepSample(0.0, 1e9, ran))
+    assert "new" in governor.known.kernels, "nothing was on trial"
+
+
+kernel_names = st.sampled_from([f"kernel-{number}" for number in range(8)])
+overlaps = st.builds(
+    OverlapSample, st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.sampled_from([PRIORITY, OFF])
+)
+events = st.one_of(
+    st.builds(SoloSample, kernel_names, st.floats(1e-3, 1e3), st.floats(1e-3, 1e3)),
+    st.builds(
+        StepSample,
+        st.floats(0, 10),
+        st.floats(0, 1e9),
+        st.dictionaries(kernel_names, overlaps, max_size=5),
+        st.booleans(),
+    ),
+)
+
+
+@given(st.lists(events, max_size=60), st.lists(kernel_names, max_size=4))
+def test_no_order_of_samples_and_choices_fails(
+    events: list[SoloSample | StepSample], asked: list[str]
+) -> None:
+    """With fewer kernels than run; an error here would fail a task of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "MAX_KERNELS", 3)
+        governor = Governor({OFF: 0.5}, budget=FREE)
+        for event in events:
+            for kernel in asked:
+                governor.choose(kernel)
+            if isinstance(event, SoloSample):
+                governor.learn(event)
+            else:
+                governor.learn_step(event)
+            assert len(governor.known.kernels) <= 3
 
 
 def test_a_sample_that_was_not_steady_counts_as_work_only() -> None:
