@@ -96,6 +96,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 return  # the other one is on; Dask drops this idempotent plugin
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
+        self._frozen = contextlib.ExitStack()
         self._spared = spare_tracebacks()
         self.switch = Switch(self._switch_on, self._switch_off)
         try:
@@ -105,8 +106,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             raise
 
     async def close(self) -> None:
-        # The registry of metrics is global to the process and would keep the closed scheduler alive.
+        # The registry of metrics is global to the process and would keep the closed scheduler alive, and the
+        # process may go on, as that of a notebook.
         self._hide()
+        self._frozen.close()
         self._spared.close()
 
     async def stop(self) -> None:
@@ -178,10 +181,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     async def _freeze(self) -> None:
         await asyncio.to_thread(FROZEN.enter)
-        self._undo.callback(FROZEN.leave)
+        self._frozen.callback(FROZEN.leave)
+        self._undo.callback(self._frozen.close)
         polling = PeriodicCallback(self._freeze_libraries, POLL_INTERVAL_S * 1000)
         polling.start()
-        self._undo.callback(polling.stop)
+        self._frozen.callback(polling.stop)
 
     async def _freeze_libraries(self) -> None:
         """Freeze what programs have loaded since, such as cudf for their plans, while no task runs."""

@@ -18,6 +18,7 @@ import dask_gpurt
 from dask_gpurt.api import register_method
 from dask_gpurt.config import ConfigError
 from dask_gpurt.plugins import silence, switching
+from dask_gpurt.plugins.garbage import MAX_FROZEN_BY_PYTHON
 from dask_gpurt.plugins.switching import LEFT_OP, JoinReply, Workers
 from dask_gpurt.plugins.worker import GpurtWorkerPlugin
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
@@ -382,3 +383,19 @@ def test_objects_that_a_program_has_frozen_stay_frozen() -> None:
 
     run()
     assert gc.get_freeze_count()
+
+
+def test_closed_servers_leave_nothing_frozen() -> None:
+    """As in a notebook that goes on once its cluster is closed, with the runtime still on."""
+    gc.unfreeze()  # what the test suite has frozen
+    try:
+
+        @gen_client_cluster()
+        async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+            await dask_gpurt.enable(client)
+            assert gc.get_freeze_count() > MAX_FROZEN_BY_PYTHON
+
+        run()
+        assert gc.get_freeze_count() <= MAX_FROZEN_BY_PYTHON
+    finally:
+        gc.freeze()
