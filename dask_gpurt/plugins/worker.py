@@ -227,7 +227,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self._remove_outdated()
         else:
             await self.exchange.run_housekeeping()
-            if not self.worker.state.executing:
+            if not (self.worker.state.executing or self.worker.state.long_running):
                 await asyncio.to_thread(FROZEN.renew)
 
     async def _is_outdated(self) -> bool:
