@@ -41,9 +41,10 @@ class FrozenObjects:
         """Freeze all objects, unless another server of this process has done so."""
         with self._lock:
             self._users += 1
-            if not self._is_ours and gc.get_freeze_count() <= MAX_FROZEN_BY_PYTHON:
-                self._is_ours = True
-                self._freeze()
+            if self._is_ours or gc.get_freeze_count() > MAX_FROZEN_BY_PYTHON:
+                return
+            self._is_ours = True
+        self._freeze()
 
     def leave(self) -> None:
         """Undo :meth:`enter`; the last server to leave thaws all objects."""
@@ -65,14 +66,19 @@ class FrozenObjects:
         objects of running tasks.
         """
         with self._lock:
-            if self.is_due():
-                gc.unfreeze()
-                self._freeze()
+            if not self.is_due():
+                return
+            gc.unfreeze()
+        self._freeze()
 
     def _freeze(self) -> None:
-        gc.collect()  # or present garbage would never be freed
-        gc.freeze()
-        self._modules, self._since_s = len(sys.modules), time.monotonic()
+        # Or present garbage would never be freed. Without the lock: a finalizer may wait for another thread
+        # that leaves, as one that closes a cluster does.
+        gc.collect()
+        with self._lock:
+            if self._is_ours:  # the last server may have left meanwhile
+                gc.freeze()
+                self._modules, self._since_s = len(sys.modules), time.monotonic()
 
 
 #: The frozen objects of this process.

@@ -190,7 +190,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     async def _freeze_libraries(self) -> None:
         """Freeze what programs have loaded since, such as cudf for their plans, while no task runs."""
         if FROZEN.is_due() and not any(worker.processing for worker in self.scheduler.workers.values()):
-            await asyncio.to_thread(FROZEN.renew)
+            with contextlib.suppress(RuntimeError):  # the process exits, and starts no thread any more
+                await asyncio.to_thread(FROZEN.renew)
 
     def _listen(self) -> None:
         handlers = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -110,3 +111,34 @@ def test_frozen_objects_that_have_become_garbage_are_freed_in_time(
     frozen.renew()
     assert cycle() is None
     frozen.leave()
+
+
+def test_a_finalizer_waits_for_a_thread_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that closes a cluster, whose event loop is another thread."""
+    frozen = FrozenObjects()
+    frozen.enter()
+    frozen.enter()
+
+    def close() -> None:
+        leaving = threading.Thread(target=frozen.leave, daemon=True)
+        leaving.start()
+        leaving.join(30)
+        left.append(not leaving.is_alive())
+
+    left: list[bool] = []
+    weakref.finalize(Cycle(), close)
+    monkeypatch.setattr(garbage, "RENEWAL_INTERVAL_S", 0.0)
+    frozen.renew()
+    assert left == [True]
+    assert gc.get_freeze_count() > MAX_FROZEN_BY_PYTHON
+    frozen.leave()
+    assert not gc.get_freeze_count()
+
+
+def test_the_last_server_leaves_during_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen = FrozenObjects()
+    frozen.enter()
+    weakref.finalize(Cycle(), frozen.leave)
+    monkeypatch.setattr(garbage, "RENEWAL_INTERVAL_S", 0.0)
+    frozen.renew()
+    assert not gc.get_freeze_count()
