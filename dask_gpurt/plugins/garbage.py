@@ -17,7 +17,7 @@ import time
 MAX_FROZEN_BY_PYTHON = 10_000
 #: As many more modules mean that a library has been loaded; cudf has several hundred.
 MODULES_OF_A_LIBRARY = 50
-#: How long garbage among the frozen objects remains at most, once a server is idle, in seconds.
+#: How often garbage among the frozen objects is freed, while a server is idle, in seconds.
 RENEWAL_INTERVAL_S = 300.0
 #: How often a scheduler looks whether libraries have been loaded, in seconds.
 POLL_INTERVAL_S = 1.0

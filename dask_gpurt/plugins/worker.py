@@ -385,8 +385,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.data.uninstall()
 
     async def _close_exchange(self) -> None:
-        await asyncio.to_thread(self.exchange.close)
-        self._leave_frozen.close()  # only now: closing the exchange has ended the warm-up on its threads
+        try:
+            await asyncio.to_thread(self.exchange.close)
+        finally:
+            self._leave_frozen.close()  # only now: closing the exchange has ended the warm-up on its threads
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":
