@@ -9,6 +9,7 @@ collections leave them out.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -38,13 +39,11 @@ class FrozenObjects:
         self._since_s = 0.0
 
     def enter(self) -> None:
-        """Freeze all objects, unless another server of this process has done so."""
+        """Let :meth:`renew` freeze objects until :meth:`leave`, unless the program has frozen some."""
         with self._lock:
             self._users += 1
-            if self._is_ours or gc.get_freeze_count() > MAX_FROZEN_BY_PYTHON:
-                return
-            self._is_ours = True
-        self._freeze()
+            if not self._is_ours and gc.get_freeze_count() <= MAX_FROZEN_BY_PYTHON:
+                self._is_ours, self._modules = True, 0
 
     def leave(self) -> None:
         """Undo :meth:`enter`; the last server to leave thaws all objects."""
@@ -55,12 +54,12 @@ class FrozenObjects:
                 gc.unfreeze()
 
     def is_due(self) -> bool:
-        """Return whether libraries have been loaded since, or ``RENEWAL_INTERVAL_S`` are over."""
+        """Return whether nothing is frozen, libraries have been loaded since, or the interval is over."""
         loaded = len(sys.modules) - self._modules >= MODULES_OF_A_LIBRARY
         return self._is_ours and (loaded or time.monotonic() - self._since_s > RENEWAL_INTERVAL_S)
 
     def renew(self) -> None:
-        """Collect the garbage among the frozen objects and freeze what is left, if that is due.
+        """Collect garbage, among frozen objects too, and freeze what is left, if that is due.
 
         To be called while no task runs: it blocks the process as a full collection does, and would freeze the
         objects of running tasks.
@@ -69,17 +68,22 @@ class FrozenObjects:
             if not self.is_due():
                 return
             gc.unfreeze()
-        self._freeze()
-
-    def _freeze(self) -> None:
-        # Or present garbage would never be freed. Without the lock: a finalizer may wait for another thread
-        # that leaves, as one that closes a cluster does.
+        # Without the lock: a finalizer may wait for another thread that leaves, as one that closes a cluster
+        # does.
         gc.collect()
         with self._lock:
             if self._is_ours:  # the last server may have left meanwhile
                 gc.freeze()
                 self._modules, self._since_s = len(sys.modules), time.monotonic()
 
+    def forget(self) -> None:
+        """Thaw the objects of a forked process, which runs none of the servers of its parent."""
+        was_ours = self._is_ours
+        self.__init__()  # type: ignore[misc]  # a thread of the parent may hold the lock
+        if was_ours:
+            gc.unfreeze()
+
 
 #: The frozen objects of this process.
 FROZEN = FrozenObjects()
+os.register_at_fork(after_in_child=FROZEN.forget)

@@ -127,7 +127,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         try:
             dask_hooks.require()
             self._prepare(config.load_over(self.given))
-            await self._freeze()
             self._show()
             self._undo.callback(self._ignore_unreachable)
             self.places.install()
@@ -135,6 +134,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._listen()
             self._register(STARTING)
             self._undo.callback(self._unregister, STARTING)
+            await self._freeze()  # once registered: Dask closes only such plugins, with the scheduler
             self.place(self.settings.placement.enabled)
             self._undo.callback(self.place, False)
             self._undo.callback(self.workers.silent.close)
@@ -180,12 +180,13 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.json_api = JsonApi(self)
 
     async def _freeze(self) -> None:
-        await asyncio.to_thread(FROZEN.enter)
+        FROZEN.enter()
         self._frozen.callback(FROZEN.leave)
-        self._undo.callback(self._frozen.close)
         polling = PeriodicCallback(self._freeze_libraries, POLL_INTERVAL_S * 1000)
         polling.start()
         self._frozen.callback(polling.stop)
+        self._undo.callback(self._frozen.close)
+        await asyncio.to_thread(FROZEN.renew)  # last: the scheduler may close meanwhile
 
     async def _freeze_libraries(self) -> None:
         """Freeze what programs have loaded since, such as cudf for their plans, while no task runs."""

@@ -268,6 +268,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         warm_up(devices)
         FROZEN.enter()
         self._leave_frozen.callback(FROZEN.leave)
+        FROZEN.renew()
 
     def _ignore_calls(self) -> None:
         """Ignore the runtime's calls on a closing worker, from a scheduler that does not know of it yet.

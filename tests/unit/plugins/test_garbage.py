@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import types
@@ -33,10 +34,17 @@ def thawed() -> Iterator[None]:
 
 @pytest.fixture
 def frozen() -> Iterator[FrozenObjects]:
-    found = FrozenObjects()
-    found.enter()
+    found = freeze()
     yield found
     found.leave()
+
+
+def freeze() -> FrozenObjects:
+    """Freeze objects for one server."""
+    found = FrozenObjects()
+    found.enter()
+    found.renew()
+    return found
 
 
 def load_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,8 +53,7 @@ def load_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_objects_are_frozen_until_the_last_server_leaves() -> None:
-    frozen = FrozenObjects()
-    frozen.enter()
+    frozen = freeze()
     frozen.enter()
     frozen.leave()
     assert gc.get_freeze_count() > MAX_FROZEN_BY_PYTHON
@@ -58,8 +65,7 @@ def test_a_few_objects_that_python_has_frozen_do_not_matter(monkeypatch: pytest.
     """As CPython 3.12 does when it starts."""
     count = gc.get_freeze_count
     monkeypatch.setattr(gc, "get_freeze_count", lambda: count() + 375)
-    frozen = FrozenObjects()
-    frozen.enter()
+    frozen = freeze()
     assert count() > MAX_FROZEN_BY_PYTHON
     frozen.leave()
     assert not count()
@@ -68,8 +74,7 @@ def test_a_few_objects_that_python_has_frozen_do_not_matter(monkeypatch: pytest.
 def test_objects_that_a_program_has_frozen_stay_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.freeze()
     before = gc.get_freeze_count()
-    frozen = FrozenObjects()
-    frozen.enter()
+    frozen = freeze()
     load_a_library(monkeypatch)
     frozen.renew()
     frozen.leave()
@@ -78,8 +83,7 @@ def test_objects_that_a_program_has_frozen_stay_frozen(monkeypatch: pytest.Monke
 
 def test_garbage_is_freed_before_the_rest_is_frozen() -> None:
     cycle = weakref.ref(Cycle())
-    frozen = FrozenObjects()
-    frozen.enter()
+    frozen = freeze()
     assert cycle() is None
     frozen.leave()
 
@@ -96,13 +100,36 @@ def test_libraries_that_are_loaded_later_are_frozen_too(
     assert not frozen.is_due()
 
 
+def test_a_forked_process_thaws_what_its_parent_has_frozen() -> None:
+    """And keeps count of its own servers, even if a thread of the parent has held the lock."""
+    frozen = freeze()
+    frozen._lock.acquire()
+    frozen.forget()
+    assert not gc.get_freeze_count()
+    frozen.enter()
+    frozen.renew()
+    frozen.leave()
+    assert not gc.get_freeze_count()
+
+
+def test_a_process_is_forked() -> None:
+    garbage.FROZEN.enter()
+    garbage.FROZEN.renew()
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        os.write(write, str(gc.get_freeze_count()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 20) == b"0"
+    garbage.FROZEN.leave()
+
+
 def test_frozen_objects_that_have_become_garbage_are_freed_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: Any = Cycle()
     cycle = weakref.ref(kept)
-    frozen = FrozenObjects()
-    frozen.enter()
+    frozen = freeze()
     del kept
     frozen.renew()
     gc.collect()
@@ -115,8 +142,7 @@ def test_frozen_objects_that_have_become_garbage_are_freed_in_time(
 
 def test_a_finalizer_waits_for_a_thread_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that closes a cluster, whose event loop is another thread."""
-    frozen = FrozenObjects()
-    frozen.enter()
+    frozen = freeze()
     frozen.enter()
 
     def close() -> None:
@@ -136,8 +162,7 @@ def test_a_finalizer_waits_for_a_thread_that_leaves(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_last_server_leaves_during_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen = FrozenObjects()
-    frozen.enter()
+    frozen = freeze()
     weakref.finalize(Cycle(), frozen.leave)
     monkeypatch.setattr(garbage, "RENEWAL_INTERVAL_S", 0.0)
     frozen.renew()
