@@ -17,6 +17,7 @@ import dask_gpurt
 from dask_gpurt.chaos.faults import SHM, Site
 from dask_gpurt.dask_hooks.shuffle import active_runs
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
+from dask_gpurt.plugins.switching import NAME
 
 #: Seconds for all resources to be released after the last operation; workers poll for peers that have left.
 PATIENCE_S = 45.0
@@ -70,16 +71,23 @@ def probe(dask_worker: WorkerServer) -> Probe:
 
 
 def trimmed(dask_worker: WorkerServer) -> int:
-    """Return free memory to the system; return the remaining anonymous bytes."""
+    """Return free memory to the system; return the remaining anonymous bytes, without the pinned tier."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return anonymous()
+    return anonymous() - _pinned(dask_worker)
 
 
 def anonymous() -> int:
     """Return the anonymous memory of this process in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line)
     return int(line.split()[1]) * 1024
+
+
+def _pinned(dask_worker: WorkerServer) -> int:
+    # All of it is faulted in when the runtime is switched on, and the memory of a virtual host, of which it is
+    # a share, may have grown since.
+    runtime = dask_worker.plugins.get(NAME)
+    return int(runtime.tiers.pinned.capacity) if runtime is not None and runtime.is_on else 0
 
 
 def _is_incoming(thing: Any) -> bool:
