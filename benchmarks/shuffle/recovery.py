@@ -174,16 +174,22 @@ def main(
                 with cluster_of(method, workers - (phase == "none"), backend) as client:
                     run(client, method, "none", -1, (partitions, rows), backend)  # warms up
                     runs.append(run(client, method, phase, turn, (partitions, rows), backend))
-    write(
-        {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "parameters": {"workers": workers, "partitions": partitions, "rows": rows, "backend": backend},
-            **environment(),
-            "runs": [vars(each) for each in runs],
-        },
-        output,
-    )
-    _print(runs)
+        # After each turn: a later one may be cut off.
+        write(
+            {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "parameters": {
+                    "workers": workers,
+                    "partitions": partitions,
+                    "rows": rows,
+                    "backend": backend,
+                },
+                **environment(),
+                "runs": [vars(each) for each in runs],
+            },
+            output,
+        )
+        _print(runs)
 
 
 def _print(runs: list[Run]) -> None:
