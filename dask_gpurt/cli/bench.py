@@ -20,7 +20,7 @@ import dask_gpurt
 from dask_gpurt.bench import BenchResult, measure
 from dask_gpurt.bench.measure import METHODS
 from dask_gpurt.bench.results import SECONDS, SIZES, Run
-from dask_gpurt.cli.cluster import choose_backend, connected, default_workers, local_cluster
+from dask_gpurt.cli.cluster import choose_backend, connected, default_workers, local_cluster, rmm_pool_option
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.cli.progress import progress
 
@@ -46,6 +46,7 @@ SHORT = {
     "--workers", type=click.IntRange(min=1), help="Workers of a local cluster. [default: 2, or one per GPU]"
 )
 @click.option("--protocol", help="Protocol of a local cluster, such as tcp or ucx.")
+@rmm_pool_option
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option(
     "--scale",
@@ -74,6 +75,7 @@ def bench(
     scheduler: str | None,
     workers: int | None,
     protocol: str | None,
+    rmm_pool_size: str,
     backend: str,
     data: str | None,
     as_json: bool,
@@ -93,7 +95,7 @@ def bench(
             backend = _backend_of(client) if backend == "auto" else choose_backend(backend)
         else:
             backend = choose_backend(backend)
-            client = stack.enter_context(_here(backend, workers, protocol))
+            client = stack.enter_context(_here(backend, workers, protocol, rmm_pool_size))
             data = data or stack.enter_context(tempfile.TemporaryDirectory(prefix="gpurt-bench-"))
         try:
             with _progress(quiet=as_json) as on_run:
@@ -112,11 +114,13 @@ def bench(
 
 
 @contextmanager
-def _here(backend: str, workers: int | None, protocol: str | None) -> Iterator[Client]:
+def _here(
+    backend: str, workers: int | None, protocol: str | None, rmm_pool_size: str
+) -> Iterator[Client]:
     """Start a cluster on this machine; yield a client that is not the default client."""
     count = workers or default_workers(backend)
     with (
-        local_cluster(backend, count, protocol) as cluster,
+        local_cluster(backend, count, protocol, rmm_pool_size) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
         client.wait_for_workers(count)

@@ -24,6 +24,14 @@ from dask_gpurt.addresses import require_scheduler
 #: Timeout for closing a connection to a scheduler, in seconds.
 CLOSE_TIMEOUT_S = 2.0
 
+#: The option of commands that start a cluster, named as that of ``dask cuda worker``.
+rmm_pool_option = click.option(
+    "--rmm-pool-size",
+    default="0.5",
+    show_default=True,
+    help="RMM pool of each GPU worker of a local cluster: a size such as 4GiB, or a share of the GPU.",
+)
+
 
 def choose_backend(backend: str) -> str:
     """Resolve ``auto``: cudf if there are GPUs and the packages for them, else pandas."""
@@ -119,7 +127,7 @@ def _require_workers(cluster: LocalCluster, count: int) -> None:
         raise click.ClickException(
             f"only {started} of {count} workers started, see their messages above. If it was for lack of "
             "memory: other programs on a GPU may have taken that of the worker's RMM pool (`nvidia-smi` "
-            "shows them)"
+            "shows them); a smaller `--rmm-pool-size` may fit"
         )
 
 

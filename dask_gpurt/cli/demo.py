@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
+from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster, rmm_pool_option
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.cli.flights import (
     OPERATIONS,
@@ -71,6 +71,7 @@ class OperationTiming:
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes. [default: 2, or one per GPU]")
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
+@rmm_pool_option
 @click.option("--methods", default=",".join(METHODS), show_default=True, help="Shuffle methods to compare.")
 @click.option(
     "--data",
@@ -91,6 +92,7 @@ def demo(
     workers: int | None,
     backend: str,
     protocol: str | None,
+    rmm_pool_size: str,
     methods: str,
     data: Path | None,
     scale: int,
@@ -110,7 +112,7 @@ def demo(
     partitions = partitions or 4 * workers
     tables = load_tables(scale, data)
     started = time.perf_counter()
-    with local_cluster(backend, workers, protocol) as cluster, Client(cluster) as client:
+    with local_cluster(backend, workers, protocol, rmm_pool_size) as cluster, Client(cluster) as client:
         if "gpurt" in chosen:
             dask_gpurt.enable(client)
         link = dashboard_page(client)

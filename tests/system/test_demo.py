@@ -43,6 +43,8 @@ ROOT = Path(__file__).parents[2]
 METHODS = {"pandas": ["gpurt", "tasks", "p2p"], "cudf": ["gpurt", "tasks"]}
 #: Path by which workers read each other's shards, unless there is only one worker.
 PATH = {"pandas": "shared-memory", "cudf": "cuda-ipc"}
+#: Other tests may run on the same GPUs.
+DEMO = ("-m", "dask_gpurt", "demo", "--rmm-pool-size", "2GiB")
 
 
 def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +72,7 @@ def page(tmp_path_factory: pytest.TempPathFactory, library: Library) -> Path:
 @pytest.fixture(scope="module")
 def results(page: Path, library: Library, data: tuple[str | Path, ...]) -> dict[str, Any]:
     small = ("--backend", library.name, "--methods", ",".join(METHODS[library.name]), "--partitions", "4")
-    done = run("-m", "dask_gpurt", "demo", "--json", *data, *small, "--repeat", "1", "--report", page)
+    done = run(*DEMO, "--json", *data, *small, "--repeat", "1", "--report", page)
     parsed: dict[str, Any] = json.loads(done.stdout)
     return parsed
 
@@ -203,7 +205,7 @@ def test_report_draws_what_has_been_spilled(
     page = tmp_path / "demo.html"
     only = ("--backend", library.name, "--methods", "gpurt", "--partitions", "8")
     small = {"DASK_GPURT__MEMORY__DEVICE": "16MiB", "DASK_GPURT__MEMORY__PINNED": "8MiB"}
-    done = run("-m", "dask_gpurt", "demo", "--json", *data, *only, "--report", page, **small)
+    done = run(*DEMO, "--json", *data, *only, "--report", page, **small)
     results = json.loads(done.stdout)
     workers, seen, live = results["workers"], results["tiers"], live_tier(results)
     assert results["passed"]
@@ -282,7 +284,7 @@ def test_demo_takes_tables_of_a_directory(library: Library, tmp_path: Path) -> N
         "--report",
         tmp_path / "demo.html",
     )
-    results = json.loads(run("-m", "dask_gpurt", "demo", "--json", "--data", folder, *only).stdout)
+    results = json.loads(run(*DEMO, "--json", "--data", folder, *only).stdout)
     assert results["passed"]
     assert results["data"] == f"{folder}, 4,000 flights"
     assert {operation["name"]: operation["rows"] for operation in results["operations"]}[
@@ -293,10 +295,10 @@ def test_demo_takes_tables_of_a_directory(library: Library, tmp_path: Path) -> N
 def test_demo_names_the_table_or_the_column_that_is_missing(tmp_path: Path) -> None:
     folder = write_tables(tmp_path, flights=10)
     pd.read_csv(folder / "planes.csv").drop(columns="tailnum").to_csv(folder / "planes.csv", index=False)
-    done = run("-m", "dask_gpurt", "demo", "--data", folder, code=1)
+    done = run(*DEMO, "--data", folder, code=1)
     assert f"{folder / 'planes.csv'} lacks the columns tailnum" in done.stderr
     (folder / "planes.csv").unlink()
-    done = run("-m", "dask_gpurt", "demo", "--data", folder, code=1)
+    done = run(*DEMO, "--data", folder, code=1)
     assert f"{folder} has no planes.csv" in done.stderr
 
 
@@ -315,7 +317,7 @@ def test_generated_tables_have_the_columns_of_the_real_ones(tmp_path: Path) -> N
 
 
 def test_demo_refuses_an_unknown_method() -> None:
-    done = run("-m", "dask_gpurt", "demo", "--methods", "gpurt,disc", code=2)
+    done = run(*DEMO, "--methods", "gpurt,disc", code=2)
     assert "gpurt, tasks, p2p" in done.stderr
 
 

@@ -14,7 +14,8 @@ import dask_gpurt
 def main() -> None:
     plain = digests()
     with (
-        LocalCUDACluster(n_workers=1, rmm_pool_size=0.3, dashboard_address=":0") as cluster,
+        # Small, because other tests may run on the same GPU.
+        LocalCUDACluster(n_workers=1, rmm_pool_size="4GiB", dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         dask_gpurt.enable(client)
