@@ -125,9 +125,9 @@ def cluster(contender: str, plan: Plan) -> Iterator[Client]:
 
 
 async def _pinned(dask_worker: Any) -> None:
-    """Block until the pinned tier is registered, which takes seconds for tens of GiB."""
+    """Block until the whole pinned tier is registered, which takes seconds for tens of GiB."""
     tiers = dask_worker.plugins["gpurt"].tiers
-    await tiers.offload(tiers.pinned.ready.wait)
+    await tiers.offload(lambda: tiers.pinned.free(tiers.pinned.allocate(tiers.pinned.capacity)))
 
 
 def _local(contender: str, plan: Plan) -> Any:

@@ -29,8 +29,9 @@ from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
+from dask_gpurt.memory.host import HostTier
 from dask_gpurt.memory.ledger import Ledger
+from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
@@ -41,7 +42,7 @@ GB = 1e9
 def new_tiered_buffer(device: Any, directory: str, pinned: int, host: int, files: Any = None) -> TieredBuffer:
     """Return a tiered buffer with at most one memory tier, into which all objects are spilled."""
     pool = BlockPool(pinned, register=getattr(device, "register", None))
-    pool.ready.wait()
+    pool.free(pool.allocate(pool.capacity))  # registers all of it
     return TieredBuffer(
         Limits(1 << 40, pinned, host, None),
         {

@@ -84,10 +84,9 @@ def anonymous() -> int:
 
 
 def _pinned(dask_worker: WorkerServer) -> int:
-    # All of it is faulted in when the runtime is switched on, and the memory of a virtual host, of which it is
-    # a share, may have grown since.
+    # It grows to its capacity as it is needed, and keeps what it has been given.
     runtime = dask_worker.plugins.get(NAME)
-    return int(runtime.tiers.pinned.capacity) if runtime is not None and runtime.is_on else 0
+    return int(runtime.tiers.pinned.backed) if runtime is not None and runtime.is_on else 0
 
 
 def _is_incoming(thing: Any) -> bool:

@@ -114,9 +114,7 @@ def bench(
 
 
 @contextmanager
-def _here(
-    backend: str, workers: int | None, protocol: str | None, rmm_pool_size: str
-) -> Iterator[Client]:
+def _here(backend: str, workers: int | None, protocol: str | None, rmm_pool_size: str) -> Iterator[Client]:
     """Start a cluster on this machine; yield a client that is not the default client."""
     count = workers or default_workers(backend)
     with (

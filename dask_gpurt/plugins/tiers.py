@@ -21,8 +21,9 @@ from dask_gpurt.device.base import DeviceFiles, Guard, passed, workers_of_device
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
+from dask_gpurt.memory.host import HostTier
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
+from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.policy import next_use
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier, limits

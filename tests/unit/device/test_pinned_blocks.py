@@ -1,11 +1,13 @@
-"""Allocate blocks of pinned memory: registered once, never handed out twice, in the fewest possible runs."""
+"""Allocate blocks of pinned memory: registered as needed, never handed out twice, in few runs."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.host import BlockPool, PinnedTier
+from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from tests.helpers.small_tiers import BLOCK, frames, pinned
 
@@ -80,7 +82,6 @@ def test_memory_is_registered_once_and_aligned() -> None:
         return lambda: seen.append("undone")
 
     pool = BlockPool(4 * BLOCK, block=BLOCK, register=register)
-    assert pool.ready.wait(10)
     pieces = pool.allocate(700)
     pieces[0][:] = 7
     pool.close()
@@ -97,7 +98,6 @@ def test_memory_is_registered_once_and_aligned() -> None:
 def test_memory_that_is_registered_stays_with_its_process() -> None:
     """After a fork, it would be undefined which copy of a page the device writes to."""
     pool = BlockPool(4 * BLOCK, block=BLOCK, register=lambda memory: lambda: None)
-    assert pool.ready.wait(10)
     (piece,) = pool.allocate(BLOCK)
     piece[:] = 7
     child = os.fork()
@@ -125,3 +125,140 @@ def test_small_buffers_share_blocks() -> None:
     assert tier.used == 2 * BLOCK
     starts = [buffer[0].ctypes.data % 256 for buffer in tier["a"].buffers]
     assert starts == [0, 0, 0, 0]
+
+
+# ---- memory is registered as it is needed ----------------------------------------------------
+
+
+class Registrations:
+    """Record which memory is registered; the one with number ``fails`` raises."""
+
+    def __init__(self, fails: int | None = None, gate: threading.Event | None = None):
+        self.fails, self.gate = fails, gate
+        self.areas: list[tuple[int, int]] = []
+        self.undone: list[int] = []
+
+    def __call__(self, memory: np.ndarray) -> Callable[[], None]:
+        if self.gate is not None:
+            assert self.gate.wait(30)
+        if len(self.areas) == self.fails:
+            raise OSError("no memory may be locked")
+        start = int(memory.ctypes.data)
+        self.areas.append((start, start + memory.size))
+        return lambda: self.undone.append(start)
+
+    def sizes(self) -> list[int]:
+        return [(end - start) // BLOCK for start, end in self.areas]
+
+    def hold(self, piece: np.ndarray) -> bool:
+        """Return whether a piece lies within one registered area."""
+        start = int(piece.ctypes.data)
+        return any(first <= start and start + piece.size <= last for first, last in self.areas)
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dask_gpurt.memory.pinned.FIRST_SLAB_BYTES", 2 * BLOCK)
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_slabs_double_until_the_capacity_is_reached() -> None:
+    registered = Registrations()
+    pool = BlockPool(11 * BLOCK, block=BLOCK, register=registered)
+    held = [pool.allocate(BLOCK) for _ in range(2)]
+    assert registered.sizes() == [2]
+    held += [pool.allocate(BLOCK) for _ in range(9)]
+    assert registered.sizes() == [2, 2, 4, 3]
+    assert pool.backed == pool.used == pool.capacity
+    with pytest.raises(NoRoom):
+        pool.allocate(1)
+    for pieces in held:
+        pool.free(pieces)
+    assert pool.used == 0
+    pool.close()
+    assert sorted(registered.undone) == sorted(start for start, _ in registered.areas)
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_a_large_object_is_spread_over_slabs() -> None:
+    registered = Registrations()
+    pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
+    pieces = pool.allocate(9 * BLOCK - 1)
+    assert sum(piece.size for piece in pieces) == 9 * BLOCK - 1
+    assert all(registered.hold(piece) for piece in pieces)
+    assert registered.sizes() == [2, 2, 4, 8]
+    assert pool.size(pieces) == 9 * BLOCK
+    pool.free(pieces)
+    pool.close()
+
+
+@pytest.mark.usefixtures("small_slabs")
+@settings(deadline=None)
+@given(st.lists(st.one_of(st.integers(0, 9 * BLOCK), st.integers(-8, -1)), max_size=30))
+def test_pieces_lie_in_registered_memory_and_never_overlap(steps: list[int]) -> None:
+    registered = Registrations()
+    pool = BlockPool(20 * BLOCK, block=BLOCK, register=registered)
+    held: list[tuple[list[np.ndarray], int]] = []
+    for number, step in enumerate(steps):
+        if step < 0:
+            if held:
+                pool.free(held.pop(step % len(held))[0])
+            continue
+        blocks = -(-step // BLOCK)
+        if blocks * BLOCK > pool.capacity - pool.used:
+            with pytest.raises(NoRoom):
+                pool.allocate(step)
+            continue
+        pieces = pool.allocate(step)
+        assert sum(piece.size for piece in pieces) == step
+        for piece in pieces:
+            assert registered.hold(piece)
+            piece[:] = number
+        held.append((pieces, number))
+    assert all((piece == number).all() for pieces, number in held for piece in pieces)
+    for pieces, _ in held:
+        pool.free(pieces)
+    assert pool.used == 0
+    pool.close()
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_a_slab_cannot_be_registered() -> None:
+    """The slabs that there are stay in use, and no other one is tried."""
+    registered = Registrations(fails=1)
+    pool = BlockPool(8 * BLOCK, block=BLOCK, register=registered)
+    pieces = pool.allocate(2 * BLOCK)
+    for _ in range(2):
+        with pytest.raises(NoRoom, match="could not be pinned: no memory may be locked"):
+            pool.allocate(BLOCK)
+    pool.free(pieces)
+    assert pool.allocate(BLOCK)
+    assert registered.sizes() == [2]
+    pool.close()
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_threads_that_need_room_at_once_share_a_new_slab() -> None:
+    registered = Registrations(gate=(gate := threading.Event()))
+    pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(pool.allocate, BLOCK) for _ in range(4)]
+        gate.set()
+        pieces = [each.result(30) for each in waiting]
+    assert registered.sizes() == [2, 2]
+    assert len({int(piece.ctypes.data) for (piece,) in pieces}) == 4
+    pool.close()
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_a_pool_is_closed_while_its_first_slab_is_registered() -> None:
+    registered = Registrations(gate=(gate := threading.Event()))
+    pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    gate.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert len(registered.undone) == len(registered.areas)
+    with pytest.raises(NoRoom):
+        pool.allocate(1)
