@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import signal
 import time
@@ -168,28 +169,16 @@ def main(
 ) -> None:
     """Measure the cost of losing a worker during a shuffle."""
     runs: list[Run] = []
-    for turn in range(repeat):
-        for method in methods:
-            for phase in phases:
-                with cluster_of(method, workers - (phase == "none"), backend) as client:
-                    run(client, method, "none", -1, (partitions, rows), backend)  # warms up
-                    runs.append(run(client, method, phase, turn, (partitions, rows), backend))
-        # After each turn: a later one may be cut off.
-        write(
-            {
-                "date": datetime.now(UTC).isoformat(timespec="seconds"),
-                "parameters": {
-                    "workers": workers,
-                    "partitions": partitions,
-                    "rows": rows,
-                    "backend": backend,
-                },
-                **environment(),
-                "runs": [vars(each) for each in runs],
-            },
-            output,
-        )
-        _print(runs)
+    parameters = {"workers": workers, "partitions": partitions, "rows": rows, "backend": backend}
+    for turn, method, phase in itertools.product(range(repeat), methods, phases):
+        with cluster_of(method, workers - (phase == "none"), backend) as client:
+            run(client, method, "none", -1, (partitions, rows), backend)  # warms up
+            runs.append(run(client, method, phase, turn, (partitions, rows), backend))
+        # After each run: a later one may be cut off.
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        results = {"date": date, "parameters": parameters, **environment(), "runs": list(map(vars, runs))}
+        write(results, output)
+    _print(runs)
 
 
 def _print(runs: list[Run]) -> None:

@@ -90,7 +90,7 @@ def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Derive the figures of each query and contender from its runs.
 
     The first run is reported separately. The budget is that of the warm run with the median duration, so that
-    its parts add up.
+    its parts add up. Of each run, what may explain that it is slower than others.
     """
     found = []
     for number, contender in dict.fromkeys((run.query, run.contender) for run in runs):
@@ -102,6 +102,7 @@ def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "first": [run.seconds for run in mine if run.turn == 0],
             "first_phases": next(run.budget.get("seconds") for run in mine if run.turn == 0),
             "errors": [run.error for run in mine if run.error],
+            "runs": [delays(run) for run in mine if not run.error],
         }
         if warm:
             figure |= {
@@ -111,6 +112,15 @@ def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
             }
         found.append(figure)
     return found
+
+
+def delays(run: Run) -> dict[str, Any]:
+    """Return the phases of a run, and what its threads waited for."""
+    found: dict[str, Any] = {"round": run.round, "turn": run.turn, "seconds": run.seconds}
+    found |= {name: run.budget[name] for name in ("thread_busy", "collections") if name in run.budget}
+    if "gaps" in run.budget:
+        found["longest_gap"] = run.budget["gaps"]["longest"]
+    return found | {"phases": run.budget.get("seconds", {})}
 
 
 def traced_of(runs: Sequence[Run]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dask_gpurt.bench.measure import forget
 
 from .contenders import ClusterOptions, Contender, start
 from .gpu import begin_trace, can_trace, end_trace, take_utilisation
+from .pauses import take_pauses
 from .queries import QUERIES, Query
 from .reference import check, collected
 from .tables import ParquetTables
@@ -101,13 +102,15 @@ def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, di
     take_log(client)
     if contender.on_gpu:
         take_utilisation(client)
+    take_pauses(client)
     with contender.chosen():
         began = time()
         lazy = query.build(plan.tables)
         built = time()
         found = collected(query, lazy.compute())
         ended = time()
-    spent = budget(began, built, ended, take_log(client), threads)
+    pauses = take_pauses(client)
+    spent = {**budget(began, built, ended, take_log(client), threads), "collections": pauses}
     if contender.on_gpu:
         spent["gpu_busy_nvml"] = take_utilisation(client)
     spent |= difference(counted, read_counters(client, contender.has_runtime))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.tpch.cudf_polars import read_records
 from benchmarks.tpch.figures import ratios, spread, summarise
 from benchmarks.tpch.measure import Run
+from benchmarks.tpch.pauses import take
 from dask_gpurt.bench.budget import Logged, Step, budget, gaps
 
 durations = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=8)
@@ -91,3 +93,21 @@ def test_runs_of_cudf_polars_are_read() -> None:
     first, second = read_records({"records": {"3": of_query}}, round_number=1)
     assert (first.query, first.round, first.turn, first.seconds, first.error) == (3, 1, 0, 1.5, "")
     assert second.error == "MemoryError: 8 GiB"
+
+
+def test_a_run_tells_what_may_have_delayed_it() -> None:
+    waits = {"thread_busy": 0.7, "gaps": {"longest": 0.3}, "collections": {"workers": 0.25}, "seconds": {}}
+    runs = [Run(1, "gpurt", 0, 1, seconds=2.0, budget=waits), Run(1, "gpurt", 0, 2, error="KeyError()")]
+    (figure,) = summarise([Run(1, "gpurt", 0, 0, seconds=3.0), *runs])
+    assert [(run["turn"], run.get("longest_gap")) for run in figure["runs"]] == [(0, None), (1, 0.3)]
+    assert figure["runs"][1]["collections"] == {"workers": 0.25}
+
+
+def test_collections_are_timed_since_the_last_look() -> None:
+    try:
+        take()
+        gc.collect()
+        assert take() > 0
+        assert take() == 0
+    finally:
+        gc.callbacks[:] = [each for each in gc.callbacks if type(each).__name__ != "Collections"]
