@@ -36,12 +36,7 @@ from tests.helpers.recovering import (
     stopped_in,
 )
 
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let outputs that are being assembled finish, however busy the machine is."""
-    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 60)
-
+pytestmark = pytest.mark.usefixtures("patient")
 
 # ---- a worker is lost ----------------------------------------------------------------
 

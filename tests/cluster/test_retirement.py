@@ -17,7 +17,7 @@ from distributed.core import Status
 import dask_gpurt
 from dask_gpurt.api import register_method
 from dask_gpurt.exchange.pulling import Puller
-from dask_gpurt.plugins import recovery, retirement
+from dask_gpurt.plugins import retirement
 from dask_gpurt.plugins.recovery import Recovery
 from dask_gpurt.plugins.retirement import Retirement
 from dask_gpurt.shuffle import run as shuffle_run
@@ -46,12 +46,7 @@ from tests.helpers.recovering import (
 )
 from tests.helpers.waiting import LIMIT_S
 
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let outputs that are being assembled finish, however busy the machine is."""
-    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 60)
-
+pytestmark = pytest.mark.usefixtures("patient")
 
 # ---- a worker retires ----------------------------------------------------------------
 

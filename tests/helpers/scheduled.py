@@ -54,7 +54,7 @@ from dask_gpurt.shuffle.run import ACCEPTED_OP, NEW_OWNERS_OP, OWNERS_HANDLER, R
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.scheduler import VirtualScheduler
 from dask_gpurt.simulate.worker import EVENTS
-from tests.helpers.exchanges import Network, Process
+from tests.helpers.exchange_processes import Network, Process
 from tests.helpers.turns import Turns
 
 #: The scheduler's name on the network.

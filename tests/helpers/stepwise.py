@@ -14,7 +14,8 @@ from distributed.core import Status
 
 from dask_gpurt.plugins import recovery, silence
 from tests.helpers.computations import Computation, Witness
-from tests.helpers.exchanges import Message, without_pauses
+from tests.helpers.exchange_processes import Message
+from tests.helpers.exchanges import without_pauses
 from tests.helpers.scheduled import RELIABLE, DaskScheduler, ScheduledWorker, Wire, stable_hashes
 from tests.helpers.turns import Turn, Turns, VirtualLoop, threads_in_turn
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dask_gpurt.exchange.incoming import ShardState
-from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet, spec_of
+from tests.helpers.exchange_scheduler import spec_of
+from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 

@@ -29,17 +29,9 @@ from dask_gpurt.shuffle.messages import Retire
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.shuffle.transferred import Transferred
 from tests.helpers.allocations import failing_allocations, none_fails, nth_fails
-from tests.helpers.exchanges import (
-    AttemptFailed,
-    Message,
-    Network,
-    Process,
-    Scheduler,
-    frame_of,
-    quiet,
-    spec_of,
-    without_pauses,
-)
+from tests.helpers.exchange_processes import AttemptFailed, Message, Network, Process
+from tests.helpers.exchange_scheduler import Scheduler, frame_of, spec_of
+from tests.helpers.exchanges import quiet, without_pauses
 from tests.helpers.machines import settings_of
 from tests.helpers.turns import VirtualLoop
 

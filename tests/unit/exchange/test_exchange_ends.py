@@ -18,7 +18,8 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
-from tests.helpers.exchanges import Cluster, frame_of, in_process, intercept, quiet, spec_of
+from tests.helpers.exchange_scheduler import frame_of, spec_of
+from tests.helpers.exchanges import Cluster, in_process, intercept, quiet
 
 A, B = "tcp://a:1", "tcp://b:1"
 

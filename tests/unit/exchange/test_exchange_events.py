@@ -22,7 +22,8 @@ import dask_gpurt
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.shuffle.messages import Seal
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchanges import Cluster, in_process, intercept, quiet, spec_of
+from tests.helpers.exchange_scheduler import spec_of
+from tests.helpers.exchanges import Cluster, in_process, intercept, quiet
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 

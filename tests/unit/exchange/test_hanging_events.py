@@ -10,7 +10,8 @@ from distributed.comm import CommClosedError
 from distributed.exceptions import Reschedule
 
 from dask_gpurt.exchange import PeerLost
-from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet, spec_of
+from tests.helpers.exchange_scheduler import spec_of
+from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 

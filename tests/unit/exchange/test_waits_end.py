@@ -23,7 +23,9 @@ from dask_gpurt.memory.ledger import RESERVATIONS
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.messages import RunInterrupted
-from tests.helpers.exchanges import Cluster, Process, in_process, intercept, quiet, spec_of
+from tests.helpers.exchange_processes import Process
+from tests.helpers.exchange_scheduler import spec_of
+from tests.helpers.exchanges import Cluster, in_process, intercept, quiet
 from tests.helpers.tiered_buffers import new_tiered_buffer
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"

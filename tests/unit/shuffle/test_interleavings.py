@@ -25,7 +25,9 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 
 import dask_gpurt
 from dask_gpurt.shuffle import run as run_module
-from tests.helpers.exchanges import Active, Cluster, Process, frame_of, spec_of, without_pauses
+from tests.helpers.exchange_processes import Process
+from tests.helpers.exchange_scheduler import Active, frame_of, spec_of
+from tests.helpers.exchanges import Cluster, without_pauses
 
 A, B, C = (f"tcp://{name}:1" for name in "abc")
 SHUFFLE = "shuffle"

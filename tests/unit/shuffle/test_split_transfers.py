@@ -22,16 +22,9 @@ from dask_gpurt.frames.pandas import PandasTable
 from dask_gpurt.observe import Fallback
 from dask_gpurt.shuffle import ShuffleSpec
 from tests.helpers.allocations import failing_allocations, larger_ones_fail, none_fails, nth_fails
-from tests.helpers.exchanges import (
-    TARGET,
-    Cluster,
-    Process,
-    frame_of,
-    in_process,
-    quiet,
-    spec_of,
-    without_pauses,
-)
+from tests.helpers.exchange_processes import Process
+from tests.helpers.exchange_scheduler import TARGET, frame_of, spec_of
+from tests.helpers.exchanges import Cluster, in_process, quiet, without_pauses
 
 OUTPUTS, INPUTS = 4, 2
 ADDRESSES = ["tcp://a:1", "tcp://b:1"]
