@@ -130,11 +130,9 @@ class BlockPool:
         NoRoom
             If there are not enough free blocks.
         """
-        if (pieces := self._allocate(nbytes)) is None:
-            if nbytes <= self.capacity - self.used:
-                self._grow(nbytes)
-                pieces = self._allocate(nbytes)
-            if pieces is None:
+        # Other threads may have taken the room of a new slab before this one does.
+        while (pieces := self._allocate(nbytes)) is None:
+            if nbytes > self.capacity - self.used or not self._grow(nbytes):
                 raise NoRoom(Tier.PINNED, nbytes, f"could not be pinned: {self.error}" if self.error else "")
         return pieces
 
@@ -159,8 +157,8 @@ class BlockPool:
     def _free_bytes(self) -> int:
         return sum(slab.free_bytes for slab in self._slabs)
 
-    def _grow(self, nbytes: int) -> None:
-        """Make slabs until ``nbytes`` fit, and at least one, unless the capacity is reached or one fails."""
+    def _grow(self, nbytes: int) -> bool:
+        """Make slabs until ``nbytes`` fit, and at least one; return False if they do not fit nevertheless."""
         with self._growing:
             while self.error is None and (size := self._next_slab(nbytes)):
                 try:
@@ -170,6 +168,7 @@ class BlockPool:
                 else:
                     with self._lock:
                         self._slabs.append(slab)
+            return self._whole_blocks(nbytes) <= self._free_bytes()
 
     def _next_slab(self, nbytes: int) -> int:
         """Return the bytes of the next slab; 0 if none is needed, or allowed."""

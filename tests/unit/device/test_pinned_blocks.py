@@ -251,6 +251,27 @@ def test_threads_that_need_room_at_once_share_a_new_slab() -> None:
 
 
 @pytest.mark.usefixtures("small_slabs")
+def test_another_thread_takes_the_room_of_a_new_slab(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered = Registrations()
+    pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
+    grow, taken = pool._grow, []
+
+    def grow_for_another(nbytes: int) -> bool:
+        done = grow(nbytes)
+        if not taken:
+            taken.append(pool._allocate(2 * BLOCK))
+        return done
+
+    held = pool.allocate(2 * BLOCK)
+    monkeypatch.setattr(pool, "_grow", grow_for_another)
+    assert pool.allocate(BLOCK)
+    assert held
+    assert taken[0]
+    assert registered.sizes() == [2, 2, 4]
+    pool.close()
+
+
+@pytest.mark.usefixtures("small_slabs")
 def test_a_pool_is_closed_while_its_first_slab_is_registered() -> None:
     registered = Registrations(gate=(gate := threading.Event()))
     pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
