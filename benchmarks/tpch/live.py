@@ -10,6 +10,8 @@ two passes over the queries:
   is nothing to prioritise, and both are alike: that rehearses the program, and shows its noise.
 - ``frozen``: objects of loaded libraries are frozen, so that garbage collections leave them out, in workers
   and in the scheduler's process.
+- ``switching``: a thread that waits for the GIL asks for it after 0.5 ms, not after Python's 5, in all
+  processes.
 
 A first pass does not count. There is a cluster for each ``--concurrency``, the number of workers in place of
 each one.
@@ -17,6 +19,7 @@ each one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -61,6 +64,7 @@ def freeze(client: Client, on: bool) -> None:
 
         if on:
             FROZEN.enter()
+            FROZEN.renew()
         else:
             FROZEN.leave()
 
@@ -68,8 +72,22 @@ def freeze(client: Client, on: bool) -> None:
     client.run(change)
 
 
+def ask_for_the_gil_early(client: Client, on: bool) -> None:
+    """Set the switch interval of all processes."""
+
+    def change() -> None:
+        sys.setswitchinterval(0.0005 if on else 0.005)
+
+    client.run_on_scheduler(change)
+    client.run(change)
+
+
 #: Switches a feature, by its name.
-FEATURES: dict[str, Callable[[Client, bool], None]] = {"priority": prioritise, "frozen": freeze}
+FEATURES: dict[str, Callable[[Client, bool], None]] = {
+    "priority": prioritise,
+    "frozen": freeze,
+    "switching": ask_for_the_gil_early,
+}
 
 
 def measure_modes(options: ClusterOptions, plan: Plan, concurrency: int, feature: str) -> Iterator[Run]:

@@ -101,7 +101,7 @@ def taken(tier: Tier, mapping: Any) -> int:
     """Return the bytes in use according to the pool, the arrays and the file system."""
     if tier is Tier.PINNED:
         with mapping._pool._lock:
-            return sum(mapping._pool._arena._blocks.values())
+            return sum(sum(slab.arena._blocks.values()) for slab in mapping._pool._slabs)
     if tier is Tier.HOST:
         return sum(array.nbytes for _, arrays in list(mapping._entries.values()) for array in arrays)
     sizes = []
@@ -115,7 +115,7 @@ def size_below(tier: Tier, mapping: Any, name: str) -> int:
     if tier is Tier.DISK:
         return os.stat(mapping._files[name].path).st_size
     _, pieces = mapping._entries[name]
-    block = mapping._pool._arena._unit if tier is Tier.PINNED else 1
+    block = mapping._pool._block if tier is Tier.PINNED else 1
     return sum(-(-piece.nbytes // block) * block for piece in pieces)
 
 
