@@ -4,7 +4,16 @@ Each key is declared in :mod:`dask_gpurt.config.settings` with its parser; its d
 and its description in ``gpurt-schema.yaml``. Preload hooks import this package, so keep its imports light.
 """
 
-from dask_gpurt.config.loading import KEYS, load, load_over, problems, say_once, set_here, takeover
+from dask_gpurt.config.loading import (
+    KEYS,
+    filters_joins,
+    load,
+    load_over,
+    problems,
+    say_once,
+    set_here,
+    takeover,
+)
 from dask_gpurt.config.settings import (
     ExchangeSettings,
     MemorySettings,
@@ -33,6 +42,7 @@ __all__ = [
     "ShuffleSettings",
     "Size",
     "TopologySettings",
+    "filters_joins",
     "load",
     "load_over",
     "problems",

@@ -12,7 +12,7 @@ import dask.config
 import yaml
 
 from dask_gpurt.config.settings import Settings
-from dask_gpurt.config.values import ConfigError, wrong
+from dask_gpurt.config.values import ConfigError, boolean, wrong
 from dask_gpurt.config.values import takeover as parse_takeover
 
 with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpurt.yaml")) as _file:
@@ -124,6 +124,18 @@ def takeover() -> bool | str:
     """
     default = _DEFAULTS["gpurt"]["takeover"]
     return parse_takeover("gpurt.takeover", dask.config.get("gpurt.takeover", default))
+
+
+def filters_joins() -> bool:
+    """Return the setting ``gpurt.planning.filter`` only, which clients read for each join.
+
+    Raises
+    ------
+    ConfigError
+        If its value is invalid.
+    """
+    default = _DEFAULTS["gpurt"]["planning"]["filter"]
+    return boolean("gpurt.planning.filter", dask.config.get("gpurt.planning.filter", default))
 
 
 def load_over(base: Mapping[str, Any]) -> Settings:

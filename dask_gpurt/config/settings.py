@@ -223,6 +223,8 @@ class PlanningSettings:
     ----------
     cache
         Whether to cache expressions, their metadata and plans between queries.
+    filter
+        Whether to drop rows of one side of a join that match no key of the other side before they are moved.
     fuse
         Whether to fuse tasks of a computation that run in sequence on one partition.
     store
@@ -230,6 +232,7 @@ class PlanningSettings:
     """
 
     cache: bool = _setting(values.boolean)
+    filter: bool = _setting(values.boolean)
     fuse: bool = _setting(values.boolean)
     store: str | None = _setting(values.path_auto_or_off)
 

@@ -11,7 +11,15 @@ from functools import partial
 from typing import Any
 
 from dask.dataframe.dask_expr import _shuffle
-from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection, RenameFrame, ResetIndex
+from dask.dataframe.dask_expr._expr import (
+    Assign,
+    Blockwise,
+    Filter,
+    Fused,
+    Projection,
+    RenameFrame,
+    ResetIndex,
+)
 from dask.dataframe.dask_expr._merge import (
     BlockwiseMerge,
     BroadcastJoin,
@@ -40,6 +48,7 @@ __all__ = [
     "Blockwise",
     "BlockwiseMerge",
     "BroadcastJoin",
+    "Filter",
     "Fused",
     "HashJoinP2P",
     "Merge",

@@ -27,13 +27,14 @@ from dask_gpurt.dask_hooks.expr import (
     parameters,
     task_of,
 )
-from dask_gpurt.dask_hooks.graph import Task
+from dask_gpurt.dask_hooks.graph import Task, TaskRef
 from dask_gpurt.dask_hooks.planning import set_metadata
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, merge_transfer, run_barrier
 from dask_gpurt.frames import Hashed, Ranged, column_names
+from dask_gpurt.frames.join_keys import Keys, all_keys, distinct_keys
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.shuffle.joins import merge_aligned, merge_frames, merge_unpack
+from dask_gpurt.shuffle.joins import LEFT, matching_rows, merge_aligned, merge_frames, merge_unpack
 
 
 class GpurtShuffle(P2PShuffle):
@@ -161,9 +162,18 @@ class RangeTargets(Blockwise):
 
 
 def _hash_join_transfer(
-    frame: Any, by: Any, name: str, npartitions: int, id: Any, input_partition: int, by_index: bool
+    frame: Any,
+    by: Any,
+    name: str,
+    npartitions: int,
+    id: Any,
+    input_partition: int,
+    by_index: bool,
+    keys: Keys = None,
 ) -> Any:
-    """Transfer one side of a join, with the arguments of Dask's task."""
+    """Transfer one side of a join, with the arguments of Dask's task and the keys of the other side."""
+    if keys is not None:
+        frame = matching_rows(frame, by, keys)
     names = [by] if isinstance(by, str) else by
     if by_index or not isinstance(names, list) or not set(names) <= set(column_names(frame)):
         transfer = create_assign_index_merge_transfer()
@@ -179,8 +189,8 @@ def _hash_join_transfer(
 class GpurtHashJoin(HashJoinP2P):
     """Shuffle both sides of a join through the runtime, and join in the unpack tasks."""
 
-    _parameters = [*parameters(HashJoinP2P), OWN_COMPUTATION]
-    _defaults = {**defaults(HashJoinP2P), OWN_COMPUTATION: None}
+    _parameters = [*parameters(HashJoinP2P), "filtered_by", OWN_COMPUTATION]
+    _defaults = {**defaults(HashJoinP2P), "filtered_by": None, OWN_COMPUTATION: None}
 
     def _layer(self) -> dict[Any, Any]:
         whole = _WholeHashJoin(*self.operands)
@@ -188,11 +198,29 @@ class GpurtHashJoin(HashJoinP2P):
         layer = _with_our_spec(layer_of(whole), ignore_index=self._numbers_rows, computation=self.computation)
         for task in [task for task in layer.values() if task.key[0].startswith("hash-join-transfer")]:
             layer[task.key] = Task(task.key, _hash_join_transfer, *task.args)
+        if self.filtered_by is not None:
+            layer |= self._key_tasks(layer)
         for index, partition in enumerate(self._partitions):
             task = layer.pop((name_of(whole), partition))
             key = (self._name, index)
             layer[key] = Task(key, merge_unpack, *task.args, **task.kwargs)
         return layer
+
+    def _key_tasks(self, layer: dict[Any, Any]) -> dict[Any, Any]:
+        """Return tasks that collect the keys of one side, and those transfers of the other that use them."""
+        by, of = (self.left, self.right) if self.filtered_by == LEFT else (self.right, self.left)
+        on = self.left_on if self.filtered_by == LEFT else self.right_on
+        name, source, filtered = f"join-keys-{self._name}", name_of(by), name_of(of)
+        parts = [
+            Task((name, i), distinct_keys, TaskRef((source, i)), convert_to_list(on))
+            for i in range(by.npartitions)
+        ]
+        keys = Task(f"all-{name}", all_keys, *(part.ref() for part in parts))
+        tasks = {task.key: task for task in [*parts, keys]}
+        for task in layer.values():
+            if task.func is _hash_join_transfer and task.args[0].key[0] == filtered:
+                tasks[task.key] = Task(task.key, _hash_join_transfer, *task.args, keys.ref())
+        return tasks
 
     @property
     def _numbers_rows(self) -> bool:

@@ -58,6 +58,7 @@ from dask_gpurt.dataframe.expressions import (
     HashTargets,
     RangeTargets,
 )
+from dask_gpurt.dataframe.join_filters import filtering_side
 from dask_gpurt.dataframe.takeover import DISTRIBUTED, METHOD, TASKS, choose_method
 from dask_gpurt.frames import library
 from dask_gpurt.observe import MethodChoice
@@ -208,7 +209,7 @@ class Lowering:
         if type(lowered) is not HashJoinP2P:
             return _as_we_join(lowered)
         self._on_choice(name_of(expr), choice)
-        return GpurtHashJoin(*lowered.operands)
+        return GpurtHashJoin(*lowered.operands, filtering_side(expr) if config.filters_joins() else None)
 
     def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:
         """Return the choice for an expression; None if the runtime is off, and for ``p2p``."""

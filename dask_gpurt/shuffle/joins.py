@@ -18,6 +18,7 @@ from dask_gpurt.dask_hooks.expr import convert_to_list
 from dask_gpurt.dask_hooks.graph import concat, merge_chunk
 from dask_gpurt.dask_hooks.shuffle import output_of
 from dask_gpurt.frames import column_names, halves
+from dask_gpurt.frames.join_keys import Keys, rows_with_keys
 from dask_gpurt.frames.semi_joins import rows_that_may_match
 from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
@@ -25,6 +26,15 @@ from dask_gpurt.observe import Fallback
 LEFT, RIGHT, SEMI = "left", "right", "leftsemi"
 #: The side that can be joined in pieces, by kind of join.
 PROBE_SIDES = {"inner": LEFT, "left": LEFT, SEMI: LEFT, "right": RIGHT}
+
+
+def matching_rows(frame: Any, on: Any, keys: Keys) -> Any:
+    """Return the rows of a side of a join that may match a key of the other side; count the others."""
+    kept = rows_with_keys(frame, convert_to_list(on) or (), keys)
+    runtime: Any = get_worker().plugins.get("gpurt")
+    if runtime is not None and len(kept) < len(frame):
+        runtime.metrics.add("shuffle.rows.filtered", len(frame) - len(kept))
+    return kept
 
 
 def merge_unpack(
