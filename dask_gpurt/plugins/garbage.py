@@ -78,8 +78,8 @@ class FrozenObjects:
 
     def forget(self) -> None:
         """Thaw the objects of a forked process, which runs none of the servers of its parent."""
-        was_ours = self._is_ours
-        self.__init__()  # type: ignore[misc]  # a thread of the parent may hold the lock
+        self._lock = threading.Lock()  # a thread of the parent may hold the other one
+        was_ours, self._is_ours, self._users = self._is_ours, False, 0
         if was_ours:
             gc.unfreeze()
 

@@ -35,9 +35,12 @@ def rows(client: Client, name: str) -> int:
 
 @pytest.mark.parametrize("how", ["inner", "right", "left", "leftsemi"])
 def test_partitions_are_those_of_tasks(client: Client, library: Library, how: str) -> None:
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        plain = partitions(join(library, how))
     before, filtered = rows(client, "shuffle.rows"), rows(client, "shuffle.rows.filtered")
     with dask.config.set(FILTER):
         found = partitions(join(library, how))
+    assert_same_partitions(found, plain, in_order=library.name == "pandas", index=False)
     assert_same_partitions(found, by_tasks(lambda: join(library, how)), in_order=False, index=False)
     moved = rows(client, "shuffle.rows") - before
     filtered = rows(client, "shuffle.rows.filtered") - filtered
