@@ -12,9 +12,11 @@ two passes over the queries:
   and in the scheduler's process.
 - ``switching``: a thread that waits for the GIL asks for it after 0.5 ms, not after Python's 5, in all
   processes.
+- ``filter``: rows that match no key of a filtered side of their join are not moved
+  (``gpurt.planning.filter``). A switch drops cached plans, so each query is planned again before it is timed.
 
-A first pass does not count. There is a cluster for each ``--concurrency``, the number of workers in place of
-each one.
+The first pass in each mode does not count. There is a cluster for each ``--concurrency``, the number of
+workers in place of each one.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import dask
 from distributed import Client
 from rich.console import Console
 
@@ -82,33 +85,43 @@ def ask_for_the_gil_early(client: Client, on: bool) -> None:
     client.run(change)
 
 
+def filter_joins(_: Client, on: bool) -> None:
+    """Plan joins with filters, or without. Plans are made in this process."""
+    dask.config.set({"gpurt.planning.filter": on})
+
+
 #: Switches a feature, by its name.
 FEATURES: dict[str, Callable[[Client, bool], None]] = {
     "priority": prioritise,
     "frozen": freeze,
     "switching": ask_for_the_gil_early,
+    "filter": filter_joins,
 }
+#: Features that a new cluster has.
+ON_BY_DEFAULT = ("priority", "frozen")
+#: Features whose switch drops cached plans.
+REPLANNED = ("filter",)
 
 
 def measure_modes(options: ClusterOptions, plan: Plan, concurrency: int, feature: str) -> Iterator[Run]:
     """Run all queries once, then ``plan.warm`` times in each mode, in turns that begin with either one."""
     name, switch = GPURT if concurrency == 1 else SHARED, FEATURES[feature]
+    is_on = feature in ON_BY_DEFAULT
     with start(options, [(name,)]) as (contender,):
-        for number in plan.queries:
-            timed_run(contender, QUERIES[number], plan)
-        is_on = True
-        for turn in range(1, plan.warm + 1):
+        for turn in range(plan.warm + 1):
             for mode in (OFF, feature) if turn % 2 else (feature, OFF):
                 if is_on != (mode == feature):
                     is_on = not is_on
                     switch(contender.client, is_on)
                 for number in plan.queries:
+                    if feature in REPLANNED:
+                        timed_run(contender, QUERIES[number], plan)
                     seconds, budget = timed_run(contender, QUERIES[number], plan)
                     yield Run(number, mode, concurrency, turn, seconds, budget)
 
 
 def results_of(runs: Sequence[Run], feature: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return medians by concurrency, mode and query, and the ratio of the feature to off."""
+    """Return medians and moved bytes by concurrency, mode and query, and the ratio of the feature to off."""
     found: dict[str, Any] = {}
     for concurrency in sorted({run.round for run in runs}):
         mine = [run for run in runs if run.round == concurrency]
@@ -116,6 +129,14 @@ def results_of(runs: Sequence[Run], feature: str, parameters: dict[str, Any]) ->
             "seconds": {
                 mode: {str(query): spread(seconds) for query, seconds in by_query.items()}
                 for mode, by_query in warm_seconds(mine).items()
+            },
+            "moved_bytes": {
+                mode: {
+                    str(run.query): run.budget["moved_bytes"]
+                    for run in mine
+                    if run.contender == mode and run.turn
+                }
+                for mode in (OFF, feature)
             },
             f"{feature} / off": ratios(mine, OFF).get(feature),
         }

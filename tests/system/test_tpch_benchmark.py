@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("feature", ["priority", "frozen"])
+@pytest.mark.parametrize("feature", ["priority", "frozen", "filter"])
 def test_a_feature_is_switched_on_one_cluster(tmp_path: Path, feature: str) -> None:
     tables, output = small_tables(tmp_path / "tables", parts=12), tmp_path / "results.json"
     options = ["--data", str(tables.directory), "--scale", str(SCALE), "--parts", str(tables.parts)]
@@ -29,6 +29,9 @@ def test_a_feature_is_switched_on_one_cluster(tmp_path: Path, feature: str) -> N
     found = json.loads(output.read_text())["concurrency"]["1"]
     modes = {mode: seconds["3"]["n"] for mode, seconds in found["seconds"].items()}
     assert modes == {"off": 2, feature: 2}
+    moved = {mode: of["3"] for mode, of in found["moved_bytes"].items()}
+    if feature == "filter":
+        assert moved[feature] < 0.9 * moved["off"], moved
     assert found[f"{feature} / off"]["low"] <= found[f"{feature} / off"]["high"]
 
 
