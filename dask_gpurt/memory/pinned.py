@@ -84,6 +84,8 @@ class BlockPool:
     register
         Called with the whole area of each slab. The first slab is registered at once, in a thread. Without
         it, there is one slab, of which the system provides pages as they are touched.
+    failed
+        Called once, in any thread, if a slab cannot be made; then there will be no more slabs.
 
     Attributes
     ----------
@@ -91,13 +93,21 @@ class BlockPool:
         The error that has ended the registration of further slabs.
     """
 
-    def __init__(self, capacity: int, *, block: int = 1 << 20, register: Register | None = None):
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        block: int = 1 << 20,
+        register: Register | None = None,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ):
         if block <= 0 or block % ALIGNMENT:
             raise ValueError(f"a block of {block} bytes: expected a multiple of {ALIGNMENT}")
         self.capacity = max(capacity, 0) // block * block
         self.error: Exception | None = None
         self._block = block
         self._register = register
+        self._failed = failed
         self._slabs: list[Slab] = []
         self._lock = threading.Lock()
         #: Held while a slab is made, which takes 50 ms for each GiB; taken before the other lock.
@@ -163,8 +173,9 @@ class BlockPool:
             while self.error is None and (size := self._next_slab(nbytes)):
                 try:
                     slab = Slab(size, self._block, self._register)
-                except Exception as error:  # `allocate` says so
+                except Exception as error:  # `allocate` raises it too
                     self.error = error
+                    self._failed(error)
                 else:
                     with self._lock:
                         self._slabs.append(slab)

@@ -87,7 +87,11 @@ class WorkerTiers:
         self.device = pools.device(pools.main)
         self.memory_limit: int = self._memory_limit()
         self.limits = self._limits(worker.data)
-        self.pinned = BlockPool(self.limits.pinned, register=self.device.pinning())
+        self.pinned = BlockPool(
+            self.limits.pinned,
+            register=self.device.pinning(),
+            failed=lambda error: metrics.fallback(Fallback.MEMORY_NOT_PINNED, str(error)),
+        )
         self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
         self.ledger = Ledger(self._capacities())
         self.ledger.shared_memory = self._shared_memory()

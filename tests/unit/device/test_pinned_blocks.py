@@ -225,8 +225,8 @@ def test_pieces_lie_in_registered_memory_and_never_overlap(steps: list[int]) -> 
 @pytest.mark.usefixtures("small_slabs")
 def test_a_slab_cannot_be_registered() -> None:
     """The slabs that there are stay in use, and no other one is tried."""
-    registered = Registrations(fails=1)
-    pool = BlockPool(8 * BLOCK, block=BLOCK, register=registered)
+    registered, told = Registrations(fails=1), list[Exception]()
+    pool = BlockPool(8 * BLOCK, block=BLOCK, register=registered, failed=told.append)
     pieces = pool.allocate(2 * BLOCK)
     for _ in range(2):
         with pytest.raises(NoRoom, match="could not be pinned: no memory may be locked"):
@@ -234,6 +234,7 @@ def test_a_slab_cannot_be_registered() -> None:
     pool.free(pieces)
     assert pool.allocate(BLOCK)
     assert registered.sizes() == [2]
+    assert [str(error) for error in told] == ["no memory may be locked"]
     pool.close()
 
 
