@@ -8,7 +8,7 @@ possible, so that graphs are pickled as usual.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,6 +71,11 @@ READERS = (
     ),
 )
 
+#: The function of libcudf that its Parquet readers call, with the CUDA stream to use.
+STREAM_READERS = (
+    FileReader(Seam("pylibcudf.io.parquet:read_parquet", "options stream mr parquet_metadatas"), ()),
+)
+
 
 class Readers:
     """Wrap the readers of this process, with one patch set.
@@ -81,13 +86,21 @@ class Readers:
         Takes a reader and returns its replacement.
     failed
         Called once for each reader that differs from the known one, with the difference.
+    readers
+        The functions to wrap.
     """
 
-    def __init__(self, patches: PatchSet, wrap: Wrap, failed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        patches: PatchSet,
+        wrap: Wrap,
+        failed: Callable[[str], None],
+        readers: Iterable[FileReader] = READERS,
+    ) -> None:
         self._patches = patches
         self._wrap = wrap
         self._failed = failed
-        self._left = list(READERS)
+        self._left = list(readers)
         self._names: set[str] = set()
 
     def begins_with_read(self, spec: Any) -> bool:

@@ -79,6 +79,10 @@ class PriorityError(OSError):
     """The priority of communication streams cannot be changed; the message has the reason."""
 
 
+class ReadingError(OSError):
+    """Files cannot be read beside the user's stream; the message has the reason."""
+
+
 class SmContexts(Protocol):
     """Provide contexts of a device with some of its SMs to threads."""
 
@@ -384,6 +388,20 @@ class Device(Protocol):
         ----------
         short
             Called with the requested bytes, in the allocating thread; returns whether to retry.
+        """
+        ...
+
+    def reading(self) -> AbstractContextManager[tuple[Any, Any]]:
+        """Have a library read files beside the user's stream, in the body. Blocks at its end.
+
+        The body gets a stream of this thread, ordered after the work submitted to the user's stream so far,
+        and the memory resource for what is read. Afterwards it can be used and freed like anything else.
+
+        Raises
+        ------
+        ReadingError
+            If the device has no streams, or this thread may not use others. An error of CUDA is raised as it
+            is, before the body.
         """
         ...
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import cupy
@@ -36,6 +37,7 @@ from dask_gpurt.device.base import (
     Fence,
     Guard,
     PriorityError,
+    ReadingError,
     SmContexts,
     lives_on_device,
     workers_of_device,
@@ -44,7 +46,8 @@ from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
 from dask_gpurt.device.cuda_guard import ResourceGuard
 from dask_gpurt.device.cuda_memory import DeviceSpan, behind, copy_async, cut
-from dask_gpurt.device.green import GreenContexts, usual_context
+from dask_gpurt.device.cuda_reads import READ_MEMORY
+from dask_gpurt.device.green import GreenContexts, is_confined, usual_context
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_FREE,
     Block,
@@ -183,6 +186,18 @@ class CudaDevice:
                 prioritise(stream, priority := self._priority(first))
                 if (found := cudaStreamGetPriority(stream.ptr)[1]) != priority:
                     raise PriorityError(f"a stream has priority {found} after setting it to {priority}")
+
+    def reading(self) -> AbstractContextManager[tuple[Stream, Any]]:
+        if is_confined():
+            raise ReadingError("this thread's tasks are confined to some SMs")
+        mine = self._streams
+        if not hasattr(mine, "reading"):
+            with usual_context(self.index):
+                raw = cupy.cuda.Stream(non_blocking=True)
+            mine.reading = Stream(raw), raw
+        stream, raw = mine.reading
+        raw.wait_event(self.compute_event())  # the literals of a filter are made on the user's stream
+        return _reading_on(stream, raw)
 
     def after_compute(self) -> tuple[Stream, Any]:
         """Return the communication stream, ordered after all work submitted to the user's stream."""
@@ -355,6 +370,12 @@ class CudaDevice:
 
     def close(self) -> None:
         pass
+
+
+@contextmanager
+def _reading_on(stream: Stream, raw: Any) -> Iterator[tuple[Stream, Any]]:
+    with READ_MEMORY.reading(raw.synchronize) as memory:
+        yield stream, memory
 
 
 def _codecs_of(device: CudaDevice) -> dict[str, Codec]:

@@ -60,6 +60,11 @@ def usual_context(device: int) -> Iterator[None]:
             _kept.again()
 
 
+def is_confined() -> bool:
+    """Return whether this thread is in a green context."""
+    return _kept.end is not None
+
+
 class GreenContexts:
     """Provide green contexts of one GPU, created for each thread on first use.
 

@@ -21,7 +21,7 @@ import psutil
 from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.base import Codec, Fence, PriorityError, SmContexts, SmsError, passed
+from dask_gpurt.device.base import Codec, Fence, PriorityError, ReadingError, SmContexts, SmsError, passed
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
@@ -395,6 +395,9 @@ class HostDevice:
 
     def guard(self, short: Callable[[int], bool]) -> NoGuard:
         return NoGuard()
+
+    def reading(self) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
+        raise ReadingError("a CPU has no streams")
 
     def peak(self) -> int:
         return 0

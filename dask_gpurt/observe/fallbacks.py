@@ -65,6 +65,7 @@ class Fallback(Enum):
     DEVICE_NOT_SHARED = "device.not-shared", "only one worker runs on the GPU"
 
     READS_KEEP_SLOT = "reads.keep-slot", "tasks that read files keep their slot"
+    READS_SHARE_STREAM = "reads.share-stream", "reads wait for tasks that compute"
     READS_OVERDUE = "reads.overdue", "an extra task runs beside tasks that seem to wait"
 
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"

@@ -19,7 +19,7 @@ from distributed.worker_state_machine import StateMachineEvent
 
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.readers import Readers
+from dask_gpurt.dask_hooks.readers import STREAM_READERS, Readers
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import (
     has_left_pool,
@@ -28,6 +28,7 @@ from dask_gpurt.dask_hooks.worker import (
     wrap_execute,
     wrap_submit,
 )
+from dask_gpurt.device import Device
 from dask_gpurt.device.base import workers_of_device
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.switching import Layer
@@ -84,10 +85,15 @@ class WorkerReads:
     worker
         The Dask worker; its ``execute`` and its thread pool are wrapped on the instances. Readers are wrapped
         for the whole process; calls from other workers' tasks pass through.
+    device
+        The device that tasks compute on.
     """
 
-    def __init__(self, worker: WorkerServer, settings: ReadSettings, metrics: Metrics) -> None:
+    def __init__(
+        self, worker: WorkerServer, device: Device, settings: ReadSettings, metrics: Metrics
+    ) -> None:
         self._worker = worker
+        self.device = device
         self._metrics = metrics
         #: Learns how many tasks should leave their slot; None if the settings fix the number.
         self._concurrency = ReadConcurrency() if settings.beside is None else None
@@ -96,6 +102,7 @@ class WorkerReads:
         self._patches = PatchSet(Layer.READS)
         self._undo = ExitStack()
         self._refused = partial(metrics.fallback, Fallback.READS_KEEP_SLOT)
+        self.share_stream = partial(metrics.fallback, Fallback.READS_SHARE_STREAM)
         self.turns: Turns | None = None
 
     def install(self) -> None:
@@ -110,7 +117,10 @@ class WorkerReads:
             return
         self.turns = Turns(self._worker.state.nthreads, partial(has_left_pool, self._worker), self._metrics)
         self._readers = Readers(self._patches, _aside, self._refused)
+        wrapped = STREAM_READERS if self.has_streams else ()
+        self._stream_readers = Readers(self._patches, _on_own_stream, self.share_stream, wrapped)
         self._readers.wrap_imported()
+        self._stream_readers.wrap_imported()
         self._execute = self._worker.execute
         wrap_execute(self._patches, self._worker, lambda original: self.execute)
         wrap_submit(self._patches, self._worker, lambda submit: partial(self._submit, submit))
@@ -122,6 +132,11 @@ class WorkerReads:
         if self.turns is not None:
             self.turns.close()
         self._most = self._aside.limit = 0
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether reads have CUDA streams of their own: where the settings have tasks read beside compute."""
+        return self._concurrency is None and not self.device.on_host
 
     def is_aside(self, key: Key) -> bool:
         """Return whether a task has left its slot for a read, and has not ended."""
@@ -147,6 +162,7 @@ class WorkerReads:
 
     def _begins_with_read(self, task: WorkerTask) -> bool:
         try:
+            self._stream_readers.wrap_imported()
             return not task.dependencies and self._readers.begins_with_read(task.run_spec)
         # A task may call anything. If this raised out of `execute`, Dask would wait forever for its event.
         except Exception as error:
@@ -229,6 +245,26 @@ def _aside(reader: Callable[..., Any]) -> Callable[..., Any]:
         if execution is None or execution.is_reading:
             return reader(*args, **kwargs)
         return execution.reads.read(execution, reader, *args, **kwargs)
+
+    return read
+
+
+def _on_own_stream(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap libcudf's reader, so that it does not use the stream of the tasks that compute beside it."""
+
+    @wraps(read_parquet)
+    def read(options: Any, stream: Any = None, mr: Any = None, *args: Any, **kwargs: Any) -> Any:
+        execution = _thread.execution
+        given = stream is not None or mr is not None
+        if given or execution is None or not execution.is_reading or not execution.reads.has_streams:
+            return read_parquet(options, stream, mr, *args, **kwargs)
+        try:
+            reading = execution.reads.device.reading()
+        except Exception as error:  # whatever CUDA raises: without a stream of its own it can still read
+            execution.reads.share_stream(str(error))
+            return read_parquet(options, stream, mr, *args, **kwargs)
+        with reading as (own, memory):
+            return read_parquet(options, own, memory, *args, **kwargs)
 
     return read
 

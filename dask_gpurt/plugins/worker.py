@@ -350,7 +350,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         on_gpu = not pools.device(pools.main).on_host
         if on_gpu:
             self._undo.callback(set_reader_threads(settings.reads.threads))
-        self.reads = WorkerReads(worker, settings.reads, self.metrics)
+        self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics)
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.replica_selector = ReplicaSelector(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)

@@ -1,8 +1,8 @@
 """Decide from measured reads how many tasks leave their slot while they read. Pure.
 
 A read waits for its store, and then decodes the data. Only the wait can be hidden behind other tasks, and
-only a long one is worth it: if files are in memory, or libcudf reads with many threads, overlapping a read
-with compute is slower than reading first (docs/decisions/overlap.md).
+only a long one is worth it: if files are in memory, or libcudf reads with many threads on the stream of the
+tasks beside it, overlapping a read with compute is slower than reading first (docs/decisions/overlap.md).
 """
 
 from __future__ import annotations

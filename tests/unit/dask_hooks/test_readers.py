@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.machinery import ModuleSpec
 from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,7 @@ from dask.dataframe.dask_expr.io.parquet import ReadParquetPyarrowFS
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.graph import Task
-from dask_gpurt.dask_hooks.readers import READERS, Readers
+from dask_gpurt.dask_hooks.readers import READERS, STREAM_READERS, Readers
 
 
 @pytest.fixture
@@ -226,6 +227,32 @@ def test_a_reader_that_is_not_as_it_is_known_is_left_alone_and_told_of_once(
         Task("as known", FusedParquetIO._load_multiple_files, [], [], None),
     ]
     assert [readers.begins_with_read(task) for task in reads] == [False, True]
+
+
+def test_a_reader_of_a_library_is_wrapped_once_it_is_imported(
+    patches: PatchSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As libcudf's, which is not there without a GPU."""
+
+    def read_parquet(options: Any, stream: Any = None, mr: Any = None, parquet_metadatas: Any = None) -> Any:
+        return options, stream
+
+    def on_stream(reader: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda options: reader(options, "own stream")
+
+    library = ModuleType("pylibcudf.io.parquet")
+    library.__spec__ = ModuleSpec(library.__name__, None)
+    library.read_parquet = read_parquet  # type: ignore[attr-defined]
+    for name in ("pylibcudf", "pylibcudf.io"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    readers = Readers(patches, on_stream, pytest.fail, STREAM_READERS)
+    readers.wrap_imported()
+    assert library.read_parquet is read_parquet
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    readers.wrap_imported()
+    assert library.read_parquet("options") == ("options", "own stream")
+    patches.restore()
+    assert library.read_parquet is read_parquet
 
 
 def test_a_static_method_stays_one(patches: PatchSet, readers: Readers) -> None:
