@@ -11,6 +11,7 @@
 #     OUT      where results go                       tpch-results
 #     GPUS     workers, one on each GPU               2
 #     QUERIES  which queries                          all
+#     CONTENDERS  whom `run` compares                 gpurt,tasks and cudf-polars, where it is there
 #     ROUNDS   how often clusters are started         2
 #     REPEAT   warm runs of each query in a round     2
 #     LIMIT    seconds of a part                      540
@@ -34,8 +35,8 @@ prepare)
   timeout -k 15 "$limit" python -m benchmarks.tpch "${tables[@]}" --prepare-only "$check"
   ;;
 run)
-  contenders=gpurt,tasks
-  if python -c "import cudf_polars" 2>/dev/null; then contenders+=,cudf-polars; fi
+  contenders=${CONTENDERS:-gpurt,tasks}
+  if [ -z "${CONTENDERS:-}" ] && python -c "import cudf_polars" 2>/dev/null; then contenders+=,cudf-polars; fi
   timeout -k 15 "$limit" python -m benchmarks.tpch "${tables[@]}" "${cluster[@]}" "$check" \
     --contenders "$contenders" --queries "$queries" --rounds "${ROUNDS:-2}" --repeat "${REPEAT:-2}" \
     --json "$name.json" --plot "$name.html"

@@ -247,6 +247,7 @@ METRICS: Mapping[str, Metric] = {
         _gauge("memory.{tier}.peak", "peak bytes in a tier", Unit.BYTES),
         # ---- reads
         _counter("reads.aside", "tasks that left their slot to another task while they read or wrote files"),
+        _counter("reads.streams", "reads of Parquet files on a CUDA stream of their own"),
         _counter(
             "reads.seconds.reading",
             "thread time spent in known readers and writers of files",

@@ -103,6 +103,7 @@ class WorkerReads:
         self._undo = ExitStack()
         self._refused = partial(metrics.fallback, Fallback.READS_KEEP_SLOT)
         self.share_stream = partial(metrics.fallback, Fallback.READS_SHARE_STREAM)
+        self.count_stream = partial(metrics.add, "reads.streams")
         self.turns: Turns | None = None
 
     def install(self) -> None:
@@ -263,6 +264,7 @@ def _on_own_stream(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:  # whatever CUDA raises: without a stream of its own it can still read
             execution.reads.share_stream(str(error))
             return read_parquet(options, stream, mr, *args, **kwargs)
+        execution.reads.count_stream()
         with reading as (own, memory):
             return read_parquet(options, own, memory, *args, **kwargs)
 

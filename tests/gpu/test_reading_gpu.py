@@ -152,4 +152,5 @@ def test_what_is_read_beside_compute_is_what_the_files_have(tmp_path: Path) -> N
             pd.testing.assert_frame_equal(rows[["key", "x", "text"]], best, check_dtype=False)
         report = dask_gpurt.report(client)
         assert report["counters"]["reads.aside"] > 0
+        assert report["counters"]["reads.streams"] >= 3 * FILES
         assert "reads.share-stream" not in report["fallbacks"]

@@ -21,6 +21,7 @@ class Execution:
         self.reads = self.device = self
         self.told: list[str] = []
         self.inside = False
+        self.streams = 0
 
     def reading(self) -> Any:
         if self.error:
@@ -32,6 +33,9 @@ class Execution:
         self.inside = True
         yield "own stream", "own memory"
         self.inside = False
+
+    def count_stream(self) -> None:
+        self.streams += 1
 
     def share_stream(self, reason: str) -> None:
         self.told.append(reason)
@@ -54,6 +58,7 @@ def test_a_read_beside_compute_has_a_stream_of_its_own(monkeypatch: pytest.Monke
     found = read(execution := Execution(), "options", parquet_metadatas="known", monkeypatch=monkeypatch)
     assert found == ("options", "own stream", "own memory", "known", True)
     assert not execution.inside
+    assert execution.streams == 1
     assert not execution.told
 
 
@@ -76,3 +81,4 @@ def test_without_a_stream_of_its_own_a_read_uses_the_users(monkeypatch: pytest.M
     execution = Execution(error=MemoryError("no stream"))
     assert read(execution, "options", monkeypatch=monkeypatch) == ("options", None, None, None, False)
     assert execution.told == ["no stream"]
+    assert not execution.streams
