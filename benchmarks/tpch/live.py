@@ -104,7 +104,7 @@ REPLANNED = ("filter",)
 
 
 def measure_modes(options: ClusterOptions, plan: Plan, concurrency: int, feature: str) -> Iterator[Run]:
-    """Run all queries once, then ``plan.warm`` times in each mode, in turns that begin with either one."""
+    """Run all queries in each mode, once and then ``plan.warm`` times, in turns that begin with either."""
     name, switch = GPURT if concurrency == 1 else SHARED, FEATURES[feature]
     is_on = feature in ON_BY_DEFAULT
     with start(options, [(name,)]) as (contender,):

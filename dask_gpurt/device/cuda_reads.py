@@ -78,7 +78,7 @@ class ReadMemory:
         return pointer
 
     def _free(self, pointer: int, nbytes: int, stream: Stream) -> None:
-        if (found := self._allocations.pop(pointer, None)) is None:
+        if (found := self._allocations.pop(pointer, None)) is None:  # it has no bytes
             return
         below, read = found
         if read is None:  # allocated by a thread of the library: nothing tells whether its read has ended

@@ -232,7 +232,7 @@ def test_a_reader_that_is_not_as_it_is_known_is_left_alone_and_told_of_once(
 def test_a_reader_of_a_library_is_wrapped_once_it_is_imported(
     patches: PatchSet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As libcudf's, which is not there without a GPU."""
+    """Stand in for libcudf's, since it cannot be imported without a GPU."""
 
     def read_parquet(options: Any, stream: Any = None, mr: Any = None, parquet_metadatas: Any = None) -> Any:
         return options, stream
@@ -242,7 +242,7 @@ def test_a_reader_of_a_library_is_wrapped_once_it_is_imported(
 
     library = ModuleType("pylibcudf.io.parquet")
     library.__spec__ = ModuleSpec(library.__name__, None)
-    library.read_parquet = read_parquet  # type: ignore[attr-defined]
+    vars(library)["read_parquet"] = read_parquet
     for name in ("pylibcudf", "pylibcudf.io"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     readers = Readers(patches, on_stream, pytest.fail, STREAM_READERS)
