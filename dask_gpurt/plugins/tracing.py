@@ -131,10 +131,11 @@ class WorkerTracing:
     def task_ended(self, key: Key) -> None:
         """Record a task that has run, with Dask's timing."""
         recording, task = self._metrics.recording, self._worker.state.tasks.get(key)
-        if recording is None or task is None or task.start_time is None or not task.startstops:
+        if recording is None or task is None or task.start_time is None:
             return
-        timed = task.startstops[-1]
-        if timed["action"] == "compute":
+        # Dask adds "disk-write" after "compute" where the store took more than 5 ms to take the result.
+        timed = next((timed for timed in reversed(task.startstops) if timed["action"] != "disk-write"), None)
+        if timed is not None and timed["action"] == "compute":
             thread = self._worker.threads.get(key, 0)
             recording.see(thread)
             # Dask corrects the start of a task by the clock offset of a heartbeat, which is off by the

@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
+from time import sleep
 from typing import Any
+from unittest.mock import patch
 
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, wait
+from distributed import Client, Worker, wait
 
 import dask_gpurt
 from tests.helpers.clusters import cluster
@@ -131,6 +133,34 @@ def test_a_program_that_fails_leaves_a_trace(client: Client, tmp_path: Path) -> 
     with pytest.raises(ZeroDivisionError), dask_gpurt.trace(tmp_path / "trace.json"):
         client.submit(lambda: 1 // 0, pure=False).result()
     assert [one.name for one in slices(read(tmp_path / "trace.json"))] == ["lambda"]
+
+
+def store_slowly(dask_worker: Worker) -> None:
+    """Make a worker's store take longer for each result than Dask's limit of 5 ms."""
+    kind = type(dask_worker.data)
+    store = kind.__setitem__
+
+    def slow(data: Any, key: str, value: object) -> None:
+        sleep(0.02)
+        store(data, key, value)
+
+    slowed = patch.object(kind, "__setitem__", slow)
+    slowed.start()
+    dask_worker.extensions["slowed"] = slowed
+
+
+def store_as_before(dask_worker: Worker) -> None:
+    dask_worker.extensions.pop("slowed").stop()
+
+
+def test_a_task_whose_result_is_stored_slowly_is_seen(client: Client, tmp_path: Path) -> None:
+    client.run(store_slowly)
+    try:
+        with dask_gpurt.trace(tmp_path / "trace.json"):
+            wait(client.submit(int, 1, pure=False))
+    finally:
+        client.run(store_as_before)
+    assert [one.name for one in slices(read(tmp_path / "trace.json"))] == ["int"]
 
 
 def test_a_performance_report_has_both_parts(client: Client, tmp_path: Path) -> None:
