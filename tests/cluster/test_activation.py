@@ -87,6 +87,7 @@ def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: 
 
 
 @needs_hooks
+@pytest.mark.slow
 def test_setting_it_before_the_client_switches_on(tmp_path: Path) -> None:
     report = "__import__('dask_gpurt').report(client)['counters']['shuffle.runs']"
     script = write(tmp_path, before='dask.config.set({"gpurt.enabled": True})')
@@ -121,6 +122,7 @@ def test_the_hooks_say_nothing_while_it_is_not_enabled(tmp_path: Path, processes
 
 
 @needs_hooks
+@pytest.mark.slow
 def test_naming_the_method_without_the_runtime_gives_dasks_default(tmp_path: Path) -> None:
     script = write(tmp_path, after="shuffled()")
     said = answer(script, DASK_DATAFRAME__SHUFFLE__METHOD="gpurt")

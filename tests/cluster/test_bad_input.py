@@ -243,6 +243,7 @@ if __name__ == "__main__":
 OWN_SHM = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh")
 
 
+@pytest.mark.slow
 def test_dev_shm_too_small(tmp_path: Path) -> None:
     try:
         forbidden = subprocess.run([*OWN_SHM, "true"], capture_output=True, text=True, timeout=30)
@@ -284,6 +285,7 @@ def test_a_peer_of_another_version_is_named(off: Client) -> None:
     dask_gpurt.disable(off)
 
 
+@pytest.mark.slow
 def test_a_worker_says_that_its_scheduler_cannot_load_the_package(tmp_path: Path) -> None:
     # Not the whole package: Dask itself loads its entry point, which a scheduler without it lacks.
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['dask_gpurt.plugins'] = None\n")

@@ -60,6 +60,7 @@ def test_libraries_to_be_preloaded_are_kept(packages: Path, tmp_path: Path, wher
     assert (found["loaded"], found["ready"]) == (True, True)
 
 
+@pytest.mark.slow
 def test_off_nothing_is_loaded(packages: Path) -> None:
     found = worker(packages, "built", "off", LD_PRELOAD=str(packages / "second.so"))
     assert (found["preload"], found["loaded"]) == (str(packages / "second.so"), False)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dask_gpurt.simulate.placements import PLACEMENTS
 from tests.helpers.commands import answer
 
@@ -23,6 +25,7 @@ print(json.dumps([{placement: figures(placement, seed) for placement in PLACEMEN
 """
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures_in_any_process(tmp_path: Path) -> None:
     script = tmp_path / "same.py"
     script.write_text(SCRIPT)

@@ -152,4 +152,4 @@ class Recovers(RuleBasedStateMachine):
 
 
 TestRecovers = Recovers.TestCase
-TestRecovers.settings = settings_of(50, steps=40)
+TestRecovers.settings = settings_of(30, steps=40)

@@ -100,7 +100,7 @@ def joined(join: Any, left: pd.DataFrame, right: pd.DataFrame, options: dict[str
 
 
 @given(semi_join=semi_joins())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_the_result_is_dasks(semi_join: tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
