@@ -14,7 +14,8 @@ class WithData(Distribution):
 # so; wheels that are published require it.
 interposer = Extension(
     "dask_gpurt.overlap._interposer",
-    ["dask_gpurt/overlap/_interposer.c"],
+    ["dask_gpurt/overlap/_interposer.c", "dask_gpurt/overlap/_residency.c"],
+    depends=["dask_gpurt/overlap/_interposer.h"],
     extra_compile_args=["-std=c11", "-O2", "-fvisibility=hidden"],
     libraries=["dl", "pthread"],
     py_limited_api=True,

@@ -1,7 +1,8 @@
 """Find and control the interposer, a library that is preloaded into workers.
 
-``_interposer.c`` changes launches according to a policy that this module writes into its memory, and
-redirects threads to other contexts. It must be loaded before CUDA, so nannies add it to ``LD_PRELOAD``.
+The library (``_interposer.c`` and ``_residency.c``) changes launches according to a policy that this module
+writes into its memory, and redirects threads to other contexts. It must be loaded before CUDA, so nannies add
+it to ``LD_PRELOAD``.
 """
 
 from __future__ import annotations

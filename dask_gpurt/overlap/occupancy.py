@@ -1,6 +1,6 @@
 """Compute the residency of kernels, blocks per SM, and cap it through shared memory.
 
-``_interposer.c`` does the same arithmetic at each launch.
+``_residency.c`` does the same arithmetic at each launch.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ from dask_gpurt.overlap.occupancy import DeviceLimits
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("interposer")
-INTERPOSER = ROOT / "dask_gpurt" / "overlap" / "_interposer.c"
+#: The interposer: its sources, and the header that both include.
+INTERPOSER = [ROOT / "dask_gpurt" / "overlap" / name for name in ("_interposer.c", "_residency.c")]
+HEADER = INTERPOSER[0].with_suffix(".h")
 COMPILER = shutil.which("cc")
 
 #: Devices of the fake driver: an H200, and a GPU of compute capability 8.6.
@@ -43,7 +45,7 @@ def compile_c(target: Path, *sources: Path, flags: tuple[str, ...] = ()) -> Path
 def build_interposer(folder: Path, *flags: str, name: str = "_interposer.so") -> Path:
     """Build the interposer as setup.py does."""
     shared = ("-std=c11", "-shared", "-fPIC", "-fvisibility=hidden", f"-Wl,-soname,{name}")
-    return compile_c(folder / name, INTERPOSER, flags=(*shared, *flags))
+    return compile_c(folder / name, *INTERPOSER, flags=(*shared, *flags))
 
 
 def build_driver(folder: Path, *flags: str) -> Path:

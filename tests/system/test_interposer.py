@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.overlap.interposer import name_id
 from dask_gpurt.overlap.occupancy import DeviceLimits, residency, shared_for
-from tests.helpers.interposers import H200, INTERPOSER, SMALL, Process, compile_c, needs_compiler, process
+from tests.helpers.interposers import H200, HEADER, INTERPOSER, SMALL, Process, compile_c, needs_compiler, process
 from tests.helpers.interposers import built as built  # a fixture
 from tests.helpers.interposers import one as one  # a fixture
 
@@ -366,9 +366,9 @@ def test_without_it_the_reason_is_told(built: Path) -> None:
 
 
 def test_a_library_of_another_version_is_not_touched(built: Path, tmp_path: Path) -> None:
-    source = tmp_path / "other.c"
-    source.write_text(INTERPOSER.read_text().replace("LAYOUT = 2", "LAYOUT = 1"))
-    other = compile_c(tmp_path / "other.so", source, flags=("-std=c11", "-shared", "-fPIC"))
+    (tmp_path / HEADER.name).write_text(HEADER.read_text().replace("LAYOUT = 2", "LAYOUT = 1"))
+    sources = [shutil.copy(source, tmp_path) for source in INTERPOSER]
+    other = compile_c(tmp_path / "other.so", *map(Path, sources), flags=("-std=c11", "-shared", "-fPIC"))
     with (
         process(built / "libcuda.so.1", other) as one,
         pytest.raises(RuntimeError, match="of another version: install dask-gpurt again"),
