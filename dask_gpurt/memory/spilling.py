@@ -13,7 +13,7 @@ from dask.typing import Key
 from dask_gpurt.device.base import Fence
 from dask_gpurt.memory.entries import Entry, EntryTable, Priority
 from dask_gpurt.memory.policy import EvictionCandidate, choose, order
-from dask_gpurt.memory.serialize import NotMovable, take_apart
+from dask_gpurt.memory.serialize import Frames, NotMovable, take_apart
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Fallback
 
@@ -26,12 +26,17 @@ class _Spill:
     ----------
     last_used
         The entry's value when the copy started: if it changes, the object was used, and the copy is dropped.
+    frames
+        The source of the copy, kept until the copy has ended. Serialisation may have allocated it: cudf
+        compacts the columns of a slice. Such memory is freed in the order of the user's stream, and the copy
+        runs on another one, so a kernel could write there while the copy reads.
     """
 
     entry: Entry
     last_used: int
     target: Tier
     name: str
+    frames: Frames
     fence: Fence
     began: float
 
@@ -114,7 +119,7 @@ class Spiller:
                 table.remeasure(entry)
             target, fence = table.lower.put(name, frames, entry.label, tier)
             table.account(target)
-            return _Spill(entry, last_used, target, name, fence, began)
+            return _Spill(entry, last_used, target, name, frames, fence, began)
         except NotMovable as error:
             entry.immovable = True
             table.metrics.fallback(Fallback.MEMORY_UNPICKLABLE, str(error))
@@ -147,7 +152,7 @@ class Spiller:
 
         Thread 2 never waits for Thread 1, and exactly one of them deletes the copy.
         """
-        table, entry = self._table, spill.entry
+        table, entry, value = self._table, spill.entry, None
         copied = gone = False
         try:
             spill.fence()
@@ -156,6 +161,7 @@ class Spiller:
             with table.lock:
                 unused = not entry.holders and entry.last_used == spill.last_used
                 if copied and unused and table.is_current(entry):
+                    value = entry.value  # dropped without the lock, see TieredBuffer._remove
                     entry.live, entry.value, entry.tier, entry.name = False, None, spill.target, spill.name
                     table.live.discard(entry.key)
                     gone = True
@@ -163,6 +169,7 @@ class Spiller:
                     table.lower.discard(spill.target, spill.name)
                 table.stop_moving(entry)
                 table.account()
+            del value
         if gone:
             table.record_move(entry.home, spill.target, entry.nbytes, perf_counter() - spill.began)
 

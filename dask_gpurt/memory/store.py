@@ -127,13 +127,13 @@ class TieredBuffer(MutableMapping[Key, Any]):
         table, label = self._table, label_of(key, kind)
         roots = self.reservations.measured(key, value)
         with table.lock:
-            if key in table.by_key:
-                del self[key]
+            replaced = self._remove(key) if key in table.by_key else None
             table.live.cancel(key)
             home = home or table.home(value)
             entry = table.add(key, label, home, value, sum(roots.values()), priority)
             table.live.add(key, entry.home, label, roots)
             table.account(entry.home)
+        del replaced
 
     def store_below(
         self, key: Key, frames: Frames, kind: str, *, home: Tier, priority: Priority = None
@@ -186,21 +186,33 @@ class TieredBuffer(MutableMapping[Key, Any]):
             return (entry.value,) if entry.live else ()
 
     def __delitem__(self, key: Key) -> None:
+        with self._table.lock:
+            value = self._remove(key)
+        del value
+
+    def _remove(self, key: Key) -> Any:
+        """Remove a key, under the lock; return its object if it is live.
+
+        The caller drops the object without the lock. Freeing device memory may wait for running kernels::
+
+            Thread 1: drops x under the lock, and     Thread 2, the event loop: asks which inputs are live,
+            waits for a kernel                        and waits for the lock
+        """
         table = self._table
-        with table.lock:
-            entry = table.by_key.pop(key)
-            if entry.live:
-                table.live.discard(key)
-            elif not entry.moving:  # otherwise the thread that moves it deletes its copy
-                table.delete_copy(entry)
-            entry.value = None
-            table.account()
+        entry = table.by_key.pop(key)
+        if entry.live:
+            table.live.discard(key)
+        elif not entry.moving:  # otherwise the thread that moves it deletes its copy
+            table.delete_copy(entry)
+        value, entry.value = entry.value, None
+        table.account()
+        return value
 
     def discard(self, key: Key) -> None:
         """Delete a key if it exists."""
         with self._table.lock:
-            if key in self._table.by_key:
-                del self[key]
+            value = self._remove(key) if key in self._table.by_key else None
+        del value
 
     def __contains__(self, key: object) -> bool:
         return key in self._table.by_key

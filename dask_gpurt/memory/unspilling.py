@@ -42,14 +42,11 @@ class Unspiller:
         while wanted := self._not_live(wanted):
             for home in {entry.home for entry in wanted}:
                 self._spiller.make_room(sum(entry.nbytes for entry in wanted if entry.home is home), home)
-            begun: list[_Unspill] = []
-            try:
+            # Even if one cannot be read, or its copy fails, the others are completed.
+            with ExitStack() as begun:
                 for entry in wanted:
                     if unspill := self._begin(entry):
-                        begun.append(unspill)
-            finally:  # even if one could not be read, the others are complete
-                for unspill in begun:
-                    self._end(unspill)
+                        begun.callback(self._end, unspill)
             # Other threads are moving the rest. No thread gets here with a move of its own pending, so this
             # cannot deadlock:
             #   Thread 1 wants x, y: moves x          Thread 2 wants y, x: moves y

@@ -19,7 +19,7 @@ from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.tiers import WorkerTiers
 
 #: How long memory is promised to a result, at least, in seconds. A result is stored at once or never.
@@ -82,15 +82,18 @@ class TaskRunner:
             self.admission.leave(reservation(key))
 
     async def _keep(self, key: Key, result: Any, inputs: int, peak: int) -> None:
-        """Convert a task's reservation into a promise for its result, and learn from its actual peak."""
+        """Convert a task's reservation into a promise for its result, and learn from its actual peak.
+
+        A failure to spill other objects for it is not the task's: its result is stored beyond the limit.
+        """
         promises = self._promises({key: result})
         added, _ = promises[key]
         self._estimator.learn(key_split(key), inputs, max(added, peak))
         try:
             await self._promise(promises, reservation(key))
-        except Exception:
-            if not self._tiers.closed:  # switched off meanwhile: Dask stores the result itself
-                raise
+        except Exception as error:
+            if not self._tiers.closed:  # otherwise switched off meanwhile: Dask stores the result itself
+                self._metrics.fallback(Fallback.MEMORY_TIERS_FULL, str(error))
 
     async def hold(self, keys: list[Key]) -> Any:
         """Make inputs live and hold them, spilling other objects if necessary."""
@@ -122,13 +125,16 @@ class TaskRunner:
         return promises
 
     async def _promise(self, promises: dict[Key, tuple[int, Tier]], reserved: MemoryRequest) -> None:
-        if not self._tiered_buffer.reservations.replace(reserved, promises):
-            for home in {home for _, home in promises.values()}:
-                await self._tiers.offload(self._tiered_buffer.reservations.spill_for_all, home)
-        # Promises expire, since a task that was cancelled meanwhile stores nothing.
-        if not self._promised and not self._promised_before:
-            asyncio.get_running_loop().call_later(PROMISE_S, self._end_promises)
-        self._promised += promises
+        fits = self._tiered_buffer.reservations.replace(reserved, promises)
+        try:
+            if not fits:
+                for home in {home for _, home in promises.values()}:
+                    await self._tiers.offload(self._tiered_buffer.reservations.spill_for_all, home)
+        finally:
+            # Promises expire, since a task that failed or was cancelled meanwhile stores nothing.
+            if not self._promised and not self._promised_before:
+                asyncio.get_running_loop().call_later(PROMISE_S, self._end_promises)
+            self._promised += promises
 
     def _end_promises(self) -> None:
         """Cancel promises older than ``PROMISE_S``. One timer serves all, so the loop wakes up less often."""

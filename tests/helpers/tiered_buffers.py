@@ -19,7 +19,11 @@ KIB = 1024
 
 
 def new_tiered_buffer(
-    directory: str, limits: Limits, needed: dict[Any, tuple[int, ...]] | None = None
+    directory: str,
+    limits: Limits,
+    needed: dict[Any, tuple[int, ...]] | None = None,
+    *,
+    device: HostDevice | None = None,
 ) -> TieredBuffer:
     capacity = {Tier.DEVICE: limits.device, Tier.PINNED: limits.pinned, Tier.HOST: limits.host}
     return TieredBuffer(
@@ -30,7 +34,7 @@ def new_tiered_buffer(
             Tier.DISK: DiskTier(directory, limits.disk),
         },
         home=lambda value: Tier.DEVICE,
-        device=HostDevice(1 << 30),
+        device=device or HostDevice(1 << 30),
         ledger=Ledger({**capacity, Tier.DISK: limits.disk or 1 << 40}),
         metrics=Metrics(),
         priority_of=(needed or {}).get,

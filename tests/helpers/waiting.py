@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
 LIMIT_S = 60
+THREAD_LIMIT_S = 20
 POLL_INTERVAL_S = 0.01
 
 
@@ -15,3 +17,11 @@ def until(holds: Callable[[], object], found: Callable[[], object] | None = None
     while not holds():
         assert time.monotonic() < deadline, found and found()
         time.sleep(POLL_INTERVAL_S)
+
+
+def on_thread(function: Callable[[], object]) -> None:
+    """Run a function on another thread; fail if it waits for this one."""
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    thread.join(THREAD_LIMIT_S)
+    assert not thread.is_alive()

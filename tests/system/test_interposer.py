@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 
 from dask_gpurt.overlap.interposer import name_id
 from dask_gpurt.overlap.occupancy import DeviceLimits, residency, shared_for
-from tests.helpers.interposers import H200, HEADER, INTERPOSER, SMALL, Process, compile_c, needs_compiler, process
+from tests.helpers.interposers import (
+    H200,
+    HEADER,
+    INTERPOSER,
+    SMALL,
+    Process,
+    compile_c,
+    needs_compiler,
+    process,
+)
 from tests.helpers.interposers import built as built  # a fixture
 from tests.helpers.interposers import one as one  # a fixture
 

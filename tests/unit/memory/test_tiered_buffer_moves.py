@@ -17,7 +17,7 @@ from dask_gpurt.memory.serialize import raw_frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
-from tests.helpers.waiting import until
+from tests.helpers.waiting import on_thread, until
 
 ALL = 1 << 30
 
@@ -34,14 +34,6 @@ def spilled(tiered_buffer: TieredBuffer) -> TieredBuffer:
     tiered_buffer["x"] = array(1)
     tiered_buffer.spill(ALL)
     return tiered_buffer
-
-
-def on_thread(function: Callable[[], Any]) -> None:
-    """Run a function on another thread; asserts that it does not wait for this one."""
-    thread = threading.Thread(target=function, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 @pytest.fixture
