@@ -88,6 +88,12 @@ def version_of_files(expr: Expr) -> tuple[str | None, str | None]:
     return checksum, state
 
 
+def has_options(expr: Expr) -> bool:
+    """Return whether the file system of a read has options: given to the read, or by fsspec's configuration."""
+    files = expr._dataset_info.get("fs")  # none for Arrow's file systems
+    return bool(expr.storage_options or getattr(files, "storage_options", None))
+
+
 def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
     """Return what the file system reports of one file of a read; None if it has no files.
 

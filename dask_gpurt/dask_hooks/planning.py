@@ -38,8 +38,9 @@ from dask.delayed import Delayed
 from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
 from dask.typing import Key
 from dask.utils import methodcaller
+from fsspec.config import conf as fsspec_options
 
-from dask_gpurt.dask_hooks.parquet_files import OF_FILES, version_of_files
+from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_of_files
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
 
@@ -172,7 +173,8 @@ def content_of(expr: Expr) -> str | None:
     An expression's name is not: that of a Parquet read contains a hash of strings, which Python salts. In
     other processes an equal token has to stand for an equal result. So all inputs have to be Parquet files,
     whose checksum counts, or values. A ``Delayed`` that the user has named may have another value there, and
-    options of a file system may be secrets, which should not end up in a file.
+    options of a file system, also those of fsspec's configuration, may be secrets, which should not end up in
+    a file.
     """
     tokens: dict[str, str] = {}
     left = [expr]
@@ -201,7 +203,7 @@ def _is_known_input(expr: Expr) -> bool:
         values = deferred_values(expr.operands[0]) or []
         return [name_of(expr)] == [f"delayed-{_tokenize_deterministic(value)}" for value in values]
     if isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
-        return not expr.storage_options
+        return not has_options(expr)
     return isinstance(expr, Literal)
 
 
@@ -349,7 +351,8 @@ def settings() -> tuple[str, ...]:
     """Return the settings that influence planning. Equal settings give equal plans and equal metadata.
 
     In addition to settings of Dask, pandas and cudf, these include the choice of the shuffle method: with a
-    local ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles.
+    local ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles. The options of file systems
+    that fsspec is configured with count, since facts about files include the file system.
     """
     chosen = dask.config.config
     method = str(vars(_shuffle)["get_default_shuffle_method"]())
@@ -363,6 +366,7 @@ def settings() -> tuple[str, ...]:
         repr(chosen.get("explicit-comms")),
         repr(_PANDAS_OPTIONS.get("mode", {}).get("string_storage")),
         repr(_PANDAS_OPTIONS.get("future")),
+        repr(fsspec_options),
         *_options_of_cudf(),
     )
 

@@ -251,7 +251,7 @@ class PlanningCache:
         key = (type(expr), operands)
 
         def content() -> Hashable | None:
-            return None if read["storage_options"] else key  # which may be secrets
+            return None if source.has_options else key  # which may be secrets
 
         found = self._files.get(generation, key, content)
         if found.value is not None and found.value[0] == states:

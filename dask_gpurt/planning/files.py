@@ -25,7 +25,16 @@ _TAGS = frozenset(
 
 
 class Source(Protocol):
-    """List the files of a table."""
+    """List the files of a table.
+
+    Attributes
+    ----------
+    has_options
+        Whether the file system has options, given to the read or by fsspec's configuration.
+    """
+
+    @property
+    def has_options(self) -> bool: ...
 
     def states(self) -> FileStates | None:
         """Return the state of each file, including those in folders; None if a file has no version."""
@@ -66,6 +75,10 @@ class FsspecSource:
     paths: tuple[str, ...]
     patterns: frozenset[str] = frozenset()
 
+    @property
+    def has_options(self) -> bool:
+        return bool(self.files.storage_options)
+
     def states(self) -> FileStates | None:
         """Return the state of each file; None if a file has no version."""
         found: FileStates = {}
@@ -97,6 +110,7 @@ class ArrowSource:
     """List files and folders of the local file system of Arrow, which follows links to folders."""
 
     paths: tuple[str, ...]
+    has_options = False
 
     @classmethod
     def of(cls, names: Sequence[str]) -> ArrowSource:
