@@ -89,7 +89,7 @@ def version_of_files(expr: Expr) -> tuple[str | None, str | None]:
 
 
 def has_options(expr: Expr) -> bool:
-    """Return whether the file system of a read has options: given to the read, or by fsspec's configuration."""
+    """Return whether the file system of a read has options, from the read or from fsspec's configuration."""
     files = expr._dataset_info.get("fs")  # none for Arrow's file systems
     return bool(expr.storage_options or getattr(files, "storage_options", None))
 

@@ -351,8 +351,8 @@ def settings() -> tuple[str, ...]:
     """Return the settings that influence planning. Equal settings give equal plans and equal metadata.
 
     In addition to settings of Dask, pandas and cudf, these include the choice of the shuffle method: with a
-    local ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles. The options of file systems
-    that fsspec is configured with count, since facts about files include the file system.
+    local ``scheduler``, or dask-cuda's ``explicit-comms``, Dask runs the shuffles. The options that fsspec is
+    configured with count, since facts about files include the file system.
     """
     chosen = dask.config.config
     method = str(vars(_shuffle)["get_default_shuffle_method"]())

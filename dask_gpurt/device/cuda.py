@@ -86,6 +86,8 @@ class CudaPool:
 
     #: Always 0, since all memory is allocated up front.
     short = 0
+    #: It is one allocation, which peers have mapped.
+    shrinks = False
 
     def __init__(self, nbytes: int):
         self._arena = Arena(nbytes)
@@ -132,7 +134,7 @@ class CudaPool:
         pass  # this process's own memory
 
     def trim(self) -> None:
-        pass  # one allocation that peers have mapped
+        pass
 
     def close(self) -> None:
         if self._base:

@@ -98,6 +98,8 @@ class HostPool(HostMapping):
         The capacity. System memory is allocated only as blocks need it.
     """
 
+    shrinks = True
+
     def __init__(self, nbytes: int):
         self._arena = Arena(_down(nbytes))
         self._lock = threading.Lock()
@@ -201,9 +203,13 @@ class HostPool(HostMapping):
 
     def close(self) -> None:
         super().close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        # Under the lock of those who allocate memory behind a block, since closing releases the GIL:
+        #   Thread 1: closes file 7                Thread 2: another file is opened, and becomes 7
+        #                                          Thread 3: extends file 7
+        with self._growing:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
 
 def no_room(nbytes: int) -> str:

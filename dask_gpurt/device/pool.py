@@ -101,6 +101,11 @@ class Pool(Mapping, Protocol):
     """Allocate blocks from memory of a fixed capacity, which peers can map."""
 
     @property
+    def shrinks(self) -> bool:
+        """Return whether :meth:`trim` can return memory to the system."""
+        ...
+
+    @property
     def capacity(self) -> int:
         """Return the capacity in bytes."""
         ...
@@ -146,5 +151,5 @@ class Pool(Mapping, Protocol):
     def free(self, block: Block) -> None: ...
 
     def trim(self) -> None:
-        """Return memory that no block uses to the system, if possible."""
+        """Return memory that no block uses to the system, if the pool shrinks."""
         ...

@@ -23,7 +23,6 @@ from dask_gpurt.exchange.compression import Compressor
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.exchange.links import PeerClass
-from dask_gpurt.exchange.outgoing import COPIED
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.shard import PeerLost, RunKey
 from dask_gpurt.observe import Fallback
@@ -204,14 +203,14 @@ class Comms:
         device = self._end.pools.device(kind)
         staged = None
         if staged_for:
-            copy = partial(self._copy, device, blocks, key, staged_for)
+            copy = partial(self._copy, device, blocks, key, share, staged_for)
             staged = await self._staged((kind, shard, share), key, copy)
         codec, data = None, []
         if staged is None:
             codec, data = await self._end.offload(self._prepared, device, blocks, key, packing)
         if outbox.view(shard, share) is None:  # released meanwhile, or its run has ended
             if staged is not None:
-                self._end.pools.known("host").release([(staged["shard"], COPIED)])
+                self._end.pools.known("host").release([(staged["shard"], share)])
             return {"data": None}
         return {
             "data": [to_serialize(one) for one in data],
@@ -244,13 +243,15 @@ class Comms:
         """
         for shard, share in shards:
             if (known := self._copies.pop((kind, shard, share), None)) is not None:
-                known[1].add_done_callback(self._free)
+                known[1].add_done_callback(partial(self._free, share))
 
-    def _free(self, copying: asyncio.Future[dict[str, Any] | None]) -> None:
+    def _free(self, share: int, copying: asyncio.Future[dict[str, Any] | None]) -> None:
         if (staged := _result(copying)) is not None:
-            self._end.pools.known("host").release([(staged["shard"], COPIED)])
+            self._end.pools.known("host").release([(staged["shard"], share)])
 
-    def _copy(self, device: Device, blocks: Sequence[Block], run: RunKey, peer: str) -> dict[str, Any] | None:
+    def _copy(
+        self, device: Device, blocks: Sequence[Block], run: RunKey, share: int, peer: str
+    ) -> dict[str, Any] | None:
         """Copy a shard into the pool in host memory; return None if that has no room. Blocks."""
         outbox = self._end.pools.outbox("host")
         copies: list[Block] = []
@@ -266,7 +267,7 @@ class Comms:
             self._end.metrics.fallback(Fallback.EXCHANGE_COMMS, reason)
             return None
         return {
-            "shard": outbox.publish(run, COPIED, peer, copies),
+            "shard": outbox.publish(run, share, peer, copies, is_copy=True),
             "offsets": [copy.offset for copy in copies],
         }
 

@@ -278,8 +278,8 @@ class Exchange:
         """Return a ticket with which a peer maps the pool of incarnation ``to`` of this worker."""
         reply = {"version": __version__, "incarnation": self.me.incarnation, "ticket": None}
         if kind in self.pools.devices and to in (None, self.me.incarnation):
-            outbox = await self.offload(self.pools.outbox, kind)
-            reply["ticket"] = outbox.pool.ticket()
+            # Off the event loop: that of a GPU's pool takes a CUDA call.
+            reply["ticket"] = await self.offload(lambda: self.pools.outbox(kind).pool.ticket())
         return reply
 
     def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None:

@@ -20,16 +20,14 @@ from dask_gpurt.observe import Metrics
 ROOM_RETRY_INTERVAL_S = 0.5
 
 
-#: Pseudo-share of staged copies, which are made for a single reader and never offered again.
-COPIED = -1
-
-
 @dataclass
 class _Publication:
     run: RunKey
     blocks: tuple[Block, ...]
     #: The addresses of the owners that may read them, by share.
     readers: dict[int, str]
+    #: Whether it was copied for its one reader. Such a copy is never offered again.
+    is_copy: bool = False
 
 
 class Outbox:
@@ -96,9 +94,17 @@ class Outbox:
         """
         self.pool.free(block)
 
-    def publish(self, run: RunKey, share: int, owner: str, blocks: Iterable[Block]) -> int:
-        """Publish the blocks of a shard to the owner of a share; return the id of the shard."""
-        entry = _Publication(run, tuple(blocks), {share: owner})
+    def publish(
+        self, run: RunKey, share: int, owner: str, blocks: Iterable[Block], *, is_copy: bool = False
+    ) -> int:
+        """Publish the blocks of a shard to the owner of a share; return the id of the shard.
+
+        Parameters
+        ----------
+        is_copy
+            Whether these are copies of published blocks, made for this owner.
+        """
+        entry = _Publication(run, tuple(blocks), {share: owner}, is_copy)
         with self._changed:
             shard = next(self._ids)
             self._entries[shard] = entry
@@ -165,16 +171,16 @@ class Outbox:
         with self._changed:
             for shard, share in shards:
                 if (entry := self._entries.get(shard)) and entry.readers.pop(share, None) is not None:
-                    self._left(shard, share)
+                    self._left(shard)
 
-    def _left(self, shard: int, share: int) -> None:
+    def _left(self, shard: int) -> None:
         """Retain or free the blocks of a shard if its last reader has released it. Under the lock."""
         entry = self._entries[shard]
         if entry.readers:
             return
         del self._entries[shard]
         self._busy.add(entry.run)
-        if share != COPIED and self.retains(entry.run):
+        if not entry.is_copy and self.retains(entry.run):
             self._retained[shard] = entry
             self._notify(1)  # a waiting producer may reclaim it
         else:
@@ -201,9 +207,7 @@ class Outbox:
         """Return the shares of a run whose blocks may still be read, each with its owner."""
         with self._changed:
             mine = (entry for entry in self._entries.values() if entry.run == run)
-            return {
-                share: owner for entry in mine for share, owner in entry.readers.items() if share != COPIED
-            }
+            return {share: owner for entry in mine for share, owner in entry.readers.items()}
 
     def readers(self) -> set[str]:
         """Return the owners that may still read any block."""
@@ -227,7 +231,7 @@ class Outbox:
                 if entry.run == run:
                     for share in [share for share, reader in entry.readers.items() if leaves(share, reader)]:
                         del entry.readers[share]
-                        self._left(shard, share)
+                        self._left(shard)
 
     def end(self, run: RunKey) -> None:
         """Free the retained blocks of a run that has ended."""

@@ -154,8 +154,11 @@ class Pools:
             self.ask_for_room(outbox.readers())
 
     def trim(self) -> None:
-        """Free all blocks without readers, and return unused memory to the system. Blocks."""
-        for outbox in list(self._outboxes.values()):
+        """Free all blocks without readers, and return unused memory to the system. Blocks.
+
+        Pools that do not shrink keep retained blocks until other blocks need their room.
+        """
+        for _, outbox in self._shrinking():
             outbox.reclaim_all()
             outbox.pool.trim()
 
@@ -164,12 +167,15 @@ class Pools:
 
         A pool in use would soon need the memory again, and first-touch page faults cost more than a copy.
         """
-        for kind, outbox in list(self._outboxes.items()):
+        for kind, outbox in self._shrinking():
             outbox.reclaim_idle()
             cuts = outbox.pool.cuts
             if not outbox.pool.used or self._cuts.get(kind) == cuts:
                 outbox.pool.trim()
             self._cuts[kind] = cuts
+
+    def _shrinking(self) -> list[tuple[str, Outbox]]:
+        return [(kind, outbox) for kind, outbox in list(self._outboxes.items()) if outbox.pool.shrinks]
 
     def trim_host(self) -> int:
         """Trim all pools; return the bytes of host memory still in use by blocks. Blocks."""

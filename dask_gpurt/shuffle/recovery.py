@@ -47,6 +47,14 @@ class Loss:
         """Return whether something was lost; otherwise a worker retires, and its outputs move."""
         return bool(self.gone or self.unreachable or self.missing)
 
+    def merge(self, other: Loss) -> None:
+        """Add what a later loss has collected; the reason and the time stay."""
+        self.outputs |= other.outputs
+        self.gone |= other.gone
+        self.unreachable |= other.unreachable
+        self.missing |= other.missing
+        self.culprits |= other.culprits
+
 
 class PendingLosses(Generic[S]):
     """Hold losses that have not been repaired yet. Shuffles that share outputs share one loss."""
@@ -61,10 +69,17 @@ class PendingLosses(Generic[S]):
         return len(self._of)
 
     def add(self, shuffles: Collection[S], outputs: Iterable[int], reason: str, now: float) -> Loss:
-        """Record a loss of shuffles that share outputs, merged with their pending losses."""
-        known = [self._of[shuffle] for shuffle in shuffles if shuffle in self._of]
-        loss = known[0] if known else Loss(reason, now)
+        """Record a loss of shuffles that share outputs, merged with their pending losses.
+
+        Shuffles may have lost something before they began to share outputs, each on its own.
+        """
+        known = {self._of[shuffle] for shuffle in shuffles if shuffle in self._of}
+        loss = min(known, key=lambda one: one.since, default=None) or Loss(reason, now)
         loss.outputs.update(outputs)
+        for other in known:
+            if other is not loss:
+                loss.merge(other)
+                self._of |= dict.fromkeys(self.shuffles(other), loss)
         self._of |= dict.fromkeys(shuffles, loss)
         return loss
 

@@ -36,3 +36,18 @@ def test_outputs_have_common_owners_only_if_all_sides_agree() -> None:
     assert common_owners({1, 2}, [left, right]) == {1: "a", 2: "b"}
     assert common_owners({1, 3}, [left, right]) == {}
     assert common_owners(set(), [left, right]) == {}
+
+
+def test_losses_of_shuffles_that_share_outputs_only_now_become_one() -> None:
+    losses = PendingLosses[str]()
+    one, other = losses.add({"a"}, {1}, "w1 left", 1.0), losses.add({"b", "c"}, {3}, "w9 left", 0.5)
+    one.gone.add("w1")
+    other.gone.add("w9")
+    other.missing.add("transfer")
+    other.culprits.add("w9")
+    both = losses.add({"a", "b"}, {5}, "an output is missing", 2.0)
+    assert (both.reason, both.since, both.outputs) == ("w9 left", 0.5, {1, 3, 5})
+    assert (both.gone, both.missing, both.culprits) == ({"w1", "w9"}, {"transfer"}, {"w9"})
+    assert sorted(losses.shuffles(both)) == ["a", "b", "c"]
+    assert both is other
+    assert losses.shuffles(one) == []

@@ -1,0 +1,91 @@
+"""Keep published blocks as long as they may be read again, and no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from dask_gpurt.config import Size
+from dask_gpurt.device.host import HostPool
+from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.observe import Metrics
+
+KIB, MIB = 2**10, 2**20
+RUN = ("a shuffle", 1)
+ME, OWNER, OTHER = "tcp://me", "tcp://owner", "tcp://other"
+
+
+class FixedPool(HostPool):
+    """Allocate blocks from memory that cannot be returned to the system, such as a GPU's."""
+
+    shrinks = False
+
+    def trim(self) -> None:
+        raise AssertionError("it has nothing to trim")
+
+
+@pytest.fixture
+def pools() -> Iterator[Pools]:
+    pools = Pools(Size(MIB), 2**30, Metrics())
+    pools.ask_for_room = pools.ask_host = lambda _: None
+    yield pools
+    pools.close()
+
+
+def outbox_of(pool: HostPool) -> Outbox:
+    outbox = Outbox(pool, lambda owners: None, Metrics())
+    outbox.retains = lambda run: True
+    return outbox
+
+
+def read(outbox: Outbox) -> int:
+    """Publish a shard, and have its owner read it; return its id."""
+    shard = outbox.publish(RUN, 0, OWNER, [outbox.allocate(4 * KIB)])
+    outbox.release([(shard, 0)])
+    return shard
+
+
+@pytest.mark.parametrize(("kind", "retained"), [(FixedPool, True), (HostPool, False)])
+@pytest.mark.parametrize("event", ["the host is short of memory", "nothing happens for a while"])
+def test_read_shards_are_freed_only_if_that_returns_memory(
+    pools: Pools, kind: type[HostPool], retained: bool, event: str
+) -> None:
+    outbox = outbox_of(kind(MIB))
+    shard = read(outbox)
+    pools._outboxes["other"] = outbox
+    if event == "the host is short of memory":
+        pools.trim_host()
+    else:
+        pools.trim_idle()
+        pools.trim_idle()
+    assert outbox.has_all(RUN) == retained
+    assert outbox.publish_again([shard], 1, OTHER) == retained
+
+
+def test_read_shards_of_a_fixed_pool_are_freed_for_others() -> None:
+    outbox = outbox_of(FixedPool(8 * KIB))
+    read(outbox)
+    outbox.allocate(8 * KIB)
+    assert not outbox.has_all(RUN)
+
+
+def test_the_copy_made_for_an_owner_goes_with_its_share() -> None:
+    outbox = outbox_of(HostPool(MIB))
+    for is_copy in (False, True):
+        outbox.publish(RUN, 7, OWNER, [outbox.allocate(4 * KIB)], is_copy=is_copy)
+    assert outbox.unread(RUN, ME) == 2
+    outbox.drop_shares(RUN, {7})
+    assert outbox.unread(RUN, ME) == 0
+    assert outbox.owners(RUN) == set()
+    assert outbox.retained == outbox.pool.used == 4 * KIB  # a copy is never offered again
+
+
+def test_a_copy_is_freed_once_its_owner_has_read_it() -> None:
+    pool: Any = HostPool(MIB)
+    outbox = outbox_of(pool)
+    copy = outbox.publish(RUN, 7, OWNER, [outbox.allocate(4 * KIB)], is_copy=True)
+    outbox.release([(copy, 7)])
+    assert pool.used == 0
