@@ -20,13 +20,13 @@ def directory() -> Path:
 
 
 @contextlib.contextmanager
-def alone(path: Path, timeout_s: float | None = None) -> Iterator[None]:
+def alone(path: Path, timeout_s: float) -> Iterator[None]:
     """Lock a file against other processes, between reading and replacing it.
 
     Parameters
     ----------
     timeout_s
-        How long to wait for another process; None waits until it is done.
+        How long to wait for another process, which may be stopped.
 
     Raises
     ------
@@ -37,18 +37,15 @@ def alone(path: Path, timeout_s: float | None = None) -> Iterator[None]:
 
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "w") as lock:
-        if timeout_s is None:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        else:
-            deadline = time.monotonic() + timeout_s
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise TimeoutError(f"another process is writing {path}") from None
-                    time.sleep(_ATTEMPT_S)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process is writing {path}") from None
+                time.sleep(_ATTEMPT_S)
         yield  # the lock is released when the file is closed
 
 

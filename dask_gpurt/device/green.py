@@ -9,6 +9,7 @@ redirected to the green context.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,8 +84,12 @@ class GreenContexts:
     """
 
     def __init__(self, device: int, instead: Instead):
-        if DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD_STREAM:
-            raise SmsError("per-thread default streams cannot be confined: unset CUDF_PER_THREAD_STREAM")
+        # The option of libcudf does not change the default stream of rmm.
+        of_cudf = os.environ.get("CUDF_PER_THREAD_STREAM", "") not in ("", "0")
+        if of_cudf or DEFAULT_STREAM.__cuda_stream__()[1] == PER_THREAD_STREAM:
+            raise SmsError(
+                "per-thread default streams cannot be confined: unset CUDF_PER_THREAD_STREAM and CUDA_PTDS"
+            )
         self._index = device
         self._instead = instead
         runtime.setDevice(device)

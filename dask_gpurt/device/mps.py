@@ -62,7 +62,7 @@ class MultiProcessService:
         MpsError
             If the daemon cannot be started.
         """
-        if os.environ.get(PIPE) or (USUAL_PIPE / "control").exists():
+        if os.environ.get(PIPE) or self._is_running_already():
             return {}
         if shutil.which(CONTROL) is None:
             raise MpsError(f"{CONTROL} is not installed")
@@ -74,7 +74,7 @@ class MultiProcessService:
                     # This does not block, since the exclusive lock is only taken under `_alone`.
                     fcntl.flock(self._users, fcntl.LOCK_SH)
                     atexit.register(self.leave)
-                if not self._answers():
+                if not self._answers(self._environment()):
                     try:
                         self._control("-d")
                     except MpsError:
@@ -122,19 +122,23 @@ class MultiProcessService:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _answers(self) -> bool:
+    def _is_running_already(self) -> bool:
+        """Return whether a daemon that the user has started replies; its pipe stays when it is killed."""
+        return (USUAL_PIPE / "control").exists() and self._answers({PIPE: str(USUAL_PIPE)})
+
+    def _answers(self, environment: dict[str, str]) -> bool:
         try:
-            self._control(command="get_server_list")
+            self._control(command="get_server_list", environment=environment)
         except MpsError:
             return False
         return True
 
-    def _control(self, *options: str, command: str = "") -> None:
+    def _control(self, *options: str, command: str = "", environment: dict[str, str] | None = None) -> None:
         try:
             subprocess.run(
                 [CONTROL, *options],
                 input=command and f"{command}\n",
-                env={**os.environ, **self._environment()},
+                env={**os.environ, **(self._environment() if environment is None else environment)},
                 text=True,
                 capture_output=True,
                 check=True,

@@ -33,11 +33,12 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 from dask.typing import Key
+from zict import LRU
 
 from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.observe import Fallback, Metrics
@@ -48,8 +49,9 @@ TASK, FETCH, SEND = "task", "fetch", "send"
 ADMISSION_PATIENCE_S = 30.0
 #: Seconds between retries of a request, since memory may be freed without notice, and patience runs out.
 RETRY_INTERVAL_S = 0.5
-#: Runs of a prefix that are remembered, and the share of them that an estimate has to be sufficient for.
-RUNS_REMEMBERED, SUFFICIENT_SHARE = 20, 0.9
+#: Prefixes, and runs of each, that are remembered, and the share of these runs that an estimate has to be
+#: sufficient for.
+PREFIXES_REMEMBERED, RUNS_REMEMBERED, SUFFICIENT_SHARE = 1_000, 20, 0.9
 #: The largest estimate, as a multiple of the largest past run. Otherwise a run with tiny inputs and a large
 #: result, as when reading shards, would make the estimate for large inputs arbitrarily high.
 MAX_GROWTH = 2
@@ -59,10 +61,9 @@ class MemoryEstimator:
     """Estimate the memory that tasks need besides their inputs, from past tasks of the same prefix."""
 
     def __init__(self) -> None:
-        #: Bytes of inputs and peak memory of past runs, by prefix and by whether there were inputs.
-        self._runs: defaultdict[tuple[str, bool], deque[tuple[int, int]]] = defaultdict(
-            lambda: deque(maxlen=RUNS_REMEMBERED)
-        )
+        #: Bytes of inputs and peak memory of past runs, by prefix and by whether there were inputs. Bounded,
+        #: since programs that name keys themselves may have a prefix for each.
+        self._runs: LRU[tuple[str, bool], deque[tuple[int, int]]] = LRU(PREFIXES_REMEMBERED, {})
 
     def learn(self, prefix: str, inputs: int, peak: int) -> None:
         """Add a completed task.
@@ -72,7 +73,7 @@ class MemoryEstimator:
         inputs, peak
             Bytes of its inputs, and its peak memory besides them.
         """
-        self._runs[prefix, inputs > 0].append((inputs, peak))
+        self._runs.setdefault((prefix, inputs > 0), deque(maxlen=RUNS_REMEMBERED)).append((inputs, peak))
 
     def estimate(self, prefix: str, inputs: int) -> int:
         """Return the estimated bytes that a task needs besides its inputs.
@@ -234,8 +235,8 @@ class AdmissionQueue:
                 return
             if began is None:
                 began = time.perf_counter()
+                self._metrics.add("memory.waits")
             self._reservations.cancel(request)
-            self._metrics.add("memory.waits")
             wake = self._wake.setdefault(request, asyncio.Event())
             wake.clear()
             with contextlib.suppress(TimeoutError):  # retry, since memory may be freed without notice

@@ -16,6 +16,8 @@ from dask_gpurt.overlap.statistics import OverlapStatistics
 
 #: The version of the file's format.
 FILE_FORMAT = 3
+#: How long to wait for another process that writes the file, in seconds. A worker that closes waits for it.
+WRITING_TIMEOUT_S = 5.0
 
 
 class StatisticsFileError(ValueError):
@@ -95,10 +97,10 @@ def write(path: Path, cache_key: CacheKey, known: OverlapStatistics) -> None:
     StatisticsFileError
         If the existing file cannot be used; it is not changed.
     OSError
-        If the file cannot be written.
+        If the file cannot be written, or another process does not end writing it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with alone(path):
+    with alone(path, WRITING_TIMEOUT_S):
         values = {
             "format": FILE_FORMAT,
             "device": cache_key.device,

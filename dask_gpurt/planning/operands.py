@@ -125,7 +125,8 @@ def frozen(value: Any) -> Hashable | None:
         items = tuple(map(frozen, value))
         return None if None in items else (type(value), items)
     if isinstance(value, dict):
-        return frozen([*value.items()])
+        items = tuple(map(frozen, value.items()))
+        return None if None in items else (dict, items)
     if value is None or isinstance(value, (bool, int, float, str, bytes, Enum, np.dtype)):
         return (type(value), value)
     if type(value) is LocalFileSystem:  # its options are in the arguments by which it is pickled

@@ -12,15 +12,16 @@ runtime is switched off. If Dask pauses or closes the worker meanwhile, unpausin
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 
 from dask.typing import Key
 from dask.utils import key_split
 from distributed.core import Status
 from distributed.metrics import time
 from distributed.worker_state_machine import PauseEvent, UnpauseEvent
+from zict import LRU
 
 from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.memory.admission import PREFIXES_REMEMBERED
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
@@ -42,7 +43,8 @@ class DependentsFirst:
         self._metrics = metrics
         self._tiered_buffer = tiered_buffer
         self._waiting = False
-        self._in_vain: Counter[str] = Counter()
+        #: Useless pauses in a row after tasks of a prefix.
+        self._in_vain: LRU[str, int] = LRU(PREFIXES_REMEMBERED, {})
 
     @property
     def holds(self) -> bool:
@@ -68,9 +70,9 @@ class DependentsFirst:
 
     def _hold_back(self, key: Key, result: int, inputs: int) -> None:
         seconds = min((result + inputs) / SPILL_BYTES_PER_S, MAX_PAUSE_S)
-        if self._waiting or seconds < POLL_INTERVAL_S or self._in_vain[key_split(key)] >= MAX_VAIN_PAUSES:
+        if self._waiting or seconds < POLL_INTERVAL_S:
             return
-        if self._roomy(result + inputs):
+        if self._in_vain.get(key_split(key), 0) >= MAX_VAIN_PAUSES or self._roomy(result + inputs):
             return
         self._waiting = True
         loop = asyncio.get_running_loop()
@@ -88,7 +90,8 @@ class DependentsFirst:
         if not followed and loop.time() < end:
             loop.call_later(POLL_INTERVAL_S, self._end_pause_or_poll, key, result, end)
             return
-        self._in_vain[key_split(key)] = 0 if followed else self._in_vain[key_split(key)] + 1
+        prefix = key_split(key)
+        self._in_vain[prefix] = 0 if followed else self._in_vain.get(prefix, 0) + 1
         self._waiting = False
         if self._worker.status is Status.running:  # Dask has not paused or closed it meanwhile
             self._worker.handle_stimulus(UnpauseEvent(stimulus_id=f"gpurt-dependents-first-{time()}"))

@@ -53,6 +53,21 @@ def test_one_daemon_serves_all_and_ends_with_the_last(directory: Path) -> None:
     second.leave()
 
 
+def test_a_daemon_of_the_user_serves(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = tmp_path / "usual"
+    usual.mkdir()
+    (usual / "control").touch()
+    (usual / "running").touch()
+    monkeypatch.setattr(mps, "USUAL_PIPE", usual)
+    assert MultiProcessService(directory).join() == {}
+    (usual / "running").unlink()  # killed, which leaves its pipe
+    service = MultiProcessService(directory)
+    assert service.join() == {PIPE: str(directory), LOG: str(directory)}
+    service.leave()
+
+
 def _join_and_die(directory: Path) -> None:
     MultiProcessService(directory).join()
     os._exit(0)  # as after kill -9: it has not signed off

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.memory import admission as admission_queue
 from dask_gpurt.memory.admission import (
     FETCH,
     RUNS_REMEMBERED,
@@ -33,6 +35,14 @@ from tests.helpers.tiered_buffers import KIB, new_tiered_buffer
 def test_a_prefix_that_has_not_run_may_leave_as_much_as_it_takes_and_work_with_as_much() -> None:
     assert MemoryEstimator().estimate("join", 100) == 200
     assert MemoryEstimator().estimate("read", 0) == 0
+
+
+def test_programs_that_name_keys_themselves_take_bounded_memory() -> None:
+    estimator = MemoryEstimator()
+    for number in range(admission_queue.PREFIXES_REMEMBERED + 1):
+        estimator.learn(f"load_{number}", 0, 1 + number)
+    assert estimator.estimate("load_0", 0) == 0
+    assert estimator.estimate("load_1", 0) == 2
 
 
 def test_a_need_grows_with_the_inputs() -> None:
@@ -255,13 +265,13 @@ def test_whatever_comes_goes_or_stays_for_ever_each_request_is_admitted_in_its_t
     assert not admission.waiting
 
 
-# ---- on a worker -----------------------------------------------------------------------
+# ---- what is seen of them --------------------------------------------------------------
 
 
-# ---- traces ----------------------------------------------------------------------------
-
-
-def test_only_a_request_that_has_waited_is_recorded(tmp_path: Path) -> None:
+def test_only_a_request_that_has_waited_is_recorded_and_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission_queue, "RETRY_INTERVAL_S", 0.001)
     metrics = Metrics()
     recording = metrics.recording = Recording()
     tiers = new_tiered_buffer(str(tmp_path), Limits(KIB, 0, 0, None))
@@ -269,15 +279,16 @@ def test_only_a_request_that_has_waited_is_recorded(tmp_path: Path) -> None:
     first, second = reservation("first"), reservation("second")
 
     async def run() -> None:
-        room = asyncio.Event()
+        room, asked = asyncio.Event(), Counter[MemoryRequest]()
 
         async def there_is_room_later(request: MemoryRequest) -> bool:
+            asked[request] += 1
             return request == first or room.is_set()
 
         await queue.wait(first, there_is_room_later)
         waiting = asyncio.create_task(queue.wait(second, there_is_room_later))
-        while not queue.waiting()["waiting"]:
-            await asyncio.sleep(0)
+        while asked[second] < 3:
+            await asyncio.sleep(0.001)
         room.set()
         queue.leave(first)
         await waiting
@@ -285,4 +296,5 @@ def test_only_a_request_that_has_waited_is_recorded(tmp_path: Path) -> None:
     asyncio.run(run())
     (event,) = recording.take(10).events
     assert (event.kind, event.step, event.args) == (Kind.WAIT, "admission", {"kind": TASK, "key": "second"})
+    assert metrics.snapshot()["counters"]["memory.waits"] == 1
     tiers.close()

@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dask_gpurt.cli import main
+from dask_gpurt.config.cache_files import alone
+from dask_gpurt.overlap import statistics_file
 from dask_gpurt.overlap.governor import Governor, rows, safest
 from dask_gpurt.overlap.samples import SoloSample
 from dask_gpurt.overlap.statistics import OverlapStatistics
@@ -49,6 +51,15 @@ def test_it_is_read_as_it_was_written(tmp_path: Path, known: OverlapStatistics) 
     assert read(path, H200).plain() == known.plain()
     assert load(path)[0] == H200
     assert {file.name for file in path.parent.iterdir()} == {"learned.json", ".learned.json.lock"}
+
+
+def test_a_process_that_never_ends_writing_it_is_not_waited_for(
+    tmp_path: Path, known: OverlapStatistics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "learned.json"
+    monkeypatch.setattr(statistics_file, "WRITING_TIMEOUT_S", 0.05)
+    with alone(path, 1), pytest.raises(TimeoutError, match="another process is writing"):
+        write(path, H200, known)
 
 
 def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:

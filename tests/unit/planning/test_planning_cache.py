@@ -340,6 +340,6 @@ def test_frames_that_are_not_compared(frame: Any) -> None:
 
 def test_operands_that_python_takes_for_equal_have_different_keys() -> None:
     assert len({frozen(1), frozen(1.0), frozen(True), frozen("1"), frozen([1]), frozen((1,))}) == 6
-    assert frozen({"a": [1]}) == frozen({"a": [1]})
+    assert frozen({"a": [1]}) == frozen({"a": [1]}) != frozen([("a", [1])])
     assert frozen(lambda: 0) is None
     assert frozen([pd.Series([1])]) is None

@@ -122,7 +122,7 @@ def test_another_process_that_is_writing_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(results_file, "WRITING_TIMEOUT_S", 0.0)
     write(path, metrics, "a")
-    with cache_files.alone(path):
+    with cache_files.alone(path, 1):
         write(path, metrics, "b")
     assert "another process is writing" in reasons(metrics)[NOT_STORED]
     assert read(path, metrics, 1) == ["a"]
