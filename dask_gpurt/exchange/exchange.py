@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -108,6 +110,9 @@ class Exchange:
         #: Called on the event loop with the numbers of publishing runs and of pulls in flight.
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
+        #: Tasks that use memory of the pools now.
+        self._users = 0
+        self._users_left = threading.Condition()
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_ticket": self.ticket,
             "gpurt_fetch": self.comms.serve,
@@ -385,9 +390,44 @@ class Exchange:
         except ExchangeClosed:
             close()
 
-    def close(self) -> None:
-        """Release memory, mappings and files. Blocks."""
-        self.closed = True
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the pools while a task publishes or assembles in the body.
+
+        Raises
+        ------
+        ExchangeClosed
+            If the exchange is closed.
+        """
+        with self._users_left:
+            if self.closed:
+                raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._users_left:
+                self._users -= 1
+                self._users_left.notify_all()
+
+    def stop(self, timeout_s: float = 0.0) -> bool:
+        """End all transfers, and wait for tasks that use memory of the pools. Blocks.
+
+        Closing frees the memory of a GPU's pool, which these tasks may be reading or writing::
+
+            Thread 1, a task: packs into a block      Thread 2: the runtime is switched off, and the pool is
+                                                      freed
+            its next kernel writes into memory that
+            is not allocated: CUDA fails all further
+            calls of this process
+
+        Returns
+        -------
+        bool
+            Whether no task uses the pools any more.
+        """
+        with self._users_left:
+            self.closed = True
         self.pools.wake()
         self._stop_answering()
         self.executor.shutdown(cancel_futures=True)
@@ -397,6 +437,12 @@ class Exchange:
             for incoming in list(incoming_shards)
         ]:
             incoming.abandon()  # otherwise its mapping would stay open
+        with self._users_left:
+            return self._users_left.wait_for(lambda: not self._users, timeout_s)
+
+    def close(self) -> None:
+        """Release memory, mappings and files, which no task may use any more. Blocks."""
+        self.stop()
         self.peers.close()
         self.pools.close()
 

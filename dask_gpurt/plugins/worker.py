@@ -73,6 +73,8 @@ logger = logging.getLogger(__name__)
 COMM = "gpurt-comm"
 #: By worker, the lock for switching on and off.
 _switching: WeakKeyDictionary[WorkerServer, asyncio.Lock] = WeakKeyDictionary()
+#: How long to wait for tasks of shuffles that use the exchange's memory, when it is closed, in seconds.
+CLOSE_TIMEOUT_S = 5.0
 #: Heartbeats between two questions to the scheduler which runtime is on.
 HEARTBEATS_PER_CHECK = 10
 #: The states of a task that may occupy a thread, and those in which it has ended.
@@ -387,7 +389,14 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     async def _close_exchange(self) -> None:
         try:
-            await asyncio.to_thread(self.exchange.close)
+            if await asyncio.to_thread(self.exchange.stop, CLOSE_TIMEOUT_S):
+                await asyncio.to_thread(self.exchange.close)
+            else:
+                logger.error(
+                    "tasks of shuffles still use the exchange's memory %s s after the runtime was switched "
+                    "off, so it stays allocated until this worker ends",
+                    CLOSE_TIMEOUT_S,
+                )
         finally:
             self._leave_frozen.close()  # only now: closing the exchange has ended the warm-up on its threads
 

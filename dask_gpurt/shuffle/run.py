@@ -272,7 +272,8 @@ class ShuffleRun:
         key: Key = getattr(thread_state, "key", "")
         task = self._worker.state.tasks.get(key)
         try:
-            attempt = self._sender.add(data, source, -1 if task is None else int(task.run_id))
+            with self._exchange.in_use():
+                attempt = self._sender.add(data, source, -1 if task is None else int(task.run_id))
         except Exception:
             self.raise_if_closed()  # the error that ended the run is the cause
             raise
@@ -419,7 +420,8 @@ class ShuffleRun:
         if (task := self._worker.state.tasks.get(key)) is not None:
             task.metadata[ASSEMBLED_KEY] = True
         try:
-            assembled = self._receiver.assemble(output, key)
+            with self._exchange.in_use():
+                assembled = self._receiver.assemble(output, key)
         except (NotReceived, PeerLost, ExchangeClosed) as error:
             self.raise_if_closed()
             sync(self._worker.loop, self._recover, str(error), outputs=[output])

@@ -232,6 +232,32 @@ async def test_the_runtime_is_switched_off_while_shards_are_held() -> None:
 
 
 @in_process
+async def test_the_runtime_is_switched_off_while_tasks_read_and_write_the_pools() -> None:
+    """Freeing a GPU's pool under a kernel fails all further CUDA calls of the process."""
+    cluster = Cluster(A, B)
+    exchange = cluster.network.processes[A].exchange
+    entered, go_on = threading.Event(), threading.Event()
+
+    def task() -> None:
+        with exchange.in_use():
+            entered.set()
+            assert go_on.wait(20)
+
+    with ThreadPoolExecutor(2) as threads:
+        working = threads.submit(task)
+        assert entered.wait(20)
+        assert not exchange.stop()
+        with pytest.raises(ExchangeClosed), exchange.in_use():
+            raise AssertionError("a task has begun")
+        stopped = threads.submit(exchange.stop, 20)
+        go_on.set()
+        assert stopped.result(20)
+        working.result(20)
+    cluster.close()
+    await quiet()
+
+
+@in_process
 async def test_the_runtime_is_switched_off_while_a_pool_is_mapped() -> None:
     cluster = Cluster(A, B)
     a, b = cluster.network.processes[A], cluster.network.processes[B]
