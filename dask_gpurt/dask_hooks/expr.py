@@ -127,20 +127,21 @@ def replace_lowering(
     patches: PatchSet,
     *,
     shuffle: Replacement,
+    sort: Replacement,
     reduction: Replacement,
     merge: Replacement,
     is_broadcast_join: Replacement,
     graph: Replacement,
 ) -> None:
-    """Replace the lowering of shuffles, shuffling reductions and joins, and the graphs of expressions.
+    """Replace the lowering of shuffles, sorts, shuffling reductions and joins, and the graphs of expressions.
 
     Each replacement is called as ``replacement(original, expr)``, and returns ``original(expr)`` for
     expressions that it does not handle.
 
     Parameters
     ----------
-    shuffle, reduction, merge
-        Replace ``_lower`` of ``Shuffle``, ``ShuffleReduce`` and ``Merge``.
+    shuffle, sort, reduction, merge
+        Replace ``_lower`` of ``Shuffle``, ``SortValues``, ``ShuffleReduce`` and ``Merge``.
     is_broadcast_join
         Replaces the property of ``Merge``.
     graph
@@ -154,6 +155,7 @@ def replace_lowering(
     patches.replace_all(
         {
             _seam("Shuffle._lower"): _instead(shuffle),
+            _seam("SortValues._lower"): _instead(sort),
             _seam("ShuffleReduce._lower"): _instead(reduction),
             _seam("Merge._lower"): _instead(merge),
             _seam("Merge.is_broadcast_join"): _instead(is_broadcast_join),

@@ -151,6 +151,7 @@ EXPRESSIONS = SeamGroup(
     (
         Seam("dask._expr:Expr.__dask_graph__", "self"),
         Seam(_EXPR + "_shuffle:Shuffle._lower", "self"),
+        Seam(_EXPR + "_shuffle:SortValues._lower", "self"),
         Seam(_EXPR + "_reductions:ShuffleReduce._lower", "self"),
         Seam(_EXPR + "_merge:Merge._lower", "self"),
         Seam(_EXPR + "_merge:Merge.is_broadcast_join", "self"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import pickle
+from functools import partial
 from typing import Any
 
 from dask.utils import apply
@@ -36,6 +38,9 @@ from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.joins import LEFT, matching_rows, merge_aligned, merge_frames, merge_unpack
 
+#: The option of a shuffle whose outputs keep the order of the inputs, although they are sorted later.
+IN_ORDER = "gpurt-in-order"
+
 
 class GpurtShuffle(P2PShuffle):
     """Shuffle through the runtime.
@@ -63,8 +68,8 @@ class GpurtShuffle(P2PShuffle):
         return bool(self.ignore_index) and (set_index or _is_numbering(meta(self.frame).index))
 
     def _layer(self) -> dict[Any, Any]:
-        targets = _targets(self.frame, self.partitioning_index)
-        order_by = targets.by if isinstance(targets, RangeTargets) else None
+        targets, in_order = _targets(self.frame, self.partitioning_index), IN_ORDER in (self.options or {})
+        order_by = targets.by if isinstance(targets, RangeTargets) and not in_order else None
         layer: dict[Any, Any] = super()._layer()  # type: ignore[no-untyped-call]
         layer = _with_our_spec(
             layer, ignore_index=self._drops_index, order_by=order_by, computation=self.computation
@@ -161,6 +166,10 @@ class RangeTargets(Blockwise):
         return Ranged(frame, by, divisions, assign)
 
 
+#: The column that stands for the index among the keys of a join.
+_INDEX = "_partitions_0"
+
+
 def _hash_join_transfer(
     frame: Any,
     by: Any,
@@ -169,21 +178,70 @@ def _hash_join_transfer(
     id: Any,
     input_partition: int,
     by_index: bool,
+    like: bytes,
     keys: Keys = None,
 ) -> Any:
-    """Transfer one side of a join, with the arguments of Dask's task and the keys of the other side."""
+    """Transfer one side of a join, hashed as ``tasks`` does: another join may rely on where its rows are.
+
+    Parameters
+    ----------
+    frame, by, name, npartitions, id, input_partition, by_index
+        As in Dask's task.
+    like
+        The pickled meta of the keys. Its dtypes decide what is cast before hashing: those of one partition
+        may differ, and Dask's own p2p joins go by these.
+    keys
+        The keys of the other side, by which this side is filtered.
+    """
     if keys is not None:
         frame = matching_rows(frame, by, keys)
+    known, columns = _loaded(like), set(column_names(frame))
     names = [by] if isinstance(by, str) else by
-    if by_index or not isinstance(names, list) or not set(names) <= set(column_names(frame)):
+    hashed: Any  # Dask's function just passes it on
+    if by_index:
+        hashed = Hashed(frame, None, frame, known, partial(_by_index, by, name, npartitions, known))
+    elif isinstance(names, list) and len(set(names) - columns) <= 1:
+        assign = partial(_by_columns, names, name, npartitions, known)
+        hashed = Hashed(frame, tuple(names) if set(names) <= columns else None, frame, known, assign)
+    else:
         transfer = create_assign_index_merge_transfer()
         return transfer(frame, by, name, npartitions, id, input_partition, by_index)
-
-    def assign(rows: Any) -> Any:
-        return AssignPartitioningIndex.operation(rows, names, name, npartitions, frame, False)
-
-    hashed: Any = Hashed(frame, tuple(names), frame, frame, assign)  # Dask's function just passes it on
     return merge_transfer(hashed, id, input_partition)
+
+
+def _by_index(by: Any, name: str, npartitions: int, like: Any, rows: Any) -> Any:
+    """Add the output partitions of rows, by the hash of their index."""
+    return AssignPartitioningIndex.operation(rows, by, name, npartitions, like, True)
+
+
+def _by_columns(by: list[Any], name: str, npartitions: int, like: Any, rows: Any) -> Any:
+    """Add the output partitions of rows, by the hash of columns, of which one may be the index, in order."""
+    if set(by) <= set(column_names(rows)):
+        return AssignPartitioningIndex.operation(rows, by, name, npartitions, like, False)
+    keys = [each if each in column_names(rows) else _INDEX for each in by]
+    selected = _keys_with_index(rows, keys)
+    assigned = AssignPartitioningIndex.operation(
+        selected, keys, name, npartitions, _keys_with_index(like, keys), False
+    )
+    return rows.assign(**{name: assigned[name]})
+
+
+def _keys_with_index(frame: Any, keys: list[Any]) -> Any:
+    """Return the columns of these keys, in order, of which one is the index."""
+    return frame[[each for each in keys if each != _INDEX]].assign(**{_INDEX: frame.index})[keys]
+
+
+@functools.lru_cache(maxsize=256)
+def _loaded(like: bytes) -> Any:
+    """Unpickle the meta of keys, which all transfers of one side share."""
+    return pickle.loads(like)
+
+
+def _meta_of_keys(side: Any, by: Any, by_index: bool) -> bytes:
+    """Return the pickled meta of the keys of a side of a join, with its index."""
+    known = meta(side)
+    names = () if by_index else convert_to_list(by) or ()
+    return pickle.dumps(known[[name for name in names if name in column_names(known)]])
 
 
 class GpurtHashJoin(HashJoinP2P):
@@ -196,8 +254,12 @@ class GpurtHashJoin(HashJoinP2P):
         whole = _WholeHashJoin(*self.operands)
         set_metadata(whole, meta(self))
         layer = _with_our_spec(layer_of(whole), ignore_index=self._numbers_rows, computation=self.computation)
+        sides, likes = {name_of(side): side for side in (self.left, self.right)}, dict[str, bytes]()
         for task in [task for task in layer.values() if task.key[0].startswith("hash-join-transfer")]:
-            layer[task.key] = Task(task.key, _hash_join_transfer, *task.args)
+            partition, by, by_index = task.args[0].key, task.args[1], task.args[6]
+            if (like := likes.get(task.key[0])) is None:
+                like = likes[task.key[0]] = _meta_of_keys(sides[partition[0]], by, by_index)
+            layer[task.key] = Task(task.key, _hash_join_transfer, *task.args, like)
         if self.filtered_by is not None:
             layer |= self._key_tasks(layer)
         for index, partition in enumerate(self._partitions):

@@ -31,10 +31,12 @@ from dask_gpurt.dask_hooks.expr import (
     BroadcastJoin,
     HashJoinP2P,
     Merge,
+    Projection,
     RearrangeByColumn,
     RenameFrame,
     ResetIndex,
     SetIndexBlockwise,
+    SetPartitionsPreSetIndex,
     Shuffle,
     default_shuffle_method,
     is_aligned,
@@ -49,6 +51,7 @@ from dask_gpurt.dask_hooks.graph import convert_legacy_graph
 from dask_gpurt.dask_hooks.planning import keys_of
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dataframe.expressions import (
+    IN_ORDER,
     GpurtBlockwiseMerge,
     GpurtBroadcastSemiJoin,
     GpurtHashJoin,
@@ -70,6 +73,8 @@ from dask_gpurt.shuffle.joins import SEMI
 OnChoice = Callable[[str, MethodChoice], None]
 
 _name, _default = PatchSet(), PatchSet()
+#: Choices for ``tasks``: p2p, which is Dask's default where there is a client, fails too.
+FOR_TASKS = (MethodChoice.COLUMN_LEVELS, MethodChoice.COLUMN_TAKEN)
 #: Set once the runtime has been on in this process.
 _was_on = threading.Event()
 
@@ -90,6 +95,7 @@ def register_shuffle_method(is_usable: Callable[[], bool], on_choice: OnChoice) 
     replace_lowering(
         _name,
         shuffle=lowering.shuffle,
+        sort=lowering.sort,
         reduction=lowering.reduction,
         merge=lowering.merge,
         is_broadcast_join=_is_broadcast_join,
@@ -147,10 +153,10 @@ class Lowering:
         if type(expr) is not Shuffle:
             return original(expr)
         choice = self._choose(expr.method, expr.frame)
-        if choice is not None and choice.taken and _has_column_levels(expr.frame):
-            choice = MethodChoice.COLUMN_LEVELS
         if choice is not None:
             self._on_choice(name_of(expr), choice)
+        if choice in FOR_TASKS:
+            return original(expr.substitute_parameters({"method": TASKS}))
         if choice is None or not choice.taken:
             return original(_as_dask_knows(expr, "method"))
         frame = expr.frame
@@ -171,6 +177,18 @@ class Lowering:
             expr.options,
             expr.original_partitioning_index,
         )
+
+    def sort(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower ``sort_values``; a function of the user gets rows in the same order as with ``tasks``."""
+        lowered = original(expr)
+        choice = self._choose(expr.shuffle_method, expr.frame)
+        if choice is None or not choice.taken or _sorts_by_columns(expr):
+            return lowered
+        if type(projected := lowered.frame) is not Projection or type(projected.frame) is not Shuffle:
+            return lowered  # nothing is shuffled
+        options = {**(projected.frame.operand("options") or {}), IN_ORDER: True}
+        shuffle = projected.frame.substitute_parameters({"options": options})
+        return lowered.substitute_parameters({"frame": projected.substitute_parameters({"frame": shuffle})})
 
     def reduction(self, original: Callable[[Any], Any], expr: Any) -> Any:
         """Lower a reduction, and drop the row numbers in the shuffle of a groupby.
@@ -197,6 +215,8 @@ class Lowering:
         if type(expr) is not Merge:
             return original(expr)
         choice = self._choose(expr.shuffle_method, expr.left, expr.right)
+        if choice in FOR_TASKS:
+            return original(expr.substitute_parameters({"shuffle_method": TASKS}))
         if choice is None or not choice.taken:
             return original(_as_dask_knows(expr, "shuffle_method"))
         for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
@@ -225,12 +245,30 @@ class Lowering:
         )
         if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
             return MethodChoice.UNSUPPORTED_FRAMES
+        if choice is not None and choice.taken and any(map(_has_column_levels, frames)):
+            return MethodChoice.COLUMN_LEVELS
+        if choice is not None and choice.taken and any(map(_overwrites_a_column, frames)):
+            return MethodChoice.COLUMN_TAKEN
         return choice
 
 
 def _has_column_levels(frame: Any) -> bool:
     """Return whether columns have levels: Dask then labels the column of targets ("_partitions", "")."""
     return bool(frame.ndim == 2 and meta(frame).columns.nlevels > 1)
+
+
+def _sorts_by_columns(expr: Any) -> bool:
+    """Return whether ``sort_values`` sorts by its columns, and not by a function of the user."""
+    options = expr.operand("sort_function_kwargs") or {}
+    return expr.operand("sort_function") is None and options.get("key") is None
+
+
+def _overwrites_a_column(frame: Any) -> bool:
+    """Return whether the range of each row, by which Dask sorts, replaces a column of the user's."""
+    if type(frame) is not Assign or len(frame.operands) != 3:
+        return False
+    assigned, name, targets = frame.operands
+    return type(targets) is SetPartitionsPreSetIndex and name in assigned.columns
 
 
 def _but_names(expr: Any) -> Any:

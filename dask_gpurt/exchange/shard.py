@@ -146,9 +146,12 @@ class Commit:
         The input partition, and the attempt that has published all of its shards.
     parts
         The number of shards for the share.
+    empty
+        What an output without rows looks like, pickled, if only inputs know.
     """
 
     share: int
     source: int
     attempt: Attempt
     parts: int
+    empty: bytes | None = None

@@ -56,6 +56,17 @@ def library(frame: Frame) -> str | None:
     return None
 
 
+def has_unknown_categories(meta: Frame) -> bool:
+    """Return whether Dask does not know the categories of a column or of the index."""
+    from dask.dataframe.utils import has_known_categories  # imports dask.dataframe
+
+    categorical = [at for at, dtype in enumerate(meta.dtypes) if str(dtype) == "category"]
+    known = [has_known_categories(meta.iloc[:, at]) for at in categorical]
+    if hasattr(meta.index, "categories"):
+        known.append(has_known_categories(meta.index))
+    return not all(known)
+
+
 def column_names(frame: Frame) -> tuple[Any, ...]:
     """Return the labels of the columns of a frame.
 

@@ -40,6 +40,7 @@ class MethodChoice(Enum):
     LOCAL_SCHEDULER = "local-scheduler", False, "'scheduler' is one of Dask's own in the client's process"
     UNSUPPORTED_FRAMES = "unsupported-frames", False, "the frames are neither pandas nor cudf"
     COLUMN_LEVELS = "column-levels", False, "the columns have several levels"
+    COLUMN_TAKEN = "column-taken", False, "a column has the name under which Dask adds output partitions"
     OTHER_METHOD = "other-method", False, "another Dask method is set"
 
     def __init__(self, id: str, taken: bool, text: str):

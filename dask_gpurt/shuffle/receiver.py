@@ -82,6 +82,8 @@ class Receiver:
         #: For each incoming shard, the number of its outputs still to be read.
         self._unread: dict[IncomingShard, int] = {}
         self._readers: dict[Key, dict[int, _Received]] = {}
+        #: What an output without rows looks like; the same in all commits that have it.
+        self._empty: bytes | None = None
         self.renew(owners)
 
     # ---- shares ----------------------------------------------------------------------
@@ -147,6 +149,7 @@ class Receiver:
 
     def _commit(self, commit: Commit) -> list[IncomingShard]:
         with self._lock:
+            self._empty = commit.empty or self._empty
             if (received := self._shares.get(commit.share)) is None:
                 return []
             return self._drop(received, received.inputs.commit(commit.source, commit.attempt, commit.parts))
@@ -261,7 +264,7 @@ class Receiver:
                 _part(incoming.shard.sections[which], at, *bytes_)
                 for (incoming, which, at), bytes_ in zip(wanted, found, strict=True)
             ]
-            output, packer = self._assembler.assemble(parts)
+            output, packer = self._assembler.assemble(parts, self._empty)
             fence = packer.fence()
             for incoming, _ in places:
                 incoming.read_until(fence)

@@ -103,6 +103,9 @@ class ChunkInput:
     def halves(self) -> Sequence[ChunkInput]:
         return ()  # boxes are views of the chunk: splitting hardly takes memory
 
+    def empty(self) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class ChunkAssembler:
@@ -110,7 +113,7 @@ class ChunkAssembler:
 
     tables: FrameBackends
 
-    def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
+    def assemble(self, parts: Sequence[Part], empty: bytes | None) -> tuple[Any, Packer]:
         """Assemble a new chunk from the boxes of its parts."""
         libraries = {opened(part)[0].library for part in parts}
         if len(libraries) > 1:

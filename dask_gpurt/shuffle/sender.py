@@ -41,6 +41,8 @@ class _Published:
         The shards as first offered, one for each block in the pool.
     seconds
         Time to split and pack, excluding waits for room, in seconds.
+    empty
+        See :class:`~dask_gpurt.exchange.shard.Commit`.
     """
 
     source: int
@@ -49,6 +51,7 @@ class _Published:
     outbox: Outbox
     shards: tuple[Shard, ...]
     seconds: float
+    empty: bytes | None
 
 
 class Sender:
@@ -132,8 +135,10 @@ class Sender:
             owned.clear()
         outputs = frozenset(output for share in shares for output in share.outputs)
         seconds = perf_counter() - began - packing.waited_s
-        published = _Published(source, attempt, outputs, outbox, tuple(packing.shards), seconds)
-        self._end(published, owners, packing.commits(shares))
+        # As with ``tasks``, outputs without rows are like the first input.
+        empty = ready.empty() if source == 0 else None
+        published = _Published(source, attempt, outputs, outbox, tuple(packing.shards), seconds, empty)
+        self._end(published, owners, packing.commits(shares, empty))
         return attempt
 
     def sizes(self, source: int, attempt: Attempt) -> InputSizes | None:
@@ -215,7 +220,8 @@ class Sender:
             return []
         self.exchange.metrics.add("shuffle.recovered.shards", len(shards))
         again = [replace(shard, share=share.id, part=part) for part, shard in enumerate(shards)]
-        return [*again, Commit(share.id, published.source, published.attempt, len(shards))]
+        commit = Commit(share.id, published.source, published.attempt, len(shards), published.empty)
+        return [*again, commit]
 
     def _will_spill(self, ready: Input, shares: int) -> bool:
         """Return whether owners will probably have to spill shards, if other inputs are as large as this one.
@@ -275,10 +281,10 @@ class _Packing:
             finally:  # pieces are left if the run has ended or packing has failed
                 self._give_back()
 
-    def commits(self, shares: Iterable[Share]) -> list[tuple[str, Commit]]:
+    def commits(self, shares: Iterable[Share], empty: bytes | None) -> list[tuple[str, Commit]]:
         """Return the commits of the attempt, one for each share."""
         return [
-            (share.owner, Commit(share.id, self.source, self.attempt, self._parts[share.id]))
+            (share.owner, Commit(share.id, self.source, self.attempt, self._parts[share.id], empty))
             for share in shares
         ]
 

@@ -27,7 +27,7 @@ from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 from dask_gpurt.dask_hooks.types import SchedulerTask
 from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, Routed, Table, column_names, halves
 from dask_gpurt.frames.boxes import Grid
-from dask_gpurt.frames.registry import device_kind
+from dask_gpurt.frames.registry import device_kind, has_unknown_categories
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.owners import Owners
 
@@ -76,12 +76,22 @@ class Input(Protocol):
         """Return its halves, to split it when memory is short; empty if it cannot be halved."""
         ...
 
+    def empty(self) -> bytes | None:
+        """Return a pickled output without rows, made of this input; None if the spec has all of it."""
+        ...
+
 
 class Assembler(Protocol):
     """Assemble outputs. Thread-safe."""
 
-    def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
-        """Assemble an output; return it with the packer whose fence guards the reads."""
+    def assemble(self, parts: Sequence[Part], empty: bytes | None) -> tuple[Any, Packer]:
+        """Assemble an output; return it with the packer whose fence guards the reads.
+
+        Parameters
+        ----------
+        empty
+            See :meth:`Input.empty`.
+        """
         ...
 
 
@@ -187,6 +197,8 @@ class ShuffleSpec(RunSpec):
         The name of the only computation that this shuffle is part of; None if several may share it.
     device
         The kind of device that a worker needs to assemble outputs.
+    is_open
+        Whether categories are unknown in ``meta``, so that outputs without rows have those of an input.
     """
 
     column: str
@@ -198,6 +210,7 @@ class ShuffleSpec(RunSpec):
     order_by: Any = None
     computation: str | None = None
     device: str = "host"
+    is_open: bool = False
 
     @classmethod
     def of(
@@ -224,6 +237,7 @@ class ShuffleSpec(RunSpec):
             order_by=order_by,
             computation=computation,
             device=device_kind(spec.meta) or "host",
+            is_open=has_unknown_categories(spec.meta),
         )
 
     @property
@@ -249,11 +263,11 @@ class ShuffleSpec(RunSpec):
         return self._in_order(frame, list(self.columns), source)
 
     def _in_order(self, frame: Any, columns: list[Any], source: int) -> Any:
-        names = column_names(frame)
-        if list(names) == columns:
+        names, expected = _comparable(column_names(frame)), _comparable(columns)
+        if names == expected:
             return frame
-        missing = sorted(map(str, set(columns) - set(names)))
-        extra = sorted(map(str, set(names) - set(columns)))
+        missing = sorted(map(str, set(expected) - set(names)))
+        extra = sorted(map(str, set(names) - set(expected)))
         if missing or extra:
             raise ValueError(
                 f"input partition {source} of shuffle {self.id} does not have the columns of its collection: "
@@ -263,6 +277,11 @@ class ShuffleSpec(RunSpec):
 
     def assembler(self, tables: FrameBackends) -> FrameAssembler:
         return FrameAssembler(self, tables, pickle.loads(self.meta))
+
+
+def _comparable(labels: Sequence[Any]) -> list[Any]:
+    """Return labels of which NaN, which another process has as another object, equals itself."""
+    return [str(label) if label != label else label for label in labels]
 
 
 def _output(spec: DataFrameShuffleSpec, names: Sequence[Any], *, ignore_index: bool) -> Any:
@@ -310,6 +329,15 @@ class FrameInput:
     def halves(self) -> Sequence[FrameInput]:
         return [replace(self, frame=half) for half in halves(self.frame)]
 
+    def empty(self) -> bytes | None:
+        spec, frame = self.spec, self.frame
+        if not spec.is_open:
+            return None
+        rows = frame.between(0, 0).assigned() if isinstance(frame, Routed) else frame.iloc[:0]
+        if spec.drop_column:
+            rows = rows.drop(columns=spec.column)
+        return pickle.dumps(rows.reset_index(drop=True) if spec.ignore_index else rows)
+
 
 @dataclass(frozen=True)
 class FrameAssembler:
@@ -325,9 +353,11 @@ class FrameAssembler:
     tables: FrameBackends
     meta: Any
 
-    def assemble(self, parts: Sequence[Part]) -> tuple[Any, Packer]:
+    def assemble(self, parts: Sequence[Part], empty: bytes | None) -> tuple[Any, Packer]:
         """Concatenate the rows of parts."""
         spec, table = self.spec, self.tables.table(self.meta)
+        if not parts and empty is not None:
+            return pickle.loads(empty), table
         frame = table.assemble(parts, self.meta, ignore_index=spec.ignore_index, order_by=spec.order_by)
         return frame, table
 
