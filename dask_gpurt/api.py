@@ -307,7 +307,7 @@ async def activate(client: Client) -> None:
     with _lock:
         _reported_choices.pop(client, None)  # the cluster starts new counters
         _enabled.add(client)
-        choose(is_enabled)
+        choose(_is_usable)
         planning = config.load().planning
         if planning.cache or planning.fuse:
             _planning[client] = planning
@@ -322,7 +322,15 @@ def register_method() -> None:
     """Make Dask know the shuffle method "gpurt", which without the runtime means Dask's default method."""
     from dask_gpurt.dataframe import register_shuffle_method
 
-    register_shuffle_method(is_enabled, _choices)
+    register_shuffle_method(_is_usable, _choices)
+
+
+def _is_usable() -> bool:
+    """Return whether the computation that is being planned goes through the runtime."""
+    try:
+        return is_enabled(_planning_for())
+    except ValueError:
+        return False
 
 
 def _report_choice(expression: str, choice: MethodChoice) -> None:
@@ -330,7 +338,7 @@ def _report_choice(expression: str, choice: MethodChoice) -> None:
 
     Each expression counts once, although a join is lowered each time its divisions are accessed.
     """
-    client = default_client()
+    client = _planning_for()
     reported = _reported_choices.setdefault(client, set())
     if (expression, choice) in reported:
         return
@@ -406,10 +414,17 @@ def _store_of(setting: str) -> Store | None:
 
 def _current_planning() -> tuple[Client | None, config.PlanningSettings | None]:
     try:
-        client = default_client()
+        client = _planning_for()
     except ValueError:
         return None, None
     return client, _planning.get(client)
+
+
+def _planning_for() -> Any:
+    """Return the client of the computation that is being planned; raise ValueError if there is none."""
+    from dask_gpurt.dask_hooks.computing import chosen_client
+
+    return chosen_client() or _client(None)
 
 
 async def _deactivate(client: Client) -> Client:
