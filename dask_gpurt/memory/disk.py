@@ -296,13 +296,27 @@ class DiskTier(MutableMapping[str, Frames]):
                 spans += write_from_device(self._device_files, fd, path, layout.device, ordered=ordered)
             return spans
 
-        try:
-            return self._on_file(path, flags, action)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
+        if self._has_room(layout.size):
+            try:
+                return self._on_file(path, flags, action)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
         self.settle()  # files of deleted keys may not be unlinked yet
+        if not self._has_room(layout.size):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return self._on_file(path, flags, action)
+
+    def _has_room(self, size: int) -> bool:
+        """Return whether the file system has room for a file.
+
+        Without asking first, each object would be written until the disk is full, and then removed.
+        """
+        return size <= self._free()
+
+    def _free(self) -> int:
+        found = os.statvfs(self.path)
+        return found.f_bavail * found.f_frsize
 
     def _no_room(self, size: int, why: str) -> NoRoom:
         what = "free some space, lower 'gpurt.memory.disk', or set another 'local_directory'"
@@ -373,8 +387,7 @@ class DiskTier(MutableMapping[str, Frames]):
 
     def limit(self) -> int:
         """Return the bytes that the tier can hold: those in use, and those free in the file system."""
-        found = os.statvfs(self.path)
-        most = self.used + found.f_bavail * found.f_frsize
+        most = self.used + self._free()
         return most if self.capacity is None else min(most, self.capacity)
 
     def clear(self) -> None:

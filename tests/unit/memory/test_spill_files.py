@@ -137,6 +137,21 @@ def test_a_full_disk_loses_nothing(disk: DiskTier, monkeypatch: pytest.MonkeyPat
     assert content(disk["c"]) == content(frames(9000, seed=3))
 
 
+def test_a_disk_without_room_for_an_object_is_not_filled_first(
+    disk: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers try to spill again and again, and would write each object to the end of the disk each time."""
+    monkeypatch.setattr(DiskTier, "_free", lambda tier: 8192)
+    monkeypatch.setattr(os, "pwrite", lambda *written: pytest.fail("bytes were written"))
+    with pytest.raises(NoRoom, match="No space left"):
+        disk["a"] = frames(9000, seed=1)
+    assert disk.used == 0
+    assert not list(Path(disk.path).iterdir())
+    monkeypatch.undo()
+    disk["a"] = frames(9000, seed=1)
+    assert content(disk["a"]) == content(frames(9000, seed=1))
+
+
 def test_direct_io_is_given_up_where_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, flags_seen = os.open, []
 
