@@ -32,6 +32,7 @@ from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
+from dask.dataframe.dask_expr._repartition import RepartitionSize
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FromMap
 from dask.delayed import Delayed
@@ -55,6 +56,7 @@ __all__ = [
     "is_of_dataframes",
     "is_shared",
     "keys_of",
+    "measures_partitions",
     "metadata",
     "name_of",
     "operands_of",
@@ -229,6 +231,16 @@ def is_of_dataframes(plan: Expr) -> bool:
     """Return whether a plan, or each plan of a sequence, is of dataframes."""
     plans = plan.operands if isinstance(plan, _ExprSequence) else [plan]
     return all(isinstance(each, FrameExpr) for each in plans)
+
+
+def measures_partitions(plan: Expr) -> bool:
+    """Return whether a plan repartitions by size.
+
+    Dask computes the sizes of partitions while it lowers the plan, and keeps them with the expression. A
+    rebuilt one would compute them again as its graph is made, on the one thread of the scheduler that makes
+    the graph of that computation too: it would wait for itself.
+    """
+    return any(isinstance(each, RepartitionSize) for each in plan.walk())
 
 
 def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:

@@ -191,6 +191,7 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "_expr:Literal"),
         Seam(_EXPR + "_expr:_DelayedExpr"),
         Seam(_EXPR + "_expr:optimize_blockwise_fusion", "expr"),
+        Seam(_EXPR + "_repartition:RepartitionSize"),
         Seam(_EXPR + "_quantiles:RepartitionQuantiles"),
         Seam(_EXPR + "_merge:Merge._meta", "self", bodies=("7c0a8d4b8c24",)),
         Seam(_EXPR + "_expr:Projection._meta", "self", bodies=("13de50e69369",)),

@@ -51,6 +51,8 @@ class GpurtShuffle(P2PShuffle):
 
     _parameters = [*parameters(P2PShuffle), OWN_COMPUTATION]
     _defaults = {**defaults(P2PShuffle), OWN_COMPUTATION: None}
+    #: Otherwise Dask takes the length of the input, which need not be a frame.
+    _is_length_preserving = False
 
     @functools.cached_property
     def _meta(self) -> Any:
@@ -66,6 +68,16 @@ class GpurtShuffle(P2PShuffle):
         """
         set_index = self.original_partitioning_index is None
         return bool(self.ignore_index) and (set_index or _is_numbering(meta(self.frame).index))
+
+    def _simplify_up(self, parent: Any, dependents: Any) -> Any:
+        """Move only projections below the shuffle, and only if its input takes them.
+
+        Dask drops a shuffle below a reduction, and moves filters below it, also in a collection that has been
+        optimised. The input is then not a frame but a ``Hashed`` or ``Ranged``, and has a column more.
+        """
+        if not isinstance(parent, Projection) or isinstance(self.frame, (Fused, RangeTargets)):
+            return None
+        return super()._simplify_up(parent, dependents)  # type: ignore[no-untyped-call]
 
     def _layer(self) -> dict[Any, Any]:
         targets, in_order = _targets(self.frame, self.partitioning_index), IN_ORDER in (self.options or {})

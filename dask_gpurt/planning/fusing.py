@@ -26,6 +26,7 @@ from dask_gpurt.dask_hooks.planning import (
     is_of_dataframes,
     joins_of,
     keys_of,
+    measures_partitions,
     metadata,
     name_of,
     rebuild,
@@ -43,14 +44,16 @@ Graph = Mapping[Key, GraphNode]
 
 
 def fuse(plan: Expr) -> Expr:
-    """Fuse the tasks of a plan whose result goes to the client. Plans of other than dataframes are unchanged.
+    """Fuse the tasks of a plan whose result goes to the client.
+
+    Plans of other than dataframes, and those that repartition by size, are unchanged.
 
     Parameters
     ----------
     plan
         An optimised expression, or a sequence of expressions.
     """
-    if not is_of_dataframes(plan):
+    if not is_of_dataframes(plan) or measures_partitions(plan):
         return plan
     name = name_of(plan)
     plan = rebuild(plan, with_seed)  # or a sort would divide rows into other partitions than Dask does

@@ -222,3 +222,37 @@ def test_a_column_has_the_name_of_output_partitions(client: Client) -> None:
     with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
         expected = build().compute()
     assert_frame_equal(build().compute().sort_values("value"), expected.sort_values("value"))
+
+
+# ---- collections that are optimised, or measured ----------------------------------------
+
+
+QUERIES: dict[str, Callable[[Any], Any]] = {
+    "length": len,
+    "maximum": lambda frame: frame.value.max().compute(),
+    "count": lambda frame: frame.count().compute().to_dict(),
+    "filter": lambda frame: sorted(frame[frame.value > 5].value.compute()),
+    "column": lambda frame: sorted(frame.value.compute()),
+    "largest": lambda frame: sorted(frame.nlargest(3, "value").compute().value),
+    "index": lambda frame: sorted(frame.index.compute()),
+    "distinct": lambda frame: len(frame.drop_duplicates().compute()),
+}
+
+
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_an_optimised_shuffle_is_queried(client: Client, fuse: bool, query: str) -> None:
+    frame = dd.from_map(named, range(PARTITIONS), meta=named(0).iloc[:0])
+    expected = QUERIES[query](dd.from_pandas(frame.compute(), npartitions=1))
+    assert QUERIES[query](frame.shuffle("key").optimize(fuse=fuse)) == expected
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "join"])
+def test_partitions_are_measured_while_the_plan_is_made(client: Client, kind: str) -> None:
+    frame = dd.from_map(named, range(PARTITIONS), meta=named(0).iloc[:0])
+    rows = pd.concat(map(named, range(PARTITIONS)))
+    if kind == "shuffle":
+        made, expected = frame.shuffle("key"), rows
+    else:
+        made, expected = frame.merge(frame, on="key"), rows.merge(rows, on="key")
+    assert len(made.repartition(partition_size="1kB").compute()) == len(expected)
