@@ -281,6 +281,12 @@ RETIREMENT = SeamGroup(
     (Seam(_SCHEDULER + "_track_retire_worker", "self ws policy prev_status close remove stimulus_id"),),
     without="inputs of shuffles that a retired worker had transferred are transferred again",
 )
+#: How tasks are rebuilt when the graph of a bag is optimised.
+BAGS = SeamGroup(
+    "bags",
+    (Seam("dask.bag.core:lazify_task", "task start"),),
+    without="bags of shuffled dataframes cannot be computed",
+)
 #: The HTTP server of a running scheduler, to which pages are added.
 HTTP = SeamGroup(
     "pages of the scheduler",
@@ -331,6 +337,7 @@ PARTS = (
     RUN_LOOKUP,
     RESULTS,
     RETIREMENT,
+    BAGS,
     REPLICA_CHOICE,
     NANNY,
     HTTP,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distributed import Reschedule
@@ -24,7 +24,7 @@ from distributed.shuffle._shuffle import _get_worker_for_range_sharding as worke
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import RUN_LOOKUP, SCHEDULER_SHUFFLES
+from dask_gpurt.dask_hooks.seams import BAGS, RUN_LOOKUP, SCHEDULER_SHUFFLES
 from dask_gpurt.dask_hooks.types import ActiveRun, SchedulerServer, SchedulerTask, ShuffleExtension
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "barrier_key",
     "end_run",
     "id_from_key",
+    "keep_barriers_in_bags",
     "merge_transfer",
     "name_workers",
     "output_of",
@@ -235,6 +236,26 @@ def replace_run_lookup(patches: PatchSet, plugin: ShuffleWorkerPlugin, find: Wra
         If one of the two differs from the known one; then none is replaced.
     """
     patches.replace_all(dict.fromkeys(RUN_LOOKUP.seams, find), on=plugin)
+
+
+def keep_barriers_in_bags(patches: PatchSet) -> None:
+    """Leave barriers as they are when the graph of a bag is optimised, in the process that makes graphs.
+
+    Dask rebuilds each task as a plain one, without the spec of its shuffle: its own p2p fails too.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask's function differs from the known one.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def lazify_task(task: Any, start: bool = True) -> Any:
+            return task if isinstance(task, P2PBarrierTask) else original(task, start)
+
+        return lazify_task
+
+    patches.replace(BAGS["lazify_task"], wrap)
 
 
 def acquired(limiter: ResourceLimiter[Any]) -> int:

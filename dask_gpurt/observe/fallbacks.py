@@ -29,6 +29,7 @@ class Fallback(Enum):
         "shuffle.results-fetched",
         "barriers and outputs fetch the results that they need",
     )
+    SHUFFLE_BAGS = "shuffle.bags", "bags of shuffled dataframes cannot be computed"
     SHUFFLE_RETIREMENT = "shuffle.retirement", "inputs of a worker that retires are transferred again"
 
     EXCHANGE_COMMS = "exchange.comms", "bytes go through Dask's comms"

@@ -13,7 +13,7 @@ from dask.typing import Key
 from distributed.metrics import time
 
 from dask_gpurt.config import Settings
-from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec
 from dask_gpurt.dask_hooks.shuffle import (
     DataFrameShuffleSpec,
@@ -24,6 +24,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     barrier_key,
     end_run,
     id_from_key,
+    keep_barriers_in_bags,
     name_workers,
     replace_on_extension,
     restart,
@@ -116,6 +117,10 @@ class SchedulerShuffles:
             remove_worker=self._remove_worker,
             valid_workers_downscaling=self._valid_workers_downscaling,
         )
+        try:
+            keep_barriers_in_bags(self._patches)
+        except UnsupportedError as error:
+            self._metrics.fallback(Fallback.SHUFFLE_BAGS, str(error))
         self._barrier_ends.install()
         self.results.install()
         self._retirement.install()
