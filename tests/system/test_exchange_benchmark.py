@@ -46,7 +46,7 @@ def test_results_are_checked_and_written(index: str, tmp_path: Path) -> None:
 
 def test_it_ends_in_time_and_prints_what_it_has(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    done = run("--repeat", "1000000", "--timeout", "20", "--json", output)
+    done = run("--repeat", "1000000", "--timeout", "45", "--json", output)
     assert done.returncode == 1
     assert "not done after" in done.stdout
     results = json.loads(output.read_text())
