@@ -44,6 +44,8 @@ class ReceivedInput(Generic[T]):
     expected: int | None = None
     #: Whether a part was lost, so that only a later attempt can complete the input.
     lost: bool = False
+    #: What an output without rows looks like, if the commit has it.
+    empty: bytes | None = None
 
     @property
     def complete(self) -> bool:
@@ -76,15 +78,21 @@ class Inputs(Generic[T]):
         self._inputs[source].parts[part] = shard
         return outdated
 
-    def commit(self, source: int, attempt: Attempt, parts: int) -> list[T]:
+    def commit(self, source: int, attempt: Attempt, parts: int, empty: bytes | None = None) -> list[T]:
         """Commit an attempt; return the parts that it supersedes. Stale and repeated commits are ignored."""
         if self._sealed is not None and self._sealed.get(source) != attempt:
             return []
         outdated = self._advance(source, attempt)
         known = self._inputs[source]
         if known.attempt == attempt:
-            known.expected = parts
+            known.expected, known.empty = parts, empty
         return outdated
+
+    @property
+    def empty(self) -> bytes | None:
+        """Return what an output without rows looks like, if the attempt at the first input has said so."""
+        first = self._inputs.get(0)
+        return None if first is None else first.empty
 
     def _advance(self, source: int, attempt: Attempt) -> list[T]:
         """Start an attempt if it is later than the known one; return the parts that it supersedes."""

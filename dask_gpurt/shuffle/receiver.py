@@ -82,8 +82,6 @@ class Receiver:
         #: For each incoming shard, the number of its outputs still to be read.
         self._unread: dict[IncomingShard, int] = {}
         self._readers: dict[Key, dict[int, _Received]] = {}
-        #: What an output without rows looks like; the same in all commits that have it.
-        self._empty: bytes | None = None
         self.renew(owners)
 
     # ---- shares ----------------------------------------------------------------------
@@ -149,10 +147,10 @@ class Receiver:
 
     def _commit(self, commit: Commit) -> list[IncomingShard]:
         with self._lock:
-            self._empty = commit.empty or self._empty
             if (received := self._shares.get(commit.share)) is None:
                 return []
-            return self._drop(received, received.inputs.commit(commit.source, commit.attempt, commit.parts))
+            superseded = received.inputs.commit(commit.source, commit.attempt, commit.parts, commit.empty)
+            return self._drop(received, superseded)
 
     async def _take(self, shard: Shard) -> list[IncomingShard]:
         """Accept a shard if it is new; return the incoming shards that it supersedes."""
@@ -248,7 +246,7 @@ class Receiver:
             if partition not in received.outputs:
                 raise NotReceived(f"the shards of output {partition} have been released")
             self._readers.setdefault(key, {})[partition] = received
-            places = list(received.outputs[partition].items())
+            places, empty = list(received.outputs[partition].items()), received.inputs.empty
         places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
         wanted = [(incoming, which, at) for incoming, mine in places for which, at in mine]
         metrics = self.exchange.metrics
@@ -264,7 +262,7 @@ class Receiver:
                 _part(incoming.shard.sections[which], at, *bytes_)
                 for (incoming, which, at), bytes_ in zip(wanted, found, strict=True)
             ]
-            output, packer = self._assembler.assemble(parts, self._empty)
+            output, packer = self._assembler.assemble(parts, empty)
             fence = packer.fence()
             for incoming, _ in places:
                 incoming.read_until(fence)

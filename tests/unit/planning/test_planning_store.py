@@ -19,8 +19,6 @@ from typing import Any
 
 import dask
 import dask.dataframe as dd
-import fsspec
-import fsspec.config
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -28,7 +26,6 @@ import pytest
 from dask.dataframe.dask_expr.io import parquet
 from dask.tokenize import tokenize
 from dask.utils import M
-from fsspec.implementations.local import LocalFileSystem
 
 from dask_gpurt import api
 from dask_gpurt.config import cache_files
@@ -453,46 +450,6 @@ def test_an_input_without_files_has_no_content(table: str) -> None:
     for expression in (read.map_partitions(M.add, named, meta=read), dd.from_pandas(frame), secret):
         assert content_of(expression.expr) is None
         assert content_of(expression.key.sum().expr) is None
-
-
-class TokenFiles(LocalFileSystem):
-    """Local files that open with the current token only."""
-
-    protocol = "token"
-    valid = ""
-
-    def __init__(self, token: str = "", **options: Any):
-        super().__init__(**options)
-        self.token = token
-
-    def open(self, *args: Any, **options: Any) -> Any:
-        if self.token != self.valid:
-            raise PermissionError(f"{self.token!r} is not valid")
-        return super().open(*args, **options)
-
-
-def test_tokens_of_file_systems_that_fsspec_configures_are_neither_stored_nor_used_later(
-    table: str, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fsspec.register_implementation("token", TokenFiles, clobber=True)
-    planner = Planner()
-    planner.cache.install()
-    try:
-        with planner.used():
-            planner.store = Store(path, planner.metrics)
-            for token, begins in (("one", False), ("two", False), ("three", True)):
-                if begins:
-                    planner.begin_again(path)
-                monkeypatch.setattr(TokenFiles, "valid", token)
-                monkeypatch.setitem(fsspec.config.conf, "token", {"token": token})
-                read = dd.read_parquet(f"token://{table}")
-                assert read[read.key > 1].key.sum().compute(scheduler="sync") == 4
-                del read
-                gc.collect()
-            planner.store.save()
-    finally:
-        planner.cache.remove()
-    assert not any(token in path.read_bytes() for token in (b"one", b"two", b"three"))
 
 
 def test_the_state_of_files_counts(table: str, path: Path) -> None:
