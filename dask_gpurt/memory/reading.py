@@ -7,15 +7,25 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 from dask.typing import Key
 from distributed.protocol.serialize import Serialized
 
 from dask_gpurt.device import Device
 from dask_gpurt.device.base import Fence
 from dask_gpurt.device.pool import Buffer
-from dask_gpurt.memory.entries import EntryTable, StoredCopy
+from dask_gpurt.memory.entries import Entry, EntryTable, StoredCopy
 from dask_gpurt.memory.reservations import Reservations
-from dask_gpurt.memory.serialize import Scattered, joined, message, on_device, put_together
+from dask_gpurt.memory.serialize import (
+    Frames,
+    NotMovable,
+    Scattered,
+    joined,
+    message,
+    on_device,
+    put_together,
+    take_apart,
+)
 from dask_gpurt.memory.tiers import Tier
 
 #: A buffer, and its memo, in which readers cache derived data.
@@ -71,6 +81,33 @@ class EntryReader:
             retained = [table.retain(entry, stack) for entry in lower]
         found = {copy.entry.key: message(table.lower.get(copy.tier, copy.name)) for copy in retained}
         return {key: sent for key, sent in found.items() if sent is not None}
+
+    def messages_of_live(self, held: Iterable[Entry], limit: int) -> dict[Key, Serialized]:
+        """Return the Dask messages of live objects on the device, copied to host memory.
+
+        Parameters
+        ----------
+        held
+            Entries that are held, so that they stay live. Objects in host memory, and those for which such
+            a message is impossible, are left out.
+        limit
+            Bytes above which an object is left out.
+        """
+        small = [e for e in held if e.home not in self._table.host_tiers and e.nbytes <= limit]
+        found = {entry.key: self._on_host(entry.value) for entry in small}
+        return {key: sent for key, sent in found.items() if sent is not None}
+
+    def _on_host(self, value: Any) -> Serialized | None:
+        try:
+            frames = take_apart(value)
+        except NotMovable:
+            return None  # Dask sends the object in its own way, or fails with its own message
+        there = [buffer[0] for buffer in frames.buffers if on_device(buffer)]
+        copies = [np.empty(source.nbytes, np.uint8) for source in there]
+        self._table.device.scatter(there, [[copy] for copy in copies])()
+        copied = iter(copies)
+        buffers = tuple([next(copied)] if on_device(buffer) else buffer for buffer in frames.buffers)
+        return message(Frames(frames.header, buffers))
 
     @contextmanager
     def parts(

@@ -298,6 +298,10 @@ class TieredBuffer(MutableMapping[Key, Any]):
         """Return Dask messages of objects in lower tiers; see :meth:`EntryReader.messages`. Blocks."""
         return self._reader.messages(keys, stack)
 
+    def messages_of_live(self, held: Iterable[Entry], limit: int) -> dict[Key, Serialized]:
+        """Return Dask messages of held device objects; see :meth:`EntryReader.messages_of_live`. Blocks."""
+        return self._reader.messages_of_live(held, limit)
+
     def reading(
         self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None
     ) -> AbstractContextManager[dict[tuple[Key, int], BufferAndMemo]]:

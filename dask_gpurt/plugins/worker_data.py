@@ -40,6 +40,9 @@ from dask_gpurt.plugins.tiers import WorkerTiers
 #: Dask's default families of serializers.
 _ALWAYS = ("dask", "pickle")
 
+#: Results on a device up to this size go to the client through host memory, which takes a few milliseconds.
+RESULT_BYTES = 16 << 20
+
 #: The stream operation by which a worker reports keys that it has lost.
 LOST_KEYS_OP = "gpurt-lost"
 
@@ -197,7 +200,11 @@ class WorkerData:
         who: str | None = None,
         serializers: Collection[str] | None = None,
     ) -> Any:
-        """Serve a peer. Spilled values are sent from their tier without making them live."""
+        """Serve a peer. Spilled values are sent from their tier without making them live.
+
+        Small results go to the client (which does not say who it is) through host memory. UCX would map the
+        pool of this worker's GPU there first, for which the event loops of both wait for half a second.
+        """
         if who is not None and self._runner.admission.short:
             return {"status": "busy"}
         keys = list(keys)
@@ -207,8 +214,13 @@ class WorkerData:
             sending.callback(self._tiered_buffer.release, held.values())
             sending.callback(serving.set, None)
             found: dict[Key, Any] = {}
-            if lower and _takes_frames(comm, serializers):
-                found = await self._read(lower, partial(self._tiered_buffer.messages, stack=sending))
+            if _takes_frames(comm, serializers):
+                if lower:
+                    found = await self._read(lower, partial(self._tiered_buffer.messages, stack=sending))
+                if who is None and held and self.tiers.device.host_links:
+                    live = list(held.values())
+                    of_live = self._tiered_buffer.messages_of_live
+                    found |= await self.tiers.offload(of_live, live, RESULT_BYTES)
             serving.set(found | await self._copies([key for key in lower if key not in found]))
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,8 +18,14 @@ from distributed.protocol.cuda import cuda_serialize
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 from hypothesis import given
 
-from dask_gpurt.memory.serialize import Frames, message, raw_frames, take_apart
+from dask_gpurt.device.base import Fence
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.memory.serialize import Frames, Raw, message, raw_frames, take_apart
+from dask_gpurt.memory.store import TieredBuffer
+from dask_gpurt.memory.tiers import Limits
+from tests.helpers.far_device import Far, FarDevice
 from tests.helpers.objects import OBJECTS, same, scattered
+from tests.helpers.tiered_buffers import new_tiered_buffer
 
 
 def over_the_wire(sent: Any) -> Any:
@@ -82,6 +89,69 @@ def test_an_object_without_a_header_is_not_sent_as_frames(library: Any) -> None:
     library("numba")
     assert message(of_device([OnDevice(np.zeros(10))])) is None
     assert message(raw_frames([np.zeros(10, np.uint8)])) is None
+
+
+class OfGpu(Far):
+    """Name itself as device memory."""
+
+    __cuda_array_interface__: dict[str, Any] = {}
+
+
+class PendingDevice(FarDevice):
+    """Fake a GPU whose copies run once they are waited for."""
+
+    def scatter(self, sources: Sequence[Any], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
+        assert ordered, "tasks may still write the object"
+        return lambda: FarDevice.scatter(self, sources, into)()
+
+
+def live(tmp_path: Path, device: Any, **objects: Any) -> tuple[TieredBuffer, list[Any]]:
+    """Return a tiered buffer, and its entries of live objects."""
+    tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(1 << 30, 0, 1 << 20, None), device=device)
+    for key, value in objects.items():
+        tiered_buffer[key] = value
+    held, _ = tiered_buffer.hold_where_live(objects)
+    return tiered_buffer, list(held.values())
+
+
+def test_small_device_objects_are_sent_from_copies_on_the_host(
+    library: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library("cupy")
+    cuda_serialize.register(OnDevice)(
+        lambda x: ({"shape": x.memory.shape}, [OfGpu(x.memory.ravel().view(np.uint8))])
+    )
+    array = np.random.default_rng(0).random((30, 70))
+    tiered_buffer, held = live(tmp_path, PendingDevice(), x=OnDevice(array), large=OnDevice(array), y=Raw([]))
+    for entry in held:
+        entry.nbytes = 2000 if entry.key == "large" else 1000
+    sent = tiered_buffer.messages_of_live(held, 1000)
+    assert list(sent) == ["x"]
+    found = over_the_wire(sent["x"])
+    assert found.came == "from the host"
+    np.testing.assert_array_equal(found.memory, array)
+
+
+def test_host_objects_are_sent_by_dask(tmp_path: Path) -> None:
+    tiered_buffer, held = live(tmp_path, HostDevice(1 << 30), x=np.zeros(10))
+    assert tiered_buffer.messages_of_live(held, 1000) == {}
+
+
+@pytest.mark.gpu
+def test_small_cudf_frames_are_sent_from_copies_on_the_host(tmp_path: Path) -> None:
+    import cudf
+    import pandas as pd
+
+    from dask_gpurt.device.cuda import CudaDevice
+
+    expected = pd.DataFrame({"n": range(1000), "s": [f"text {n % 7}" for n in range(1000)]})
+    frame = cudf.from_pandas(expected)
+    tiered_buffer, held = live(tmp_path, CudaDevice(), x=frame, part=frame.iloc[300:310], s=frame.s)
+    sent = tiered_buffer.messages_of_live(held, 1 << 20)
+    assert all(isinstance(frame, bytes | memoryview) for x in sent.values() for frame in x.frames)
+    same(over_the_wire(sent["x"]).to_pandas(), frame.to_pandas())
+    same(over_the_wire(sent["part"]).to_pandas(), frame.iloc[300:310].to_pandas())
+    same(over_the_wire(sent["s"]).to_pandas(), frame.s.to_pandas())
 
 
 @pytest.mark.gpu
