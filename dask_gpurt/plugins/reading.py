@@ -33,7 +33,7 @@ from dask_gpurt.device.base import workers_of_device
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.switching import Layer
 from dask_gpurt.reads.clock import ThreadTime
-from dask_gpurt.reads.concurrency import MAX_BESIDE, ReadConcurrency, ReadTimes
+from dask_gpurt.reads.concurrency import BESIDE_ON_GPU, MAX_BESIDE, ReadConcurrency, ReadTimes
 from dask_gpurt.reads.policy import ReadsAside
 from dask_gpurt.reads.threads import GIVEN, NTHREADS, set_threads, threads_of
 from dask_gpurt.reads.turns import Turns
@@ -96,9 +96,10 @@ class WorkerReads:
         self.device = device
         self._metrics = metrics
         #: Learns how many tasks should leave their slot; None if the settings fix the number.
-        self._concurrency = ReadConcurrency() if settings.beside is None else None
+        least = 0 if device.on_host else BESIDE_ON_GPU
+        self._concurrency = ReadConcurrency(least) if settings.beside is None else None
         self._most = MAX_BESIDE if settings.beside is None else settings.beside
-        self._aside = ReadsAside(settings.beside or 0)
+        self._aside = ReadsAside(least if settings.beside is None else settings.beside)
         self._patches = PatchSet(Layer.READS)
         self._undo = ExitStack()
         self._refused = partial(metrics.fallback, Fallback.READS_KEEP_SLOT)
@@ -136,8 +137,8 @@ class WorkerReads:
 
     @property
     def has_streams(self) -> bool:
-        """Whether reads have CUDA streams of their own: where the settings have tasks read beside compute."""
-        return self._concurrency is None and not self.device.on_host
+        """Whether reads have CUDA streams of their own."""
+        return not self.device.on_host
 
     def is_aside(self, key: Key) -> bool:
         """Return whether a task has left its slot for a read, and has not ended."""

@@ -31,14 +31,17 @@ FILES, ROWS = 12, 200_000
 
 @pytest.fixture
 def device() -> Any:
+    import cupy
     import rmm
 
     from dask_gpurt.device.cuda import CudaDevice
 
     before = rmm.mr.get_current_device_resource()
-    # A pool that has room for one buffer only, so that the next one takes the same memory.
+    # A pool that has room for one buffer only, so that the next one takes the same memory. Arrays of cupy do
+    # not come from it, even if another test of this process has told cupy to allocate from rmm.
     rmm.mr.set_current_device_resource(rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), SIZE, SIZE))
-    yield CudaDevice()
+    with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
+        yield CudaDevice()
     rmm.mr.set_current_device_resource(before)
 
 

@@ -51,10 +51,10 @@ def test_the_client_gets_small_results_from_host_memory(
     monkeypatch.setenv("GPURT_TEST_PROTOCOL", protocol)
     with cluster("cudf", workers=2) as client:
         first, second = client.scheduler_info()["workers"]
+        client.run(note_served, workers=[first])
         for nbytes, in_host_memory in ((8000, True), (2 * RESULT_BYTES, False)):
             made = client.submit(make, nbytes, workers=[first], pure=False)
             wait(made)
-            client.run(note_served, workers=[first])
             found = made.result()
             pd.testing.assert_frame_equal(found.to_pandas(), pd.DataFrame({"n": range(nbytes // 8)}))
             assert client.run(served, workers=[first])[first] == [(made.key, in_host_memory)]

@@ -19,8 +19,9 @@ def read(seconds: float, waited_s: float, nbytes: int = 10 * MIB) -> ReadTimes:
     return times
 
 
-def after(reads: list[tuple[ReadTimes, float]]) -> int:
-    pace = ReadConcurrency()
+def after(reads: list[tuple[ReadTimes, float]], least: int = 0) -> int:
+    pace = ReadConcurrency(least)
+    assert pace.beside == least
     for times, computed_s in reads:
         pace.note(times, computed_s)
     return pace.beside
@@ -30,6 +31,13 @@ def test_as_many_leave_as_hide_the_waits() -> None:
     assert after([(read(1.1, 1.0), 1.2)] * 9) == 1
     assert after([(read(1.1, 1.0), 0.4)] * 9) == 3
     assert after([(read(9.1, 9.0), 0.1)] * 9) == MAX_BESIDE
+
+
+def test_some_leave_in_any_case_on_a_gpu() -> None:
+    assert after([(read(0.1, 0.01), 0.9)] * 9, least=2) == 2
+    assert after([(read(1.1, 1.0), 1.2)] * 9, least=2) == 2
+    assert after([(read(1.1, 1.0), 0.4)] * 9, least=2) == 3
+    assert after([(read(9.1, 9.0), 0.1)] * 9, least=2) == MAX_BESIDE
 
 
 def test_compute_of_other_tasks_hides_waits_too() -> None:
