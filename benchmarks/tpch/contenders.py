@@ -23,9 +23,9 @@ SHARED = "gpurt-shared"
 #: The runtime, which leaves each operation of a query a task of its own. Run it and the runtime as it is one
 #: after the other: what a client plans with is kept until another one is the current one.
 UNFUSED = "gpurt-unfused"
-#: The runtime, of which two tasks of a worker read beside the one that computes.
-READS = "gpurt-reads"
-CONTENDERS = (GPURT, UNFUSED, SHARED, READS, TASKS, P2P, CUDF_POLARS)
+#: The runtime without tasks of a worker that read beside the one that computes.
+READS_FIRST = "gpurt-reads-first"
+CONTENDERS = (GPURT, UNFUSED, SHARED, READS_FIRST, TASKS, P2P, CUDF_POLARS)
 
 #: The settings of contenders that run the runtime with non-default settings.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -35,7 +35,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         "distributed.nanny.preload": ["dask_gpurt.preload"],
     },
     UNFUSED: {"gpurt.planning.fuse": False},
-    READS: {"gpurt.reads.beside": 2},
+    READS_FIRST: {"gpurt.reads.beside": 0},
 }
 WITH_RUNTIME = (GPURT, *SETTINGS)
 

@@ -2,8 +2,8 @@
 
 A read waits for its store, and then decodes the data. On the host only the wait can be hidden behind other
 tasks, and only a long one is worth it: if files are in memory, overlapping a read with compute is slower than
-reading first. On a GPU, where reads have streams of their own, decoding overlaps too, so that two reads beside
-compute pay for files in memory as well (docs/decisions/overlap.md).
+reading first. On a GPU, where reads have streams of their own, decoding overlaps too, so that two reads
+beside compute pay for files in memory as well (docs/decisions/overlap.md).
 """
 
 from __future__ import annotations
