@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from distributed.protocol.serialize import Serialized
 from dask_gpurt.device import Device
 from dask_gpurt.device.base import Fence
 from dask_gpurt.device.pool import Buffer
-from dask_gpurt.memory.entries import Entry, EntryTable, StoredCopy
+from dask_gpurt.memory.entries import EntryTable, StoredCopy
 from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import (
     Frames,
@@ -82,19 +82,12 @@ class EntryReader:
         found = {copy.entry.key: message(table.lower.get(copy.tier, copy.name)) for copy in retained}
         return {key: sent for key, sent in found.items() if sent is not None}
 
-    def messages_of_live(self, held: Iterable[Entry], limit: int) -> dict[Key, Serialized]:
-        """Return the Dask messages of live objects on the device, copied to host memory.
+    def device_messages(self, objects: Mapping[Key, Any]) -> dict[Key, Serialized]:
+        """Return the Dask messages of objects on the device, copied to host memory.
 
-        Parameters
-        ----------
-        held
-            Entries that are held, so that they stay live. Objects in host memory, and those for which such
-            a message is impossible, are left out.
-        limit
-            Bytes above which an object is left out.
+        Objects for which such a message is impossible are left out.
         """
-        small = [e for e in held if e.home not in self._table.host_tiers and e.nbytes <= limit]
-        found = {entry.key: self._on_host(entry.value) for entry in small}
+        found = {key: self._on_host(value) for key, value in objects.items()}
         return {key: sent for key, sent in found.items() if sent is not None}
 
     def _on_host(self, value: Any) -> Serialized | None:

@@ -298,9 +298,25 @@ class TieredBuffer(MutableMapping[Key, Any]):
         """Return Dask messages of objects in lower tiers; see :meth:`EntryReader.messages`. Blocks."""
         return self._reader.messages(keys, stack)
 
-    def messages_of_live(self, held: Iterable[Entry], limit: int) -> dict[Key, Serialized]:
-        """Return Dask messages of held device objects; see :meth:`EntryReader.messages_of_live`. Blocks."""
-        return self._reader.messages_of_live(held, limit)
+    def device_objects(self, held: Iterable[Entry], limit: int) -> dict[Key, Any]:
+        """Return the objects of held entries on a GPU that have at most ``limit`` bytes. Does not block.
+
+        Threads that copy objects need these, since an entry drops its object when its key is deleted::
+
+            Event loop                                Thread
+            holds x, and gets its object here
+            deletes x                                 copies the object
+            stores x, which was computed again
+            sends the copy
+        """
+        table = self._table
+        with table.lock:
+            small = [entry for entry in held if entry.live and entry.nbytes <= limit]
+            return {entry.key: entry.value for entry in small if entry.home not in table.host_tiers}
+
+    def device_messages(self, objects: Mapping[Key, Any]) -> dict[Key, Serialized]:
+        """Return Dask messages of device objects; see :meth:`EntryReader.device_messages`. Blocks."""
+        return self._reader.device_messages(objects)
 
     def reading(
         self, wanted: Iterable[tuple[Key, int]], reserved: Key | None = None

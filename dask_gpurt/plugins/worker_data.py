@@ -217,10 +217,8 @@ class WorkerData:
             if _takes_frames(comm, serializers):
                 if lower:
                     found = await self._read(lower, partial(self._tiered_buffer.messages, stack=sending))
-                if who is None and held and self.tiers.device.host_links:
-                    live = list(held.values())
-                    of_live = self._tiered_buffer.messages_of_live
-                    found |= await self.tiers.offload(of_live, live, RESULT_BYTES)
+                if who is None and (small := self._tiered_buffer.device_objects(held.values(), RESULT_BYTES)):
+                    found |= await self.tiers.offload(self._tiered_buffer.device_messages, small)
             serving.set(found | await self._copies([key for key in lower if key not in found]))
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
 

@@ -125,7 +125,9 @@ def test_small_device_objects_are_sent_from_copies_on_the_host(
     tiered_buffer, held = live(tmp_path, PendingDevice(), x=OnDevice(array), large=OnDevice(array), y=Raw([]))
     for entry in held:
         entry.nbytes = 2000 if entry.key == "large" else 1000
-    sent = tiered_buffer.messages_of_live(held, 1000)
+    small = tiered_buffer.device_objects(held, 1000)
+    del tiered_buffer["x"]  # and with it the object that the entry refers to
+    sent = tiered_buffer.device_messages(small)
     assert list(sent) == ["x"]
     found = over_the_wire(sent["x"])
     assert found.came == "from the host"
@@ -134,7 +136,7 @@ def test_small_device_objects_are_sent_from_copies_on_the_host(
 
 def test_host_objects_are_sent_by_dask(tmp_path: Path) -> None:
     tiered_buffer, held = live(tmp_path, HostDevice(1 << 30), x=np.zeros(10))
-    assert tiered_buffer.messages_of_live(held, 1000) == {}
+    assert tiered_buffer.device_objects(held, 1000) == {}
 
 
 @pytest.mark.gpu
@@ -147,7 +149,7 @@ def test_small_cudf_frames_are_sent_from_copies_on_the_host(tmp_path: Path) -> N
     expected = pd.DataFrame({"n": range(1000), "s": [f"text {n % 7}" for n in range(1000)]})
     frame = cudf.from_pandas(expected)
     tiered_buffer, held = live(tmp_path, CudaDevice(), x=frame, part=frame.iloc[300:310], s=frame.s)
-    sent = tiered_buffer.messages_of_live(held, 1 << 20)
+    sent = tiered_buffer.device_messages(tiered_buffer.device_objects(held, 1 << 20))
     assert all(isinstance(frame, bytes | memoryview) for x in sent.values() for frame in x.frames)
     same(over_the_wire(sent["x"]).to_pandas(), frame.to_pandas())
     same(over_the_wire(sent["part"]).to_pandas(), frame.iloc[300:310].to_pandas())
