@@ -95,8 +95,8 @@ class WorkerReads:
         self._worker = worker
         self.device = device
         self._metrics = metrics
-        #: Learns how many tasks should leave their slot; None if the settings fix the number.
         least = 0 if device.on_host else BESIDE_ON_GPU
+        #: Learns how many tasks should leave their slot; None if the settings fix the number.
         self._concurrency = ReadConcurrency(least) if settings.beside is None else None
         self._most = MAX_BESIDE if settings.beside is None else settings.beside
         self._aside = ReadsAside(least if settings.beside is None else settings.beside)

@@ -114,9 +114,7 @@ def live(tmp_path: Path, device: Any, **objects: Any) -> tuple[TieredBuffer, lis
     return tiered_buffer, list(held.values())
 
 
-def test_small_device_objects_are_sent_from_copies_on_the_host(
-    library: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_small_device_objects_are_sent_from_copies_on_the_host(library: Any, tmp_path: Path) -> None:
     library("cupy")
     cuda_serialize.register(OnDevice)(
         lambda x: ({"shape": x.memory.shape}, [OfGpu(x.memory.ravel().view(np.uint8))])

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from dask_gpurt.config import ReadSettings
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.observe import Metrics
 from dask_gpurt.plugins import reading
+from dask_gpurt.reads.concurrency import BESIDE_ON_GPU
+from tests.helpers.far_device import FarDevice
 
 Arguments = tuple[Any, ...]
 
@@ -39,6 +45,18 @@ class Execution:
 
     def share_stream(self, reason: str) -> None:
         self.told.append(reason)
+
+
+@pytest.mark.parametrize(
+    ("beside", "on_host", "on_gpu"), [(None, 0, BESIDE_ON_GPU), (0, 0, 0), (1, 1, 1), (4, 4, 4)]
+)
+def test_tasks_read_beside_compute_on_a_gpu_unless_the_settings_say_otherwise(
+    beside: int | None, on_host: int, on_gpu: int
+) -> None:
+    for device, expected in ((HostDevice(1 << 20), on_host), (FarDevice(), on_gpu)):
+        reads = reading.WorkerReads(MagicMock(), device, ReadSettings(None, beside), Metrics())
+        assert reads.report()["beside"] == expected
+        assert reads.has_streams is not device.on_host
 
 
 def read(execution: Any, *args: Any, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> Arguments:
