@@ -9,26 +9,11 @@ from typing import Any
 import dask.dataframe as dd
 import fsspec
 import fsspec.config
-import numpy as np
-import pandas as pd
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from dask_gpurt.planning.store import Store
 from tests.helpers.planned import Planner
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "planning" / "results"
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> str:
-    folder = str(tmp_path / "table")
-    frame = pd.DataFrame({"key": np.arange(8) % 3, "value": np.arange(8)})
-    dd.from_pandas(frame, npartitions=2).to_parquet(folder)
-    return folder
 
 
 class TokenFiles(LocalFileSystem):

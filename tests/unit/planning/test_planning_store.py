@@ -47,11 +47,6 @@ KEYS = [bytes([number]) * 20 for number in range(5)]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "planning" / "results"
-
-
-@pytest.fixture
 def metrics() -> Metrics:
     return Metrics()
 
@@ -413,14 +408,6 @@ def test_settings_with_the_address_of_an_object_are_not_stored(path: Path, metri
 
 
 # ---- expressions --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> str:
-    folder = str(tmp_path / "table")
-    frame = pd.DataFrame({"key": np.arange(8) % 3, "value": np.arange(8)})
-    dd.from_pandas(frame, npartitions=2).to_parquet(folder)
-    return folder
 
 
 def test_the_content_of_an_expression_counts(table: str) -> None:
