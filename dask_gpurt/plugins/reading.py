@@ -137,7 +137,7 @@ class WorkerReads:
 
     @property
     def has_streams(self) -> bool:
-        """Whether reads have CUDA streams of their own."""
+        """Return whether reads have CUDA streams of their own."""
         return not self.device.on_host
 
     def is_aside(self, key: Key) -> bool:

@@ -30,6 +30,7 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
 from dask_gpurt.memory.disk import CorruptFile
+from dask_gpurt.memory.entries import Entry
 from dask_gpurt.memory.store import serving
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.dependents_first import DependentsFirst
@@ -217,10 +218,18 @@ class WorkerData:
             if _takes_frames(comm, serializers):
                 if lower:
                     found = await self._read(lower, partial(self._tiered_buffer.messages, stack=sending))
-                if who is None and (small := self._tiered_buffer.device_objects(held.values(), RESULT_BYTES)):
-                    found |= await self.tiers.offload(self._tiered_buffer.device_messages, small)
+                if who is None and not self.tiers.closed:
+                    found |= await self._small_results(held)
             serving.set(found | await self._copies([key for key in lower if key not in found]))
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
+
+    async def _small_results(self, held: Mapping[Key, Entry]) -> dict[Key, Any]:
+        """Return Dask's messages of small held objects on a GPU, from copies in host memory."""
+        small = self._tiered_buffer.device_objects(held.values(), RESULT_BYTES)
+        if not small:
+            return {}
+        found: dict[Key, Any] = await self.tiers.offload(self._tiered_buffer.device_messages, small)
+        return found
 
 
 def _takes_frames(comm: Comm, serializers: Collection[str] | None) -> bool:
