@@ -29,6 +29,7 @@ from dask_gpurt.observe.tables import Explanation, MemoryUsage
 
 if TYPE_CHECKING:
     from dask_gpurt.planning import PlanningCache
+    from dask_gpurt.planning.partitions import PartitionSizes
     from dask_gpurt.planning.store import Store
 
 # Modules that import private parts of Dask are imported only after these have been found to exist.
@@ -48,6 +49,8 @@ _lock = threading.Lock()
 _reported_choices: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
 #: Timeout for closing a client that could not switch the runtime on, in seconds.
 CLOSE_TIMEOUT_S = 2.0
+#: The partitions of a table's files that have room in GPU memory at least, where a client knows its limit.
+DEVICE_SHARE = 16
 #: The most choices remembered for a client; beyond that all are forgotten, and may be counted again.
 MOST_CHOICES = 10_000
 
@@ -310,7 +313,7 @@ async def activate(client: Client) -> None:
         _enabled.add(client)
         choose(_is_usable)
         planning = config.load().planning
-        if planning.cache or planning.fuse:
+        if planning.cache or planning.fuse or (planning.partition_size, planning.broadcast_size) != (0, 0):
             _planning[client] = planning
             _planning_cache().install()
             _planning_cache().clear()  # count choices of methods anew too
@@ -378,7 +381,7 @@ def _leave(client: Client) -> None:
 def _planning_cache() -> PlanningCache:
     from dask_gpurt.planning import PlanningCache
 
-    return PlanningCache(_planning_client, _metrics, _fuses, _planning_store, _choices)
+    return PlanningCache(_planning_client, _metrics, _fuses, _planning_store, _choices, _partition_sizes)
 
 
 def _planning_client() -> str | None:
@@ -391,6 +394,19 @@ def _fuses() -> bool:
     """Return whether the computations of the current client are fused."""
     _, settings = _current_planning()
     return settings is not None and settings.fuse
+
+
+def _partition_sizes() -> PartitionSizes | None:
+    """Return what the number of partitions of reads depends on; None to leave it to Dask."""
+    from dask_gpurt.dask_hooks.computing import cluster_size
+    from dask_gpurt.planning.partitions import PartitionSizes
+
+    client, settings = _current_planning()
+    if client is None or settings is None or (sizes := config.partition_sizes()) == (0, 0):
+        return None
+    device = config.load().memory.device
+    largest = device.bytes // DEVICE_SHARE if device is not None and device.bytes is not None else None
+    return PartitionSizes(*cluster_size(client), *sizes, largest)
 
 
 def _planning_store() -> Store | None:

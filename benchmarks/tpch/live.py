@@ -14,6 +14,8 @@ two passes over the queries:
   processes.
 - ``filter``: rows that match no key of a filtered side of their join are not moved
   (``gpurt.planning.filter``). A switch drops cached plans, so each query is planned again before it is timed.
+- ``partitions``: the size of tables decides how many partitions their files make
+  (``gpurt.planning.partition-size`` and ``broadcast-size``), with the same remark.
 
 The first pass in each mode does not count. There is a cluster for each ``--concurrency``, the number of
 workers in place of each one.
@@ -90,17 +92,24 @@ def filter_joins(_: Client, on: bool) -> None:
     dask.config.set({"gpurt.planning.filter": on})
 
 
+def choose_partitions(_: Client, on: bool) -> None:
+    """Read tables in as many partitions as their sizes call for, or as Dask does."""
+    size = "auto" if on else 0
+    dask.config.set({"gpurt.planning.partition-size": size, "gpurt.planning.broadcast-size": size})
+
+
 #: Switches a feature, by its name.
 FEATURES: dict[str, Callable[[Client, bool], None]] = {
     "priority": prioritise,
     "frozen": freeze,
     "switching": ask_for_the_gil_early,
     "filter": filter_joins,
+    "partitions": choose_partitions,
 }
 #: Features that a new cluster has.
-ON_BY_DEFAULT = ("priority", "frozen")
+ON_BY_DEFAULT = ("priority", "frozen", "partitions")
 #: Features whose switch drops cached plans.
-REPLANNED = ("filter",)
+REPLANNED = ("filter", "partitions")
 
 
 def measure_modes(options: ClusterOptions, plan: Plan, concurrency: int, feature: str) -> Iterator[Run]:

@@ -12,7 +12,7 @@ import dask.config
 import yaml
 
 from dask_gpurt.config.settings import Settings
-from dask_gpurt.config.values import ConfigError, boolean, wrong
+from dask_gpurt.config.values import ConfigError, boolean, bytes_or_auto, wrong
 from dask_gpurt.config.values import takeover as parse_takeover
 
 with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpurt.yaml")) as _file:
@@ -136,6 +136,22 @@ def filters_joins() -> bool:
     """
     default = _DEFAULTS["gpurt"]["planning"]["filter"]
     return boolean("gpurt.planning.filter", dask.config.get("gpurt.planning.filter", default))
+
+
+def partition_sizes() -> tuple[int | None, int | None]:
+    """Return ``gpurt.planning.partition-size`` and ``broadcast-size``, which clients read for each plan.
+
+    Raises
+    ------
+    ConfigError
+        If a value is invalid.
+    """
+    defaults = _DEFAULTS["gpurt"]["planning"]
+    partition, broadcast = (
+        bytes_or_auto(f"gpurt.planning.{name}", dask.config.get(f"gpurt.planning.{name}", defaults[name]))
+        for name in ("partition-size", "broadcast-size")
+    )
+    return partition, broadcast
 
 
 def load_over(base: Mapping[str, Any]) -> Settings:

@@ -221,19 +221,25 @@ class PlanningSettings:
 
     Parameters
     ----------
+    broadcast_size
+        The bytes of a table up to which it is read as a single partition; None for the default.
     cache
         Whether to cache expressions, their metadata and plans between queries.
     filter
         Whether to drop rows of one side of a join that match no key of the other side before they are moved.
     fuse
         Whether to fuse tasks of a computation that run in sequence on one partition.
+    partition_size
+        The bytes of a partition up to which files of a table are put together; None for the default.
     store
         The file for what the cache keeps for other processes, ``"auto"`` for the default one; None for none.
     """
 
+    broadcast_size: int | None = _setting(values.bytes_or_auto)
     cache: bool = _setting(values.boolean)
     filter: bool = _setting(values.boolean)
     fuse: bool = _setting(values.boolean)
+    partition_size: int | None = _setting(values.bytes_or_auto)
     store: str | None = _setting(values.path_auto_or_off)
 
 

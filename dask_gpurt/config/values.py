@@ -177,6 +177,12 @@ def _or_auto(parse: Callable[[str, object], int], expected: str) -> Callable[[st
     return parsed
 
 
+def bytes_or_none(key: str, value: object) -> int:
+    """Parse as :func:`nbytes`, and accept 0 too."""
+    return 0 if str(value).strip() == "0" else nbytes(key, value)
+
+
+bytes_or_auto = _or_auto(bytes_or_none, "a size such as '256 MiB', or 0")
 count_or_auto = _or_auto(count, "a whole number of at least 0")
 positive_or_auto = _or_auto(positive, "a whole number of at least 1")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -11,7 +12,7 @@ from dask.base import compute, get_scheduler, persist
 from dask.dataframe.dask_expr._collection import FrameBase
 from distributed import Client
 
-__all__ = ["chosen_client", "runs_locally"]
+__all__ = ["chosen_client", "cluster_size", "runs_locally"]
 
 #: Dask's functions that choose a scheduler, then plan, then compute. Unwrapped, since wrappers call them.
 _COMPUTING = frozenset(inspect.unwrap(function).__code__ for function in (compute, persist))
@@ -19,6 +20,12 @@ _COMPUTING = frozenset(inspect.unwrap(function).__code__ for function in (comput
 _PERSISTING = inspect.unwrap(FrameBase.persist).__code__
 #: The methods of a client that plan and compute.
 _OF_CLIENTS = frozenset(inspect.unwrap(method).__code__ for method in (Client.compute, Client.persist))
+
+
+def cluster_size(client: Client) -> tuple[int, int]:
+    """Return the numbers of workers and of their task threads, as the client last heard. Does not block."""
+    known: Mapping[str, Any] = client._scheduler_identity
+    return known.get("n_workers", 0), known.get("total_threads", 0)
 
 
 def runs_locally() -> bool:

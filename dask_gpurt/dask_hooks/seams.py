@@ -205,6 +205,13 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
         Seam(_EXPR + "io.parquet:_STATS_CACHE"),
         Seam(_EXPR + "io.io:FromMap"),
+        Seam(_EXPR + "io.io:FusedIO._task", "self name index"),
+        Seam(_EXPR + "io.io:FusedParquetIO._task", "self name index"),
+        Seam(
+            _EXPR + "_repartition:RepartitionToFewer._compute_partition_boundaries",
+            "n_new_partitions n_old_partitions",
+        ),
+        Seam(_EXPR + "_shuffle:_contains_index_name", "df columns_or_index"),
     ),
     without="each query is planned anew, and no tasks are fused, as with Dask",
 )

@@ -289,6 +289,11 @@ METRICS: Mapping[str, Metric] = {
         _counter(
             "planning.plans.{outcome}", "optimised queries: `reused`, `loaded`, `computed`", on=Server.CLIENT
         ),
+        _counter(
+            "planning.reads.{outcome}",
+            "reads of tables in queries that were planned: `by-size`, or `as-dask` plans them",
+            on=Server.CLIENT,
+        ),
         # ---- overlap
         _counter("overlap.decisions", "changes of the setting under which a kernel runs"),
         _counter("overlap.confined", "times that compute was confined"),

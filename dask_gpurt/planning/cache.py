@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import astuple
 from typing import Any
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import runs_locally
+from dask_gpurt.dask_hooks.fused_reads import LOWERED, lower
 from dask_gpurt.dask_hooks.parquet_files import (
     checksum_of_files,
     copy_of_facts,
@@ -53,6 +55,7 @@ from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.planning.kept import LOADED, Found, Generation, Kept
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
+from dask_gpurt.planning.partitions import PartitionSizes, with_chosen_partitions
 from dask_gpurt.planning.schemas import schema_of
 from dask_gpurt.planning.store import Store
 
@@ -76,6 +79,8 @@ class PlanningCache:
         Returns the store for results of the current client; None if they are not kept for other processes.
     choices
         Receives the choices of shuffle methods in plans that another process has made.
+    sizes
+        Returns what the number of partitions of reads depends on; None to leave them to Dask.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class PlanningCache:
         is_fused: Callable[[], bool] = lambda: False,
         store: Callable[[], Store | None] = lambda: None,
         choices: Choices | None = None,
+        sizes: Callable[[], PartitionSizes | None] = lambda: None,
     ):
         self._current_client = current_client
         self._is_fused = is_fused
@@ -92,6 +98,7 @@ class PlanningCache:
         self._patches = PatchSet()
         self._lock = threading.Lock()
         self._choices = choices or Choices(lambda expression, choice: None)
+        self._sizes = sizes
         self._settings: tuple[Any, ...] | None = None
         self._changes = 0
         self._plain = Plain(self._may_change)
@@ -193,16 +200,22 @@ class PlanningCache:
 
     def _optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
         fused = is_computation(expr) and self._is_fused()
+        local = runs_locally()
+        sizes = self._sizes() if is_computation(expr) and stage in LOWERED and not local else None
 
         def plan_anew() -> Expr:
-            found = original(expr, stage)
+            if sizes is None:
+                found = original(expr, stage)
+            else:
+                tuned = original(expr, "tuned-logical")
+                found = lower(with_chosen_partitions(tuned, sizes, self._count_reads), stage)
             return fuse(found) if fused else found
 
         generation = self._generation()
         if generation is None or expr not in self._plain:
             return plan_anew()
         self._expressions.put(name_of(expr), expr)
-        way = (stage, fused, runs_locally())
+        way = (stage, fused, local, sizes and astuple(sizes))
 
         def content() -> Hashable | None:
             return None if (token := content_of(expr)) is None else (token, way)
@@ -220,6 +233,10 @@ class PlanningCache:
             self._choices.report_again(chosen)
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return plan
+
+    def _count_reads(self, outcome: str, number: int) -> None:
+        if number:
+            self._metrics.add("planning.reads.{outcome}", number, outcome)
 
     def _describe(self, original: Callable[[Expr], Any], expr: Expr) -> Any:
         generation = self._generation()

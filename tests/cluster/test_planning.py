@@ -7,12 +7,14 @@ from typing import Any
 
 import dask
 import dask.dataframe as dd
+import numpy as np
+import pandas as pd
 import pytest
 from distributed import Client
 
 import dask_gpurt
 from dask_gpurt import api
-from tests.helpers.clusters import Library, cluster
+from tests.helpers.clusters import Library, cluster, counters, to_pandas
 from tests.helpers.planned import tables
 
 PLANS = "planning.plans.reused"
@@ -164,3 +166,41 @@ def test_an_optimised_collection_is_computed(client: Client, library: Library, p
     shuffled = query(path, library.name).assign(twice=lambda frame: frame.ratio * 2)
     expected = shuffled.twice.sum().compute()
     assert shuffled.optimize().twice.sum().compute() == pytest.approx(expected)
+
+
+def test_a_small_table_is_joined_without_a_shuffle(client: Client, library: Library, tmp_path: Path) -> None:
+    number = np.arange(80_000)
+    large = pd.DataFrame({"key": number % 500, "value": number / 7, "more": number})
+    small = pd.DataFrame({"key": np.arange(500), "label": [f"l{i % 9}" for i in range(500)], "more": 1})
+    for name, table in (("large", large), ("small", small)):
+        dd.from_pandas(table, npartitions=8, sort=False).to_parquet(tmp_path / name)
+    with dask.config.set({"dataframe.backend": library.name}):
+        tables = [dd.read_parquet(tmp_path / name)[columns] for name, columns in COLUMNS.items()]
+        joined = tables[0].merge(tables[1], on="key")
+        before = counters(client)
+        found = to_pandas(joined.groupby("label")["value"].sum().compute())
+        used = {name: counters(client)[name] - before.get(name, 0) for name in ("planning.reads.by-size",)}
+        assert counters(client).get("shuffle.runs", 0) == before.get("shuffle.runs", 0)
+        assert used["planning.reads.by-size"] >= 1
+        kept = joined.persist()
+        with dask.config.set({"gpurt.planning.partition-size": 0, "gpurt.planning.broadcast-size": 0}):
+            by_dask = joined.optimize().npartitions
+        assert kept.npartitions == by_dask > 1
+    expected = large.merge(small, on="key").groupby("label")["value"].sum()
+    pd.testing.assert_series_equal(found.sort_index(), expected, check_index_type=False)
+
+
+#: Of the columns that each table has, the ones that are read.
+COLUMNS = {"large": ["key", "value"], "small": ["key", "label"]}
+
+
+def test_more_workers_have_queries_planned_anew(
+    client: Client, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned() -> float:
+        dd.read_parquet(path)[["key", "ratio"]].groupby("key").ratio.sum().compute()
+        return counters(client)["planning.plans.computed"]
+
+    first, again = planned(), planned()
+    monkeypatch.setattr("dask_gpurt.dask_hooks.computing.cluster_size", lambda client: (3, 7))
+    assert (again, planned()) == (first, first + 1)

@@ -1,0 +1,163 @@
+"""Find the reads of Parquet files in a plan, and change the number of their partitions.
+
+Dask puts files together in the step that it calls tuning, between simplifying a plan and lowering it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from dask._expr import Expr
+from dask._task_spec import Task
+from dask.dataframe.dask_expr._repartition import Repartition, RepartitionToFewer
+from dask.dataframe.dask_expr.io import parquet
+from dask.dataframe.dask_expr.io.io import FusedIO, FusedParquetIO
+from dask.typing import Key
+from dask.utils import parse_bytes
+
+__all__ = [
+    "LOWERED",
+    "Column",
+    "FewerPartitions",
+    "ParquetRead",
+    "files_of",
+    "is_idle",
+    "lower",
+    "parquet_reads",
+]
+
+#: The stages of an optimisation that come after tuning.
+LOWERED = ("physical", "simplified-physical", "fused")
+#: Dask's class for several files as one partition, for reads of pandas that it leaves as they are.
+FUSED: dict[type, type] = {parquet.ReadParquetFSSpec: FusedIO, parquet.ReadParquetPyarrowFS: FusedParquetIO}
+
+
+class FewerPartitions(FusedIO):
+    """Read the files of a table as a given number of partitions.
+
+    The operands are Dask's read, its class for a read of several files as one partition, which makes the
+    tasks, and the number.
+    """
+
+    _parameters = ["_expr", "kind", "count"]
+
+    @property
+    def _load_multiple_files(self) -> Any:
+        return self.kind._load_multiple_files
+
+    @property
+    def _fusion_buckets(self) -> list[Any]:
+        partitions = self.operands[0]._partitions
+        bounds = RepartitionToFewer._compute_partition_boundaries(self.operands[2], len(partitions))
+        return [partitions[start:end] for start, end in pairwise(bounds)]
+
+    def _task(self, name: Key, index: int) -> Task:
+        task: Task = self.kind._task(self, name, index)
+        return task
+
+
+def lower(tuned: Expr, stage: str) -> Expr:
+    """Take a tuned plan through the steps of ``optimize_until`` that are left."""
+    expr = tuned.lower_completely()
+    if stage == "physical":
+        return expr
+    expr = expr.simplify()
+    return expr if stage == "simplified-physical" else expr.fuse()
+
+
+def is_idle(expr: Any) -> bool:
+    """Return whether an expression repartitions a frame into as many partitions as it has.
+
+    Tuning adds these, so that a read of several files as one partition and what is combined with it have the
+    same number.
+    """
+    if not isinstance(expr, Repartition) or expr.new_divisions is not None:
+        return False
+    return bool(expr.new_partitions == expr.frame.npartitions)
+
+
+class ParquetRead(NamedTuple):
+    """Hold a read of Parquet files as Dask has planned it.
+
+    Attributes
+    ----------
+    expr
+        The expression in the plan: `read`, or Dask's read of several of its files as one partition.
+    read
+        Dask's read of each file as a partition.
+    kind
+        Dask's class for a read of several files as one partition.
+    """
+
+    expr: Any
+    read: Any
+    kind: type
+
+    @property
+    def blocksize(self) -> int:
+        """The bytes of a partition that dask_cudf aims at; 0 for pandas."""
+        is_cudf = type(self.read).__module__.partition(".")[0] == "dask_cudf"
+        return int(parse_bytes(self.read.blocksize)) if is_cudf else 0
+
+    def with_partitions(self, count: int) -> Expr:
+        """Return the read with another number of partitions."""
+        return FewerPartitions(self.read, self.kind, count)  # type: ignore[no-untyped-call]
+
+
+def parquet_reads(plan: Expr) -> dict[str, ParquetRead]:
+    """Return the reads of a tuned plan whose files can be put together, by name.
+
+    Those of dask_cudf with ``blocksize=None`` are left out, which asks for each file as a partition.
+    """
+    found = {}
+    for expr in plan.walk():
+        read, kind = expr, FUSED.get(type(expr))
+        if isinstance(expr, FusedIO) and type(expr) is not FewerPartitions:
+            read, kind = expr.operand("_expr"), type(expr)
+        is_parquet = isinstance(read, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS))
+        if kind is not None and is_parquet and not expr.known_divisions:
+            found[str(expr._name)] = ParquetRead(expr, read, kind)
+    return found
+
+
+class Column(NamedTuple):
+    """Hold what a footer says of a column of some rows: their number, and the bytes before compression."""
+
+    rows: int
+    encoded: int
+    has_fixed_width: bool
+
+
+def files_of(source: Any) -> tuple[float, list[list[Column]]]:
+    """Return the number of files that are read, and the needed columns of up to three of them.
+
+    A file counts in part if only some of its partitions are read.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read.
+    """
+    facts = source._dataset_info
+    if isinstance(source, parquet.ReadParquetPyarrowFS):
+        fragments = [wrapper.fragment for wrapper in facts["fragments"]]
+    else:
+        fragments = list(facts["ds"].get_fragments())
+    if not fragments:
+        return 0, []
+    needed = set(source.columns)
+    sample = sorted({0, len(fragments) // 2, len(fragments) - 1})
+    share = len(source._partitions) / max(len(source._divisions()) - 1, 1)
+    return len(fragments) * share, [list(_columns(fragments[at].metadata, needed)) for at in sample]
+
+
+def _columns(footer: Any, needed: set[str]) -> Iterator[Column]:
+    for at in range(footer.num_row_groups):
+        group = footer.row_group(at)
+        for position in range(group.num_columns):
+            chunk = group.column(position)
+            if chunk.path_in_schema.partition(".")[0] in needed:
+                fixed = chunk.physical_type not in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
+                yield Column(group.num_rows, chunk.total_uncompressed_size, fixed)

@@ -1,0 +1,170 @@
+"""Choose into how many partitions the files of a table are read.
+
+Dask reads several files as one partition if a query needs few of their columns, but at most the square root
+of their number, however little they hold. Each partition is a task in every step of the query, and on a GPU a
+task of 10 rows takes as long as one of some million. So a table of 64 small files is read in 8 tasks, and
+joined with 16 more. Here its size decides, in programs whose result does not depend on partitions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from dask_gpurt.dask_hooks.fused_reads import Column, ParquetRead, files_of, is_idle, parquet_reads
+from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
+from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
+
+#: Counts reads by outcome.
+Count = Callable[[str, int], None]
+
+#: The bytes up to which a table is small by default: of pandas, and on a GPU as a share of a partition, which
+#: is what dask_cudf aims at for files, 1/32 of the GPU's memory.
+SMALL_ON_PANDAS = 16 << 20
+SMALL_SHARE_ON_GPU = 4
+
+
+@dataclass(frozen=True)
+class PartitionSizes:
+    """Hold what the number of partitions depends on besides the tables.
+
+    Parameters
+    ----------
+    workers
+        The number of workers.
+    threads
+        The number of their task threads.
+    partition
+        The bytes of a partition up to which files are put together; 0 for small tables only, None for the
+        default of the library.
+    broadcast
+        The bytes up to which a table is small; 0 for none, None for the default of the library.
+    largest
+        The most bytes of a partition by default; None for no limit.
+    """
+
+    workers: int
+    threads: int
+    partition: int | None = None
+    broadcast: int | None = None
+    largest: int | None = None
+
+    def of(self, blocksize: int) -> tuple[int, int]:
+        """Return the bytes of a partition, and of a small table.
+
+        Parameters
+        ----------
+        blocksize
+            The bytes of a partition that dask_cudf aims at; 0 for pandas, whose partitions are left to Dask:
+            each is work for many times the time that a task takes in any case.
+        """
+        by_default = blocksize if self.largest is None else min(blocksize, self.largest)
+        small = by_default // SMALL_SHARE_ON_GPU if blocksize else SMALL_ON_PANDAS
+        return (
+            by_default if self.partition is None else self.partition,
+            small if self.broadcast is None else self.broadcast,
+        )
+
+
+@dataclass(frozen=True)
+class TableRead:
+    """Describe a read of a table's files.
+
+    Parameters
+    ----------
+    bytes
+        The estimated size of the columns that are read, in memory.
+    partitions
+        The number of partitions that Dask reads it in.
+    partition
+        The bytes of a partition up to which its files are put together; 0 to leave that to Dask.
+    small
+        The bytes up to which it is small.
+    """
+
+    bytes: int
+    partitions: int
+    partition: int
+    small: int
+
+
+def choose_partitions(reads: Mapping[str, TableRead], *, workers: int, threads: int) -> dict[str, int]:
+    """Return the number of partitions of each read for which it changes.
+
+    A small table becomes a single partition, which Dask joins with each partition of another table, in place
+    of shuffling both. One worker then sends copies to all, whereas in a shuffle each worker sends its part.
+    So that this takes no longer, even on slow links, the copies have to be no more than a worker's part of
+    the largest table, which would be shuffled otherwise.
+
+    Of other tables all task threads read the same number of partitions. None has more partitions than Dask
+    would make.
+
+    Parameters
+    ----------
+    reads
+        All reads of a plan, by name.
+    workers, threads
+        The numbers of workers and of their task threads.
+    """
+    largest = max((read.bytes for read in reads.values()), default=0)
+    chosen: dict[str, int] = {}
+    for name, read in reads.items():
+        if read.bytes <= read.small and read.bytes * workers**2 <= largest:
+            number = 1
+        elif read.partition:
+            number = max(1, math.ceil(read.bytes / read.partition / threads)) * threads
+        else:
+            continue
+        if number < read.partitions:
+            chosen[name] = number
+    return chosen
+
+
+def bytes_in_memory(columns: Iterable[Column]) -> int:
+    """Estimate the size of columns in memory from what footers say.
+
+    A value of fixed width takes at most 8 bytes. Strings are kept as they are, or, if few of them differ, as
+    numbers in the file, which hides their length; 16 bytes each include offsets.
+    """
+    return sum(
+        column.rows * 8 if column.has_fixed_width else max(column.encoded, column.rows * 16)
+        for column in columns
+    )
+
+
+def with_chosen_partitions(
+    plan: Expr, sizes: PartitionSizes, count: Count = lambda how, number: None
+) -> Expr:
+    """Return a tuned plan whose reads have as many partitions as their sizes call for.
+
+    Parameters
+    ----------
+    plan
+        The plan of a computation, whose result goes to the client.
+    count
+        Called with the outcome, ``"by-size"`` or ``"as-dask"``, and a number of reads.
+    """
+    bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
+    found = parquet_reads(bare)
+    chosen = {} if not sizes.threads or depends_on_partitions(bare) else _chosen(found, sizes)
+    count("by-size", len(chosen))
+    count("as-dask", len(found) - len(chosen))
+
+    def change(expr: Expr) -> Expr:
+        name = name_of(expr)
+        return found[name].with_partitions(chosen[name]) if name in chosen else expr
+
+    return rebuild(bare, change) if chosen else plan
+
+
+def _chosen(found: Mapping[str, ParquetRead], sizes: PartitionSizes) -> dict[str, int]:
+    tables: dict[str, TableRead] = {}
+    for name, read in found.items():
+        try:
+            files, sample = files_of(read.read)
+        except OSError:  # a file has gone: Dask finds out as it reads it
+            return {}
+        mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)
+        tables[name] = TableRead(int(files * mean), read.expr.npartitions, *sizes.of(read.blocksize))
+    return choose_partitions(tables, workers=sizes.workers, threads=sizes.threads)

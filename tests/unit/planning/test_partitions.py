@@ -1,0 +1,253 @@
+"""Check into how many partitions tables are read, and that no result depends on it."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from dask._expr import optimize_until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.dask_hooks.fused_reads import Column, FewerPartitions, lower
+from dask_gpurt.planning.partitions import (
+    PartitionSizes,
+    TableRead,
+    bytes_in_memory,
+    choose_partitions,
+    with_chosen_partitions,
+)
+from tests.helpers.clusters import Library, canonical, to_pandas
+from tests.helpers.planned import Step, computed, programs, run, written
+
+EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
+#: Sizes for which each table that may be a single partition becomes one.
+WHOLE = PartitionSizes(workers=1, threads=1, partition=1 << 50, broadcast=1 << 50)
+MIB = 1 << 20
+
+reads = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.builds(
+        TableRead,
+        bytes=st.integers(0, 1 << 40),
+        partitions=st.integers(1, 100),
+        partition=st.sampled_from([0, MIB, 1 << 32]),
+        small=st.sampled_from([0, MIB, 1 << 32]),
+    ),
+)
+
+
+# ---- the decision -----------------------------------------------------------------------------------
+
+
+@given(reads=reads, workers=st.integers(1, 300), threads=st.integers(1, 8))
+def test_no_table_has_more_partitions_than_dask_makes(
+    reads: dict[str, TableRead], workers: int, threads: int
+) -> None:
+    chosen = choose_partitions(reads, workers=workers, threads=threads * workers)
+    assert all(1 <= number < reads[name].partitions for name, number in chosen.items())
+
+
+@given(reads=reads, workers=st.integers(1, 300), threads=st.integers(1, 8))
+def test_threads_share_the_partitions_of_a_table_evenly(
+    reads: dict[str, TableRead], workers: int, threads: int
+) -> None:
+    threads *= workers
+    for name, number in choose_partitions(reads, workers=workers, threads=threads).items():
+        is_small = reads[name].bytes <= reads[name].small
+        assert number % threads == 0 or (number == 1 and is_small)
+        assert (
+            number == 1 or number == threads or reads[name].bytes > (number - threads) * reads[name].partition
+        )
+
+
+@given(reads=reads, workers=st.integers(1, 300))
+def test_copies_of_a_small_table_are_no_more_than_a_worker_sends_in_a_shuffle(
+    reads: dict[str, TableRead], workers: int
+) -> None:
+    largest = max((read.bytes for read in reads.values()), default=0)
+    for name, number in choose_partitions(reads, workers=workers, threads=2 * workers).items():
+        if number == 1:
+            assert reads[name].bytes * workers <= largest / workers
+
+
+def test_a_table_is_as_many_partitions_as_its_size_needs() -> None:
+    tables = {
+        "lines": TableRead(19 << 30, 8, 4 << 30, 1 << 30),
+        "orders": TableRead(3 << 30, 8, 4 << 30, 1 << 30),
+        "suppliers": TableRead(20 << 20, 8, 4 << 30, 1 << 30),
+        "nations": TableRead(100, 1, 4 << 30, 1 << 30),
+    }
+    assert choose_partitions(tables, workers=2, threads=2) == {"lines": 6, "orders": 2, "suppliers": 1}
+    # More workers: each sends less in a shuffle, and every thread reads something.
+    assert choose_partitions(tables, workers=4, threads=4) == {"orders": 4, "suppliers": 1}
+    assert choose_partitions(tables, workers=40, threads=40) == {}
+
+
+def test_what_is_left_to_dask_by_default() -> None:
+    assert PartitionSizes(2, 2).of(0) == (0, 16 * MIB)  # pandas: all but small tables
+    assert PartitionSizes(2, 2).of(4 << 30) == (4 << 30, 1 << 30)  # cudf
+    assert PartitionSizes(2, 2, largest=512 * MIB).of(4 << 30) == (512 * MIB, 128 * MIB)
+    assert PartitionSizes(2, 2, partition=7, broadcast=3, largest=5).of(4 << 30) == (7, 3)
+    assert PartitionSizes(2, 2, partition=0, broadcast=0).of(4 << 30) == (0, 0)
+
+
+def test_strings_count_as_they_are_written_or_as_their_offsets() -> None:
+    assert bytes_in_memory([Column(100, 900, has_fixed_width=True)]) == 800
+    assert bytes_in_memory([Column(100, 5_000, has_fixed_width=False)]) == 5_000
+    assert bytes_in_memory([Column(100, 60, has_fixed_width=False)]) == 1_600  # a dictionary's numbers
+
+
+# ---- plans ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tasks() -> Iterator[None]:
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a large table of four files, and a small one of three."""
+    folder = tmp_path_factory.mktemp("partitions")
+    number = np.arange(4_000)
+    large = pd.DataFrame({"key": number % 50, "value": number / 7, "name": [f"n{i % 9}" for i in number]})
+    small = pd.DataFrame({"key": np.arange(60), "label": [f"l{i % 4}" for i in range(60)], "more": 1.5})
+    dd.from_pandas(large, npartitions=4, sort=False).to_parquet(folder / "large")
+    dd.from_pandas(small, npartitions=3, sort=False).to_parquet(folder / "small")
+    return folder
+
+
+def planned(result: Any, sizes: PartitionSizes = WHOLE) -> Any:
+    """Return the lowered plan of a computation."""
+    tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
+    return lower(with_chosen_partitions(tuned, sizes), "simplified-physical")
+
+
+def changed(result: Any, sizes: PartitionSizes = WHOLE) -> list[int]:
+    """Return the numbers of partitions of reads that were changed."""
+    return sorted(each.npartitions for each in planned(result, sizes).walk() if type(each) is FewerPartitions)
+
+
+def value_of(plan: Any) -> Any:
+    (key,) = plan.__dask_keys__()
+    return dask.get(plan.__dask_graph__(), key)
+
+
+#: Programs on a large and on a small table whose result is the same for any partitions.
+INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
+    "join": lambda large, small: large.merge(small, on="key"),
+    "left join": lambda large, small: large.merge(small, on="key", how="left"),
+    "filtered join": lambda large, small: large[large.value > 100].merge(small[small.more > 1], on="key"),
+    "groupby": lambda large, small: large.groupby("name").value.sum(),
+    "aggregations": lambda large, small: large.groupby("name").agg({"value": ["sum", "mean"], "key": "max"}),
+    "groupby of a join": lambda large, small: large.merge(small, on="key").groupby("label").value.mean(),
+    "top of a join": lambda large, small: (
+        large.merge(small, on="key").sort_values(["value"]).head(5, compute=False)
+    ),
+    "reduction": lambda large, small: large.value.sum(),
+    "join with distinct rows": lambda large, small: (
+        large[["name"]].drop_duplicates().merge(small, left_on="name", right_on="label", how="left")
+    ),
+    "scalar in a filter": lambda large, small: large[large.value > large.value.mean()].groupby("key").size(),
+    "arithmetic": lambda large, small: large.assign(twice=large.value * 2 + large.key).twice.sum(),
+    "strings": lambda large, small: large[large.name.str.contains("7")].groupby("name").key.count(),
+    "sorted join": lambda large, small: large.merge(small, on="key").sort_values("value"),
+    "a whole table": lambda large, small: small.groupby(["key", "label", "more"]).size(),
+    "concat": lambda large, small: dd.concat([large[["key"]], small[["key"]]]).key.value_counts(),
+    "labels of groups": lambda large, small: large.groupby("name").value.sum().reset_index(),
+    "numbers of groups": lambda large, small: large.groupby("name").value.sum().reset_index().reset_index(),
+}
+#: Programs whose result may be another one.
+DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
+    "first rows": lambda large, small: large[["key"]].head(3, compute=False),
+    "last rows": lambda large, small: large[["key"]].tail(3, compute=False),
+    "a function on partitions": lambda large, small: large[["key"]].map_partitions(len),
+    "a function on rows": lambda large, small: large[["key"]].apply(
+        lambda row: row.key, axis=1, meta=("x", int)
+    ),
+    "one partition": lambda large, small: large[["key"]].partitions[1],
+    "running sum": lambda large, small: large[["key"]].cumsum(),
+    "shift": lambda large, small: large[["key"]].shift(1),
+    "window": lambda large, small: large[["key"]].map_overlap(lambda part: part, 1, 0),
+    "first of each group": lambda large, small: large.groupby("name").value.first(),
+    "list of each group": lambda large, small: large.groupby("name").value.agg(list),
+    "first duplicate": lambda large, small: large[["key", "name"]].drop_duplicates(subset=["name"]),
+    "a user's reduction": lambda large, small: large.value.reduction(len, aggregate=sum, meta=int),
+    "sample": lambda large, small: large[["key"]].sample(frac=0.5, random_state=1),
+    "rows of files": lambda large, small: large[large.value > 100],
+    "numbers of rows of files": lambda large, small: large.reset_index().groupby("index").value.sum(),
+    "join on numbers of rows": lambda large, small: large.merge(small, left_on="key", right_index=True),
+    "a column of other rows": lambda large, small: (
+        large.assign(value=large.value[large.key > 3]).groupby("name").value.sum()
+    ),
+    "numbers of joined rows": lambda large, small: large.merge(small, on="key")[["name"]].reset_index(),
+    "chosen partitions": lambda large, small: large.merge(small, on="key", npartitions=3),
+    "shuffle": lambda large, small: large[["key", "value"]].shuffle("key").partitions[0],
+    "two tables side by side": lambda large, small: large[["key"]].assign(
+        other=large.repartition(npartitions=4).value
+    ),
+}
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_results_do_not_depend_on_partitions(folder: Path, name: str, filesystem: str) -> None:
+    result = INDEPENDENT[name](
+        *(dd.read_parquet(folder / each, filesystem=filesystem) for each in ("large", "small"))
+    )
+    plan = planned(result)
+    assert set(changed(result)) == {1}
+    index = "join" not in name
+    expected, found = result.compute(), value_of(plan)
+    if np.isscalar(expected):
+        assert found == pytest.approx(expected)
+    else:
+        pd.testing.assert_frame_equal(canonical(found, index=index), canonical(expected, index=index))
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_programs_that_may_depend_on_partitions_are_left_to_dask(folder: Path, name: str) -> None:
+    result = DEPENDENT[name](*(dd.read_parquet(folder / each) for each in ("large", "small")))
+    plain = optimize_until(result.expr.finalize_compute(), "simplified-physical")
+    assert planned(result)._name == plain._name
+
+
+@pytest.fixture(scope="module")
+def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[Callable[[], Any]]:
+    return written(tmp_path_factory.mktemp("tables"), library.name)
+
+
+@settings(
+    max_examples=EXAMPLES,
+    derandomize=EXAMPLES <= 60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(program=programs)
+def test_programs_have_the_same_rows(
+    library: Library, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    with warnings.catch_warnings(), dask.config.set({"dataframe.backend": library.name}):
+        warnings.simplefilter("ignore")
+        expected = computed(readers, program)
+        result, _ = run(readers, program)
+        try:
+            found = to_pandas(value_of(planned(result)))
+        except Exception as error:
+            found = type(error).__name__, str(error)
+    if isinstance(expected, tuple):
+        assert found[0] == expected[0], found
+        return
+    index = all(step[0] != "merge" for step in program)
+    assert type(found) is type(expected)
+    pd.testing.assert_frame_equal(canonical(found, index=index), canonical(expected, index=index))
