@@ -25,7 +25,9 @@ SHARED = "gpurt-shared"
 UNFUSED = "gpurt-unfused"
 #: The runtime without tasks of a worker that read beside the one that computes.
 READS_FIRST = "gpurt-reads-first"
-CONTENDERS = (GPURT, UNFUSED, SHARED, READS_FIRST, TASKS, P2P, CUDF_POLARS)
+#: The runtime with tables in as many partitions as Dask reads them in.
+UNSIZED = "gpurt-unsized"
+CONTENDERS = (GPURT, UNFUSED, SHARED, READS_FIRST, UNSIZED, TASKS, P2P, CUDF_POLARS)
 
 #: The settings of contenders that run the runtime with non-default settings.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -36,7 +38,10 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     },
     UNFUSED: {"gpurt.planning.fuse": False},
     READS_FIRST: {"gpurt.reads.beside": 0},
+    UNSIZED: {"gpurt.planning.partition-size": 0, "gpurt.planning.broadcast-size": 0},
 }
+#: Those that a client reads for each computation.
+READ_EACH_TIME = (UNSIZED,)
 WITH_RUNTIME = (GPURT, *SETTINGS)
 
 
@@ -74,8 +79,10 @@ class Contender:
     def chosen(self) -> Iterator[None]:
         """Make this client and its shuffle method current."""
         # With the runtime on, a user sets nothing.
-        method = None if self.has_runtime else self.name
-        with self.client.as_current(), dask.config.set({"dataframe.shuffle.method": method}):
+        chosen: dict[str, Any] = {"dataframe.shuffle.method": None if self.has_runtime else self.name}
+        if self.name in READ_EACH_TIME:
+            chosen |= SETTINGS[self.name]
+        with self.client.as_current(), dask.config.set(chosen):
             yield
 
 

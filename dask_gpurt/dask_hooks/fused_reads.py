@@ -5,10 +5,11 @@ Dask puts files together in the step that it calls tuning, between simplifying a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 from dask._expr import Expr
 from dask._task_spec import Task
 from dask.dataframe.dask_expr._repartition import Repartition, RepartitionToFewer
@@ -22,7 +23,8 @@ __all__ = [
     "Column",
     "FewerPartitions",
     "ParquetRead",
-    "files_of",
+    "columns_of",
+    "has_other_dtypes",
     "is_idle",
     "lower",
     "parquet_reads",
@@ -96,10 +98,14 @@ class ParquetRead(NamedTuple):
     kind: type
 
     @property
+    def is_of_cudf(self) -> bool:
+        """Whether dask_cudf reads the files."""
+        return type(self.read).__module__.partition(".")[0] == "dask_cudf"
+
+    @property
     def blocksize(self) -> int:
         """The bytes of a partition that dask_cudf aims at; 0 for pandas."""
-        is_cudf = type(self.read).__module__.partition(".")[0] == "dask_cudf"
-        return int(parse_bytes(self.read.blocksize)) if is_cudf else 0
+        return int(parse_bytes(self.read.blocksize)) if self.is_of_cudf else 0
 
     def with_partitions(self, count: int) -> Expr:
         """Return the read with another number of partitions."""
@@ -130,7 +136,7 @@ class Column(NamedTuple):
     has_fixed_width: bool
 
 
-def files_of(source: Any) -> tuple[float, list[list[Column]]]:
+def columns_of(read: Any) -> tuple[float, list[list[Column]]]:
     """Return the number of files that are read, and the needed columns of up to three of them.
 
     A file counts in part if only some of its partitions are read.
@@ -140,24 +146,53 @@ def files_of(source: Any) -> tuple[float, list[list[Column]]]:
     OSError
         If a file cannot be read.
     """
-    facts = source._dataset_info
-    if isinstance(source, parquet.ReadParquetPyarrowFS):
-        fragments = [wrapper.fragment for wrapper in facts["fragments"]]
-    else:
-        fragments = list(facts["ds"].get_fragments())
+    fragments = _fragments(read)
     if not fragments:
         return 0, []
-    needed = set(source.columns)
     sample = sorted({0, len(fragments) // 2, len(fragments) - 1})
-    share = len(source._partitions) / max(len(source._divisions()) - 1, 1)
-    return len(fragments) * share, [list(_columns(fragments[at].metadata, needed)) for at in sample]
+    share = len(read._partitions) / max(len(read._divisions()) - 1, 1)
+    columns = [[_column(*chunk) for chunk in _chunks(fragments[at], set(read.columns))] for at in sample]
+    return len(fragments) * share, columns
 
 
-def _columns(footer: Any, needed: set[str]) -> Iterator[Column]:
+def has_other_dtypes(read: Any) -> bool:
+    """Return whether columns of a file in pandas may have other dtypes if it is read together with others.
+
+    Integers with nulls are floats there, of which some large ones are not exact, and booleans are objects.
+    This reads all footers.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read.
+    """
+    dtypes = read._meta.dtypes if read._meta.ndim == 2 else {read._meta.name: read._meta.dtype}
+    exact = {name for name, dtype in dtypes.items() if isinstance(dtype, np.dtype) and dtype.kind in "iub"}
+    return bool(exact) and any(
+        chunk.statistics is None or not chunk.statistics.has_null_count or chunk.statistics.null_count > 0
+        for fragment in _fragments(read)
+        for _, chunk in _chunks(fragment, exact)
+    )
+
+
+def _fragments(read: Any) -> list[Any]:
+    facts = read._dataset_info
+    if isinstance(read, parquet.ReadParquetPyarrowFS):
+        return [wrapper.fragment for wrapper in facts["fragments"]]
+    return list(facts["ds"].get_fragments())
+
+
+def _chunks(fragment: Any, columns: Collection[str]) -> Iterator[tuple[int, Any]]:
+    """Yield the chunks of some columns in a file, each with its number of rows."""
+    footer = fragment.metadata
     for at in range(footer.num_row_groups):
         group = footer.row_group(at)
         for position in range(group.num_columns):
             chunk = group.column(position)
-            if chunk.path_in_schema.partition(".")[0] in needed:
-                fixed = chunk.physical_type not in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
-                yield Column(group.num_rows, chunk.total_uncompressed_size, fixed)
+            if chunk.path_in_schema.partition(".")[0] in columns:
+                yield group.num_rows, chunk
+
+
+def _column(rows: int, chunk: Any) -> Column:
+    has_fixed_width = chunk.physical_type not in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
+    return Column(rows, chunk.total_uncompressed_size, has_fixed_width)

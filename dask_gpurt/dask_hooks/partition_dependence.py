@@ -7,10 +7,8 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from dask._expr import Expr, _ExprSequence
-from dask.dataframe.dask_expr import _groupby, _reductions
+from dask.dataframe.dask_expr import _accessor, _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
-from dask.dataframe.dask_expr._expr import Apply, DropnaFrame, DropnaSeries, Elemwise, Filter, Map, ResetIndex
-from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
 from dask.dataframe.dask_expr._repartition import Repartition
 from dask.dataframe.dask_expr._shuffle import SortValues, _contains_index_name
@@ -18,11 +16,47 @@ from dask.dataframe.dask_expr.io.io import FusedIO
 
 from dask_gpurt.dask_hooks.fused_reads import FUSED
 
-__all__ = ["depends_on_partitions"]
+__all__ = ["depends_on_partitions", "misplaces_rows"]
 
-#: Operations on each row by itself, and those of them that call functions of users.
-_ON_ROWS = (Elemwise, Filter, DropnaFrame, DropnaSeries)
-_ON_ROWS_BY_USERS = (Apply, Map)
+#: Operations on each row by itself. Others of Dask's look at all values of a partition, such as
+#: ``to_datetime``, which infers a format, or call functions of users, such as ``eval``.
+_ON_ROWS = frozenset(
+    [
+        _accessor.FunctionMap,
+        _accessor.PropertyMap,
+        _expr.Abs,
+        _expr.ArrowStringConversion,
+        _expr.AsType,
+        _expr.Assign,
+        _expr.Between,
+        _expr.Clip,
+        _expr.ColumnsSetter,
+        _expr.Drop,
+        _expr.DropnaFrame,
+        _expr.DropnaSeries,
+        _expr.Fillna,
+        _expr.Filter,
+        _expr.IsNa,
+        _expr.Isin,
+        _expr.Mask,
+        _expr.NotNull,
+        _expr.Projection,
+        _expr.RenameFrame,
+        _expr.RenameSeries,
+        _expr.ResetIndex,
+        _expr.Round,
+        _expr.ToFrame,
+        _expr.Where,
+    ]
+)
+#: The same with subclasses, and an operation of dask_cudf that leaves its input as it is.
+_ARITHMETIC = (_expr.Binop, _expr.Unaryop)
+_NO_OPERATION = ("dask_cudf.io.parquet", "NoOp")
+#: Those that leave out rows.
+_CHOICES = (_expr.DropnaFrame, _expr.DropnaSeries, _expr.Filter)
+#: Accessors whose functions look at single values, but for some that look at neighbours.
+_ACCESSORS = frozenset(["dt", "str"])
+_OF_NEIGHBOURS = frozenset(["tz_localize"])
 #: Reductions whose result does not depend on the order of rows.
 _REDUCTIONS = (
     _reductions.All,
@@ -88,7 +122,7 @@ def depends_on_partitions(plan: Expr) -> bool:
     grouped rows do not count, since these are in no order.
     """
     results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
-    if not all(isinstance(each, FrameExpr) and each.npartitions == 1 for each in results):
+    if not all(isinstance(each, _expr.Expr) and each.npartitions == 1 for each in results):
         return True
     found: dict[str, _Rows] = {}
     left = list(results)
@@ -129,10 +163,12 @@ def _rows_of(expr: Any, inputs: list[_Rows]) -> _Rows | None:
         return _Rows(divided, none, labels, ordered) if is_below else None
     if len(sources) > 1:
         return None
-    if isinstance(expr, _ON_ROWS):
+    if _is_on_rows(expr):
         return _rows_of_operation(expr, inputs, sources, labels, ordered)
     if isinstance(expr, Repartition):
         return _Rows(divided, none, labels, ordered) if expr.new_partitions == 1 else None
+    if getattr(expr, "ignore_index", False):
+        labels = _Labels.OF_ROWS
     if type(expr) is SortValues:
         return _Rows(divided, none, labels, ordered) if expr.operand("sort_function") is None else None
     if not _is_unordered(expr):
@@ -148,18 +184,32 @@ def _rows_of_operation(
 
     Its inputs must have the same rows: pandas aligns others by labels, and fails where some occur twice.
     """
-    if isinstance(expr, _ON_ROWS_BY_USERS) or len({rows.chosen_by for rows in inputs if rows.sources}) > 1:
+    if len({rows.chosen_by for rows in inputs if rows.sources}) > 1:
         return None
-    resets = isinstance(expr, ResetIndex)
-    uses_labels = not expr.drop if resets else "Index" in type(expr).__name__
-    if uses_labels and labels is not _Labels.VALUES:
+    resets = type(expr) is _expr.ResetIndex
+    if resets and not expr.drop and labels is not _Labels.VALUES:
         return None
     if resets and sources:
         labels = _Labels.OF_ROWS if ordered else _Labels.OF_UNORDERED_ROWS
     chosen_by = frozenset[str]().union(*(rows.chosen_by for rows in inputs))
-    if chosen_by and not isinstance(expr, Elemwise):
+    if chosen_by and type(expr) in _CHOICES:
         chosen_by = frozenset([str(expr._name)])
     return _Rows(sources, chosen_by, labels, ordered)
+
+
+def _is_on_rows(expr: Any) -> bool:
+    kind = type(expr)
+    if (kind.__module__, kind.__name__) == _NO_OPERATION:
+        return True
+    if kind not in _ON_ROWS and not isinstance(expr, _ARITHMETIC):
+        return False
+    if any(callable(each) and not isinstance(each, (type, Expr)) for each in expr.operands):
+        return False
+    if kind is _expr.AsType:  # the categories would be those of a partition
+        return "category" not in str(expr.dtypes)
+    if kind in (_accessor.FunctionMap, _accessor.PropertyMap):
+        return expr.accessor in _ACCESSORS and expr.attr not in _OF_NEIGHBOURS
+    return True
 
 
 def _joins_columns(expr: Any) -> bool:
@@ -191,3 +241,22 @@ def _names(spec: Any) -> set[Any]:
     if isinstance(spec, (list, tuple)):
         return set().union(*map(_names, spec))
     return {spec if isinstance(spec, str) else id(spec)}
+
+
+def misplaces_rows(plan: Expr) -> bool:
+    """Return whether a tuned plan has a join whose rows Dask will look for in partitions where they are not.
+
+    Dask notes by which columns the partitions of an expression are divided, so that a groupby or a join by
+    these need not shuffle. What it notes of a join that sends one side to all partitions of the other is
+    wrong: if that side is a single partition, also its own columns; if it is more, the columns of the join.
+    """
+    return any(_misplaces(expr) for expr in plan.walk() if isinstance(expr, Merge))
+
+
+def _misplaces(join: Any) -> bool:
+    if not join._is_single_partition_broadcast:
+        return bool(join.is_broadcast_join)
+    if join.left.npartitions == join.right.npartitions:
+        return False
+    sent = join.left if join.left.npartitions == 1 else join.right
+    return bool(sent.unique_partition_mapping_columns_from_shuffle)

@@ -12,8 +12,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from dask_gpurt.dask_hooks.fused_reads import Column, ParquetRead, files_of, is_idle, parquet_reads
-from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
+from dask_gpurt.dask_hooks.fused_reads import (
+    Column,
+    ParquetRead,
+    columns_of,
+    has_other_dtypes,
+    is_idle,
+    parquet_reads,
+)
+from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions, misplaces_rows
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 
 #: Counts reads by outcome.
@@ -148,23 +155,32 @@ def with_chosen_partitions(
     bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
     found = parquet_reads(bare)
     chosen = {} if not sizes.threads or depends_on_partitions(bare) else _chosen(found, sizes)
-    count("by-size", len(chosen))
-    count("as-dask", len(found) - len(chosen))
 
     def change(expr: Expr) -> Expr:
         name = name_of(expr)
         return found[name].with_partitions(chosen[name]) if name in chosen else expr
 
-    return rebuild(bare, change) if chosen else plan
+    changed = rebuild(bare, change) if chosen else plan
+    if chosen and misplaces_rows(changed):
+        changed, chosen = plan, {}
+    count("by-size", len(chosen))
+    count("as-dask", len(found) - len(chosen))
+    return changed
 
 
 def _chosen(found: Mapping[str, ParquetRead], sizes: PartitionSizes) -> dict[str, int]:
+    """Return the number of partitions of each read for which it changes; none if a file has gone."""
     tables: dict[str, TableRead] = {}
-    for name, read in found.items():
-        try:
-            files, sample = files_of(read.read)
-        except OSError:  # a file has gone: Dask finds out as it reads it
-            return {}
-        mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)
-        tables[name] = TableRead(int(files * mean), read.expr.npartitions, *sizes.of(read.blocksize))
-    return choose_partitions(tables, workers=sizes.workers, threads=sizes.threads)
+    try:
+        for name, read in found.items():
+            files, sample = columns_of(read.read)
+            mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)
+            tables[name] = TableRead(int(files * mean), read.expr.npartitions, *sizes.of(read.blocksize))
+        chosen = choose_partitions(tables, workers=sizes.workers, threads=sizes.threads)
+        return {
+            name: number
+            for name, number in chosen.items()
+            if found[name].is_of_cudf or not has_other_dtypes(found[name].read)
+        }
+    except OSError:  # Dask finds out as it reads it
+        return {}

@@ -12,6 +12,8 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from dask._expr import optimize_until
 from hypothesis import HealthCheck, given, settings
@@ -184,6 +186,25 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "first duplicate": lambda large, small: large[["key", "name"]].drop_duplicates(subset=["name"]),
     "a user's reduction": lambda large, small: large.value.reduction(len, aggregate=sum, meta=int),
     "sample": lambda large, small: large[["key"]].sample(frac=0.5, random_state=1),
+    "eval": lambda large, small: large.eval("value = value - value.mean()").groupby("key").value.max(),
+    "where": lambda large, small: large[["key"]].where(lambda part: part > part.mean()).key.sum(),
+    "mask": lambda large, small: large[["key"]].mask(lambda part: part > part.mean()).key.sum(),
+    "combine": lambda large, small: (
+        large[["key"]].combine(large[["value"]], lambda one, other: one * one.sum()).sum()
+    ),
+    "case_when": lambda large, small: large.value.case_when([(large.key > 3, len)]).sum(),
+    "dates without a format": lambda large, small: (
+        large.assign(day=dd.to_datetime(large.name, errors="coerce")).groupby("key").day.count()
+    ),
+    "numbers of least width": lambda large, small: dd.to_numeric(large.key, downcast="integer").sum(),
+    "categories of a partition": lambda large, small: (
+        large.astype({"name": "category"}).groupby("name").size()
+    ),
+    "numbers of sorted rows": lambda large, small: large.sort_values("value", ignore_index=True).index.max(),
+    "numbers of distinct rows": lambda large, small: large[["name"]].drop_duplicates(ignore_index=True),
+    "local times": lambda large, small: (
+        dd.to_datetime(large.key, unit="D").dt.tz_localize("UTC", ambiguous="infer").max()
+    ),
     "rows of files": lambda large, small: large[large.value > 100],
     "numbers of rows of files": lambda large, small: large.reset_index().groupby("index").value.sum(),
     "join on numbers of rows": lambda large, small: large.merge(small, left_on="key", right_index=True),
@@ -220,6 +241,46 @@ def test_programs_that_may_depend_on_partitions_are_left_to_dask(folder: Path, n
     result = DEPENDENT[name](*(dd.read_parquet(folder / each) for each in ("large", "small")))
     plain = optimize_until(result.expr.finalize_compute(), "simplified-physical")
     assert planned(result)._name == plain._name
+
+
+def groups(table: Any) -> Any:
+    """Return groups for which Dask notes that their partitions are divided by the key."""
+    return table.groupby("key").agg({"more": "max"}, split_out=True).reset_index()
+
+
+def test_rows_of_a_joined_single_partition_are_found(folder: Path) -> None:
+    """Dask takes the partitions of such a join as divided by the columns of the single one."""
+    large, small = (dd.read_parquet(folder / each) for each in ("large", "small"))
+    left = large.assign(more=1.5)[["more", "value"]]
+    result = left.merge(groups(small), on="more").groupby("key").agg({"value": "count"}, split_out=True)
+    sizes = PartitionSizes(workers=1, threads=1, partition=1, broadcast=4_000)
+    assert changed(large.merge(small, on="key"), sizes) == [1]  # as it becomes elsewhere
+    assert len(value_of(planned(result, sizes))) == len(result.compute())
+
+
+def test_joins_that_dask_would_broadcast_are_left_to_it(tmp_path: Path) -> None:
+    """Dask takes the partitions of such a join as divided by the key, and loses rows of the next one."""
+    for name, rows, files in (("many", 8_000, 40), ("few", 400, 8)):
+        frame = pd.DataFrame({"key": np.arange(rows) % 40, "value": np.arange(rows), "more": 1})
+        dd.from_pandas(frame, npartitions=files, sort=False).to_parquet(tmp_path / name)
+    many, few = dd.read_parquet(tmp_path / "many"), dd.read_parquet(tmp_path / "few")
+    sizes = PartitionSizes(workers=1, threads=2, partition=1_600, broadcast=0)
+    joined = many.merge(few[["key"]], on="key")
+    counts = joined.groupby("key").agg({"value": "count", "more": "max"}, split_out=True)
+    assert changed(counts, sizes) == []
+    assert len(value_of(planned(counts, sizes))) == 40
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+def test_integers_stay_exact_beside_files_with_nulls(tmp_path: Path, filesystem: str) -> None:
+    large = 2**53 + 1
+    for number, values in enumerate([[large, large - 1], [large, 5], [7, None]]):
+        table = pa.table({"key": pa.array(values, pa.int64()), "group": ["a", "b"]})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    table = dd.read_parquet(tmp_path, filesystem=filesystem)
+    assert changed(table.groupby("group").key.max()) == []
+    assert changed(table[table.key + 0 == large].groupby("group").size()) == []
+    assert changed(table.groupby("group").size()) == [1]  # it does not read the integers
 
 
 @pytest.fixture(scope="module")
