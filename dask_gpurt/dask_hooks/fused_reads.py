@@ -17,6 +17,8 @@ from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FusedIO, FusedParquetIO
 from dask.typing import Key
 from dask.utils import parse_bytes
+from fsspec.implementations.local import LocalFileSystem as FsspecFiles
+from pyarrow.fs import LocalFileSystem as ArrowFiles
 
 __all__ = [
     "LOWERED",
@@ -75,7 +77,7 @@ def is_idle(expr: Any) -> bool:
     Tuning adds these, so that a read of several files as one partition and what is combined with it have the
     same number.
     """
-    if not isinstance(expr, Repartition) or expr.new_divisions is not None:
+    if type(expr) is not Repartition or expr.new_divisions is not None:
         return False
     return bool(expr.new_partitions == expr.frame.npartitions)
 
@@ -115,7 +117,8 @@ class ParquetRead(NamedTuple):
 def parquet_reads(plan: Expr) -> dict[str, ParquetRead]:
     """Return the reads of a tuned plan whose files can be put together, by name.
 
-    Those of dask_cudf with ``blocksize=None`` are left out, which asks for each file as a partition.
+    Left out are those of dask_cudf with ``blocksize=None``, which asks for each file as a partition, and
+    those from object storage, where one task would wait for one file after the other.
     """
     found = {}
     for expr in plan.walk():
@@ -123,9 +126,15 @@ def parquet_reads(plan: Expr) -> dict[str, ParquetRead]:
         if isinstance(expr, FusedIO) and type(expr) is not FewerPartitions:
             read, kind = expr.operand("_expr"), type(expr)
         is_parquet = isinstance(read, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS))
-        if kind is not None and is_parquet and not expr.known_divisions:
+        if kind is not None and is_parquet and not expr.known_divisions and _is_local(read):
             found[str(expr._name)] = ParquetRead(expr, read, kind)
     return found
+
+
+def _is_local(read: Any) -> bool:
+    if isinstance(read, parquet.ReadParquetPyarrowFS):
+        return type(read.fs) is ArrowFiles
+    return type(read._dataset_info.get("fs")) is FsspecFiles
 
 
 class Column(NamedTuple):

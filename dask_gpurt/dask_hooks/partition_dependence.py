@@ -165,7 +165,7 @@ def _rows_of(expr: Any, inputs: list[_Rows]) -> _Rows | None:
         return None
     if _is_on_rows(expr):
         return _rows_of_operation(expr, inputs, sources, labels, ordered)
-    if isinstance(expr, Repartition):
+    if type(expr) is Repartition:  # not one that is lowered: it demands more partitions below
         return _Rows(divided, none, labels, ordered) if expr.new_partitions == 1 else None
     if getattr(expr, "ignore_index", False):
         labels = _Labels.OF_ROWS

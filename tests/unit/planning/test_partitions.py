@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -281,6 +282,29 @@ def test_integers_stay_exact_beside_files_with_nulls(tmp_path: Path, filesystem:
     assert changed(table.groupby("group").key.max()) == []
     assert changed(table[table.key + 0 == large].groupby("group").size()) == []
     assert changed(table.groupby("group").size()) == [1]  # it does not read the integers
+
+
+def test_files_in_object_storage_are_left_to_dask() -> None:
+    table = pd.DataFrame({"key": np.arange(40), "group": "a", "more": 1})
+    dd.from_pandas(table, npartitions=4, sort=False).to_parquet("memory://gpurt-partitions")
+    stored = dd.read_parquet("memory://gpurt-partitions")
+    assert changed(stored.groupby("group").key.sum()) == []
+    assert value_of(planned(stored.groupby("group").key.sum())).tolist() == [780]
+
+
+def test_an_optimised_collection_is_computed(folder: Path) -> None:
+    """It has operations of lowered plans, some of which demand several partitions below."""
+    large = dd.read_parquet(folder / "large")
+    found = value_of(planned(large.repartition(npartitions=1).optimize()))
+    assert found.key.sum() == large.key.sum().compute()
+
+
+def test_a_table_that_has_gone_is_left_to_dask(tmp_path: Path) -> None:
+    table = pd.DataFrame({"key": np.arange(40), "group": "a", "more": 1})
+    dd.from_pandas(table, npartitions=4, sort=False).to_parquet(tmp_path / "table")
+    result = dd.read_parquet(tmp_path / "table").groupby("group").key.sum()
+    shutil.rmtree(tmp_path / "table")
+    assert changed(result) == []
 
 
 @pytest.fixture(scope="module")
