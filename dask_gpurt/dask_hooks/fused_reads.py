@@ -177,11 +177,15 @@ def has_other_dtypes(read: Any) -> bool:
     """
     dtypes = read._meta.dtypes if read._meta.ndim == 2 else {read._meta.name: read._meta.dtype}
     exact = {name for name, dtype in dtypes.items() if isinstance(dtype, np.dtype) and dtype.kind in "iub"}
-    return bool(exact) and any(
-        chunk.statistics is None or not chunk.statistics.has_null_count or chunk.statistics.null_count > 0
-        for fragment in _fragments(read)
-        for _, chunk in _chunks(fragment, exact)
-    )
+    kinds = set()
+    for fragment in _fragments(read):
+        schema = fragment.physical_schema
+        kinds.add(tuple(schema.field(name).type for name in read.columns if name in schema.names))
+        for _, chunk in _chunks(fragment, exact):
+            found = chunk.statistics
+            if found is None or not found.has_null_count or found.null_count:
+                return True
+    return len(kinds) > 1
 
 
 def _fragments(read: Any) -> list[Any]:

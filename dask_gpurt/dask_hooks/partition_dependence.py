@@ -16,7 +16,7 @@ from dask.dataframe.dask_expr.io.io import FusedIO
 
 from dask_gpurt.dask_hooks.fused_reads import FUSED
 
-__all__ = ["depends_on_partitions", "misplaces_rows"]
+__all__ = ["depends_on_partitions", "relies_on_notes"]
 
 #: Operations on each row by itself. Others of Dask's look at all values of a partition, such as
 #: ``to_datetime``, which infers a format, or call functions of users, such as ``eval``.
@@ -243,20 +243,31 @@ def _names(spec: Any) -> set[Any]:
     return {spec if isinstance(spec, str) else id(spec)}
 
 
-def misplaces_rows(plan: Expr) -> bool:
-    """Return whether a tuned plan has a join whose rows Dask will look for in partitions where they are not.
+def relies_on_notes(plan: Expr) -> bool:
+    """Return whether a tuned plan leaves out a shuffle because its rows are said to be divided already.
 
     Dask notes by which columns the partitions of an expression are divided, so that a groupby or a join by
-    these need not shuffle. What it notes of a join that sends one side to all partitions of the other is
-    wrong: if that side is a single partition, also its own columns; if it is more, the columns of the join.
+    these need not shuffle. Some notes are wrong: those of joins that send a single partition or few of them
+    to all partitions of the other side, of joins that give a noted name to another column by suffixes, of
+    joins that keep unmatched rows, and of columns that were assigned anew. How many partitions there are
+    decides whether such a note matters, so a plan with other numbers must not rely on any.
     """
-    return any(_misplaces(expr) for expr in plan.walk() if isinstance(expr, Merge))
+    frames = [expr for expr in plan.walk() if isinstance(expr, _expr.Expr)]
+    try:
+        for expr in frames:
+            _ = expr.unique_partition_mapping_columns_from_shuffle
+        return any(map(_relies, frames))
+    except (KeyError, TypeError):  # a note that Dask itself cannot follow through a renaming
+        return True
 
 
-def _misplaces(join: Any) -> bool:
-    if not join._is_single_partition_broadcast:
-        return bool(join.is_broadcast_join)
-    if join.left.npartitions == join.right.npartitions:
-        return False
-    sent = join.left if join.left.npartitions == 1 else join.right
-    return bool(sent.unique_partition_mapping_columns_from_shuffle)
+def _relies(expr: Any) -> bool:
+    if isinstance(expr, Merge):
+        if expr._is_single_partition_broadcast:
+            return False
+        sides = ((expr.left, expr.left_on), (expr.right, expr.right_on))
+        noted = any(expr._on_condition_already_partitioned(side, on) for side, on in sides)
+        return noted or bool(expr.is_broadcast_join)
+    if isinstance(expr, _reductions.ApplyConcatApply):
+        return expr.npartitions != 1 and expr.should_shuffle and not expr.need_to_shuffle
+    return False

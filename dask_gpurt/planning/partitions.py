@@ -20,7 +20,7 @@ from dask_gpurt.dask_hooks.fused_reads import (
     is_idle,
     parquet_reads,
 )
-from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions, misplaces_rows
+from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions, relies_on_notes
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 
 #: Counts reads by outcome.
@@ -161,7 +161,7 @@ def with_chosen_partitions(
         return found[name].with_partitions(chosen[name]) if name in chosen else expr
 
     changed = rebuild(bare, change) if chosen else plan
-    if chosen and misplaces_rows(changed):
+    if chosen and relies_on_notes(changed):
         changed, chosen = plan, {}
     count("by-size", len(chosen))
     count("as-dask", len(found) - len(chosen))

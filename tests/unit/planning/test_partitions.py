@@ -244,32 +244,105 @@ def test_programs_that_may_depend_on_partitions_are_left_to_dask(folder: Path, n
     assert planned(result)._name == plain._name
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Write tables of different numbers of files, and return a function that reads one by its name."""
+    folder = tmp_path_factory.mktemp("notes")
+    for name, rows, files in (("few", 400, 8), ("many", 400, 20), ("other", 60, 3), ("long", 8_000, 40)):
+        number = np.arange(rows)
+        key = pd.array([None if i % 13 == 0 else i % 30 for i in number], dtype="Float64")
+        columns = {
+            "key": number % 20,
+            "more": number % 3,
+            name: number,
+            "null": key.to_numpy(float, na_value=np.nan),
+        }
+        dd.from_pandas(pd.DataFrame(columns), npartitions=files, sort=False).to_parquet(folder / name)
+    return lambda name: dd.read_parquet(folder / name)
+
+
 def groups(table: Any) -> Any:
     """Return groups for which Dask notes that their partitions are divided by the key."""
     return table.groupby("key").agg({"more": "max"}, split_out=True).reset_index()
 
 
-def test_rows_of_a_joined_single_partition_are_found(folder: Path) -> None:
-    """Dask takes the partitions of such a join as divided by the columns of the single one."""
-    large, small = (dd.read_parquet(folder / each) for each in ("large", "small"))
-    left = large.assign(more=1.5)[["more", "value"]]
-    result = left.merge(groups(small), on="more").groupby("key").agg({"value": "count"}, split_out=True)
-    sizes = PartitionSizes(workers=1, threads=1, partition=1, broadcast=4_000)
-    assert changed(large.merge(small, on="key"), sizes) == [1]  # as it becomes elsewhere
-    assert len(value_of(planned(result, sizes))) == len(result.compute())
+#: Programs in which Dask may leave out a shuffle because of a wrong note of how rows are divided.
+NOTED: dict[str, Callable[[Callable[[str], Any]], Any]] = {
+    "a single partition that is sent": lambda read: (
+        read("few")[["more", "few"]]
+        .merge(groups(read("other")), on="more")
+        .groupby("key")
+        .agg({"few": "count"}, split_out=True)
+    ),
+    "few partitions that are sent": lambda read: (
+        read("long")[["key", "long"]]
+        .merge(read("few")[["key", "few"]], on="key")
+        .groupby("key")
+        .agg({"long": "count"}, split_out=True)
+    ),
+    "a name of the other side": lambda read: (
+        groups(read("few"))
+        .merge(read("other")[["more", "key", "other"]], on="more", suffixes=("_old", ""))
+        .groupby("key")
+        .agg({"other": "sum"}, split_out=True)
+    ),
+    "a name that is assigned anew": lambda read: (
+        read("few")[["key", "few"]]
+        .merge(read("other")[["key", "other"]], on="key")
+        .assign(key=lambda joined: joined.key // 2)
+        .merge(read("many")[["key", "many"]], on="key")
+    ),
+    "rows without a match": lambda read: (
+        read("few")[["key", "few"]]
+        .merge(
+            read("other")[read("other").null > 10][["null", "other"]],
+            left_on="key",
+            right_on="null",
+            how="left",
+        )
+        .merge(read("many")[["null", "many"]], on="null")
+    ),
+    "no note to follow": lambda read: (
+        read("many")[["key", "many"]]
+        .merge(read("few")[["key"]], on="key")[["key"]]
+        .drop_duplicates(split_out=True)
+        .rename(columns={"key": "other"})
+        .drop_duplicates(split_out=3)
+    ),
+}
 
 
-def test_joins_that_dask_would_broadcast_are_left_to_it(tmp_path: Path) -> None:
-    """Dask takes the partitions of such a join as divided by the key, and loses rows of the next one."""
-    for name, rows, files in (("many", 8_000, 40), ("few", 400, 8)):
-        frame = pd.DataFrame({"key": np.arange(rows) % 40, "value": np.arange(rows), "more": 1})
-        dd.from_pandas(frame, npartitions=files, sort=False).to_parquet(tmp_path / name)
-    many, few = dd.read_parquet(tmp_path / "many"), dd.read_parquet(tmp_path / "few")
-    sizes = PartitionSizes(workers=1, threads=2, partition=1_600, broadcast=0)
-    joined = many.merge(few[["key"]], on="key")
-    counts = joined.groupby("key").agg({"value": "count", "more": "max"}, split_out=True)
-    assert changed(counts, sizes) == []
-    assert len(value_of(planned(counts, sizes))) == 40
+#: Sizes with which reads get numbers of partitions for which such notes matter.
+HUGE = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("a single partition that is sent", PartitionSizes(1, 1, 1_600, 0)),
+        ("a single partition that is sent", PartitionSizes(1, 2, 1_600, 1_600)),
+        ("few partitions that are sent", PartitionSizes(1, 2, 1_600, 0)),
+        ("a name of the other side", PartitionSizes(1, 1, 1_600, 0)),
+        ("a name of the other side", PartitionSizes(1, 2, 1_600, 1_600)),
+        ("a name that is assigned anew", PartitionSizes(1, 2, HUGE, 0)),
+        ("rows without a match", PartitionSizes(1, 2, HUGE, 0)),
+        ("no note to follow", PartitionSizes(1, 2, HUGE, HUGE)),
+    ],
+)
+def test_no_row_is_sought_where_it_is_not(
+    tables: Callable[[str], Any], name: str, sizes: PartitionSizes
+) -> None:
+    result = NOTED[name](tables)
+    found = value_of(planned(result, sizes))
+    index = "groupby" in str(result.expr)
+    pd.testing.assert_frame_equal(canonical(found, index=index), canonical(result.compute(), index=index))
+
+
+def test_files_of_different_dtypes_are_left_to_dask(tmp_path: Path) -> None:
+    for number, dtype in enumerate([pa.int32(), pa.int32(), pa.int64()]):
+        table = pa.table({"key": pa.array([1, 2], dtype), "group": ["a", "b"]})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    assert changed(dd.read_parquet(tmp_path).groupby("group").key.max()) == []
 
 
 @pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
