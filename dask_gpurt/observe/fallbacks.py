@@ -82,6 +82,10 @@ class Fallback(Enum):
         "planning.store-unreadable",
         "what other processes have planned is planned again",
     )
+    PLANNING_AS_DASK = (
+        "planning.as-dask",
+        "the tables of a query are read in as many partitions as Dask makes",
+    )
     PLANNING_NOT_STORED = "planning.not-stored", "what is planned is not kept for other processes"
 
     TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host are unknown"

@@ -204,11 +204,7 @@ class PlanningCache:
         sizes = self._sizes() if is_computation(expr) and stage in LOWERED and not local else None
 
         def plan_anew() -> Expr:
-            if sizes is None:
-                found = original(expr, stage)
-            else:
-                tuned = original(expr, "tuned-logical")
-                found = lower(with_chosen_partitions(tuned, sizes, self._count_reads), stage)
+            found = original(expr, stage) if sizes is None else self._by_size(original, expr, stage, sizes)
             return fuse(found) if fused else found
 
         generation = self._generation()
@@ -233,6 +229,20 @@ class PlanningCache:
             self._choices.report_again(chosen)
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return plan
+
+    def _by_size(
+        self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, sizes: PartitionSizes
+    ) -> Expr:
+        """Return a plan whose reads have as many partitions as their sizes call for."""
+        tuned = original(expr, "tuned-logical")
+        try:
+            return lower(with_chosen_partitions(tuned, sizes, self._count_reads), stage)
+        except (
+            Exception
+        ) as error:  # Dask's expressions may raise anything; if the program is wrong, so does this
+            found = lower(tuned, stage)
+            self._metrics.fallback(Fallback.PLANNING_AS_DASK, repr(error))
+            return found
 
     def _count_reads(self, outcome: str, number: int) -> None:
         if number:

@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.dask_hooks.fused_reads import Column, FewerPartitions, lower
+from dask_gpurt.observe import Metrics
+from dask_gpurt.planning import PlanningCache
 from dask_gpurt.planning.partitions import (
     PartitionSizes,
     TableRead,
@@ -370,6 +372,23 @@ def test_an_optimised_collection_is_computed(folder: Path) -> None:
     large = dd.read_parquet(folder / "large")
     found = value_of(planned(large.repartition(npartitions=1).optimize()))
     assert found.key.sum() == large.key.sum().compute()
+
+
+def test_a_query_that_cannot_be_planned_by_size_is_planned_by_dask(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise AttributeError("an expression of a newer Dask")
+
+    metrics = Metrics()
+    cache = PlanningCache(lambda: None, metrics, sizes=lambda: WHOLE)
+    expr = dd.read_parquet(folder / "large").groupby("name").key.sum().expr.finalize_compute()
+    by_size = cache._optimise(optimize_until, expr, "simplified-physical")
+    monkeypatch.setattr("dask_gpurt.planning.cache.with_chosen_partitions", fail)
+    by_dask = cache._optimise(optimize_until, expr, "simplified-physical")
+    assert by_size._name != by_dask._name == optimize_until(expr, "simplified-physical")._name
+    assert metrics.snapshot()["counters"] == {"planning.reads.by-size": 1}
+    assert list(metrics.snapshot()["fallbacks"]) == ["planning.as-dask"]
 
 
 def test_a_table_that_has_gone_is_left_to_dask(tmp_path: Path) -> None:
