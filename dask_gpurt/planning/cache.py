@@ -237,10 +237,8 @@ class PlanningCache:
         tuned = original(expr, "tuned-logical")
         try:
             return lower(with_chosen_partitions(tuned, sizes, self._count_reads), stage)
-        except (
-            Exception
-        ) as error:  # Dask's expressions may raise anything; if the program is wrong, so does this
-            found = lower(tuned, stage)
+        except Exception as error:  # expressions of Dask may raise anything
+            found = lower(tuned, stage)  # raises too if it is the program that is wrong
             self._metrics.fallback(Fallback.PLANNING_AS_DASK, repr(error))
             return found
 
