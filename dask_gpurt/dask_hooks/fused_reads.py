@@ -101,12 +101,12 @@ class ParquetRead(NamedTuple):
 
     @property
     def is_of_cudf(self) -> bool:
-        """Whether dask_cudf reads the files."""
+        """Return whether dask_cudf reads the files."""
         return type(self.read).__module__.partition(".")[0] == "dask_cudf"
 
     @property
     def blocksize(self) -> int:
-        """The bytes of a partition that dask_cudf aims at; 0 for pandas."""
+        """Return the bytes of a partition that dask_cudf aims at; 0 for pandas."""
         return int(parse_bytes(self.read.blocksize)) if self.is_of_cudf else 0
 
     def with_partitions(self, count: int) -> Expr:

@@ -30,6 +30,8 @@ Count = Callable[[str, int], None]
 #: is what dask_cudf aims at for files, 1/32 of the GPU's memory.
 SMALL_ON_PANDAS = 16 << 20
 SMALL_SHARE_ON_GPU = 4
+#: The most files that are put together, since a task opens one after the other. Dask's own limit is 100.
+MOST_FILES = 100
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class TableRead:
     ----------
     bytes
         The estimated size of the columns that are read, in memory.
+    files
+        The number of files.
     partitions
         The number of partitions that Dask reads it in.
     partition
@@ -91,6 +95,7 @@ class TableRead:
     """
 
     bytes: int
+    files: int
     partitions: int
     partition: int
     small: int
@@ -105,7 +110,7 @@ def choose_partitions(reads: Mapping[str, TableRead], *, workers: int, threads: 
     the largest table, which would be shuffled otherwise.
 
     Of other tables all task threads read the same number of partitions. None has more partitions than Dask
-    would make.
+    would make, or more than `MOST_FILES` files in a partition.
 
     Parameters
     ----------
@@ -117,10 +122,12 @@ def choose_partitions(reads: Mapping[str, TableRead], *, workers: int, threads: 
     largest = max((read.bytes for read in reads.values()), default=0)
     chosen: dict[str, int] = {}
     for name, read in reads.items():
-        if read.bytes <= read.small and read.bytes * workers**2 <= largest:
+        needed = math.ceil(read.files / MOST_FILES)
+        if needed <= 1 and read.bytes <= read.small and read.bytes * workers**2 <= largest:
             number = 1
         elif read.partition:
-            number = max(1, math.ceil(read.bytes / read.partition / threads)) * threads
+            needed = max(1, needed, math.ceil(read.bytes / read.partition))
+            number = math.ceil(needed / threads) * threads
         else:
             continue
         if number < read.partitions:
@@ -175,7 +182,8 @@ def _chosen(found: Mapping[str, ParquetRead], sizes: PartitionSizes) -> dict[str
         for name, read in found.items():
             files, sample = columns_of(read.read)
             mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)
-            tables[name] = TableRead(int(files * mean), read.expr.npartitions, *sizes.of(read.blocksize))
+            limits = sizes.of(read.blocksize)
+            tables[name] = TableRead(int(files * mean), math.ceil(files), read.expr.npartitions, *limits)
         chosen = choose_partitions(tables, workers=sizes.workers, threads=sizes.threads)
         return {
             name: number

@@ -24,6 +24,7 @@ from dask_gpurt.dask_hooks.fused_reads import Column, FewerPartitions, lower
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import PlanningCache
 from dask_gpurt.planning.partitions import (
+    MOST_FILES,
     PartitionSizes,
     TableRead,
     bytes_in_memory,
@@ -43,6 +44,7 @@ reads = st.dictionaries(
     st.builds(
         TableRead,
         bytes=st.integers(0, 1 << 40),
+        files=st.integers(1, 10_000),
         partitions=st.integers(1, 100),
         partition=st.sampled_from([0, MIB, 1 << 32]),
         small=st.sampled_from([0, MIB, 1 << 32]),
@@ -69,9 +71,15 @@ def test_threads_share_the_partitions_of_a_table_evenly(
     for name, number in choose_partitions(reads, workers=workers, threads=threads).items():
         is_small = reads[name].bytes <= reads[name].small
         assert number % threads == 0 or (number == 1 and is_small)
-        assert (
-            number == 1 or number == threads or reads[name].bytes > (number - threads) * reads[name].partition
-        )
+        if number not in (1, threads):  # no more than the size and the files of the table need
+            needed = max(reads[name].bytes / reads[name].partition, reads[name].files / MOST_FILES)
+            assert needed > number - threads
+
+
+@given(reads=reads, workers=st.integers(1, 300))
+def test_no_task_opens_more_files_than_dask_would_let_it(reads: dict[str, TableRead], workers: int) -> None:
+    for name, number in choose_partitions(reads, workers=workers, threads=workers).items():
+        assert reads[name].files <= number * MOST_FILES
 
 
 @given(reads=reads, workers=st.integers(1, 300))
@@ -86,10 +94,10 @@ def test_copies_of_a_small_table_are_no_more_than_a_worker_sends_in_a_shuffle(
 
 def test_a_table_is_as_many_partitions_as_its_size_needs() -> None:
     tables = {
-        "lines": TableRead(19 << 30, 8, 4 << 30, 1 << 30),
-        "orders": TableRead(3 << 30, 8, 4 << 30, 1 << 30),
-        "suppliers": TableRead(20 << 20, 8, 4 << 30, 1 << 30),
-        "nations": TableRead(100, 1, 4 << 30, 1 << 30),
+        "lines": TableRead(19 << 30, 64, 8, 4 << 30, 1 << 30),
+        "orders": TableRead(3 << 30, 64, 8, 4 << 30, 1 << 30),
+        "suppliers": TableRead(20 << 20, 64, 8, 4 << 30, 1 << 30),
+        "nations": TableRead(100, 1, 1, 4 << 30, 1 << 30),
     }
     assert choose_partitions(tables, workers=2, threads=2) == {"lines": 6, "orders": 2, "suppliers": 1}
     # More workers: each sends less in a shuffle, and every thread reads something.
