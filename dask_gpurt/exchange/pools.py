@@ -67,7 +67,7 @@ class Pools:
         with self._lock:
             if kind not in self._outboxes:
                 device = self.device(kind)
-                pool = device.create_pool(self._size_for(device))
+                pool = device.create_pool(self.size_for(device))
                 ask = partial(self._ask, pool)
                 outbox = self._outboxes[kind] = Outbox(pool, ask, self._metrics)
                 outbox.retains = lambda run: self.retains(run)
@@ -83,8 +83,14 @@ class Pools:
         """Return the outbox of a pool that exists. Does not block."""
         return self._outboxes[kind]
 
-    def _size_for(self, device: Device) -> int:
-        """Return the size of a device's pool; raise ConfigError if the setting exceeds free memory."""
+    def size_for(self, device: Device) -> int:
+        """Return the size in bytes that a pool of a device gets when it is created.
+
+        Raises
+        ------
+        ConfigError
+            If the setting exceeds the free memory.
+        """
         limits = device.pool_limits()
         # On a worker with a GPU, the setting applies to the GPU only.
         if self._size is None or device.kind != self.main:

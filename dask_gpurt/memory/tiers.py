@@ -9,7 +9,9 @@ from dask.utils import format_bytes
 
 from dask_gpurt.config import ConfigError, MemorySettings, Size
 
-#: Default share of device memory, the same as that of dask-cuda's --device-memory-limit.
+#: Default share of the device memory that the exchange pool leaves, the same as that of dask-cuda's
+#: --device-memory-limit. The rest is for CUDA, for kernels, which are loaded as they are first used, and for
+#: holes between the objects of an RMM pool. A launch fails if there is no memory left for its kernel.
 DEVICE_SHARE = 0.8
 #: Default share and most bytes of pinned memory, which all processes of the host lose. A few GiB suffice to
 #: keep the bus busy.
@@ -77,6 +79,7 @@ def limits(
     given_device: int | None,
     target: float | bool,
     disk_free: int,
+    pool: int = 0,
     integrated: bool = False,
 ) -> Limits:
     """Resolve the limits from the settings of this package, of Dask and of dask-cuda.
@@ -93,6 +96,8 @@ def limits(
         ``distributed.worker.memory.target``.
     disk_free
         Free bytes in the file system of the spill directory.
+    pool
+        Bytes of GPU memory that the exchange pool takes.
     integrated
         Whether the GPU shares the host's memory. Then all tiers but the disk share it, and there is no tier
         for copies of GPU data in host memory.
@@ -108,7 +113,9 @@ def limits(
     spared = int(INTEGRATED_HOST_SHARE * whole) if integrated else 0
     device = _of(settings.device, whole)
     if device is None:
-        device = kept if on_host else min(given_device or int(DEVICE_SHARE * whole) - spared, whole)
+        # dask-cuda's default is a share of the whole GPU.
+        most = int(DEVICE_SHARE * (whole - pool)) - spared
+        device = kept if on_host else min(given_device or most, most)
     pinned = _of(settings.pinned, memory_limit)
     if pinned is None:
         pinned = 0 if on_host or integrated else int(min(PINNED_SHARE * memory_limit, PINNED_MOST))

@@ -29,7 +29,7 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.memory_reports import Reporter
-from dask_gpurt.topology.detect import memory_of_processors
+from dask_gpurt.topology.detect import memory_of_host, nvml_library
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class WorkerTiers:
         """Return the bytes of host memory that the worker may use."""
         limit = self.worker.memory_manager.memory_limit or MEMORY_LIMIT
         # Dask derives it from the system's total, which may include GPU memory as NUMA nodes.
-        return limit if self.device.on_host else min(limit, memory_of_processors() or limit)
+        return limit if self.device.on_host else min(limit, memory_of_host(nvml_library()))
 
     def _limits(self, given: Any) -> Limits:
         given_device = getattr(getattr(given, "device_buffer", None), "n", None)
@@ -183,6 +183,7 @@ class WorkerTiers:
             given_device=given_device and given_device // workers_of_device(),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
+            pool=0 if self.device.on_host else self.pools.size_for(self.device),
             integrated=self.device.integrated,
         )
 

@@ -147,6 +147,11 @@ class Nvml:
         """Return all GPUs in bus order; a GPU partitioned by MIG is represented by its instances."""
         return tuple(gpu for index, handle in self._handles.items() for gpu in self._parts(index, handle))
 
+    def memory_nodes(self) -> set[int]:
+        """Return the NUMA nodes that are the memory of GPUs."""
+        found = (self._ask("nvmlDeviceGetNumaNodeId", handle) for handle in self._handles.values())
+        return {node for node in found if node is not None}
+
     def _parts(self, index: int, handle: Any) -> Iterator[Gpu]:
         whole = Gpu(
             _text(self._library.nvmlDeviceGetUUID(handle)),
@@ -298,19 +303,22 @@ def _processors(listed: str) -> set[int]:
     return {cpu for first, _, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
-def memory_of_processors(sys: Path = SYS) -> int | None:
-    """Return the bytes of memory on NUMA nodes with processors; None if unknown.
+def memory_of_host(library: Any | None, sys: Path = SYS) -> int:
+    """Return the bytes of this host's memory, without that of GPUs.
 
-    On coherent hosts such as GH200 the memory of a GPU is a NUMA node without processors, and is included in
-    the system's total.
+    On coherent hosts such as GH200 the memory of a GPU is a NUMA node, and is included in the system's total.
+    Which nodes these are is known from NVML, from driver 555 on: other nodes without processors, such as
+    memory behind CXL and what a virtual machine gets as it needs it, belong to the host.
     """
-    folder = sys / "devices/system/node"
-    found = (
-        re.search(r"MemTotal:\s*(\d+) kB", _read(folder / f"node{node}/meminfo"))
-        for node, processors in numa_nodes(sys).items()
-        if processors
-    )
-    return sum(int(total[1]) * 1024 for total in found if total) or None
+    of_gpus = set() if library is None else Nvml(library, node_of_device).memory_nodes()
+    with_processors = {node for node, processors in numa_nodes(sys).items() if processors}
+    of_gpus -= with_processors  # in case NVML names the node that the GPU is attached to
+    return psutil.virtual_memory().total - sum(_memory_of_node(node, sys) for node in of_gpus)
+
+
+def _memory_of_node(node: int, sys: Path) -> int:
+    found = re.search(r"MemTotal:\s*(\d+) kB", _read(sys / f"devices/system/node/node{node}/meminfo"))
+    return int(found[1]) * 1024 if found else 0
 
 
 def own_node(sys: Path = SYS) -> int | None:

@@ -13,7 +13,8 @@ from typing import Any
 class FakeGpu:
     """Describe one GPU.
 
-    ``nvlinks`` has the index of the GPU at the end of each active link, or "switch".
+    ``nvlinks`` has the index of the GPU at the end of each active link, or "switch". ``node`` is the NUMA
+    node that its memory is; None if it is not one.
     """
 
     index: int
@@ -24,6 +25,7 @@ class FakeGpu:
     mig: list[str] = field(default_factory=list)
     fabric: tuple[bytes, int] | None = None
     memory: int | None = 141 * 2**30  # None where the GPU shares the host's memory
+    node: int | None = None
 
     @property
     def uuid(self) -> str:
@@ -96,6 +98,11 @@ class FakeNvml:
         if handle.memory is None:
             raise self.NVMLError_NotSupported("Not Supported")
         return SimpleNamespace(total=handle.memory)
+
+    def nvmlDeviceGetNumaNodeId(self, handle: FakeGpu) -> int:
+        if handle.node is None:
+            raise self.NVMLError_NotSupported("Not Supported")
+        return handle.node
 
     def nvmlDeviceGetUUID(self, handle: FakeGpu | str) -> str:
         return handle if isinstance(handle, str) else handle.uuid

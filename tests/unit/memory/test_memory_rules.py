@@ -68,7 +68,11 @@ def test_choice(given: list[EvictionCandidate], nbytes: int, random: Any) -> Non
 
 
 def resolved(
-    on_host: bool = False, given_device: int | None = None, integrated: bool = False, **settings: Any
+    on_host: bool = False,
+    given_device: int | None = None,
+    integrated: bool = False,
+    pool: int = 0,
+    **settings: Any,
 ) -> Limits:
     return limits(
         config.load({"gpurt": {"memory": settings}}).memory,
@@ -78,6 +82,7 @@ def resolved(
         given_device=given_device,
         target=0.6,
         disk_free=1000 * GIB,
+        pool=pool,
     )
 
 
@@ -89,6 +94,15 @@ def test_defaults() -> None:
 def test_limits_given_to_dask_cuda_count() -> None:
     assert resolved(given_device=30 * GIB).device == 30 * GIB
     assert resolved(given_device=30 * GIB, device="50%").device == 70 * GIB
+
+
+def test_the_device_tier_leaves_the_exchange_pool_its_memory() -> None:
+    """Dask-cuda's default is a share of the whole GPU, which the exchange pool takes a part of."""
+    assert resolved(pool=20 * GIB).device == 96 * GIB
+    assert resolved(pool=20 * GIB, given_device=112 * GIB).device == 96 * GIB
+    assert resolved(pool=20 * GIB, given_device=30 * GIB).device == 30 * GIB
+    assert resolved(pool=20 * GIB, given_device=112 * GIB, device="110 GiB").device == 110 * GIB
+    assert resolved(pool=20 * GIB, integrated=True).device == 54 * GIB
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 from itertools import combinations
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -192,17 +193,38 @@ def test_numa_nodes(sys: Path) -> None:
     assert detect.node_of_device("", sys) is None
 
 
-def test_the_memory_of_a_gpu_that_is_a_node_of_its_own_is_not_the_hosts(tmp_path: Path) -> None:
-    # As on GH200: 480 GB at the CPU, and 96 GB of the GPU that the system can use too.
+@pytest.fixture
+def coherent(tmp_path: Path) -> Path:
+    """Write a /sys with a node of processors, the memory of a GPU, and memory that is behind CXL."""
     folder = tmp_path / "devices/system/node"
-    for node, processors, kilobytes in ((0, "0-71", 500_000_000), (1, "", 100_000_000)):
+    for node, processors, kilobytes in ((0, "0-71", 500_000_000), (1, "", 100_000), (2, "", 300_000)):
         (folder / f"node{node}").mkdir(parents=True)
         (folder / f"node{node}/cpulist").write_text(f"{processors}\n")
         (folder / f"node{node}/meminfo").write_text(
             f"Node {node} MemTotal:       {kilobytes} kB\nNode {node} MemFree:  1 kB\n"
         )
-    assert detect.memory_of_processors(tmp_path) == 500_000_000 * 1024
-    assert detect.memory_of_processors(tmp_path / "nothing") is None
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("gpus", "kilobytes"),
+    [
+        ([FakeGpu(0, node=1)], 100_000),
+        ([FakeGpu(0)], 0),  # most hosts: a GPU's memory is not a node
+        ([FakeGpu(0, node=0)], 0),  # the node that it is attached to
+        ([FakeGpu(0, node=7)], 0),
+        ([FakeGpu(0, node=1), FakeGpu(1, node=2)], 400_000),
+    ],
+)
+def test_the_memory_of_a_gpu_that_is_a_node_of_its_own_is_not_the_hosts(
+    coherent: Path, gpus: list[FakeGpu], kilobytes: int
+) -> None:
+    total = psutil.virtual_memory().total
+    assert detect.memory_of_host(FakeNvml(gpus), coherent) == total - kilobytes * 1024
+
+
+def test_without_nvml_all_memory_is_the_hosts(coherent: Path) -> None:
+    assert detect.memory_of_host(None, coherent) == psutil.virtual_memory().total
 
 
 def test_only_devices_for_rdma_that_are_up_count(sys: Path, tmp_path: Path) -> None:
