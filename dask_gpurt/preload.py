@@ -7,7 +7,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributed import Nanny, Worker
+    from distributed.diagnostics.plugin import SchedulerPlugin
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +131,7 @@ async def _activate(server: Any) -> None:
         raise TypeError(f"dask_gpurt cannot be preloaded into a {type(server).__qualname__}")
 
 
-async def _activate_through(worker: Any, plugin: Any) -> None:
+async def _activate_through(worker: Worker | Nanny, plugin: SchedulerPlugin) -> None:
     """Switch the runtime on for the whole cluster, through the scheduler of a worker or nanny."""
     from distributed.protocol.pickle import dumps
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import dask
 import psutil
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, SpecCluster
 from distributed.core import Status
 
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
@@ -108,7 +108,7 @@ def start_cluster(backend: str, workers: int, protocol: str | None) -> Iterator[
                 _end_children(before)
 
 
-def restart_given_up(cluster: Any) -> int:
+def restart_given_up(cluster: SpecCluster) -> int:
     """Replace workers whose nannies have closed, as they do when a process fails to start.
 
     Returns the number of replaced workers.

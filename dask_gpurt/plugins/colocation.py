@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from dask.utils import parse_bytes
@@ -125,7 +124,7 @@ def divide(nanny: Nanny, count: int) -> None:
         nanny.worker_kwargs["plugins"] = type(plugins)(_divided(plugin, count) for plugin in plugins)
 
 
-def _divided(plugin: Any, count: int) -> Any:
+def _divided(plugin: object, count: int) -> object:
     """Return a copy of dask-cuda's plugin with its memory pool divided; any other plugin unchanged."""
     if not any(hasattr(plugin, name) for name in _POOL_SIZES):
         return plugin

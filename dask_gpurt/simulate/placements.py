@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 
 from dask_gpurt.placement import FreeMemory, GatedPlacement, Placement
@@ -68,15 +69,15 @@ class _Events(SchedulerPlugin):
         self._placement = placement
         self._topology = topology
 
-    def add_worker(self, scheduler: Any, worker: str) -> None:
+    def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         self._topology.add(worker, self._simulation.machine(worker).place)
         self._placement.on_place_changed(worker)
 
-    def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
+    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._topology.remove(worker)
         self._placement.on_worker_removed(worker)
 
-    def update_graph(self, scheduler: Any, **kwargs: Any) -> None:
+    def update_graph(self, scheduler: Scheduler, **kwargs: Any) -> None:
         if isinstance(self._placement, GatedPlacement):
             self._placement.on_graph()
 

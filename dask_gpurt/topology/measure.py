@@ -21,7 +21,7 @@ from typing import Any
 
 import dask
 import numpy as np
-from distributed.comm.core import connect, listen
+from distributed.comm.core import Comm, connect, listen
 from distributed.protocol.serialize import to_serialize
 
 from dask_gpurt.topology.hosts import Host
@@ -102,7 +102,7 @@ async def _tcp() -> Speed:
     return Speed(BLOCK_BYTES / max(seconds - latency, seconds / 2), latency)
 
 
-async def _exchange(comm: Any, block: np.ndarray) -> float:
+async def _exchange(comm: Comm, block: np.ndarray) -> float:
     """Return the shortest round-trip time of a message, in seconds."""
     times: list[float] = []
     end = time.perf_counter() + TRIAL_S
@@ -121,7 +121,7 @@ def _answering() -> Iterator[str]:
     loop = asyncio.new_event_loop()
     done = asyncio.Event()
 
-    async def answer(comm: Any) -> None:
+    async def answer(comm: Comm) -> None:
         while True:
             try:
                 await comm.read()
