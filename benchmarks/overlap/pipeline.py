@@ -75,13 +75,15 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
     """
     count = plan.size // ROW // plan.partitions
     highest = max(1, count * plan.partitions // ALIKE)
+    settings = {"dataframe.shuffle.method": "gpurt", "gpurt.compute.concurrency": plan.concurrency}
     with (
-        dask.config.set({**LOADED, "dataframe.shuffle.method": "gpurt"}),
+        dask.config.set({**LOADED, **settings}),
         local_cluster(
             plan.backend, plan.workers, plan.protocol, plan.rmm_pool_size, threads=plan.threads
         ) as cluster,
         Client(cluster) as client,
     ):
+        client.wait_for_workers(plan.workers * plan.concurrency)
         meta = source(0, 1, 2, plan.backend).iloc[:0]
         frame = dd.from_map(source, range(plan.partitions), args=[count, highest, plan.backend], meta=meta)
         frame = frame.persist()

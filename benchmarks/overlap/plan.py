@@ -39,8 +39,9 @@ class Plan:
         Rows of the frames, and of the square matrices, of compute.
     collective
         Bytes of a collective on each GPU.
-    modes, threads
-        The pipeline's modes of the runtime, which take turns, and task threads per worker.
+    modes, threads, concurrency
+        The pipeline's modes of the runtime, which take turns; task threads per worker; and workers in place
+        of each one, which share its GPU.
     timeline
         Whether to record GPU activity in the pipeline, which has a cost of its own.
     """
@@ -60,6 +61,7 @@ class Plan:
     collective: int
     modes: tuple[str, ...]
     threads: int = 1
+    concurrency: int = 1
     timeline: bool = False
     protocol: str | None = None
     rmm_pool_size: float = 0.5

@@ -14,15 +14,20 @@ from tests.helpers.commands import run
 ROOT = Path(__file__).parents[2]
 
 
-def test_figures_are_of_each_program_and_contender() -> None:
+def test_first_and_warm_runs_of_each_contender_have_figures_of_their_own() -> None:
     runs = [
-        Run("flights", contender, turn, 0.5, seconds, {})
+        Run("flights", contender, turn, 0.5, warm, seconds, {})
         for contender, times in ((RUNTIME, (1.0, 3.0, 2.0)), (ALONE, (5.0, 4.0, 9.0)))
-        for turn, seconds in enumerate(times)
+        for turn, first in enumerate(times)
+        for warm, seconds in enumerate((first, first / 2, first / 4))
     ]
-    assert figures(runs) == [
-        {"program": "flights", "contender": RUNTIME, "runs": 3, "seconds": {"median": 2, "min": 1, "max": 3}},
-        {"program": "flights", "contender": ALONE, "runs": 3, "seconds": {"median": 5, "min": 4, "max": 9}},
+    assert [
+        (row["contender"], row["warm"], row["runs"], *row["seconds"].values()) for row in figures(runs)
+    ] == [
+        (RUNTIME, False, 3, 2, 1, 3),
+        (RUNTIME, True, 6, 0.625, 0.25, 1.5),
+        (ALONE, False, 3, 5, 4, 9),
+        (ALONE, True, 6, 2.125, 1, 4.5),
     ]
 
 
