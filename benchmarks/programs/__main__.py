@@ -5,7 +5,7 @@
 Each run has a cluster of its own, of two workers with one thread each, so that peaks of memory start anew.
 The data are made before the clock starts, except for XGBoost, whose figure is memory. Each run records the
 load of the machine right before it, since other programs may use the same cores. With ``--backend cudf`` each
-worker has a GPU of its own, and Dask alone shuffles by ``tasks``, since its ``p2p`` takes minutes there.
+worker has a GPU of its own, and Dask alone shuffles by ``tasks``, as programs for GPUs do.
 ``--warm`` adds runs on the same cluster after the first one.
 """
 

@@ -307,8 +307,8 @@ def memory_of_host(library: Any | None, sys: Path = SYS) -> int:
     """Return the bytes of this host's memory, without that of GPUs.
 
     On coherent hosts such as GH200 the memory of a GPU is a NUMA node, and is included in the system's total.
-    Which nodes these are is known from NVML, from driver 555 on: other nodes without processors, such as
-    memory behind CXL and what a virtual machine gets as it needs it, belong to the host.
+    NVML tells which nodes these are, unless the driver is too old for that: other nodes without processors,
+    such as memory behind CXL, belong to the host.
     """
     of_gpus = set() if library is None else Nvml(library, node_of_device).memory_nodes()
     with_processors = {node for node, processors in numa_nodes(sys).items() if processors}
