@@ -60,6 +60,10 @@ class Fallback(Enum):
     MEMORY_UNPICKLABLE = "memory.unpicklable", "an object cannot be spilled"
     MEMORY_TIERS_FULL = "memory.tiers-full", "objects exceed their tier's limit"
     MEMORY_SPILL_UNREADABLE = "memory.spill-unreadable", "spilled data is recomputed"
+    MEMORY_GPU_NODES_UNKNOWN = (
+        "memory.gpu-nodes-unknown",
+        "memory of GPUs that is part of the host's counts as the host's",
+    )
     MEMORY_NOT_PINNED = "memory.not-pinned", "no more host memory is pinned"
     MEMORY_FILES_WITHOUT_KVIKIO = "memory.files-without-kvikio", "files are read and written without kvikio"
 

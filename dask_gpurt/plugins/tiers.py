@@ -169,8 +169,14 @@ class WorkerTiers:
     def _memory_limit(self) -> int:
         """Return the bytes of host memory that the worker may use."""
         limit = self.worker.memory_manager.memory_limit or MEMORY_LIMIT
-        # Dask derives it from the system's total, which may include GPU memory as NUMA nodes.
-        return limit if self.device.on_host else min(limit, memory_of_host(nvml_library()))
+        if self.device.on_host:
+            return limit
+        try:
+            # Dask derives it from the system's total, which may include GPU memory as NUMA nodes.
+            return min(limit, memory_of_host(nvml_library()))
+        except Exception as error:  # NVML may fail for any GPU of the host, such as one that is lost
+            self._metrics.fallback(Fallback.MEMORY_GPU_NODES_UNKNOWN, repr(error))
+            return limit
 
     def _limits(self, given: Any) -> Limits:
         given_device = getattr(getattr(given, "device_buffer", None), "n", None)

@@ -11,6 +11,9 @@ import dask_gpurt
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import pools
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Fallback
+from dask_gpurt.plugins import tiers
+from tests.helpers.fake_nvml import FakeGpu, FakeNvml
 from tests.helpers.far_device import Integrated
 from tests.helpers.in_process import gen_client_cluster
 
@@ -44,5 +47,29 @@ async def test_an_integrated_gpu(client: Any, scheduler: Any, worker: Any) -> No
         assert used[Tier.DISK] >= 8 * ARRAY - ledger.capacity[Tier.DEVICE]
         assert used[Tier.PINNED] == 0
         assert 0 < used[Tier.HOST] < ARRAY
+    finally:
+        await dask_gpurt.disable(client)
+
+
+class LostGpu(FakeNvml):
+    """Fail for a GPU of the host, which need not be that of the worker."""
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:
+        raise self.NVMLError("GPU is lost")
+
+
+@gen_client_cluster(
+    nthreads=[("127.0.0.1", 1)],
+    worker_kwargs={"memory_limit": MEMORY},
+    config={"distributed.worker.memory.pause": False, "distributed.worker.memory.spill": False},
+)
+async def test_the_runtime_is_on_where_nvml_fails(client: Any, scheduler: Any, worker: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiers, "nvml_library", lambda: LostGpu([FakeGpu(0)]))
+        await dask_gpurt.enable(client)
+    try:
+        plugin = worker.plugins["gpurt"]
+        assert plugin.tiers.memory_limit == MEMORY
+        assert Fallback.MEMORY_GPU_NODES_UNKNOWN.id in plugin.metrics.fallbacks()
     finally:
         await dask_gpurt.disable(client)
