@@ -50,7 +50,7 @@ _reported_choices: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = We
 #: Timeout for closing a client that could not switch the runtime on, in seconds.
 CLOSE_TIMEOUT_S = 2.0
 #: The partitions of a table's files that have room in GPU memory at least, where a client knows its limit.
-DEVICE_SHARE = 16
+PARTITIONS_IN_DEVICE = 16
 #: The most choices remembered for a client; beyond that all are forgotten, and may be counted again.
 MOST_CHOICES = 10_000
 
@@ -405,7 +405,9 @@ def _partition_sizes() -> PartitionSizes | None:
     if client is None or settings is None or (sizes := config.partition_sizes()) == (0, 0):
         return None
     device = config.load().memory.device
-    largest = device.bytes // DEVICE_SHARE if device is not None and device.bytes is not None else None
+    largest = (
+        device.bytes // PARTITIONS_IN_DEVICE if device is not None and device.bytes is not None else None
+    )
     return PartitionSizes(*cluster_size(client), *sizes, largest)
 
 
