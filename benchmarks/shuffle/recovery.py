@@ -4,8 +4,8 @@
 
 A worker is killed with SIGKILL half-way through the transfers, when the barrier begins, half-way through the
 outputs, or once all outputs are in memory. Its nanny restarts it. The time from ``persist`` until all outputs
-are in memory (again) is compared with that of an undisturbed shuffle on one worker less. Every result is
-checked. The methods take turns.
+are in memory (again) is compared with that of an undisturbed shuffle on one worker less ("none"); "whole" is
+an undisturbed shuffle on all workers. Every result is checked. The methods take turns.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
 
 METHODS = ("gpurt", "p2p", "tasks")
-#: Phases in which a worker may be killed.
-PHASES = ("none", "transfer", "barrier", "unpack", "after")
+#: Runs without a loss: with one worker less, and with all of them.
+UNDISTURBED = ("none", "whole")
+#: Phases in which a worker may be killed, after those.
+PHASES = (*UNDISTURBED, "transfer", "barrier", "unpack", "after")
 HIGHEST = 2**40
 #: Seconds after which a run counts as hung.
 LIMIT_S = 300.0
@@ -66,7 +68,7 @@ class KillAt(SchedulerPlugin):
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
         name = str(key[0] if isinstance(key, tuple) else key)
-        if self.killed is not None or self.phase == "none":
+        if self.killed is not None or self.phase in UNDISTURBED:
             return
         if self.phase == "barrier":
             reached = name.startswith("shuffle-barrier-") and finish == "processing"
@@ -121,7 +123,7 @@ def run(client: Client, method: str, phase: str, turn: int, size: tuple[int, int
     expected = totals(fingerprints(frame))
     pids: dict[str, int] = client.run(os.getpid)
     workers = len(pids)
-    kills_itself = phase not in ("none", "after")
+    kills_itself = phase not in (*UNDISTURBED, "after")
     if kills_itself:
         client.register_plugin(KillAt(phase, partitions // 2, pids))
     start = time.perf_counter()

@@ -140,8 +140,8 @@ def added_up(client: Client, runs: Sequence[Shuffled]) -> dict[str, float]:
 def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
     """Run the shuffles in turns, after a discarded one of each kind."""
     rows = parameters["size"] // ROW_BYTES // parameters["partitions"]
-    args: list[Any] = [rows, 2**62, "pandas"]
-    meta = make_random(0, 1, 2**62, "pandas").iloc[:0]
+    args: list[Any] = [rows, 2**62, parameters["backend"]]
+    meta = make_random(0, 1, *args[1:]).iloc[:0]
     frame = dd.from_map(make_random, range(parameters["partitions"]), args=args, meta=meta).persist()
     wait(frame)
     for traced in (True, False):
@@ -159,13 +159,18 @@ def measure(client: Client, parameters: Mapping[str, Any]) -> list[Shuffled]:
 @click.command()
 @click.option("--size", default="512MiB", show_default=True, callback=in_bytes, help="Bytes of the frame.")
 @click.option("--partitions", default=16, show_default=True)
-@click.option("--workers", default=default_workers("pandas"), show_default=True)
+@click.option("--workers", type=int, help="One for each GPU, or two.")
+@click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True)
 @click.option("--repeat", default=20, show_default=True, help="Pairs of shuffles.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
-def main(size: int, partitions: int, workers: int, repeat: int, output: Path | None) -> None:
+def main(
+    size: int, partitions: int, workers: int | None, backend: str, repeat: int, output: Path | None
+) -> None:
     """Measure the cost of tracing a shuffle."""
-    parameters = {"size": size, "partitions": partitions, "workers": workers, "repeat": repeat}
-    with local_cluster("pandas", workers) as cluster, Client(cluster) as client:
+    workers = workers or default_workers(backend)
+    parameters: dict[str, Any] = {"size": size, "partitions": partitions, "workers": workers}
+    parameters |= {"backend": backend, "repeat": repeat}
+    with local_cluster(backend, workers) as cluster, Client(cluster) as client:
         dask_gpurt.enable(client)
         runs = measure(client, parameters)
         parts = added_up(client, runs)

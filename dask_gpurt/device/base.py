@@ -7,8 +7,8 @@ peers. Methods block, and must not be called on the event loop, unless they say 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +34,13 @@ Fence = Callable[[], None]
 
 def passed() -> None:
     """Return immediately: the fence of an operation that is already complete."""
+
+
+def wait_for_all(fences: Iterable[Fence]) -> None:
+    """Wait for each fence, also after an error of another one, which is raised at the end."""
+    with ExitStack() as waiting:
+        for fence in fences:
+            waiting.callback(fence)
 
 
 def workers_of_device() -> int:
@@ -353,8 +360,6 @@ class Device(Protocol):
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         """Start to copy pieces of host memory into one new buffer; they have to stay valid until the fence.
-
-        The copies of a thread complete in order.
 
         Raises
         ------

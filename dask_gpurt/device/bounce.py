@@ -47,17 +47,20 @@ class BounceBuffers:
         The number of buffers of a thread.
     allocate
         Returns this many bytes of page-aligned host memory.
+    nbytes
+        Bytes of a buffer, a multiple of the size of a page.
     """
 
-    def __init__(self, number: int, allocate: Callable[[int], np.ndarray]):
+    def __init__(self, number: int, allocate: Callable[[int], np.ndarray], nbytes: int = BOUNCE_BUFFER_BYTES):
         self._number = number
         self._allocate = allocate
+        self.nbytes = nbytes
         self._threads = threading.local()
 
     def of_thread(self) -> list[np.ndarray]:
         """Return the buffers of this thread, allocated on first use."""
         if not hasattr(self._threads, "buffers"):
-            memory = self._allocate(self._number * BOUNCE_BUFFER_BYTES)
+            memory = self._allocate(self._number * self.nbytes)
             self._threads.buffers = np.split(memory, self._number)
         buffers: list[np.ndarray] = self._threads.buffers
         return buffers

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import rmm
 from cuda.bindings.runtime import (
+    cudaDeviceAttr,
     cudaDeviceGetStreamPriorityRange,
     cudaError_t,
     cudaStreamAttrID,
@@ -40,12 +41,13 @@ from dask_gpurt.device.base import (
     ReadingError,
     SmContexts,
     lives_on_device,
+    wait_for_all,
     workers_of_device,
 )
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
 from dask_gpurt.device.cuda_guard import ResourceGuard
-from dask_gpurt.device.cuda_memory import DeviceSpan, behind, copy_async, cut
+from dask_gpurt.device.cuda_memory import DeviceSpan, behind, bounce_buffers, copy_async, cut, is_pageable
 from dask_gpurt.device.cuda_reads import READ_MEMORY
 from dask_gpurt.device.green import GreenContexts, is_confined, usual_context
 from dask_gpurt.device.pool import (
@@ -59,6 +61,7 @@ from dask_gpurt.device.pool import (
     PoolLimits,
     Ticket,
 )
+from dask_gpurt.device.staging import STAGED_FROM_BYTES, STAGING_CHUNK_BYTES, Staging
 from dask_gpurt.topology.detect import host_id
 from dask_gpurt.topology.links import Link
 
@@ -161,6 +164,10 @@ class CudaDevice:
         self._streams = threading.local()
         self._codecs: dict[str, Codec] | None = None
         self._guard: ResourceGuard | None = None
+        self._staging = Staging(self._start, bounce_buffers(self, STAGING_CHUNK_BYTES))
+        #: Such a GPU, like that of GH200, copies pageable memory as fast as pinned memory.
+        shares = cudaDeviceAttr.cudaDevAttrPageableMemoryAccessUsesHostPageTables
+        self._reads_pageable = bool(runtime.deviceGetAttribute(int(shares), self.index))
 
     def stream(self) -> tuple[Stream, Any]:
         """Return this thread's communication stream, for rmm and libcudf, and for cupy."""
@@ -311,9 +318,9 @@ class CudaDevice:
         return self._copied([(source.ctypes.data, source.nbytes) for source in sources])
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
-        _, raw = self.after_compute() if ordered else self.stream()
-        copy_async(runs(sources, into), raw.ptr)
-        return behind(raw)
+        self.stream()  # sets the current device of this thread
+        after = self.compute_event() if ordered else None
+        return self._move(runs(sources, into), after, to_host=True, keep=(sources, into))
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
         # The user's stream will read and free the buffer, so allocate it in the order of that stream.
@@ -325,8 +332,41 @@ class CudaDevice:
         return list(buffers), self._filled(buffers, scattered)
 
     def _filled(self, buffers: Sequence[Any], scattered: Sequence[list[Any]]) -> Fence:
-        _, raw = self.after_compute()
-        copy_async(fillings(buffers, scattered), raw.ptr)
+        self.stream()  # sets the current device of this thread
+        copies = fillings(buffers, scattered)
+        return self._move(copies, self.compute_event(), to_host=False, keep=(buffers, scattered))
+
+    def _move(self, copies: Sequence[Copy], after: Any, *, to_host: bool, keep: object) -> Fence:
+        """Start copies between the device and host memory, behind an event unless it is None."""
+
+        def order() -> None:
+            if after is not None:
+                self.stream()[1].wait_event(after)
+
+        staged, others = self._divide(copies, to_host)
+        order()
+        _, raw = self.stream()
+        copy_async(others, raw.ptr)
+        if not staged:
+            return behind(raw)
+        stage = self._staging.to_host if to_host else self._staging.to_device
+        fences = behind(raw), stage(staged, order, keep)
+        return lambda: wait_for_all(fences)
+
+    def _divide(self, copies: Sequence[Copy], to_host: bool) -> tuple[list[Copy], list[Copy]]:
+        """Return the large copies from or to pageable memory, and the other ones."""
+        if self._reads_pageable:
+            return [], list(copies)
+        staged: list[Copy] = []
+        others: list[Copy] = []
+        for copy in copies:
+            large = copy.nbytes >= STAGED_FROM_BYTES
+            (staged if large and is_pageable(copy.to if to_host else copy.at) else others).append(copy)
+        return staged, others
+
+    def _start(self, copy: Copy) -> Fence:
+        _, raw = self.stream()
+        copy_async([copy], raw.ptr)
         return behind(raw)
 
     def copy_in_order(self, copies: Sequence[Copy]) -> None:
@@ -371,7 +411,7 @@ class CudaDevice:
         return self._guard.allocated() if self._guard is not None else 0
 
     def close(self) -> None:
-        pass
+        self._staging.close()
 
 
 @contextmanager

@@ -19,10 +19,10 @@ import rmm
 from cupy.cuda import runtime
 
 from dask_gpurt.device.base import PAGE, Fence, passed
-from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, read_pages, whole_pages
+from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, Chunk, read_pages, whole_pages
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
 from dask_gpurt.device.copies import address
-from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, behind
+from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, behind, bounce_buffers
 from dask_gpurt.device.pool import Buffer
 
 #: Threads of kvikio, the same as libcudf's default; kvikio's own default is one.
@@ -139,12 +139,7 @@ class Bounce:
 
     def __init__(self, device: CudaStreams):
         self._device = device
-        self._buffers = BounceBuffers(2, self._pinned)
-
-    def _pinned(self, nbytes: int) -> np.ndarray:
-        self._device.stream()  # sets the current device of this thread
-        pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes + PAGE), 0)
-        return np.frombuffer(pinned, np.uint8)[-pinned.ptr % PAGE :][:nbytes]
+        self._buffers = bounce_buffers(device, BOUNCE_BUFFER_BYTES)
 
     def write(self, fd: int, parts: Sequence[At]) -> None:
         """Write buffers, padded to whole pages."""

@@ -20,7 +20,8 @@ from cupy.cuda import runtime
 from rmm.pylibrmm.stream import Stream
 
 from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.device.base import Fence
+from dask_gpurt.device.base import PAGE, Fence
+from dask_gpurt.device.bounce import BounceBuffers
 from dask_gpurt.device.copies import Copy
 from dask_gpurt.device.pool import Buffer
 
@@ -96,6 +97,24 @@ def behind(stream: Any) -> Fence:
     event.record(stream)
     wait: Fence = event.synchronize
     return wait
+
+
+def is_pageable(ptr: int) -> bool:
+    """Return whether an address is in host memory that CUDA does not know of, which it copies slowly."""
+    error, attributes = bindings.cudaPointerGetAttributes(ptr)
+    unknown = bindings.cudaMemoryType.cudaMemoryTypeUnregistered
+    return bool(error == bindings.cudaError_t.cudaSuccess and attributes.type == unknown)
+
+
+def bounce_buffers(device: CudaStreams, nbytes: int) -> BounceBuffers:
+    """Return two pinned buffers of this many bytes for each thread that uses them."""
+
+    def pinned(total: int) -> np.ndarray:
+        device.stream()  # sets the current device of this thread
+        memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(total + PAGE), 0)
+        return np.frombuffer(memory, np.uint8)[-memory.ptr % PAGE :][:total]
+
+    return BounceBuffers(2, pinned, nbytes)
 
 
 def cut(sizes: Sequence[int], stream: Stream) -> list[DeviceSpan]:

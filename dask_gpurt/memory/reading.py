@@ -12,7 +12,7 @@ from dask.typing import Key
 from distributed.protocol.serialize import Serialized
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.base import Fence
+from dask_gpurt.device.base import Fence, wait_for_all
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.memory.entries import EntryTable, StoredCopy
 from dask_gpurt.memory.reservations import Reservations
@@ -179,17 +179,16 @@ class _Gather:
 
     def __init__(self, device: Device | None):
         self._device = device
-        self._fence: Fence | None = None
+        self._fences: list[Fence] = []
 
     def __call__(self, pieces: Scattered) -> Buffer:
         if on_device(pieces):
             return pieces[0]
         if self._device is None:
             return joined(pieces)
-        buffer, self._fence = self._device.gather(pieces)
+        buffer, fence = self._device.gather(pieces)
+        self._fences.append(fence)
         return buffer
 
     def wait(self) -> None:
-        # The copies of one thread are in stream order, so the last fence covers all of them.
-        if self._fence is not None:
-            self._fence()
+        wait_for_all(self._fences)

@@ -93,3 +93,44 @@ def test_a_call_that_cuda_refuses_raises_an_error() -> None:
     default = cupy.cuda.Stream.null
     with pytest.raises(RuntimeError, match="2 copies in one call: cudaErrorInvalidValue"):
         copy_async([Copy(there.data.ptr + at, here.data.ptr + at, 8) for at in (0, 8)], default.ptr)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", PLACES)
+def test_memory_that_cuda_does_not_know_is_pageable(place: str) -> None:
+    from dask_gpurt.device.cuda_memory import is_pageable
+
+    memory = Memory(place, np.zeros(KIB, np.uint8))
+    assert is_pageable(memory.ptr) == (place == "pageable")
+    memory.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [(), (0,), (2, 3)])
+@pytest.mark.parametrize("sizes", [[1], [1024, 1023, 9 * 1024, 3], [64 * 1024] * 4])
+def test_large_buffers_go_to_host_memory_and_back(sizes: list[int], pinned: tuple[int, ...]) -> None:
+    """Pinned and pageable pieces, in KiB, some of which go through bounce buffers."""
+    import cupy
+
+    from dask_gpurt.device.cuda import CudaDevice
+
+    device = CudaDevice()
+    places = ["pinned" if at in pinned else "pageable" for at in range(len(sizes))]
+    for turn in range(3):
+        pieces = [
+            Memory(place, np.zeros(size * KIB + turn, np.uint8))
+            for place, size in zip(places, sizes, strict=True)
+        ]
+        # The copies wait for these kernels, which are still at work.
+        made = [cupy.random.randint(0, 256, piece.array.nbytes, cupy.uint8) for piece in pieces]
+        buffers = device.empty([piece.array.nbytes for piece in pieces])
+        for buffer, array in zip(buffers, made, strict=True):
+            cupy.asarray(buffer)[:] = array
+        device.scatter(buffers, [[piece.array] for piece in pieces])()
+        assert all(np.array_equal(p.array, cupy.asnumpy(a)) for p, a in zip(pieces, made, strict=True))
+        back, fence = device.gather_all([[piece.array] for piece in pieces])
+        fence()
+        assert all(bool((cupy.asarray(b) == a).all()) for b, a in zip(back, made, strict=True))
+        for piece in pieces:
+            piece.close()
+    device.close()

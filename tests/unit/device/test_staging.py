@@ -1,0 +1,141 @@
+"""Copy through bounce buffers: each byte once, nothing in flight after an error, copies after the end."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.device.base import Fence
+from dask_gpurt.device.bounce import BounceBuffers
+from dask_gpurt.device.copies import Copy
+from dask_gpurt.device.staging import Staging
+
+CHUNK = 64
+
+
+class Late:
+    """Copy as a device does: the bytes arrive only when a thread waits for them."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self._lock = threading.Lock()
+        self._fail_at = fail_at
+        self.started = self.in_flight = 0
+
+    def start(self, copy: Copy) -> Fence:
+        with self._lock:
+            self.started += 1
+            fails = self.started == self._fail_at
+            self.in_flight += 1
+
+        def wait() -> None:
+            ctypes.memmove(copy.to, copy.at, copy.nbytes)
+            with self._lock:
+                self.in_flight -= 1
+            if fails:
+                raise RuntimeError("the device refuses")
+
+        return wait
+
+
+def new(late: Late, threads: int = 3) -> Staging:
+    return Staging(
+        late.start, BounceBuffers(2, lambda nbytes: np.full(nbytes, 255, np.uint8), CHUNK), threads
+    )
+
+
+def memory(sizes: list[int]) -> tuple[np.ndarray, np.ndarray, list[Copy]]:
+    """Return bytes, zeros, and copies of the given sizes from these to those, with a gap behind each."""
+    ends = list(accumulate((size + 1 for size in sizes), initial=0))
+    source = np.random.default_rng(sum(sizes)).integers(1, 256, ends[-1], np.uint8)
+    target = np.zeros(ends[-1], np.uint8)
+    starts = zip(ends, sizes, strict=False)
+    to, at = int(target.ctypes.data), int(source.ctypes.data)
+    return source, target, [Copy(to + start, at + start, size) for start, size in starts]
+
+
+def copied(source: np.ndarray, sizes: list[int]) -> np.ndarray:
+    """Return what the target has to hold: the bytes, and zeros in the gaps."""
+    expected = source.copy()
+    expected[[end - 1 for end in accumulate(size + 1 for size in sizes)]] = 0
+    return expected
+
+
+WAYS: list[Callable[[Staging], Callable[..., Fence]]] = [lambda s: s.to_host, lambda s: s.to_device]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["to-host", "to-device"])
+@settings(deadline=None, max_examples=40)
+@given(sizes=st.lists(st.integers(0, 20 * CHUNK), max_size=8), threads=st.integers(1, 5))
+def test_each_byte_is_copied_and_no_other(
+    way: Callable[[Staging], Callable[..., Fence]], sizes: list[int], threads: int
+) -> None:
+    late, ordered = Late(), []
+    own = new(late, threads)
+    source, target, copies = memory(sizes)
+    way(own)(copies, lambda: ordered.append(threading.current_thread().name), None)()
+    own.close()
+    assert np.array_equal(target, copied(source, sizes))
+    chunks = sum(-(-size // CHUNK) for size in sizes)
+    assert (late.started, late.in_flight, len(ordered)) == (chunks, 0, min(threads, chunks))
+    assert all(name.startswith("gpurt-stage") for name in ordered)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["to-host", "to-device"])
+@pytest.mark.parametrize("fail_at", [1, 5, 12])
+def test_no_copy_is_in_flight_after_one_has_failed(
+    way: Callable[[Staging], Callable[..., Fence]], fail_at: int
+) -> None:
+    late = Late(fail_at)
+    own = new(late)
+    source, target, copies = memory([12 * CHUNK])
+    fence = way(own)(copies, lambda: None, (source, target))
+    with pytest.raises(RuntimeError, match="the device refuses"):
+        fence()
+    assert late.in_flight == 0
+    source, target, copies = memory([3 * CHUNK])  # and the threads copy on
+    way(own)(copies, lambda: None, (source, target))()
+    own.close()
+    assert np.array_equal(target, copied(source, [3 * CHUNK]))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["to-host", "to-device"])
+def test_the_calling_thread_copies_after_the_end(way: Callable[[Staging], Callable[..., Fence]]) -> None:
+    own = new(Late())
+    own.close()
+    source, target, copies = memory([5 * CHUNK, 1])
+    here: list[str] = []
+    way(own)(copies, lambda: here.append(threading.current_thread().name), (source, target))()
+    assert np.array_equal(target, copied(source, [5 * CHUNK, 1]))
+    assert here == [threading.current_thread().name]
+
+
+def test_memory_is_kept_until_it_is_copied() -> None:
+    class Owner:
+        pass
+
+    import weakref
+
+    begun, go_on = threading.Event(), threading.Event()
+    own, owner = new(Late()), Owner()
+    gone = weakref.ref(owner)
+    source, target, copies = memory([CHUNK])
+
+    def order() -> None:
+        begun.set()
+        go_on.wait(10)
+
+    fence = own.to_host(copies, order, owner)
+    del owner
+    assert begun.wait(10)
+    assert gone() is not None
+    go_on.set()
+    fence()
+    own.close()
+    assert np.array_equal(target, copied(source, [CHUNK]))
