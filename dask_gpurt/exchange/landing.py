@@ -84,9 +84,21 @@ class Landing:
     def _home(self, kind: str) -> Tier:
         return Tier.DEVICE if kind == self._main else Tier.HOST
 
-    def keeps(self, nbytes: int, kind: str) -> bool:
-        """Return whether this many bytes of shards may stay live: they take at most half of the tier."""
-        return self._tiered_buffer.reservations.leaves_half(nbytes, self._home(kind))
+    def keeps(self, nbytes: int, coming: int, kind: str) -> bool:
+        """Return whether shards will probably stay live until they are read.
+
+        They have to take at most half of the tier. If an object had to be evicted for them, they would be
+        stored in a lower tier instead (see :meth:`put`).
+
+        Parameters
+        ----------
+        nbytes
+            Bytes of the shards together.
+        coming
+            Bytes of those that have not landed yet.
+        """
+        reservations, home = self._tiered_buffer.reservations, self._home(kind)
+        return reservations.leaves_half(nbytes, home) and (not coming or reservations.has_room(coming, home))
 
     def make_room(self) -> None:
         """Spill all live objects on the device that are not in use, for a task that has run out of memory."""

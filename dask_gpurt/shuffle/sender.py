@@ -54,6 +54,10 @@ class _Published:
     empty: bytes | None
 
 
+#: Bytes of a shard from which on its outputs get sections of their own if it may not find room when it lands.
+LEAST_DIVIDED_BYTES = 1 << 20
+
+
 class Sender:
     """Publish the shards of input partitions.
 
@@ -229,8 +233,15 @@ class Sender:
         A spilled section is read back as a whole for each output in it, so each output then gets its own
         section. Otherwise fewer, larger sections are cheaper.
         """
-        share = sizeof(ready.data) * self.spec.ninputs // max(1, shares)
-        return not self.exchange.landing.keeps(share, ready.packer.device.kind)
+        nbytes, shares, device = sizeof(ready.data), max(1, shares), ready.packer.device
+        share = nbytes * self.spec.ninputs // shares
+        with self._lock:
+            published = len(self._published)
+        # Shards that are read in place do not land, and small ones are read back quickly. Other producers
+        # have probably published as many inputs as this one.
+        lands = not device.reads_in_place and nbytes >= shares * LEAST_DIVIDED_BYTES
+        coming = max(0, share - published * nbytes) if lands else 0
+        return not self.exchange.landing.keeps(share, coming, device.kind)
 
 
 def _beginning_after(me: str, shares: list[Share]) -> list[Share]:

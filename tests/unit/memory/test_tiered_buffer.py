@@ -222,6 +222,18 @@ def test_a_shard_that_the_device_has_no_room_for_lands_below(tiered_buffer: Tier
     assert metrics.snapshot()["fallbacks"]["exchange.spilled-on-arrival"]["count"] == 1
 
 
+def test_shards_stay_live_if_they_leave_half_of_the_tier_and_evict_nothing(
+    tiered_buffer: TieredBuffer,
+) -> None:
+    landing, most = Landing(tiered_buffer, "host", Metrics()), tiered_buffer.limits.device
+    assert landing.keeps(most // 2, most // 2, "host")
+    assert not landing.keeps(most // 2 + 1, 0, "host")
+    put(tiered_buffer, "x", np.zeros(most - 10 * KIB, np.uint8))
+    assert landing.keeps(20 * KIB, 10 * KIB, "host")
+    assert not landing.keeps(20 * KIB, 20 * KIB, "host")
+    assert landing.keeps(20 * KIB, 0, "host"), "those that have landed are in the tier"
+
+
 def test_serving_overrides_what_lies_there(tiered_buffer: TieredBuffer) -> None:
     put(tiered_buffer, "x", array(1))
     token = serving.set({"x": "copy"})
