@@ -61,7 +61,7 @@ class Landed:
             raise OSError("no tier has room") from None
         self.kept[key] = [np.array(source) for source in bring(sources)]
 
-    def keeps(self, nbytes: int, kind: str) -> bool:
+    def keeps(self, nbytes: int, coming: int, kind: str) -> bool:
         return True
 
     def make_room(self) -> None:
