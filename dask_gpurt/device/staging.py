@@ -8,15 +8,23 @@ buffers reach 14 to 16 and 21 to 28. Pinned memory is copied at 49 to 51.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 
+import numpy as np
+
 from dask_gpurt.device.base import Fence, passed, wait_for_all
 from dask_gpurt.device.bounce import BounceBuffers
 from dask_gpurt.device.copies import Copy
+
+logger = logging.getLogger(__name__)
+
+#: Moves chunks through the bounce buffers of a thread.
+Move = Callable[[Sequence[Copy], Sequence[np.ndarray]], None]
 
 #: Threads that copy. The bus is not full with eight, but they use as many processors meanwhile.
 STAGING_THREADS = 8
@@ -48,6 +56,7 @@ class Staging:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="gpurt-stage")
         self._lock = threading.Lock()
         self._closed = False
+        self._refused = False
 
     def to_host(self, copies: Sequence[Copy], order: Callable[[], None], keep: object) -> Fence:
         """Start to copy from the device to the host.
@@ -78,7 +87,7 @@ class Staging:
 
     def _share_out(
         self,
-        move: Callable[[Sequence[Copy]], None],
+        move: Move,
         copies: Sequence[Copy],
         order: Callable[[], None],
         keep: object,
@@ -87,13 +96,28 @@ class Staging:
         shares = [chunks[first :: self._threads] for first in range(min(self._threads, len(chunks)))]
         with self._lock:
             if not self._closed:
-                run = partial(_run, move, order, keep)
+                run = partial(self._run, move, order, keep)
                 return _fence([self._executor.submit(run, share) for share in shares])
-        _run(move, order, keep, chunks)
+        self._run(move, order, keep, chunks)
         return passed
 
-    def _move_to_host(self, chunks: Sequence[Copy]) -> None:
-        buffers = self._buffers.of_thread()
+    def _run(self, move: Move, order: Callable[[], None], keep: object, chunks: Sequence[Copy]) -> None:
+        """Move chunks in this thread; ``keep`` lives as long as the call."""
+        order()
+        try:
+            buffers = self._buffers.of_thread()
+        except (MemoryError, RuntimeError) as error:  # CUDA refuses to pin more memory
+            if not self._refused:
+                self._refused = True
+                logger.warning(
+                    "CUDA copies pageable memory itself, which is slow: no pinned buffers (%s)", error
+                )
+            for chunk in chunks:
+                self._start(chunk)()
+        else:
+            move(chunks, buffers)
+
+    def _move_to_host(self, chunks: Sequence[Copy], buffers: Sequence[np.ndarray]) -> None:
         filling: deque[tuple[Fence, int, Copy]] = deque()
 
         def empty() -> None:
@@ -112,8 +136,7 @@ class Staging:
         finally:
             wait_for_all(fence for fence, *_ in filling)
 
-    def _move_to_device(self, chunks: Sequence[Copy]) -> None:
-        buffers = self._buffers.of_thread()
+    def _move_to_device(self, chunks: Sequence[Copy], buffers: Sequence[np.ndarray]) -> None:
         emptying: deque[Fence] = deque()
         try:
             for number, chunk in enumerate(chunks):
@@ -124,14 +147,6 @@ class Staging:
                 emptying.append(self._start(Copy(chunk.to, buffer, chunk.nbytes)))
         finally:
             wait_for_all(emptying)
-
-
-def _run(
-    move: Callable[[Sequence[Copy]], None], order: Callable[[], None], keep: object, chunks: Sequence[Copy]
-) -> None:
-    """Move chunks in this thread; ``keep`` lives as long as the call."""
-    order()
-    move(chunks)
 
 
 def _fence(moving: Sequence[Future[None]]) -> Fence:

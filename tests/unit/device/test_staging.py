@@ -116,6 +116,22 @@ def test_the_calling_thread_copies_after_the_end(way: Callable[[Staging], Callab
     assert here == [threading.current_thread().name]
 
 
+@pytest.mark.parametrize("way", WAYS, ids=["to-host", "to-device"])
+def test_without_pinned_buffers_the_device_copies_by_itself(
+    way: Callable[[Staging], Callable[..., Fence]], caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(nbytes: int) -> np.ndarray:
+        raise RuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    own = Staging(Late().start, BounceBuffers(2, refuse, CHUNK), 1)
+    for _ in range(2):
+        source, target, copies = memory([5 * CHUNK, 1])
+        way(own)(copies, lambda: None, (source, target))()
+        assert np.array_equal(target, copied(source, [5 * CHUNK, 1]))
+    own.close()
+    assert caplog.text.count("no pinned buffers (cudaErrorMemoryAllocation: out of memory)") == 1
+
+
 def test_memory_is_kept_until_it_is_copied() -> None:
     class Owner:
         pass
