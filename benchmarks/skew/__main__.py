@@ -19,8 +19,8 @@ from the time at full speed by :func:`benchmarks.skew.figures.ideal_with_slow_li
 
 Contenders take turns, each turn starts with a different one, and each runs all its cells in a row.
 ``gpurt-unbalanced`` is the runtime without ``gpurt.shuffle.balance``. ``tasks`` and ``p2p`` are Dask's own as
-shipped, on a cluster where the runtime was never on. Every row of every result is compared with pandas'
-result for the same frames.
+shipped, on a cluster where the runtime was never on. All rows of each result are checked against those that
+follow from the left frame. With cudf, GPUs draw the frames.
 
 Besides wall time it reports the load, output rows and CPU seconds by worker, which shows an imbalance even
 where workers share processors, and each worker's peak memory. On a GPU a stopped worker launches nothing, but

@@ -1,4 +1,4 @@
-"""Run cells with all contenders in turns, and compare every result with that of pandas."""
+"""Run cells with all contenders in turns, and check every result."""
 
 from __future__ import annotations
 
@@ -217,18 +217,18 @@ class Contest:
             yield self._star.rate // SLOWER
 
     def _checked(self, client: Client, result: Any, run: str) -> list[int]:
-        """Compare a result with that of pandas, and return its rows by worker.
+        """Check all rows of a result, and return their number by worker.
 
         Raises
         ------
         ValueError
-            If the results differ.
+            If the result is wrong.
         """
         holders = client.who_has(futures_of(result))
         digests = client.gather(client.compute(delayed_digests(result)))
         wanted = self._expected[run.partition(" ")[0]]
         if total(digests) != wanted:
-            raise ValueError(f"{run}: the result is {total(digests)}, that of pandas is {wanted}")
+            raise ValueError(f"{run}: the result is {total(digests)}, but {wanted} is right")
         rows = [each.rows for each in digests]
         return rows_by_worker(rows, holders, list(client.nthreads()))
 
@@ -241,7 +241,7 @@ async def _until_forgotten(keys: Sequence[Any], dask_scheduler: Any) -> None:
 
 
 def _expected(cells: Sequence[str], size: Size) -> dict[str, Digest]:
-    """Return the expected digest of each cell; pandas computes equal cells once."""
+    """Return the expected digest of each cell; equal cells are computed once."""
     kinds = {cell: (CELLS[cell].keys, CELLS[cell].build is join_groupby) for cell in cells}
     known = {kind: expected(kind[0], size, grouped=kind[1]) for kind in set(kinds.values())}
     return {cell: known[kind] for cell, kind in kinds.items()}

@@ -11,39 +11,41 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import dask
 import dask.dataframe as dd
 import numpy as np
-import pandas as pd
 
-from benchmarks.common.rows import WRAP
+from benchmarks.common.rows import WRAP, arrays_of
 
 ZIPF = 1.3
 HOT_SHARE = 0.3
 #: Average rows of the left side per key, and keys per group.
 ROWS_PER_KEY, KEYS_PER_GROUP = 4, 8
 
-Draw = np.random.Generator
+#: The ``RandomState`` of numpy, or that of cupy, which draws on the GPU.
+Draw: TypeAlias = Any
 
 
-def even_keys(draw: Draw, rows: int, keys: int) -> np.ndarray:
+def even_keys(draw: Draw, rows: int, keys: int) -> Any:
     """Draw uniformly distributed keys."""
-    return draw.integers(0, keys, rows)
+    return draw.randint(0, keys, rows, dtype="int64")
 
 
-def zipf_keys(draw: Draw, rows: int, keys: int) -> np.ndarray:
+def zipf_keys(draw: Draw, rows: int, keys: int) -> Any:
     """Draw keys whose frequency is rank**-1.3; ranks beyond the last key wrap around."""
     return (draw.zipf(ZIPF, rows) - 1) % keys
 
 
-def hot_keys(draw: Draw, rows: int, keys: int) -> np.ndarray:
+def hot_keys(draw: Draw, rows: int, keys: int) -> Any:
     """Draw even keys, except for one key with 30% of the rows."""
-    return np.where(draw.random(rows) < HOT_SHARE, keys // 2, draw.integers(0, keys, rows))
+    drawn = even_keys(draw, rows, keys)
+    drawn[draw.random_sample(rows) < HOT_SHARE] = keys // 2
+    return drawn
 
 
-KEYS: Mapping[str, Callable[[Draw, int, int], np.ndarray]] = {
+KEYS: Mapping[str, Callable[[Draw, int, int], Any]] = {
     "even": even_keys,
     "zipf": zipf_keys,
     "hot": hot_keys,
@@ -80,16 +82,23 @@ class Size:
 
 def left_part(part: int, keys: str, size: Size) -> Any:
     """Make a partition of the left side, with a kind of keys from :data:`KEYS`."""
-    draw, rows = np.random.default_rng(part), size.rows_of(part)
-    columns = {"key": KEYS[keys](draw, rows, size.keys), "payload": draw.integers(0, 2**40, rows)}
+    draw, rows = arrays_of(size.backend).random.RandomState(part), size.rows_of(part)
+    columns = {
+        "key": KEYS[keys](draw, rows, size.keys),
+        "payload": draw.randint(0, 2**40, rows, dtype="int64"),
+    }
     return importlib.import_module(size.backend).DataFrame(columns)
 
 
 def right_part(part: int, size: Size) -> Any:
     """Make a partition of the right side."""
-    key = np.arange(part, size.keys, size.partitions)
-    columns = {"key": key, "group": key // KEYS_PER_GROUP, "weight": key * 7919 % 1009}
-    return importlib.import_module(size.backend).DataFrame(columns)
+    key = arrays_of(size.backend).arange(part, size.keys, size.partitions)
+    return with_right_columns(importlib.import_module(size.backend).DataFrame({"key": key}))
+
+
+def with_right_columns(rows: Any) -> Any:
+    """Add the columns of the right side, each of which follows from the key."""
+    return rows.assign(group=rows.key // KEYS_PER_GROUP, weight=rows.key * 7919 % 1009)
 
 
 def left_frame(keys: str, size: Size) -> Any:
@@ -140,10 +149,10 @@ def digest(frame: Any) -> Digest:
 
 def _scrambled(values: Any) -> Any:
     """Mix the bits of 64-bit integers with the finaliser of SplitMix64, a bijection."""
-    values = values + 0x9E3779B97F4A7C15
-    values = (values ^ (values >> 30)) * 0xBF58476D1CE4E5B9
-    values = (values ^ (values >> 27)) * 0x94D049BB133111EB
-    return values ^ (values >> 31)
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def total(digests: Sequence[Digest]) -> Digest:
@@ -152,19 +161,17 @@ def total(digests: Sequence[Digest]) -> Digest:
 
 
 def expected(keys: str, size: Size, grouped: bool) -> Digest:
-    """Return the digest of pandas' result for both sides as a whole."""
-    size = Size(size.rows, size.partitions)
-    left, right = (
-        pd.concat(parts, ignore_index=True)
-        for parts in (
-            [left_part(part, keys, size) for part in range(size.partitions)],
-            [right_part(part, size) for part in range(size.partitions)],
-        )
-    )
-    joined = left.merge(right, on="key")
+    """Return the digest of the right result.
+
+    It takes no join: the columns of the right side follow from the key of each row of the left side. On a GPU
+    it holds one partition at a time.
+    """
+    parts = (with_right_columns(left_part(part, keys, size)) for part in range(size.partitions))
     if not grouped:
-        return digest(joined)
-    return digest(joined.groupby("group").payload.agg(["sum", "count"]).reset_index())
+        return total([digest(part) for part in parts])
+    partial = [part.groupby("group").payload.agg(["sum", "count"]) for part in parts]
+    whole = importlib.import_module(size.backend).concat(partial).groupby(level=0).sum()
+    return digest(whole.reset_index())
 
 
 def delayed_digests(frame: Any) -> list[Any]:
