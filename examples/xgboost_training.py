@@ -49,8 +49,9 @@ def label_of(orders: Any) -> Any:
 
 
 def training_frame(parts: int, rows: int) -> Any:
-    """Build the frame to train on, lazily."""
+    """Build the frame to train on, lazily, in the library that ``dataframe.backend`` names."""
     orders = dd.from_map(make_orders, range(parts), rows=rows)
+    orders = orders.to_backend(dask.config.get("dataframe.backend", "pandas"))
     meta = orders._meta.assign(mean=np.float32(0))[COLUMNS]
     return orders.shuffle("customer").map_partitions(with_mean, meta=meta)
 

@@ -96,7 +96,7 @@ def test_xgboost(client: Client, library: Library) -> None:
     frame = xgboost_training.training_frame(parts=6, rows=2_000)
     found = xgboost_training.train(client, frame, rounds=8)
     # The trees equal those of a single process with all rows, except for the order of summation.
-    rows = frame.compute()
+    rows = to_pandas(frame.compute())
     matrix = xgboost.QuantileDMatrix(xgboost_training.features_of(rows), xgboost_training.label_of(rows))
     errors: dict[str, dict[str, list[float]]] = {}
     options = {"tree_method": "hist", "max_depth": 6}
