@@ -296,7 +296,7 @@ async def activate(client: Client) -> None:
     dask_hooks.require(expressions=True)
     from dask_gpurt import dashboard
     from dask_gpurt.dataframe import choose
-    from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
+    from dask_gpurt.plugins.scheduler.plugin import GpurtSchedulerPlugin
 
     register_method()
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})), dashboard.observe)

@@ -74,7 +74,7 @@ async def dask_teardown(server: Any) -> None:
     from distributed import Nanny
 
     if isinstance(server, Nanny):
-        from dask_gpurt.plugins import colocation
+        from dask_gpurt.plugins.worker import colocation
 
         await colocation.separate(server)
 
@@ -113,10 +113,11 @@ async def _activate(server: Any) -> None:
     from distributed import Client, Nanny, Scheduler, Worker
 
     from dask_gpurt import api, dashboard
-    from dask_gpurt.plugins import colocation, residency, scheduler
+    from dask_gpurt.plugins.scheduler.plugin import GpurtSchedulerPlugin
+    from dask_gpurt.plugins.worker import colocation, residency
 
     settings = dict(dask.config.get("gpurt", {}))
-    plugin = scheduler.GpurtSchedulerPlugin(settings, dashboard.observe)
+    plugin = GpurtSchedulerPlugin(settings, dashboard.observe)
     if isinstance(server, Scheduler):
         await server.register_scheduler_plugin(plugin, idempotent=True)
     elif isinstance(server, Client):

@@ -72,7 +72,7 @@ class Instruments(WorkerPlugin):
         _INSTRUMENTS.pop(worker.address, None)
 
     def wrap(self, runtime: Any) -> None:
-        """Wrap the runtime of a worker, its :class:`~dask_gpurt.plugins.worker.GpurtWorkerPlugin`."""
+        """Wrap the runtime of a worker, its :class:`~dask_gpurt.plugins.worker.plugin.GpurtWorkerPlugin`."""
         if self.handovers:
             too_early = partial(runtime.metrics.fallback, Fallback.OVERLAP_HANDED_OVER_EARLY)
             checker = HandoverChecker(too_early, partial(runtime.metrics.add, "overlap.handovers"))

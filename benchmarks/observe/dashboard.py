@@ -38,8 +38,8 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
 from dask_gpurt.placement.cost import Candidate, Terms
 from dask_gpurt.placement.history import MAX_KEYS, History
-from dask_gpurt.plugins.progress_reports import PROGRESS_METRIC
 from dask_gpurt.plugins.stats_sync import SharedStatistics
+from dask_gpurt.plugins.worker.progress_reports import PROGRESS_METRIC
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from dask_gpurt.dashboard.collector import Collector
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
+from dask_gpurt.plugins.scheduler.plugin import GpurtSchedulerPlugin
 
 __all__ = ["observe"]
 

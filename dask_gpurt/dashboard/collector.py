@@ -16,10 +16,10 @@ from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe.json_replies import PastShuffleReply
 from dask_gpurt.observe.shown_tiers import shown_tiers
-from dask_gpurt.plugins.progress_reports import PROGRESS_METRIC
-from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
-from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
-from dask_gpurt.plugins.topology_reports import TRAFFIC_OP
+from dask_gpurt.plugins.scheduler.plugin import GpurtSchedulerPlugin
+from dask_gpurt.plugins.scheduler.recovery import SHUFFLE_TOPIC
+from dask_gpurt.plugins.worker.progress_reports import PROGRESS_METRIC
+from dask_gpurt.plugins.worker.topology_reports import TRAFFIC_OP
 from dask_gpurt.topology.links import Link, Speed
 
 #: Interval between two samples, in seconds.

@@ -46,7 +46,7 @@ class View(Protocol):
         """Return the rows of :func:`~dask_gpurt.observe.shown_tiers.shown_tiers` for all workers."""
 
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Return the last :mod:`report <dask_gpurt.plugins.progress_reports>` of each worker, by address."""
+        """Return the last :mod:`report <dask_gpurt.plugins.worker.progress_reports>` by worker address."""
 
 
 @dataclass

@@ -39,10 +39,10 @@ from dask_gpurt.observe.json_replies import (
     as_json,
     schemas,
 )
-from dask_gpurt.plugins.reports import REPORT_HANDLER
+from dask_gpurt.plugins.scheduler.reports import REPORT_HANDLER
 
 if TYPE_CHECKING:
-    from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
+    from dask_gpurt.plugins.scheduler.plugin import GpurtSchedulerPlugin
 
 T = TypeVar("T")
 

@@ -30,7 +30,7 @@ from distributed.protocol.serialize import Serialize, Serialized, deserialize
 
 from dask_gpurt.config import ConfigError
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.plugins.silence import SilentWorkers
+from dask_gpurt.plugins.scheduler.silence import SilentWorkers
 
 #: The runtime's name among the plugins of schedulers and workers, and among a scheduler's extensions.
 NAME = "gpurt"

@@ -16,7 +16,7 @@ from dask_gpurt.observe.waiting import coroutine_stacks, queued, thread_stacks
 
 if TYPE_CHECKING:
     from dask_gpurt.exchange import Exchange
-    from dask_gpurt.plugins.worker import GpurtWorkerPlugin
+    from dask_gpurt.plugins.worker.plugin import GpurtWorkerPlugin
 
 #: Maximum number of keys listed per kind.
 MAX_NAMED = 50

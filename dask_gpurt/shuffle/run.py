@@ -40,7 +40,7 @@ from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 
 logger = logging.getLogger(__name__)
 
-#: Names of scheduler handlers; see `dask_gpurt.plugins.recovery`.
+#: Names of scheduler handlers; see `dask_gpurt.plugins.scheduler.recovery`.
 OWNERS_HANDLER, RECOVER_HANDLER = "gpurt_owners", "gpurt_recover"
 #: Stream message from a worker to the scheduler: a barrier has sealed its run.
 SEALED_OP = "gpurt-sealed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.plugins import recovery
+from dask_gpurt.plugins.scheduler import recovery
 
 
 @pytest.fixture

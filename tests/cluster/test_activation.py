@@ -190,7 +190,7 @@ def test_shuffles_that_are_not_taken_over_are_reported(
     plain: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulate a future Dask with frames of another library."""
-    monkeypatch.setattr("dask_gpurt.plugins.shuffles.library", lambda frame: None)
+    monkeypatch.setattr("dask_gpurt.plugins.scheduler.shuffles.library", lambda frame: None)
     dask_gpurt.enable(plain)
     try:
         with dask.config.set({"dataframe.shuffle.method": "p2p"}):

@@ -16,7 +16,7 @@ from dask_gpurt.cli import main
 from dask_gpurt.overlap.samples import OverlapSample, SoloSample, StepSample
 from dask_gpurt.overlap.statistics import OverlapStatistics
 from dask_gpurt.overlap.statistics_file import CacheKey, load, write
-from dask_gpurt.plugins.overlapping import COMMUNICATION_PREFIXES
+from dask_gpurt.plugins.worker.overlapping import COMMUNICATION_PREFIXES
 from tests.helpers.overlap_cluster import FRAME, Starting, assert_right, doubled, shuffled
 from tests.helpers.overlap_cluster import start as start  # a fixture
 from tests.helpers.shared_cluster import SharedCluster

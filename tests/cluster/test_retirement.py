@@ -17,9 +17,9 @@ from distributed.core import Status
 import dask_gpurt
 from dask_gpurt.api import register_method
 from dask_gpurt.exchange.pulling import Puller
-from dask_gpurt.plugins import retirement
-from dask_gpurt.plugins.recovery import Recovery
-from dask_gpurt.plugins.retirement import Retirement
+from dask_gpurt.plugins.scheduler import retirement
+from dask_gpurt.plugins.scheduler.recovery import Recovery
+from dask_gpurt.plugins.scheduler.retirement import Retirement
 from dask_gpurt.shuffle import run as shuffle_run
 from dask_gpurt.shuffle.receiver import Receiver
 from tests.helpers.gated_runs import (

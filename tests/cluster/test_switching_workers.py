@@ -17,10 +17,11 @@ from distributed.comm.core import CommClosedError
 import dask_gpurt
 from dask_gpurt.api import register_method
 from dask_gpurt.config import ConfigError
-from dask_gpurt.plugins import silence, switching
+from dask_gpurt.plugins import switching
 from dask_gpurt.plugins.garbage import MAX_FROZEN_BY_PYTHON
+from dask_gpurt.plugins.scheduler import silence
 from dask_gpurt.plugins.switching import LEFT_OP, JoinReply, Workers
-from dask_gpurt.plugins.worker import GpurtWorkerPlugin
+from dask_gpurt.plugins.worker.plugin import GpurtWorkerPlugin
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
 from tests.helpers.switching import (
     DASKS_LOGS,
@@ -253,7 +254,7 @@ def test_a_worker_is_silent_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("hears", [False, True])
 def test_a_worker_is_silent_while_it_goes_off(monkeypatch: pytest.MonkeyPatch, hears: bool) -> None:
     """It does not hear of that until it looks it up, or its last message is not heard."""
-    monkeypatch.setattr("dask_gpurt.plugins.worker.TRIM_INTERVAL_S", 0.1)
+    monkeypatch.setattr("dask_gpurt.plugins.worker.plugin.TRIM_INTERVAL_S", 0.1)
     say, silent = GpurtWorkerPlugin._send, set[str]()
 
     def unheard(self: GpurtWorkerPlugin, what: str, **more: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from distributed import Worker, wait
 from distributed.protocol.serialize import Serialized
 
-from dask_gpurt.plugins.worker_data import RESULT_BYTES
+from dask_gpurt.plugins.worker.worker_data import RESULT_BYTES
 from tests.helpers.clusters import cluster
 
 pytestmark = pytest.mark.gpu

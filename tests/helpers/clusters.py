@@ -28,7 +28,7 @@ FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
 #: Configuration key of the method by which Dask starts worker processes.
 METHOD = "distributed.worker.multiprocessing-method"
 #: Modules that every worker of a test imports, which are most of its startup time.
-IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.plugins.worker", "dask_gpurt.shuffle.spec"]
+IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.plugins.worker.plugin", "dask_gpurt.shuffle.spec"]
 QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,

@@ -20,7 +20,7 @@ import dask_gpurt
 from dask_gpurt.api import register_method
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.plugins.topology import SchedulerTopology
+from dask_gpurt.plugins.scheduler.topology import SchedulerTopology
 from dask_gpurt.topology import Topology
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S

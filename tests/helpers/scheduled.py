@@ -43,13 +43,13 @@ from distributed.worker_state_machine import (
 from dask_gpurt import config
 from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC
-from dask_gpurt.plugins.scheduler import GpurtSchedulerPlugin
-from dask_gpurt.plugins.shuffles import SchedulerShuffles
-from dask_gpurt.plugins.silence import SilentWorkers
-from dask_gpurt.plugins.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
+from dask_gpurt.plugins.scheduler.plugin import GpurtSchedulerPlugin
+from dask_gpurt.plugins.scheduler.recovery import SHUFFLE_TOPIC
+from dask_gpurt.plugins.scheduler.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.scheduler.silence import SilentWorkers
+from dask_gpurt.plugins.scheduler.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
 from dask_gpurt.plugins.switching import READY_OP, Workers
-from dask_gpurt.plugins.worker import GpurtWorkerPlugin
+from dask_gpurt.plugins.worker.plugin import GpurtWorkerPlugin
 from dask_gpurt.shuffle.run import ACCEPTED_OP, NEW_OWNERS_OP, OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
 from dask_gpurt.simulate.clock import Clock
 from dask_gpurt.simulate.scheduler import VirtualScheduler

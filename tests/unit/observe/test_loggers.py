@@ -17,7 +17,7 @@ PACKAGE = Path(dask_gpurt.__file__).parent
 SAYS = """
 import logging
 import distributed
-for name in ("dask_gpurt.memory.disk", "dask_gpurt.plugins.worker", "dask_gpurt.shuffle.run"):
+for name in ("dask_gpurt.memory.disk", "dask_gpurt.plugins.worker.plugin", "dask_gpurt.shuffle.run"):
     logging.getLogger(name).info("said by %s", name)
 """
 

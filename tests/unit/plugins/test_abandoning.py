@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.plugins.abandoning import Abandoning
+from dask_gpurt.plugins.scheduler.abandoning import Abandoning
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 SHUFFLE, RUN, BARRIER = "one", 7, "shuffle-barrier-one"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.reports import COUNTERS_METRIC, ClusterReports
+from dask_gpurt.plugins.scheduler.reports import COUNTERS_METRIC, ClusterReports
 
 TOKEN = "of this plugin"
 

@@ -15,8 +15,8 @@ import pytest
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins import running
-from dask_gpurt.plugins.running import TaskRunner
+from dask_gpurt.plugins.worker import running
+from dask_gpurt.plugins.worker.running import TaskRunner
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer
 
 

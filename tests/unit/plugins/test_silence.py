@@ -10,8 +10,14 @@ import pytest
 from distributed.core import Status
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins import silence
-from dask_gpurt.plugins.silence import ASK_STATUS_OP, MISSED, SILENT_AT_WORK_S, SILENT_S, SilentWorkers
+from dask_gpurt.plugins.scheduler import silence
+from dask_gpurt.plugins.scheduler.silence import (
+    ASK_STATUS_OP,
+    MISSED,
+    SILENT_AT_WORK_S,
+    SILENT_S,
+    SilentWorkers,
+)
 
 A, B = "tcp://a:1", "tcp://b:1"
 BARRIER, TASK = SimpleNamespace(key="shuffle-barrier-x"), SimpleNamespace(key=("work", 0))

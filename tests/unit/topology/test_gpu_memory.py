@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.plugins.colocation import default_count
+from dask_gpurt.plugins.worker.colocation import default_count
 from dask_gpurt.topology.detect import memory_of
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml
 

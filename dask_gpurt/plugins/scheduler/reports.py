@@ -17,7 +17,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.metrics import combine
-from dask_gpurt.plugins.asking import ask
+from dask_gpurt.plugins.scheduler.asking import ask
 
 #: The name of the heartbeat metric.
 COUNTERS_METRIC = "gpurt_counters"

@@ -13,7 +13,7 @@ from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
 from dask_gpurt.placement.history import History
-from dask_gpurt.plugins.topology_reports import PLACE_OP
+from dask_gpurt.plugins.worker.topology_reports import PLACE_OP
 from dask_gpurt.topology import Topology
 
 

@@ -37,19 +37,19 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, Worke
 from dask_gpurt.frames import library
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
-from dask_gpurt.plugins.abandoning import Abandoning
-from dask_gpurt.plugins.balancing import Balancing
-from dask_gpurt.plugins.barrier_ends import BarrierEnds
-from dask_gpurt.plugins.recovery import SHUFFLE_TOPIC, Recovery
-from dask_gpurt.plugins.retirement import Retirement
-from dask_gpurt.plugins.run_outputs import (
+from dask_gpurt.plugins.scheduler.abandoning import Abandoning
+from dask_gpurt.plugins.scheduler.balancing import Balancing
+from dask_gpurt.plugins.scheduler.barrier_ends import BarrierEnds
+from dask_gpurt.plugins.scheduler.recovery import SHUFFLE_TOPIC, Recovery
+from dask_gpurt.plugins.scheduler.retirement import Retirement
+from dask_gpurt.plugins.scheduler.run_outputs import (
     ActiveRuns,
     asked_outputs,
     is_unfinished,
     needed_outputs,
     possible_owners,
 )
-from dask_gpurt.plugins.small_results import SmallResults
+from dask_gpurt.plugins.scheduler.small_results import SmallResults
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec

@@ -39,9 +39,9 @@ from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
 from dask_gpurt.overlap.samples import Setting
 from dask_gpurt.overlap.statistics import OverlapStatistics
 from dask_gpurt.overlap.statistics_file import CacheKey, StatisticsFileError, default_path, read, write
-from dask_gpurt.plugins.residency import WorkerResidency
 from dask_gpurt.plugins.stats_sync import StatsSync
 from dask_gpurt.plugins.switching import Layer
+from dask_gpurt.plugins.worker.residency import WorkerResidency
 
 #: Prefixes of tasks that are communication themselves; "operation" selects output partitions.
 COMMUNICATION_PREFIXES = frozenset(

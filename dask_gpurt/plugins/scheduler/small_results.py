@@ -32,7 +32,7 @@ from dask_gpurt.dask_hooks.scheduler import require_replicas
 from dask_gpurt.dask_hooks.shuffle import RunState, id_from_key
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.run_outputs import owners_of
+from dask_gpurt.plugins.scheduler.run_outputs import owners_of
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.transferred import Transferred
 

@@ -12,7 +12,7 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.topology_reports import HOST_HANDLER, PLACE_OP, TRAFFIC_OP
+from dask_gpurt.plugins.worker.topology_reports import HOST_HANDLER, PLACE_OP, TRAFFIC_OP
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host

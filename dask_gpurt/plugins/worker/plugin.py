@@ -34,19 +34,11 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.plugins.colocation import ALONE_VARIABLE
 from dask_gpurt.plugins.garbage import FROZEN
-from dask_gpurt.plugins.memory_reports import amounts
 from dask_gpurt.plugins.messages import PromptStreams
-from dask_gpurt.plugins.overlapping import WorkerOverlap
-from dask_gpurt.plugins.progress_reports import ProgressReporter
-from dask_gpurt.plugins.reading import WorkerReads, set_reader_threads
-from dask_gpurt.plugins.replica_selector import ReplicaSelector
-from dask_gpurt.plugins.reports import REPORT_HANDLER, HeartbeatCounters
-from dask_gpurt.plugins.residency import WorkerResidency
-from dask_gpurt.plugins.run_lookup import RunLookup
-from dask_gpurt.plugins.silence import ASK_STATUS_OP, STATUS_OP
-from dask_gpurt.plugins.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
+from dask_gpurt.plugins.scheduler.reports import REPORT_HANDLER, HeartbeatCounters
+from dask_gpurt.plugins.scheduler.silence import ASK_STATUS_OP, STATUS_OP
+from dask_gpurt.plugins.scheduler.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
 from dask_gpurt.plugins.switching import (
     JOIN_HANDLER,
     LEFT_OP,
@@ -58,12 +50,20 @@ from dask_gpurt.plugins.switching import (
     JoinReply,
     spare_tracebacks,
 )
-from dask_gpurt.plugins.tiers import WorkerTiers
-from dask_gpurt.plugins.topology_reports import HOST_HANDLER, TopologyReporter
 from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
 from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
-from dask_gpurt.plugins.worker_data import WorkerData
+from dask_gpurt.plugins.worker.colocation import ALONE_VARIABLE
+from dask_gpurt.plugins.worker.memory_reports import amounts
+from dask_gpurt.plugins.worker.overlapping import WorkerOverlap
+from dask_gpurt.plugins.worker.progress_reports import ProgressReporter
+from dask_gpurt.plugins.worker.reading import WorkerReads, set_reader_threads
+from dask_gpurt.plugins.worker.replica_selector import ReplicaSelector
+from dask_gpurt.plugins.worker.residency import WorkerResidency
+from dask_gpurt.plugins.worker.run_lookup import RunLookup
+from dask_gpurt.plugins.worker.tiers import WorkerTiers
+from dask_gpurt.plugins.worker.topology_reports import HOST_HANDLER, TopologyReporter
+from dask_gpurt.plugins.worker.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import ACCEPTED_OP, EVACUATE_HANDLER, NEW_OWNERS_OP, ShuffleRun
 

@@ -1,8 +1,8 @@
 """Rebalance the outputs of a shuffle between workers once their sizes are known.
 
 Transfers report sizes and times when they end. At fixed points of a run, the last one before its barrier,
-:mod:`dask_gpurt.shuffle.balance` decides, and :class:`~dask_gpurt.plugins.recovery.Recovery` moves outputs as
-it does for a worker that joins.
+:mod:`dask_gpurt.shuffle.balance` decides, and :class:`~dask_gpurt.plugins.scheduler.recovery.Recovery` moves
+outputs as it does for a worker that joins.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dask.typing import Key
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.placement import Headroom
-from dask_gpurt.plugins.recovery import Recovery
-from dask_gpurt.plugins.run_outputs import sharing_outputs
+from dask_gpurt.plugins.scheduler.recovery import Recovery
+from dask_gpurt.plugins.scheduler.run_outputs import sharing_outputs
 from dask_gpurt.shuffle.balance import Moves, OutputBytes, OwnerCapacity, WorkerSpeeds, balanced
 from dask_gpurt.shuffle.move_cost import HostLink, reading_s
 from dask_gpurt.shuffle.owners import Owners

@@ -3,7 +3,7 @@
 - A worker that waits for the reply of another one asks whether the run continues without it.
 - Nothing has to call the worker of a barrier, so barriers that have been sent to a worker are watched.
 
-:mod:`dask_gpurt.plugins.silence` decides which workers are silent.
+:mod:`dask_gpurt.plugins.scheduler.silence` decides which workers are silent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, barrier_key, id_from_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.plugins.run_outputs import ActiveRuns
+from dask_gpurt.plugins.scheduler.run_outputs import ActiveRuns
 from dask_gpurt.plugins.switching import Workers
 
 #: Seconds between looks at the worker of a barrier.

@@ -33,10 +33,10 @@ from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry
 from dask_gpurt.memory.store import serving
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.dependents_first import DependentsFirst
-from dask_gpurt.plugins.running import TaskRunner
 from dask_gpurt.plugins.switching import Layer
-from dask_gpurt.plugins.tiers import WorkerTiers
+from dask_gpurt.plugins.worker.dependents_first import DependentsFirst
+from dask_gpurt.plugins.worker.running import TaskRunner
+from dask_gpurt.plugins.worker.tiers import WorkerTiers
 
 #: Dask's default families of serializers.
 _ALWAYS = ("dask", "pickle")

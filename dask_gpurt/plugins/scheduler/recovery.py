@@ -26,8 +26,8 @@ from dask_gpurt.dask_hooks.shuffle import ShuffleId, barrier_key, restrict_again
 from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.kept_results import KeptResults
-from dask_gpurt.plugins.run_outputs import ActiveRuns, is_unfinished, owners_of
+from dask_gpurt.plugins.scheduler.kept_results import KeptResults
+from dask_gpurt.plugins.scheduler.run_outputs import ActiveRuns, is_unfinished, owners_of
 from dask_gpurt.plugins.switching import Workers
 from dask_gpurt.shuffle.owners import Owners, deal, fair_share
 from dask_gpurt.shuffle.recovery import Contribution, Loss, PendingLosses, common_owners

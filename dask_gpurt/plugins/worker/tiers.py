@@ -28,7 +28,7 @@ from dask_gpurt.memory.policy import next_use
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.memory_reports import Reporter
+from dask_gpurt.plugins.worker.memory_reports import Reporter
 from dask_gpurt.topology.detect import memory_of_host, nvml_library
 
 logger = logging.getLogger(__name__)

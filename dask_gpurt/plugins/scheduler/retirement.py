@@ -22,7 +22,7 @@ from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.scheduler import replicate_since, wrap_retirement
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.recovery import REPAIR_POLL_INTERVAL_S, Recovery
+from dask_gpurt.plugins.scheduler.recovery import REPAIR_POLL_INTERVAL_S, Recovery
 from dask_gpurt.shuffle.recovery import Contribution
 from dask_gpurt.shuffle.run import EVACUATE_HANDLER, EVACUATION_STEP_S
 

@@ -13,7 +13,7 @@ from distributed.metrics import time
 
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask
-from dask_gpurt.plugins.run_outputs import IDLE_STATES, is_unfinished
+from dask_gpurt.plugins.scheduler.run_outputs import IDLE_STATES, is_unfinished
 from dask_gpurt.shuffle.spec import outputs_of
 
 

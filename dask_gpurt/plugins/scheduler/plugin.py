@@ -27,16 +27,16 @@ from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
-from dask_gpurt.plugins.asking import make_room
 from dask_gpurt.plugins.garbage import FROZEN, POLL_INTERVAL_S
 from dask_gpurt.plugins.json_api import JsonApi
-from dask_gpurt.plugins.memory_reports import MEMORY_METRIC, MEMORY_OP
 from dask_gpurt.plugins.messages import PromptStreams
-from dask_gpurt.plugins.placement import SchedulerPlacement
-from dask_gpurt.plugins.reports import ClusterReports
-from dask_gpurt.plugins.shuffles import SchedulerShuffles
-from dask_gpurt.plugins.silence import STATUS_OP, SilentWorkers
-from dask_gpurt.plugins.small_results import CONFIRM_RESULTS_OP
+from dask_gpurt.plugins.scheduler.asking import make_room
+from dask_gpurt.plugins.scheduler.placement import SchedulerPlacement
+from dask_gpurt.plugins.scheduler.reports import ClusterReports
+from dask_gpurt.plugins.scheduler.shuffles import SchedulerShuffles
+from dask_gpurt.plugins.scheduler.silence import STATUS_OP, SilentWorkers
+from dask_gpurt.plugins.scheduler.small_results import CONFIRM_RESULTS_OP
+from dask_gpurt.plugins.scheduler.topology import SchedulerTopology
 from dask_gpurt.plugins.stats_sync import STATISTICS_HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import (
     JOIN_HANDLER,
@@ -49,11 +49,11 @@ from dask_gpurt.plugins.switching import (
     Workers,
     spare_tracebacks,
 )
-from dask_gpurt.plugins.topology import SchedulerTopology
-from dask_gpurt.plugins.topology_reports import PLACE_OP, TRAFFIC_OP
 from dask_gpurt.plugins.tracing import SchedulerTracing
-from dask_gpurt.plugins.worker import GpurtWorkerPlugin
-from dask_gpurt.plugins.worker_data import LOST_KEYS_OP
+from dask_gpurt.plugins.worker.memory_reports import MEMORY_METRIC, MEMORY_OP
+from dask_gpurt.plugins.worker.plugin import GpurtWorkerPlugin
+from dask_gpurt.plugins.worker.topology_reports import PLACE_OP, TRAFFIC_OP
+from dask_gpurt.plugins.worker.worker_data import LOST_KEYS_OP
 from dask_gpurt.shuffle.run import OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
 
 logger = logging.getLogger(__name__)
@@ -421,7 +421,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         ]
 
     async def host_room(self, host: str) -> dict[str, int | None]:
-        """Make the workers of a host return memory; see :func:`~dask_gpurt.plugins.asking.make_room`."""
+        """Make the workers of a host return memory; see :func:`.asking.make_room`."""
         return await make_room(self.scheduler, host)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.plugins.tiers import WorkerTiers
+from dask_gpurt.plugins.worker.tiers import WorkerTiers
 
 #: How long memory is promised to a result, at least, in seconds. A result is stored at once or never.
 PROMISE_S = 1.0
