@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, MutableMapping
 from functools import cached_property, wraps
 from types import FunctionType
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from dask_gpurt.dask_hooks.comparison import Seam, UnsupportedError
 
@@ -94,11 +93,11 @@ class _Class:
 
 
 class _Property(property):
-    """Support weak references to a property."""
+    """Support attributes of a property."""
 
 
 class _Static(staticmethod):  # type: ignore[type-arg]
-    """Support weak references to a static method."""
+    """Support attributes of a static method."""
 
 
 class _Patch:
@@ -155,16 +154,17 @@ class _Patch:
         self.place.write(before)
 
 
-#: All replacements in this process, by the installed value.
-_patches: WeakKeyDictionary[Any, _Patch] = WeakKeyDictionary()
-
-
 #: The types of installed values.
 _KINDS = (FunctionType, cached_property, _Property, _Static, type)
+#: The attribute of an installed value that has its patch. Weak keys of a mapping would keep closed servers
+#: for ever, since each patch refers to the value that was installed, and to its owner.
+_PATCH = "_gpurt_patch"
 
 
 def _patch_of(value: Any) -> _Patch | None:
-    return _patches.get(value) if isinstance(value, _KINDS) else None
+    patch: _Patch | None = vars(value).get(_PATCH) if isinstance(value, _KINDS) else None
+    # Other packages' wrappers of a replacement have copied its attributes.
+    return patch if patch is not None and patch.installed is value else None
 
 
 class PatchSet:
@@ -268,7 +268,7 @@ class PatchSet:
         self._patches.append(patch)
 
     def _install(self, patch: _Patch, made: Any) -> None:
-        _patches[made] = patch
+        setattr(made, _PATCH, patch)
         patch.install(made)
         self._patches.append(patch)
 

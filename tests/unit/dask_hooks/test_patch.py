@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+import gc
+import weakref
+from functools import cached_property, wraps
 from typing import Any
 
 import pytest
@@ -108,6 +110,34 @@ def test_a_patch_restored_below_others_is_removed_with_the_last() -> None:
     inner.restore()
     outer.restore()
     assert not vars(dasks)
+
+
+def test_a_wrapper_that_copies_our_attributes_is_not_taken_for_ours() -> None:
+    dasks, patches = Dasks(), PatchSet()
+    patches.put(dasks, "method", ours)
+    replaced = dasks.method
+
+    @wraps(replaced)
+    def theirs(*args: Any) -> list[Any]:
+        return ["theirs", *replaced(*args)]
+
+    dasks.method = theirs
+    later = PatchSet()
+    later.put(dasks, "method", ours)
+    patches.restore()
+    later.restore()
+    assert dasks.method is theirs
+    assert dasks.method(1) == ["theirs", "Dask", 1]
+
+
+def test_an_owner_that_nobody_refers_to_is_freed() -> None:
+    dasks, patches = Dasks(), PatchSet()
+    patches.put(dasks, "method", ours)
+    patches.restore()
+    owner = weakref.ref(dasks)
+    del dasks
+    gc.collect()
+    assert owner() is None
 
 
 def test_a_higher_layer_is_called_first_and_a_lower_one_can_not_go_over_it() -> None:
