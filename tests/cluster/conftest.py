@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from distributed.core import _expects_comm
 
 from dask_gpurt.plugins.scheduler import recovery
+
+
+@pytest.fixture(autouse=True)
+def _forget_handlers() -> Iterator[None]:
+    """Let closed servers of this process be freed.
+
+    Dask remembers each handler for ever, and by it the handler's server. With hundreds of them every garbage
+    collection takes a second, and each of their loggers' handlers stores every message.
+    """
+    yield
+    _expects_comm.cache_clear()
 
 
 @pytest.fixture
