@@ -17,7 +17,7 @@ def settings_of(usual: int, *, steps: int) -> settings:
     Parameters
     ----------
     usual
-        The number of examples in CI, the same each time.
+        The number of examples by default, the same each time. A slow test of the machine has more of them.
     steps
         The most steps of an example.
     """

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from distributed._async_taskgroup import AsyncTaskGroupClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import P2PConsistencyError
@@ -429,4 +430,9 @@ def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) 
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-TestExactlyOnce.settings = settings_of(60, steps=40)
+TestExactlyOnce.settings = settings_of(15, steps=40)
+
+
+@pytest.mark.slow
+class TestExactlyOnceAtLength(ExactlyOnce.TestCase):
+    settings = settings_of(60, steps=40)

@@ -382,9 +382,21 @@ class MachineOnGpu(Machine):
         return value.get() if hasattr(value, "get") else value
 
 
-Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestMachine = Machine.TestCase
-MachineOfTwoHomes.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+MachineOfTwoHomes.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
 TestMachineOfTwoHomes = MachineOfTwoHomes.TestCase
+
+
+@pytest.mark.slow
+class TestMachineAtLength(Machine.TestCase):
+    settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.slow
+class TestMachineOfTwoHomesAtLength(MachineOfTwoHomes.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
 MachineOnGpu.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 TestMachineOnGpu = pytest.mark.gpu(MachineOnGpu.TestCase)

@@ -34,10 +34,11 @@ from tests.helpers.curves import (
     plain,
     side_by_side,
 )
+from tests.helpers.slow import slow
 
 each_kernel = pytest.mark.parametrize("kernel", CURVES)
 #: Noise of a step; 3 to 8 per cent on H200s.
-noises = pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
+noises = pytest.mark.parametrize("noise", [slow(0.0), 0.05, slow(0.1)])
 #: Steps until the choice has settled, with and without an unlimited budget for trials.
 CALIBRATED, ENOUGH = 120, 1200
 #: Budget of a calibration: all of its time may be lost to trials.
@@ -144,7 +145,7 @@ def test_the_speed_that_costs_are_against_is_that_alone_once_it_is_known() -> No
 
 @each_kernel
 @pytest.mark.parametrize(
-    ("noise", "communication"), [(0.0, 1.0), (0.05, 1.0), (0.1, 0.5), (0.1, 1.0), (0.1, 2.0)]
+    ("noise", "communication"), [slow(0.0, 1.0), (0.05, 1.0), (0.1, 0.5), slow(0.1, 1.0), (0.1, 2.0)]
 )
 def test_it_comes_within_3_percent_of_the_best_fixed_setting(
     kernel: str, noise: float, communication: float

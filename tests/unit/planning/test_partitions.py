@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from dask._expr import optimize_until
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.dask_hooks.fused_reads import Column, FewerPartitions, lower
@@ -32,9 +31,8 @@ from dask_gpurt.planning.partitions import (
     with_chosen_partitions,
 )
 from tests.helpers.clusters import Library, canonical, to_pandas
-from tests.helpers.planned import Step, computed, programs, run, written
+from tests.helpers.planned import Step, computed, programs, run, settings_of, written
 
-EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 60))
 #: Sizes for which each table that may be a single partition becomes one.
 WHOLE = PartitionSizes(workers=1, threads=1, partition=1 << 50, broadcast=1 << 50)
 MIB = 1 << 20
@@ -412,16 +410,24 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@settings(
-    max_examples=EXAMPLES,
-    derandomize=EXAMPLES <= 60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@settings_of(20)
 @given(program=programs)
 def test_programs_have_the_same_rows(
     library: Library, readers: list[Callable[[], Any]], program: list[Step]
 ) -> None:
+    assert_same_rows(library, readers, program)
+
+
+@pytest.mark.slow
+@settings_of(60)
+@given(program=programs)
+def test_more_programs_have_the_same_rows(
+    library: Library, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    assert_same_rows(library, readers, program)
+
+
+def assert_same_rows(library: Library, readers: list[Callable[[], Any]], program: list[Step]) -> None:
     with warnings.catch_warnings(), dask.config.set({"dataframe.backend": library.name}):
         warnings.simplefilter("ignore")
         expected = computed(readers, program)

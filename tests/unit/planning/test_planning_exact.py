@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,19 +11,10 @@ from typing import Any
 import dask
 import pandas as pd
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
 from tests.helpers.clusters import Library
-from tests.helpers.planned import Planner, Step, computed, planned, programs, written
-
-#: Above the default, examples are random: `GPURT_TEST_EXAMPLES=1000 python -m pytest …`.
-EXAMPLES = int(os.environ.get("GPURT_TEST_EXAMPLES", 30))
-CHOSEN = settings(
-    max_examples=EXAMPLES,
-    derandomize=EXAMPLES <= 30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+from tests.helpers.planned import Planner, Step, computed, planned, programs, settings_of, written
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,9 +38,24 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@CHOSEN
+@settings_of(10)
 @given(program=programs)
 def test_programs_are_planned_as_dask_does(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    assert_planned_as_dask_does(planner, readers, program)
+
+
+@pytest.mark.slow
+@settings_of(30)
+@given(program=programs)
+def test_more_programs_are_planned_as_dask_does(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    assert_planned_as_dask_does(planner, readers, program)
+
+
+def assert_planned_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
 ) -> None:
     with warnings.catch_warnings():
@@ -64,9 +69,24 @@ def test_programs_are_planned_as_dask_does(
     assert again == expected
 
 
-@CHOSEN
+@settings_of(10)
 @given(program=programs)
 def test_programs_are_planned_by_the_next_process_as_dask_does(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
+) -> None:
+    assert_planned_by_the_next_process(planner, readers, program, stored)
+
+
+@pytest.mark.slow
+@settings_of(30)
+@given(program=programs)
+def test_more_programs_are_planned_by_the_next_process_as_dask_does(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
+) -> None:
+    assert_planned_by_the_next_process(planner, readers, program, stored)
+
+
+def assert_planned_by_the_next_process(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
 ) -> None:
     with warnings.catch_warnings():
@@ -109,9 +129,24 @@ LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
 COMPUTED = ("metadata.computed", "plans.computed", "files.read")
 
 
-@CHOSEN
+@settings_of(10)
 @given(program=programs)
 def test_fused_programs_have_the_same_results(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    assert_same_results_if_fused(planner, readers, program)
+
+
+@pytest.mark.slow
+@settings_of(30)
+@given(program=programs)
+def test_more_fused_programs_have_the_same_results(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    assert_same_results_if_fused(planner, readers, program)
+
+
+def assert_same_results_if_fused(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
 ) -> None:
     with warnings.catch_warnings(), dask.config.set(scheduler="sync"), planner.used():

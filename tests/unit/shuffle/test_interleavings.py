@@ -28,14 +28,15 @@ from dask_gpurt.shuffle import run as run_module
 from tests.helpers.exchange_processes import Process
 from tests.helpers.exchange_scheduler import Active, frame_of, spec_of
 from tests.helpers.exchanges import Cluster, without_pauses
+from tests.helpers.slow import slow
 
 A, B, C = (f"tcp://{name}:1" for name in "abc")
 SHUFFLE = "shuffle"
 PACKAGE = str(Path(dask_gpurt.__file__).parent)
 #: Timeout in seconds after which a stopped thread continues: it may hold a lock that the event waits for.
 LOCKED_S = 0.02
-#: Stride between positions. `GPURT_TEST_EXAMPLES=1 python -m pytest …` tests all, which takes minutes.
-STRIDE = 1 if "GPURT_TEST_EXAMPLES" in os.environ else 11
+#: Strides between positions. `GPURT_TEST_EXAMPLES=1 python -m pytest …` tests all, which takes minutes.
+STRIDES = [1] if "GPURT_TEST_EXAMPLES" in os.environ else [37, slow(11)]
 NEVER = contextlib.nullcontext()
 #: Errors of a task that the scheduler sends again.
 AGAIN = (Reschedule, P2PConsistencyError)
@@ -237,7 +238,9 @@ async def interrupt_unpack(position: int, event: Event, pool: int) -> bool:
     return reached
 
 
-def stop_everywhere(interrupt: Callable[[int, Event, int], Awaitable[bool]], event: Event, pool: int) -> int:
+def stop_everywhere(
+    interrupt: Callable[[int, Event, int], Awaitable[bool]], event: Event, pool: int, stride: int
+) -> int:
     """Stop at one position after the other; returns the first that is never reached."""
 
     async def reaches(position: int) -> bool:
@@ -246,16 +249,21 @@ def stop_everywhere(interrupt: Callable[[int, Event, int], Awaitable[bool]], eve
     position = EVENTS.index(event)
     with without_pauses():
         while asyncio.run(reaches(position)):
-            position += STRIDE
+            position += stride
     return position
 
 
+each_stride = pytest.mark.parametrize("stride", STRIDES)
+
+
+@each_stride
 @pytest.mark.parametrize("pool", [2**12, 2**17])
 @pytest.mark.parametrize("event", EVENTS)
-def test_while_an_input_is_transferred(event: Event, pool: int) -> None:
-    assert stop_everywhere(interrupt_transfer, event, pool) > 300
+def test_while_an_input_is_transferred(event: Event, pool: int, stride: int) -> None:
+    assert stop_everywhere(interrupt_transfer, event, pool, stride) > 300
 
 
+@each_stride
 @pytest.mark.parametrize("event", [each for each in EVENTS if each is not transferred_elsewhere])
-def test_while_an_output_is_read(event: Event) -> None:
-    assert stop_everywhere(interrupt_unpack, event, 2**17) > 100
+def test_while_an_output_is_read(event: Event, stride: int) -> None:
+    assert stop_everywhere(interrupt_unpack, event, 2**17, stride) > 100

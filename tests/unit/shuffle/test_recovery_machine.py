@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from distributed.core import Status
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -152,4 +153,9 @@ class Recovers(RuleBasedStateMachine):
 
 
 TestRecovers = Recovers.TestCase
-TestRecovers.settings = settings_of(30, steps=40)
+TestRecovers.settings = settings_of(10, steps=40)
+
+
+@pytest.mark.slow
+class TestRecoversAtLength(Recovers.TestCase):
+    settings = settings_of(30, steps=40)

@@ -438,8 +438,8 @@ def _until_done_or_given_up(simulation: Simulation) -> bool:
 @pytest.mark.parametrize("name", WORKLOADS)
 @each_placement
 def test_each_task_of_a_workload_runs_once(name: str, placement: str) -> None:
-    cluster = build_cluster("mixed", 16)
-    built = build_workload(name, cluster, partitions=16)
+    cluster = build_cluster("mixed", 8)
+    built = build_workload(name, cluster, partitions=8)
     done = simulate(cluster, built, placement)
     assert done.runs == dict.fromkeys(built.works, 1)
     assert sum(done.result.bytes.values()) >= done.result.between_hosts
