@@ -21,6 +21,7 @@ from dask_gpurt.config import ConfigError
 from dask_gpurt.plugins.garbage import MAX_FROZEN_BY_PYTHON
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import state
+from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
 #: A user's script as it may have been before the runtime, with a query of its state at the end.
@@ -70,10 +71,11 @@ needs_hooks = pytest.mark.skipif(
 
 
 @needs_hooks
-def test_a_yaml_file_switches_an_unchanged_script_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [False, slow(True)])
+def test_a_yaml_file_switches_an_unchanged_script_on(tmp_path: Path, processes: bool) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text("gpurt: {enabled: true}\n")
-    said = answer(write(tmp_path, processes=True), DASK_CONFIG=str(tmp_path / "config"))
+    said = answer(write(tmp_path, processes=processes), DASK_CONFIG=str(tmp_path / "config"))
     assert said["right"]
     assert said["runs"] == [1, 1]
 
@@ -114,7 +116,7 @@ if __name__ == "__main__":
 
 
 @needs_hooks
-@pytest.mark.parametrize("processes", [False, True])
+@pytest.mark.parametrize("processes", [False, slow(True)])
 def test_the_hooks_say_nothing_while_it_is_not_enabled(tmp_path: Path, processes: bool) -> None:
     script = tmp_path / "plain.py"
     script.write_text(PLAIN.replace("PROCESSES", str(processes)))

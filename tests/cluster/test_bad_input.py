@@ -110,15 +110,13 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
     assert "the program continues without it" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
     [
         ("GPURT__MEMORY__DEVICE", "500 TiB", "'gpurt.memory.device' comes to 500.00 TiB, which is more than"),
-        pytest.param(
-            *("GPURT__TOPOLOGY__FILE", "/nowhere.yaml", "the topology file /nowhere.yaml cannot be read"),
-            marks=pytest.mark.slow,
-        ),
+        ("GPURT__TOPOLOGY__FILE", "/nowhere.yaml", "the topology file /nowhere.yaml cannot be read"),
     ],
 )
 def test_a_setting_that_a_server_refuses_is_said_once_and_dask_works(

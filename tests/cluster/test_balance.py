@@ -104,7 +104,10 @@ async def rows_by_worker(scheduler: Any, out: Any) -> Counter[str]:
 # ---- skew ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("share", "on", "moves"), [(SHARE, True, 7), (0.0, True, 0), (SHARE, False, 0)])
+@pytest.mark.parametrize(
+    ("share", "on", "moves"),
+    [(SHARE, True, 7), (0.0, True, 0), pytest.param(SHARE, False, 0, marks=pytest.mark.slow)],
+)
 def test_outputs_move_where_one_key_has_many_rows(share: float, on: bool, moves: int) -> None:
     @on_cluster(workers=4, **{"gpurt.shuffle.balance": on})
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
@@ -182,7 +185,7 @@ def test_one_side_of_a_join_is_sealed_when_outputs_move() -> None:
     run()
 
 
-@pytest.mark.parametrize("side", ["shuffle", "join"])
+@pytest.mark.parametrize("side", [pytest.param("shuffle", marks=pytest.mark.slow), "join"])
 def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """The lost worker is the one that received most of the moved outputs."""
     balance, lost = Recovery.balance, list[str]()

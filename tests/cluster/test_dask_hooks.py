@@ -27,6 +27,7 @@ from dask_gpurt.cli.examine import examine
 from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.observe import Fallback
 from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, until, whole_state
+from tests.helpers.slow import slow
 
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
 
@@ -309,7 +310,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
+@pytest.mark.parametrize("platform", [slow("darwin"), "win32"])
 def test_elsewhere_than_on_linux_it_says_so(platform: str) -> None:
     fcntl = "None" if platform == "win32" else "__import__('fcntl')"
     code = ELSEWHERE.replace("{platform!r}", repr(platform)).replace("{fcntl}", fcntl)

@@ -22,6 +22,7 @@ import dask_gpurt
 from dask_gpurt.plugins.scheduler import silence
 from dask_gpurt.plugins.scheduler.recovery import Recovery
 from tests.helpers.clusters import Library, canonical, cluster, counters, partitions
+from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
 PARTS, ROWS = 8, 5_000
@@ -153,7 +154,9 @@ def continued(client: Client) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("which", "path"), [("another", "auto"), ("its own", "auto"), ("another", "comms")])
+@pytest.mark.parametrize(
+    ("which", "path"), [("another", "auto"), slow("its own", "auto"), slow("another", "comms")]
+)
 def test_a_worker_is_stopped_at_the_barrier(
     library: Library, monkeypatch: pytest.MonkeyPatch, which: str, path: str
 ) -> None:

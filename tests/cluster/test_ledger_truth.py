@@ -25,6 +25,7 @@ from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
 from dask_gpurt.memory.tiers import Tier
 from tests.helpers.clusters import Library, cluster
+from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
 MIB = 2**20
@@ -296,7 +297,7 @@ class Walk:
             assert checked(of.result())
 
 
-@pytest.mark.parametrize(("seed", "paths"), [(0, "auto"), (1, ["comms"]), (2, ["comms"])])
+@pytest.mark.parametrize(("seed", "paths"), [(0, "auto"), (1, ["comms"]), slow(2, ["comms"])])
 def test_a_random_workload(library: Library, seed: int, paths: Any) -> None:
     """At every rest the scheduler's ledger is exact; in between, each worker's own ledger is."""
     seen: Counter[str] = Counter()

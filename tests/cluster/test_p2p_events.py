@@ -41,12 +41,19 @@ from tests.helpers.gated_runs import (
     shuffled,
     until,
 )
+from tests.helpers.slow import slow
 
 # ---- a worker leaves -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["the one", "another"])
-@pytest.mark.parametrize("phase", STEPS)
+@pytest.mark.parametrize(
+    ("phase", "which"),
+    [
+        *((phase, "the one") for phase in STEPS),
+        *((phase, "another") for phase in ("transfer", "barrier", "unpack")),
+        *(slow(phase, "another") for phase in ("offers", "inputs-done")),
+    ],
+)
 def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: str) -> None:
     """In each phase: the worker whose step is stopped, and another worker."""
     stopped = gate(monkeypatch, phase)

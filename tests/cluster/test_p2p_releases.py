@@ -22,10 +22,17 @@ from tests.helpers.gated_runs import (
     shuffled,
     until,
 )
+from tests.helpers.slow import slow
 
 
-@pytest.mark.parametrize("again", ["", "at once", "later"])
-@pytest.mark.parametrize("phase", STEPS)
+@pytest.mark.parametrize(
+    ("phase", "again"),
+    [
+        *((phase, "at once") for phase in STEPS),
+        *((phase, again) for phase in ("transfer", "barrier", "unpack") for again in ("", "later")),
+        *(slow(phase, again) for phase in ("offers", "inputs-done") for again in ("", "later")),
+    ],
+)
 def test_a_shuffle_is_let_go(monkeypatch: pytest.MonkeyPatch, phase: str, again: str) -> None:
     """In each phase: stale messages meet a new run of the same shuffle."""
     stopped = gate(monkeypatch, phase)

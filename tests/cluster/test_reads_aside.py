@@ -22,6 +22,7 @@ from dask_gpurt.reads import turns
 from tests.helpers.clusters import cluster
 from tests.helpers.gated_files import GATE
 from tests.helpers.in_process import gen_client_cluster, on_cluster, until
+from tests.helpers.slow import slow
 from tests.helpers.waiting import LIMIT_S
 
 PARTS, ROWS = 4, 10
@@ -441,7 +442,7 @@ def test_a_task_that_runs_out_of_memory_after_its_read_is_run_again(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("beside", "filesystem"), [(0, "fsspec"), (1, "fsspec"), (3, "fsspec"), (1, "arrow")]
+    ("beside", "filesystem"), [slow(0, "fsspec"), (1, "fsspec"), slow(3, "fsspec"), (1, "arrow")]
 )
 def test_results_are_those_of_dask(tmp_path: Path, beside: int, filesystem: str) -> None:
     for part in range(6):

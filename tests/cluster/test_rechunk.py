@@ -15,6 +15,7 @@ from distributed import Client, Event, Variable, get_worker, wait
 
 import dask_gpurt
 from tests.helpers.clusters import Library, cluster, counters
+from tests.helpers.slow import except_slow, slow
 
 SHAPE = (48, 36)
 ROWS, COLUMNS = (6, 36), (48, 9)
@@ -99,7 +100,18 @@ def small_chunks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+#: Programs that another one is much like.
+MORE_PROGRAMS = (
+    "parts apart",
+    "three axes",
+    "to chunks without elements",
+    "two that are added",
+    "few bits",
+    "dates",
+)
+
+
+@pytest.mark.parametrize("program", except_slow(PROGRAMS, MORE_PROGRAMS))
 def test_chunks_are_those_of_tasks(client: Client, library: Library, program: str) -> None:
     if library.name == "cudf":
         if program in ON_HOST:
@@ -191,13 +203,13 @@ def waits(block: np.ndarray, part: tuple[int, int], block_id: Any = None) -> np.
 VICTIMS = ("the one that waits", "another")
 
 
-@pytest.mark.parametrize("victim", [VICTIMS[0], pytest.param(VICTIMS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("victim", [VICTIMS[0], slow(VICTIMS[1])])
 def test_a_worker_is_killed_during_transfer(own: Client, victim: str) -> None:
     held = array().map_blocks(waits, (7, 0), dtype="f8")
     assert_right_after_a_kill(own, held.rechunk(COLUMNS, method="p2p").persist(), victim)
 
 
-@pytest.mark.parametrize("victim", [pytest.param(VICTIMS[0], marks=pytest.mark.slow), VICTIMS[1]])
+@pytest.mark.parametrize("victim", [slow(VICTIMS[0]), VICTIMS[1]])
 def test_a_worker_is_killed_between_two_rechunks(own: Client, victim: str) -> None:
     """Dask fuses the unpacking of a chunk with its transfer for the next rechunk into one task."""
     held = array().rechunk(COLUMNS, method="p2p").map_blocks(waits, (0, 2), dtype="f8")
@@ -225,7 +237,7 @@ def test_a_worker_is_killed_with_outputs(own: Client) -> None:
     np.testing.assert_array_equal(result.compute(), numbers())
 
 
-@pytest.mark.parametrize("dtype", ["f8", "O"])
+@pytest.mark.parametrize("dtype", [slow("f8"), "O"])
 def test_parts_of_chunks_are_larger_than_the_pool(dtype: str) -> None:
     """They are divided: the size of a pool limits no rechunk."""
     values = numbers((1024, 384)).astype(dtype)

@@ -28,6 +28,7 @@ from tests.helpers.clusters import (
     partitions,
     to_pandas,
 )
+from tests.helpers.slow import except_slow, slow
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
@@ -101,7 +102,21 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", SHUFFLES)
+#: Shuffles that another one is much like.
+MORE_SHUFFLES = (
+    "string",
+    "timestamps",
+    "categories and numbers",
+    "numbers and strings",
+    "without the key",
+    "a series",
+    "a filter of the key, without it",
+    "one column",
+    "a column of Dask's name",
+)
+
+
+@pytest.mark.parametrize("what", except_slow(SHUFFLES, MORE_SHUFFLES))
 def test_shuffle(client: Client, library: Library, what: str) -> None:
     build = SHUFFLES[what]
     if what == "ignore_index":  # Dask's own methods disagree on the index in this case
@@ -133,8 +148,12 @@ def test_an_index_with_a_name_is_kept_whatever_is_said(client: Client, library: 
 @pytest.mark.parametrize(
     ("on", "how"),
     [
-        *(("column", how) for how in ("inner", "left", "right", "outer")),
-        *((on, "outer") for on in ("columns", "index", "index and column")),
+        ("column", "inner"),
+        *(slow("column", how) for how in ("left", "right")),
+        ("column", "outer"),
+        slow("columns", "outer"),
+        ("index", "outer"),
+        slow("index and column", "outer"),
     ],
 )
 def test_merge(client: Client, library: Library, on: str, how: str) -> None:
@@ -154,7 +173,7 @@ def test_merge(client: Client, library: Library, on: str, how: str) -> None:
     assert_like_tasks(client, library, build, flights(5, seed=1), right, in_order=False, index=index, runs=2)
 
 
-@pytest.mark.parametrize("how", ["left", "right", "left, aligned"])
+@pytest.mark.parametrize("how", ["left", slow("right"), "left, aligned"])
 def test_a_merge_on_categories_that_are_not_known(client: Client, library: Library, how: str) -> None:
     """On one side few outputs have rows."""
     how, _, aligned = how.partition(", ")
@@ -247,14 +266,14 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", GROUPS)
+@pytest.mark.parametrize("what", except_slow(GROUPS, ("unique", "value_counts")))
 def test_reductions_with_split_out(client: Client, library: Library, what: str) -> None:
     # It is unspecified which of several equal rows is kept, so the index may differ.
     index = what in ("split_out", "value_counts")
     assert_like_tasks(client, library, GROUPS[what], flights(), in_order=False, index=index)
 
 
-@pytest.mark.parametrize("by", ["key", ["key", "other"]])
+@pytest.mark.parametrize("by", ["key", slow(["key", "other"])])
 def test_a_groupby_moves_its_keys_and_values_and_no_numbers_of_rows(
     client: Client, library: Library, by: Any
 ) -> None:
@@ -306,7 +325,11 @@ SORTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", SORTS)
+#: Sorts that another one is much like.
+MORE_SORTS = ("set_index, floats", "sort_values", "sort_values, nulls last", "sort_values, two")
+
+
+@pytest.mark.parametrize("what", except_slow(SORTS, MORE_SORTS))
 def test_sorts(client: Client, library: Library, what: str) -> None:
     frames = flights(8, 300)
     for frame in frames:

@@ -23,6 +23,7 @@ from dask_gpurt.plugins.scheduler import silence
 from dask_gpurt.plugins.switching import LEFT_OP, JoinReply, Workers
 from dask_gpurt.plugins.worker.plugin import GpurtWorkerPlugin
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
+from tests.helpers.slow import slow
 from tests.helpers.switching import (
     DASKS_LOGS,
     FRAME,
@@ -251,7 +252,7 @@ def test_a_worker_is_silent_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) ->
         await dask_gpurt.enable(client)
 
 
-@pytest.mark.parametrize("hears", [False, True])
+@pytest.mark.parametrize("hears", [slow(False), True])
 def test_a_worker_is_silent_while_it_goes_off(monkeypatch: pytest.MonkeyPatch, hears: bool) -> None:
     """It does not hear of that until it looks it up, or its last message is not heard."""
     monkeypatch.setattr("dask_gpurt.plugins.worker.plugin.TRIM_INTERVAL_S", 0.1)

@@ -19,6 +19,7 @@ import dask_gpurt
 from dask_gpurt.cli.doctor import print_facts
 from dask_gpurt.cli.examine import examine
 from tests.helpers.clusters import assert_same_partitions, counters, partitions
+from tests.helpers.slow import except_slow, slow
 
 ROWS, PARTS = 200, 4
 
@@ -57,7 +58,19 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+#: Programs that another one is much like.
+MORE_PROGRAMS = (
+    "to more",
+    "merge on two",
+    "merge on the index",
+    "groupby apply",
+    "nunique",
+    "value_counts",
+    "set_index",
+)
+
+
+@pytest.mark.parametrize("program", except_slow(PROGRAMS, MORE_PROGRAMS))
 def test_configured_tasks_give_the_rows_of_tasks(client: Client, program: str) -> None:
     build = PROGRAMS[program]
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
@@ -149,7 +162,7 @@ def test_an_argument_is_taken_over_only_where_all_are(client: Client, capsys: An
     assert "shuffle.left.only-configured" in repr(dask_gpurt.report(client))
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "sync", dask.get])
+@pytest.mark.parametrize("scheduler", ["threads", slow("sync"), slow(dask.get)])
 def test_a_local_scheduler_in_an_argument_keeps_its_tasks(client: Client, scheduler: Any) -> None:
     table = pd.DataFrame({"key": [1, 2, 3] * 8, "value": range(24)})
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):

@@ -17,6 +17,7 @@ from distributed import Client, Event, Future, wait
 
 import dask_gpurt
 from tests.helpers.clusters import cluster
+from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
 MIB = 2**20
@@ -88,6 +89,7 @@ def test_a_worker_is_killed_while_it_writes_a_file(directory: Path) -> None:
         until(lambda: set(dask_gpurt.memory_usage(client).to_pandas(names="metrics").worker) == set(now))
 
 
+@pytest.mark.slow
 def test_the_cluster_is_restarted_while_workers_write_files(directory: Path) -> None:
     def writes_until_it_is_closed(dask_worker: Any) -> None:
         from dask_gpurt.memory import disk
@@ -138,7 +140,7 @@ def damage_one(client: Client, made: list[Future], directory: Path) -> tuple[int
     return number, path
 
 
-@pytest.mark.parametrize("who", ["client", "task", "peer"])
+@pytest.mark.parametrize("who", ["client", slow("task"), "peer"])
 def test_a_file_is_damaged(directory: Path, who: str) -> None:
     """Its objects are recomputed where needed; all other work continues."""
     with cluster(workers=2, **SMALL) as client:

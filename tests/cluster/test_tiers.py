@@ -26,6 +26,7 @@ from tests.helpers.clusters import (
     to_pandas,
 )
 from tests.helpers.shared_cluster import SharedCluster
+from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
 MIB = 2**20
@@ -66,7 +67,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
     )
 
 
-@pytest.mark.parametrize("operation", ["shuffle", "merge", "sort"])
+@pytest.mark.parametrize("operation", ["shuffle", "merge", slow("sort")])
 def test_shuffles_larger_than_the_tiers_above_the_disk(
     shared_cluster: SharedCluster, library: Library, operation: str
 ) -> None:
@@ -115,7 +116,7 @@ def test_peers_read_what_is_spilled_without_making_it_live(small: Client, librar
     assert where != "device"
 
 
-@pytest.mark.parametrize("tier", ["pinned", "host", "disk"])
+@pytest.mark.parametrize("tier", ["pinned", slow("host"), "disk"])
 def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None:
     """Frames are not joined on the device, nor elsewhere on the sending worker."""
     first = {f"memory__{name}": 8 * MIB if name == tier else 0 for name in ("pinned", "host")}
