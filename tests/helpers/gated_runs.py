@@ -167,7 +167,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, phase: str) -> Gate:
         return original(self, *args, **kwargs)
 
     # A worker that closes waits for its tasks so long, and tests open the gate once it has left.
-    monkeypatch.setattr("dask_gpurt.plugins.worker.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("dask_gpurt.plugins.worker.plugin.CLOSE_TIMEOUT_S", 0.1)
     stops = stops_coroutine if asyncio.iscoroutinefunction(original) else stops_thread
     monkeypatch.setattr(owner, name, stops)
     return gate
