@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_only_what_is_new() -> None:
+    """Freeze existing objects: late in a run a garbage collection of them would take a second each."""
+    gc.freeze()
 
 
 @pytest.fixture

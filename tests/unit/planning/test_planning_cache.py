@@ -30,12 +30,6 @@ from dask_gpurt.planning.schemas import CATEGORIES_LIMIT, schema_of
 from tests.helpers.planned import Planner
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _collect_only_what_is_new() -> None:
-    """Freeze existing objects: late in a run a garbage collection of them would take a second each."""
-    gc.freeze()
-
-
 @pytest.fixture
 def planner() -> Iterator[Planner]:
     planner = Planner()

@@ -17,12 +17,6 @@ from tests.helpers.clusters import Library
 from tests.helpers.planned import Planner, Step, computed, planned, programs, settings_of, written
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _frozen() -> None:
-    """Freeze existing objects, so that collections between programs do not scan them."""
-    gc.freeze()
-
-
 @pytest.fixture(scope="module")
 def planner(library: Library, readers: list[Callable[[], Any]]) -> Iterator[Planner]:
     """Share one cache between all programs: entries of one are used by the next, while no setting changes."""
