@@ -13,6 +13,7 @@ from distributed import Client
 import dask_gpurt
 from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, cluster, counters, partitions
 from tests.helpers.shared_cluster import SharedCluster
+from tests.helpers.slow import slow
 
 PARTS, ROWS = 8, 40_000  # 640 kB each, in two columns
 
@@ -38,7 +39,7 @@ def pools(client: Client) -> list[dict[str, int]]:
     return [pool for worker in workers for pool in worker["pools"].values()]
 
 
-@pytest.mark.parametrize("pool", ["1 MiB", "64 kiB"])
+@pytest.mark.parametrize("pool", [slow("1 MiB"), "64 kiB"])
 def test_a_pool_far_smaller_than_the_data_blocks_but_does_not_fail(
     shared_cluster: SharedCluster, library: Library, pool: str
 ) -> None:

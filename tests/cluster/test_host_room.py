@@ -197,6 +197,7 @@ def part(number: int) -> pd.DataFrame:
     return pd.DataFrame({"key": random.integers(0, 10**6, ROWS), "a": random.random(ROWS), "b": 1.0})
 
 
+@pytest.mark.slow
 def test_dask_sees_no_more_of_a_worker_than_its_own() -> None:
     """With Dask's default thresholds no worker is killed whose peers' pools together exceed its limit."""
     with cluster(workers=4, memory_limit="560 MiB", exchange__pool="110 MiB") as client:

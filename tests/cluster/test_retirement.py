@@ -44,6 +44,7 @@ from tests.helpers.recovering import (
     others,
     stopped_in,
 )
+from tests.helpers.slow import slow
 from tests.helpers.waiting import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -111,7 +112,7 @@ def test_an_owner_retires_that_is_assembling_an_output(monkeypatch: pytest.Monke
     run(test, workers=3, **ONE_EACH)
 
 
-@pytest.mark.parametrize("interval_s", [retirement.REPAIR_POLL_INTERVAL_S, 1.0])
+@pytest.mark.parametrize("interval_s", [retirement.REPAIR_POLL_INTERVAL_S, slow(1.0)])
 def test_a_worker_retires_while_all_assemble_outputs(
     monkeypatch: pytest.MonkeyPatch, interval_s: float
 ) -> None:

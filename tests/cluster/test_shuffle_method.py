@@ -209,7 +209,7 @@ def test_merge_leftsemi(client: Client, library: Library) -> None:
     ("others", "aligned", "expression"),
     [
         (1, False, "gpurtsemimerge"),  # a single partition, joined with each
-        (1, True, "gpurtblockwisemerge"),
+        slow(1, True, "gpurtblockwisemerge"),
         (2, False, "gpurtbroadcastsemijoin"),
     ],
 )

@@ -60,6 +60,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 
 #: Programs that another one is much like.
 MORE_PROGRAMS = (
+    "to fewer",
     "to more",
     "merge on two",
     "merge on the index",

@@ -67,7 +67,7 @@ def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Libra
     )
 
 
-@pytest.mark.parametrize("operation", ["shuffle", "merge", slow("sort")])
+@pytest.mark.parametrize("operation", ["shuffle", slow("merge"), slow("sort")])
 def test_shuffles_larger_than_the_tiers_above_the_disk(
     shared_cluster: SharedCluster, library: Library, operation: str
 ) -> None:

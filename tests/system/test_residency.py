@@ -5,7 +5,6 @@ Each test starts its own cluster in its own environment, which is slow: details 
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from dask_gpurt.overlap.interposer import with_preload
 from tests.helpers.commands import answer
 from tests.helpers.interposers import needs_compiler
 from tests.helpers.interposers import packages as packages  # a fixture
+from tests.helpers.slow import slow
 
 pytestmark = needs_compiler
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def worker(
@@ -81,7 +80,7 @@ def test_sms_that_are_asked_for_take_it_too(packages: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("which", "residency", "enabled", "reason"),
     [
-        ("bare", "auto", True, "the interposer was not built: install dask-gpurt again"),
+        slow("bare", "auto", True, "the interposer was not built: install dask-gpurt again"),
         slow("built", "auto", False, "this process was started without the interposer in LD_PRELOAD"),
         slow("built", "300", True, "a residency cap of 300 blocks: expected at least 1, and at most the 255"),
     ],
