@@ -14,21 +14,20 @@ unset PYTHONDONTWRITEBYTECODE
 # documentation, and of the interposer, a C library. The benchmarks' queries use all of Dask, but are not part of the package.
 WITHOUT_DASK=(tests/unit/{benchmarks,device,docs,observe,overlap} tests/system/test_{interposer*,synchronising}.py)
 scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
-summaries=()
 
 step() {
-    local name=$1 began=$SECONDS
+    local name=$1 began=$SECONDS log summary
     shift
+    log=$(mktemp -p "$scratch")
     echo "=== $name"
-    if ! "$@" 2>&1 | tee "$scratch/log"; then
+    if ! "$@" 2>&1 | tee "$log"; then
         echo "FAILED: $name"
         exit 1
     fi
-    local summary
-    summary=$(grep -E '^=+ .*(passed|failed|skipped).* =+$' "$scratch/log" | tail -n 1)
-    summaries+=("$name: ${summary:-ok} ($((SECONDS - began)) s)")
+    summary=$(grep -E '^=+ .*(passed|failed|skipped).* =+$' "$log" | tail -n 1)
+    echo "$name: ${summary:-ok} ($((SECONDS - began)) s)" >> "$scratch/summaries"
 }
 
 environment() {
@@ -67,6 +66,15 @@ docs_site() (
     environment "$scratch/docs" && ci/docs.sh "$scratch/site"
 )
 
+# What only reads the source, or copies it.
+linters() {
+    step "ruff format" ruff format --check
+    step "ruff check" ruff check
+    step "mypy" mypy --strict dask_gpurt
+    step "import contract" lint-imports
+    step "install without a compiler" without_compiler
+}
+
 # Two minutes, on seeds that are always the same: the defaults and comms only, little memory, and nothing but lost workers.
 chaos() {
     local options=(--workers 3 --limit 120 --dumps "$scratch")
@@ -81,14 +89,16 @@ environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; ex
 step "install and test" readme_command
 newest=$(dask_version)
 step "slow tests" python -m pytest -m slow
-step "install without a compiler" without_compiler
-step "ruff format" ruff format --check
-step "ruff check" ruff check
-step "mypy" mypy --strict dask_gpurt
-step "import contract" lint-imports
 step "documentation" docs_site
 step "Dask's own shuffle tests" ci/dask_suite.sh
+# The chaos takes a given time, so the linters run beside it. Their output comes afterwards.
+(linters) > "$scratch/linters" 2>&1 &
+beside=$!
 step "chaos" chaos
+wait "$beside"
+failed=$?
+cat "$scratch/linters"
+[ "$failed" = 0 ] || exit 1
 
 if [ "$newest" = "$OLDEST" ]; then
     echo "=== Dask $OLDEST is also the newest: nothing more to test"
@@ -97,4 +107,4 @@ else
 fi
 
 echo "=== all passed in $SECONDS s, with Dask $newest and $OLDEST"
-printf '%s\n' "${summaries[@]}"
+cat "$scratch/summaries"
