@@ -116,7 +116,8 @@ if __name__ == "__main__":
 
 
 @needs_hooks
-@pytest.mark.parametrize("processes", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [False, True])
 def test_the_hooks_say_nothing_while_it_is_not_enabled(tmp_path: Path, processes: bool) -> None:
     script = tmp_path / "plain.py"
     script.write_text(PLAIN.replace("PROCESSES", str(processes)))

@@ -14,6 +14,7 @@ from dask_gpurt.device.host import HostDevice
 from tests.helpers.actuators import Contexts
 from tests.helpers.overlap_cluster import Starting, assert_right, shuffled
 from tests.helpers.overlap_cluster import start as start
+from tests.helpers.slow import slow
 
 
 def test_tasks_beside_a_run_are_confined_to_sms(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,8 +41,8 @@ def test_tasks_beside_a_run_are_confined_to_sms(start: Starting, monkeypatch: py
     ("mode", "asked", "refuse", "said"),
     [
         ("fixed", {"residency": 4, "sms": 117}, False, "the nearest possible number is 116"),
-        ("fixed", {"residency": 4, "sms": 116}, True, "the driver does not want to"),
-        ("fixed", {"residency": 4, "sms": 116}, None, "no SMs"),
+        slow("fixed", {"residency": 4, "sms": 116}, True, "the driver does not want to"),
+        slow("fixed", {"residency": 4, "sms": 116}, None, "no SMs"),
         ("adaptive", {"sms": 117}, False, "the nearest possible number is 116"),
         ("adaptive", {"sms": 116}, None, "no SMs"),
     ],

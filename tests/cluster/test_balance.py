@@ -106,7 +106,11 @@ async def rows_by_worker(scheduler: Any, out: Any) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("share", "on", "moves"),
-    [(SHARE, True, 7), (0.0, True, 0), pytest.param(SHARE, False, 0, marks=pytest.mark.slow)],
+    [
+        (SHARE, True, 7),
+        pytest.param(0.0, True, 0, marks=pytest.mark.slow),
+        pytest.param(SHARE, False, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_outputs_move_where_one_key_has_many_rows(share: float, on: bool, moves: int) -> None:
     @on_cluster(workers=4, **{"gpurt.shuffle.balance": on})

@@ -22,6 +22,7 @@ from dask_gpurt.plugins.scheduler import asking
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import on_cluster
 from tests.helpers.shared_memory import PAGE, Shm, filled, held, resident
+from tests.helpers.slow import slow
 
 RUN = ("a shuffle", 1)
 MIB = 2**20
@@ -95,7 +96,7 @@ def test_pages_read_from_a_peer_do_not_count(drained: bool) -> None:
     run()
 
 
-@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("is_stopped", [slow(False), True])
 def test_a_producer_waits_for_what_another_worker_has_published(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool
 ) -> None:

@@ -57,14 +57,14 @@ def test_plans_are_reused_and_give_the_same(client: Client, library: Library, pa
 
 
 def test_that_it_can_be_switched_off(path: Path) -> None:
-    with dask.config.set({"gpurt.planning.cache": False}), cluster("pandas") as client:
+    with dask.config.set({"gpurt.planning.cache": False}), cluster("pandas", workers=1) as client:
         before = reused(client)
         assert result(path, "pandas").equals(result(path, "pandas"))
         assert reused(client) == before
 
 
 def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
-    with cluster("pandas") as client:
+    with cluster("pandas", workers=1) as client:
         enabled = result(path, "pandas")
         before = reused(client)
         dask_gpurt.disable(client)
@@ -81,7 +81,7 @@ def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, 
     counted = []
     with dask.config.set({"gpurt.planning.store": str(store)}):
         for _ in range(2):
-            with cluster("pandas") as client:
+            with cluster("pandas", workers=1) as client:
                 found = result(path, "pandas")
                 counted.append(dask_gpurt.report(client).counters)
             api._store_of(str(store)).save()  # as the process ends
@@ -96,7 +96,7 @@ def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, 
 
 
 def test_nothing_is_written_if_that_is_off(path: Path) -> None:
-    with dask.config.set({"gpurt.planning.store": False}), cluster("pandas"):
+    with dask.config.set({"gpurt.planning.store": False}), cluster("pandas", workers=1):
         result(path, "pandas")
         assert api._planning_store() is None
 

@@ -67,7 +67,7 @@ def assert_evacuated(scheduler: Any, watched: Watched, worker: Any) -> None:
     [
         ("transfer", "shared-memory"),
         ("seal", "shared-memory"),
-        ("seal", "comms"),
+        slow("seal", "comms"),
         ("unpack", "shared-memory"),
     ],
 )

@@ -105,6 +105,7 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
 #: Shuffles that another one is much like.
 MORE_SHUFFLES = (
     "string",
+    "more",
     "timestamps",
     "categories and numbers",
     "numbers and strings",
@@ -112,6 +113,7 @@ MORE_SHUFFLES = (
     "a series",
     "a filter of the key, without it",
     "one column",
+    "beside a column of Dask's name",
     "a column of Dask's name",
 )
 
@@ -266,7 +268,7 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", except_slow(GROUPS, ("unique", "value_counts")))
+@pytest.mark.parametrize("what", except_slow(GROUPS, ("nunique", "unique", "value_counts")))
 def test_reductions_with_split_out(client: Client, library: Library, what: str) -> None:
     # It is unspecified which of several equal rows is kept, so the index may differ.
     index = what in ("split_out", "value_counts")
@@ -326,7 +328,13 @@ SORTS: dict[str, Callable[[Any], Any]] = {
 
 
 #: Sorts that another one is much like.
-MORE_SORTS = ("set_index, floats", "sort_values", "sort_values, nulls last", "sort_values, two")
+MORE_SORTS = (
+    "set_index, floats",
+    "set_index, strings",
+    "sort_values",
+    "sort_values, nulls last",
+    "sort_values, two",
+)
 
 
 @pytest.mark.parametrize("what", except_slow(SORTS, MORE_SORTS))

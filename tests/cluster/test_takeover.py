@@ -64,6 +64,7 @@ MORE_PROGRAMS = (
     "to more",
     "merge on two",
     "merge on the index",
+    "merge after a shuffle",
     "groupby apply",
     "nunique",
     "value_counts",

@@ -32,6 +32,7 @@ from dask_gpurt.planning.partitions import (
 )
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.planned import Step, computed, programs, run, settings_of, written
+from tests.helpers.slow import slow
 
 #: Sizes for which each table that may be a single partition becomes one.
 WHOLE = PartitionSizes(workers=1, threads=1, partition=1 << 50, broadcast=1 << 50)
@@ -328,10 +329,10 @@ HUGE = 1 << 30
     ("name", "sizes"),
     [
         ("a single partition that is sent", PartitionSizes(1, 1, 1_600, 0)),
-        ("a single partition that is sent", PartitionSizes(1, 2, 1_600, 1_600)),
+        slow("a single partition that is sent", PartitionSizes(1, 2, 1_600, 1_600)),
         ("few partitions that are sent", PartitionSizes(1, 2, 1_600, 0)),
         ("a name of the other side", PartitionSizes(1, 1, 1_600, 0)),
-        ("a name of the other side", PartitionSizes(1, 2, 1_600, 1_600)),
+        slow("a name of the other side", PartitionSizes(1, 2, 1_600, 1_600)),
         ("a name that is assigned anew", PartitionSizes(1, 2, HUGE, 0)),
         ("rows without a match", PartitionSizes(1, 2, HUGE, 0)),
         ("no note to follow", PartitionSizes(1, 2, HUGE, HUGE)),

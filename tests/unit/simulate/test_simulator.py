@@ -31,10 +31,11 @@ from dask_gpurt.simulate.simulation import WorkloadFailed
 from dask_gpurt.simulate.workloads import Scale
 from dask_gpurt.topology import SHIPPED, Link
 from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
+from tests.helpers.slow import except_slow
 
 MB = 10**6
 
-each_placement = pytest.mark.parametrize("placement", PLACEMENTS)
+each_placement = pytest.mark.parametrize("placement", except_slow(PLACEMENTS, ("always", "tiers")))
 
 
 def work(name: str, *needs: Work, seconds: float = 1.0, nbytes: int = 0) -> Work:
