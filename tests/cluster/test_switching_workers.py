@@ -209,6 +209,7 @@ def on_cluster_with_a_silent_worker(test: Callable[..., Awaitable[None]]) -> Non
 
     async def body(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         register_method()
+        await dask_gpurt.disable(client)  # for clients that earlier tests closed while it was enabled
         before = restored(scheduler, a), restored(scheduler, b)
         await test(client, scheduler, a, b)
         assert_on(scheduler, a, b)

@@ -85,7 +85,7 @@ def test_shuffles_larger_than_the_tiers_above_the_disk(
     with shared_cluster.client(library.name, **TINY) as client:
         ours = partitions(run(library.collection(inputs)))
         counted = counters(client)
-    theirs = by_tasks(run, library.lazy(inputs))
+        theirs = by_tasks(run, library.lazy(inputs))
     if operation == "shuffle":
         assert_same_partitions(ours, theirs, in_order=False)
     else:
