@@ -141,6 +141,7 @@ def test_naming_the_method_without_the_runtime_gives_dasks_default(tmp_path: Pat
 IGNORANT = {"DASK_DISTRIBUTED__CLIENT__PRELOAD": "[]"}
 
 
+@pytest.mark.slow
 def test_the_flag_of_the_scheduler_is_enough(tmp_path: Path) -> None:
     with cluster_of_commands(scheduler=("--preload", "dask_gpurt"), workers=1) as (address, _):
         said = answer(write(tmp_path), address, **IGNORANT)

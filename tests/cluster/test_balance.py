@@ -224,6 +224,7 @@ def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch,
 # ---- slow workers ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_slow_worker_gets_fewer_outputs(slow: list[str]) -> None:
     @on_cluster(workers=4)
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
@@ -258,6 +259,7 @@ def test_outputs_stay_whose_shards_are_gone(monkeypatch: pytest.MonkeyPatch) -> 
     run()
 
 
+@pytest.mark.slow
 def test_shards_are_reused_right_as_outputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their inputs are transferred again, which does not count against the run's retries."""
     balance, boxes = Recovery.balance, list[Any]()

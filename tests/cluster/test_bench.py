@@ -35,6 +35,7 @@ def plugins(client: Client) -> list[set[str]]:
     return [*found, *client.run(lambda dask_worker: set(dask_worker.plugins)).values()]
 
 
+@pytest.mark.slow
 def test_a_cluster_is_measured_and_left_as_it_was(client: Client, tmp_path: Path) -> None:
     before, told = plugins(client), list[tuple[Run, int]]()
     found = measure(

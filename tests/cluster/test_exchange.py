@@ -164,6 +164,7 @@ def test_shards_are_pulled_while_other_producers_still_work(library: Library) ->
         assert sum(map(len, partitions(out))) == PARTS * 1000
 
 
+@pytest.mark.slow
 def test_four_workers(library: Library) -> None:
     with cluster(library.name, workers=4) as client:
         assert_like_tasks(library, inputs(4_000))

@@ -162,6 +162,7 @@ def frames() -> list[pd.DataFrame]:
     ]
 
 
+@pytest.mark.slow
 def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
     small = {"memory__device": 2**20, "memory__pinned": 2**20, "exchange__pool": 2**20}
     with cluster(library.name, handovers=True, **small) as client:

@@ -31,6 +31,7 @@ def taken() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
+@pytest.mark.slow
 def test_it_is_interrupted_while_the_scheduler_waits_for_a_worker(caplog: pytest.LogCaptureFixture) -> None:
     waiting: list[Future[Any]] = []
 

@@ -295,6 +295,7 @@ def test_an_interrupted_run_reports_what_it_has_found(
     assert done.exit_code == 130
 
 
+@pytest.mark.slow
 def test_no_faults_and_all_is_well_and_a_wrong_row_is_not(tmp_path: Path) -> None:
     """Only two runs: each starts a cluster of processes, and lists /dev/shm before and after."""
     size = ("--rows", "2000", "--workers", "2", "--roomy", "--json", str(tmp_path / "report"))

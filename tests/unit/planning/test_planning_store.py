@@ -532,6 +532,7 @@ def run(table: str, path: Path, seed: int) -> tuple[Any, dict[str, float]]:
     return result, counted["counters"]
 
 
+@pytest.mark.slow
 def test_the_next_process_plans_nothing_again(table: str, path: Path) -> None:
     first, counted = run(table, path, 1)
     assert counted["planning.plans.computed"] > 0
