@@ -16,7 +16,7 @@ from distributed import Client, default_client
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.scheduler.reports import COUNTERS_METRIC
+from dask_gpurt.plugins.worker.heartbeats import COUNTERS_METRIC
 from tests.helpers.clusters import cluster
 from tests.helpers.waiting import until
 

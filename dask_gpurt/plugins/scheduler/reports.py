@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distributed.metrics import time
 
 from dask_gpurt._version import __version__
-from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
+from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.plugins.scheduler.asking import ask
+from dask_gpurt.plugins.worker.heartbeats import COUNTERS_METRIC
 
-#: The name of the heartbeat metric.
-COUNTERS_METRIC = "gpurt_counters"
 #: The worker's handler that returns its report.
 REPORT_HANDLER = "gpurt_report"
 #: How long to wait for a worker, which may be busy, in seconds; less for the doctor, which a user waits for.
@@ -34,38 +33,6 @@ ONCE_A_CLUSTER = "shuffle.runs"
 KEPT = ("counters", "fallbacks")
 
 Snapshot = Mapping[str, Any]
-
-
-class HeartbeatCounters:
-    """Send the counters of a worker with its heartbeats.
-
-    Parameters
-    ----------
-    worker
-        The Dask worker.
-    snapshot
-        Returns ``counters`` and ``fallbacks`` as plain values.
-    token
-        Identifies the scheduler's plugin, which may still find the heartbeat of an earlier one.
-    """
-
-    def __init__(self, worker: WorkerServer, snapshot: Callable[[], Snapshot], token: str):
-        self._worker = worker
-        self._snapshot = snapshot
-        self._token = token
-        # A copy: a heartbeat may be iterating over the old dict.
-        worker.metrics = {**worker.metrics, COUNTERS_METRIC: self._read}
-
-    def _read(self, _worker: WorkerServer) -> dict[str, Any]:
-        return {**self._snapshot(), "token": self._token}
-
-    def close(self) -> None:
-        """Stop sending counters."""
-        metrics = self._worker.metrics
-        if metrics.get(COUNTERS_METRIC) == self._read:  # and not the metric of a later plugin
-            self._worker.metrics = {
-                name: metric for name, metric in metrics.items() if name != COUNTERS_METRIC
-            }
 
 
 class ClusterReports:

@@ -9,6 +9,7 @@ from distributed.comm.core import CommClosedError
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.memory.ledger import KINDS, Ledger
+from dask_gpurt.plugins.worker.heartbeats import add_metric
 
 #: The name of the stream operation and of the heartbeat metric.
 MEMORY_OP, MEMORY_METRIC = "gpurt-memory", "gpurt_memory"
@@ -28,11 +29,7 @@ class Reporter:
         self._scheduled = False
         self._closed = False
         self._reported_at = 0.0
-        # A copy: a heartbeat may be iterating over the old dict.
-        self._before = (
-            {MEMORY_METRIC: worker.metrics[MEMORY_METRIC]} if MEMORY_METRIC in worker.metrics else {}
-        )
-        worker.metrics = {**worker.metrics, MEMORY_METRIC: self._whole}
+        self._remove_metric = add_metric(worker, MEMORY_METRIC, self._whole)
 
     @property
     def pause(self) -> float:
@@ -72,11 +69,7 @@ class Reporter:
     def close(self) -> None:
         """Stop reporting."""
         self._closed = True
-        metrics = self._worker.metrics
-        if metrics.get(MEMORY_METRIC) == self._whole:  # and not the metric of a later plugin
-            self._worker.metrics = {
-                name: m for name, m in metrics.items() if name != MEMORY_METRIC
-            } | self._before
+        self._remove_metric()
 
 
 def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:

@@ -36,7 +36,7 @@ from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins.garbage import FROZEN
 from dask_gpurt.plugins.messages import PromptStreams
-from dask_gpurt.plugins.scheduler.reports import REPORT_HANDLER, HeartbeatCounters
+from dask_gpurt.plugins.scheduler.reports import REPORT_HANDLER
 from dask_gpurt.plugins.scheduler.silence import ASK_STATUS_OP, STATUS_OP
 from dask_gpurt.plugins.scheduler.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
 from dask_gpurt.plugins.switching import (
@@ -54,9 +54,10 @@ from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
 from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker.colocation import ALONE_VARIABLE
+from dask_gpurt.plugins.worker.heartbeats import COUNTERS_METRIC, add_metric
 from dask_gpurt.plugins.worker.memory_reports import amounts
 from dask_gpurt.plugins.worker.overlapping import WorkerOverlap
-from dask_gpurt.plugins.worker.progress_reports import ProgressReporter
+from dask_gpurt.plugins.worker.progress_reports import PROGRESS_METRIC, ProgressReporter
 from dask_gpurt.plugins.worker.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.worker.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.worker.residency import WorkerResidency
@@ -198,14 +199,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.tracing.install()
         undo.callback(self.tracing.uninstall)
         undo.callback(prometheus.register(worker, Server.WORKER, self.metrics, self._readings))
-        undo.callback(HeartbeatCounters(worker, self._counted, self.token).close)
+        undo.callback(add_metric(worker, COUNTERS_METRIC, lambda _: {**self._counted(), "token": self.token}))
         import_backends(self.exchange.pools.devices)
         await self.exchange.offload(self.exchange.pools.make_all)
         undo.callback(self.topology.close)
         await self.topology.start()
         await self.exchange.offload(self.overlap.prepare)
-        undo.callback(self.progress.close)
-        self.progress.start()
+        undo.callback(add_metric(worker, PROGRESS_METRIC, self.progress.report))
         undo.push_async_callback(self.overlap.save)
         # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
         for part in (self.overlap, self.run_lookup, self.replica_selector):
@@ -361,7 +361,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.run_lookup = RunLookup(worker, self.metrics)
         self.tracing = WorkerTracing(worker, self.metrics, self.exchange.offload)
         runs, summary = self.exchange.recent_runs, self.overlap.summary
-        self.progress = ProgressReporter(worker, runs, summary, self.metrics)
+        self.progress = ProgressReporter(runs, summary, self.metrics)
 
     def _tiers(
         self, worker: WorkerServer, settings: config.Settings, pools: Pools, reply: JoinReply

@@ -23,12 +23,10 @@ REPORTED = (
 
 
 class ProgressReporter:
-    """Add progress to the heartbeats of one worker.
+    """Summarise the progress of one worker for its heartbeats.
 
     Parameters
     ----------
-    worker
-        The Dask worker.
     runs
         The progress of its latest runs.
     overlap
@@ -37,28 +35,15 @@ class ProgressReporter:
 
     def __init__(
         self,
-        worker: WorkerServer,
         runs: RecentRuns,
         overlap: Callable[[], Mapping[str, Any]],
         metrics: Metrics,
     ):
-        self._worker = worker
         self._runs = runs
         self._overlap = overlap
         self._metrics = metrics
 
-    def start(self) -> None:
-        """Start adding reports to the heartbeats."""
-        # A copy: a heartbeat may be iterating over the old dict.
-        self._worker.metrics = {**self._worker.metrics, PROGRESS_METRIC: self.report}
-
-    def close(self) -> None:
-        """Stop reporting."""
-        metrics = self._worker.metrics
-        if metrics.get(PROGRESS_METRIC) == self.report:
-            self._worker.metrics = {name: m for name, m in metrics.items() if name != PROGRESS_METRIC}
-
-    def report(self, _worker: WorkerServer | None = None) -> dict[str, Any]:
+    def report(self, _worker: WorkerServer) -> dict[str, Any]:
         """Return the progress of the latest runs, bytes moved between tiers, and some counters."""
         moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
         counters = {name: self._metrics.total(name).get((), 0) for name in REPORTED}

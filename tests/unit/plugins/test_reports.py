@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.scheduler.reports import COUNTERS_METRIC, ClusterReports
+from dask_gpurt.plugins.scheduler.reports import ClusterReports
+from dask_gpurt.plugins.worker.heartbeats import COUNTERS_METRIC
 
 TOKEN = "of this plugin"
 
