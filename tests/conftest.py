@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Return the number of cores plus one; 0 for a single file, or where tests share GPUs.
 
-    Tests of clusters are idle for a part of their time. On two cores all take about 300 s with three.
+    Tests of clusters are idle for a part of their time. On two cores all take 270 to 290 s with three.
     """
     files = {argument.split("::")[0] for argument in config.args}
     if cuda_devices() or (all(file.endswith(".py") for file in files) and len(files) == 1):

@@ -38,7 +38,7 @@ QUICK = {
     **caps.SETTINGS,
 }
 if FAILURES:
-    # An output allocates for each of its shards, so one of thousands fails as often in a row as is usual.
+    # An output allocates for each of its shards. One of thousands would fail all of the usual tries.
     QUICK["gpurt.memory.retries"] = 8
 
 

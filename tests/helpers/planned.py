@@ -137,7 +137,7 @@ def _from_memory(table: pd.DataFrame, library: str) -> Callable[[], Any]:
 # ---- examples -------------------------------------------------------------------------------------
 
 
-def settings_of(usual: int) -> settings:
+def some_programs(usual: int) -> settings:
     """Return the settings of a test of programs, with the same examples each time.
 
     `GPURT_TEST_EXAMPLES=1000 python -m pytest …` runs as many; above ``usual`` they are random.

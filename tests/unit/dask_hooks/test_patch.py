@@ -130,7 +130,7 @@ def test_a_wrapper_that_copies_our_attributes_is_not_taken_for_ours() -> None:
     assert dasks.method(1) == ["theirs", "Dask", 1]
 
 
-def test_an_owner_that_nobody_refers_to_is_freed() -> None:
+def test_an_owner_without_references_is_freed() -> None:
     dasks, patches = Dasks(), PatchSet()
     patches.put(dasks, "method", ours)
     patches.restore()

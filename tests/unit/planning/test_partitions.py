@@ -31,7 +31,7 @@ from dask_gpurt.planning.partitions import (
     with_chosen_partitions,
 )
 from tests.helpers.clusters import Library, canonical, to_pandas
-from tests.helpers.planned import Step, computed, programs, run, settings_of, written
+from tests.helpers.planned import Step, computed, programs, run, some_programs, written
 from tests.helpers.slow import slow
 
 #: Sizes for which each table that may be a single partition becomes one.
@@ -411,7 +411,7 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@settings_of(20)
+@some_programs(20)
 @given(program=programs)
 def test_programs_have_the_same_rows(
     library: Library, readers: list[Callable[[], Any]], program: list[Step]
@@ -420,7 +420,7 @@ def test_programs_have_the_same_rows(
 
 
 @pytest.mark.slow
-@settings_of(60)
+@some_programs(60)
 @given(program=programs)
 def test_more_programs_have_the_same_rows(
     library: Library, readers: list[Callable[[], Any]], program: list[Step]

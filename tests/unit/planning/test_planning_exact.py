@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 
 from tests.helpers.clusters import Library
-from tests.helpers.planned import Planner, Step, computed, planned, programs, settings_of, written
+from tests.helpers.planned import Planner, Step, computed, planned, programs, some_programs, written
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@settings_of(10)
+@some_programs(10)
 @given(program=programs)
 def test_programs_are_planned_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
@@ -41,7 +41,7 @@ def test_programs_are_planned_as_dask_does(
 
 
 @pytest.mark.slow
-@settings_of(30)
+@some_programs(30)
 @given(program=programs)
 def test_more_programs_are_planned_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
@@ -63,7 +63,7 @@ def assert_planned_as_dask_does(
     assert again == expected
 
 
-@settings_of(10)
+@some_programs(10)
 @given(program=programs)
 def test_programs_are_planned_by_the_next_process_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
@@ -72,7 +72,7 @@ def test_programs_are_planned_by_the_next_process_as_dask_does(
 
 
 @pytest.mark.slow
-@settings_of(30)
+@some_programs(30)
 @given(program=programs)
 def test_more_programs_are_planned_by_the_next_process_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
@@ -123,7 +123,7 @@ LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
 COMPUTED = ("metadata.computed", "plans.computed", "files.read")
 
 
-@settings_of(10)
+@some_programs(10)
 @given(program=programs)
 def test_fused_programs_have_the_same_results(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
@@ -132,7 +132,7 @@ def test_fused_programs_have_the_same_results(
 
 
 @pytest.mark.slow
-@settings_of(30)
+@some_programs(30)
 @given(program=programs)
 def test_more_fused_programs_have_the_same_results(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
