@@ -349,7 +349,9 @@ class Device(Protocol):
         ...
 
     def scatter(self, sources: Sequence[Buffer], into: Sequence[list[Any]], *, ordered: bool = True) -> Fence:
-        """Start to copy device buffers into pieces of host memory; both have to stay valid until the fence.
+        """Start to copy device buffers into pieces of host memory or of a pool.
+
+        Buffers and pieces have to stay valid until the fence.
 
         Parameters
         ----------

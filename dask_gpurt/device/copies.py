@@ -25,8 +25,8 @@ def address(source: Any) -> int:
     return int(source.__cuda_array_interface__["data"][0])
 
 
-def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]:
-    """Plan copies of buffers into pieces of host memory.
+def runs(sources: Sequence[Any], into: Sequence[list[Any]]) -> list[Copy]:
+    """Plan copies of buffers into pieces of host memory, or of a device's.
 
     Buffers that are adjacent on both sides are merged into one copy, including the padding between them,
     because each CUDA call releases the GIL and has to reacquire it. Only buffers of the same allocation are
@@ -37,15 +37,16 @@ def runs(sources: Sequence[Any], into: Sequence[list[np.ndarray]]) -> list[Copy]
     sources
         Buffers. Those with the same ``owner`` are parts of one allocation.
     into
-        The pieces for each buffer. Views of one array are parts of one allocation. Gaps of less than 256
-        bytes between parts must be padding, since they are overwritten.
+        The pieces for each buffer. Views of one array, or with the same ``owner``, are parts of one
+        allocation. Gaps of less than 256 bytes between parts must be padding, since they are overwritten.
     """
     found: list[Copy] = []
     before: tuple[Any, Any] = None, None
     for source, pieces in zip(sources, into, strict=True):
         at = address(source)
         for piece in pieces:
-            copy, of = Copy(int(piece.ctypes.data), at, piece.nbytes), (_allocation(source), piece.base)
+            copy = Copy(address(piece), at, piece.nbytes)
+            of = _allocation(source), _allocation(piece)
             if all(mine is not None and mine is theirs for mine, theirs in zip(of, before, strict=True)) and (
                 _adjoin(found[-1], copy)
             ):

@@ -13,7 +13,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import is_closing
+from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange.calls import Calls, closes
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
@@ -36,6 +37,7 @@ from dask_gpurt.exchange.requests import PeerRequests
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.exchange.traffic import IN_PLACE, Traffic
 from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table
+from dask_gpurt.memory.peer_copies import Loan
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
@@ -409,6 +411,24 @@ class Exchange:
             with self._users_left:
                 self._users -= 1
                 self._users_left.notify_all()
+
+    def lend(self, nbytes: int) -> Loan:
+        """Lend a block of the device's pool for the copy of an object that a peer fetches. Blocks.
+
+        Raises
+        ------
+        PoolFull
+            If the pool has no room, or is being closed.
+        """
+        with ExitStack() as ending:
+            try:
+                ending.enter_context(self.in_use())
+            except ExchangeClosed as error:
+                raise PoolFull(nbytes) from error
+            outbox = self.pools.outbox(self.pools.main)
+            block = outbox.allocate(nbytes)
+            ending.callback(outbox.take_back, block)
+            return Loan(block, outbox.pool, ending.pop_all().close)
 
     def stop(self, timeout_s: float = 0.0) -> bool:
         """End all transfers, and wait for tasks that use memory of the pools. Blocks.

@@ -94,6 +94,12 @@ class Outbox:
         """
         self.pool.free(block)
 
+    def take_back(self, block: Block) -> None:
+        """Free a block that was allocated for something else than a shard, and wake waiting producers."""
+        with self._changed:
+            self.pool.free(block)
+            self._notify(1)
+
     def publish(
         self, run: RunKey, share: int, owner: str, blocks: Iterable[Block], *, is_copy: bool = False
     ) -> int:

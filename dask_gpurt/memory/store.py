@@ -14,6 +14,7 @@ Moves block, so they run in threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
@@ -298,7 +299,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
         """Return Dask messages of objects in lower tiers; see :meth:`EntryReader.messages`. Blocks."""
         return self._reader.messages(keys, stack)
 
-    def device_objects(self, held: Iterable[Entry], limit: int) -> dict[Key, Any]:
+    def device_objects(self, held: Iterable[Entry], limit: float = math.inf) -> dict[Key, Any]:
         """Return the objects of held entries on a GPU that have at most ``limit`` bytes. Does not block.
 
         Threads that copy objects need these, since an entry drops its object when its key is deleted::

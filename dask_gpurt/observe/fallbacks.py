@@ -66,6 +66,7 @@ class Fallback(Enum):
     )
     MEMORY_NOT_PINNED = "memory.not-pinned", "no more host memory is pinned"
     MEMORY_FILES_WITHOUT_KVIKIO = "memory.files-without-kvikio", "files are read and written without kvikio"
+    MEMORY_NO_PEER_COPIES = "memory.no-peer-copies", "peers fetch objects from where they are on the GPU"
 
     DEVICE_NOT_SHARED = "device.not-shared", "only one worker runs on the GPU"
 

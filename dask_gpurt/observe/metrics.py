@@ -244,6 +244,12 @@ METRICS: Mapping[str, Metric] = {
         _counter("memory.waits.overdue", "tasks and fetches that started without room after they had waited"),
         _counter("memory.retries", "tasks that ran out of memory and were retried"),
         _counter("memory.short", "requests of the device's allocator for room"),
+        _counter(
+            "memory.peer-copies.bytes",
+            "bytes of objects on a GPU that were copied into one buffer for a peer to fetch",
+            Unit.BYTES,
+        ),
+        _counter("memory.peer-copies.full", "objects that a peer fetched from where they were: no room"),
         _gauge("memory.{tier}.peak", "peak bytes in a tier", Unit.BYTES),
         # ---- reads
         _counter("reads.aside", "tasks that left their slot to another task while they read or wrote files"),

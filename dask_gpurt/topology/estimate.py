@@ -22,11 +22,11 @@ WINDOW_S = 10.0
 OVERRIDE_FACTOR, RETURN_FACTOR = 2.0, 1.5
 #: Initial estimate of the extra seconds of a first transfer, by class of link; 0 for missing classes.
 FIRST_TRANSFER_S: Mapping[Link, float] = {
-    # Measured on four H200, 512 MiB over UCX: 0.28 s, and 0.56 to 0.65 if four start at once;
-    # later ones took 0.01. Presumably the receiver maps the pool of the sender, here half of a GPU.
-    Link.NVLINK: 0.3,
+    # Measured on two H200s over UCX (fetch-copies-2xh200.json): 12 to 14 ms instead of 2. The receiver maps
+    # the memory for copies. Without copies it would map the pool of the sender, which takes half a second.
+    Link.NVLINK: 0.01,
     # Nominal: data of another process is accessed in the same way.
-    Link.PCIE: 0.3,
+    Link.PCIE: 0.01,
 }
 #: The weight of the latest first transfer in the average of its class.
 FIRST_TRANSFER_WEIGHT = 0.2

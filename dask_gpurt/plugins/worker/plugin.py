@@ -32,6 +32,7 @@ from dask_gpurt.exchange import Exchange, ExchangeClosed
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
+from dask_gpurt.memory.peer_copies import PeerCopies
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins.garbage import FROZEN
@@ -213,7 +214,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
             part.install()
         if settings.memory.tiers:
             await self.exchange.offload(self.tiers.guard)
-            self.data = WorkerData(worker, self.tiers, settings.memory, self.metrics, self.reads.is_aside)
+            copies = PeerCopies(self.tiers.device, self.tiers.limits.device, self.exchange.lend, self.metrics)
+            undo.callback(copies.close)
+            self.data = WorkerData(
+                worker, self.tiers, settings.memory, self.metrics, self.reads.is_aside, copies
+            )
             self.data.install()
             undo.push_async_callback(self._give_data_back)
         undo.callback(self.reads.uninstall)

@@ -31,6 +31,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry
+from dask_gpurt.memory.peer_copies import PeerCopies
 from dask_gpurt.memory.store import serving
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.switching import Layer
@@ -59,6 +60,8 @@ class WorkerData:
         The owner of the tiered buffer.
     is_aside
         Returns whether a task has left its slot for a read, which is not a ``secede`` by its own code.
+    peer_copies
+        Copies what peers fetch from the device; not closed here.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class WorkerData:
         settings: MemorySettings,
         metrics: Metrics,
         is_aside: Callable[[Key], bool],
+        peer_copies: PeerCopies,
     ):
         self.worker = worker
         self.tiers = tiers
@@ -75,6 +79,7 @@ class WorkerData:
         self._tiered_buffer = tiers.tiered_buffer
         self._runner = TaskRunner(worker, tiers, settings, metrics, worker.execute, is_aside)
         self._dependents_first = DependentsFirst(worker, self._tiered_buffer, metrics)
+        self._peer_copies = peer_copies
         self._patches = PatchSet(Layer.DATA)
 
     def install(self) -> None:
@@ -203,8 +208,8 @@ class WorkerData:
     ) -> Any:
         """Serve a peer. Spilled values are sent from their tier without making them live.
 
-        Small results go to the client (which does not say who it is) through host memory. UCX would map the
-        pool of this worker's GPU there first, for which the event loops of both wait for half a second.
+        UCX would map the pool of this worker's GPU in the process that fetches. So small results go to the
+        client (which does not say who it is) through host memory, and what workers fetch is copied first.
         """
         if who is not None and self._runner.admission.short:
             return {"status": "busy"}
@@ -220,6 +225,9 @@ class WorkerData:
                     found = await self._read(lower, partial(self._tiered_buffer.messages, stack=sending))
                 if who is None and not self.tiers.closed:
                     found |= await self._small_results(held)
+            if who is not None and self._sends_from_device(comm, serializers):
+                objects = self._tiered_buffer.device_objects(held.values())
+                found |= await self._peer_copies.messages(objects, sending)
             serving.set(found | await self._copies([key for key in lower if key not in found]))
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
 
@@ -230,6 +238,11 @@ class WorkerData:
             return {}
         found: dict[Key, Any] = await self.tiers.offload(self._tiered_buffer.device_messages, small)
         return found
+
+    def _sends_from_device(self, comm: Comm, serializers: Collection[str] | None) -> bool:
+        """Return whether Dask would send objects to a peer from the device's memory."""
+        protocol = comm.peer_address.partition("://")[0]
+        return self.tiers.device.carried_by(protocol) and "cuda" in (serializers or ("cuda",))
 
 
 def _takes_frames(comm: Comm, serializers: Collection[str] | None) -> bool:

@@ -15,6 +15,7 @@ from distributed.exceptions import Reschedule
 from distributed.shuffle._core import ShuffleId
 from distributed.shuffle._exceptions import ShuffleClosedError
 
+from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
@@ -253,6 +254,36 @@ async def test_the_runtime_is_switched_off_while_tasks_read_and_write_the_pools(
         go_on.set()
         assert stopped.result(20)
         working.result(20)
+    cluster.close()
+    await quiet()
+
+
+@in_process
+async def test_the_runtime_is_switched_off_while_a_block_of_the_pool_is_lent() -> None:
+    """A peer may be reading it."""
+    cluster = Cluster(A, B)
+    exchange = cluster.network.processes[A].exchange
+    used = exchange.pools.outbox("host").pool.used
+    loan = await asyncio.to_thread(exchange.lend, 1000)
+    assert loan.pool.used > used
+    assert not await asyncio.to_thread(exchange.stop)
+    with pytest.raises(PoolFull):
+        await asyncio.to_thread(exchange.lend, 1000)
+    loan.give_back()
+    assert loan.pool.used == used
+    assert await asyncio.to_thread(exchange.stop)
+    cluster.close()
+    await quiet()
+
+
+@in_process
+async def test_no_block_is_lent_that_does_not_fit() -> None:
+    cluster = Cluster(A, B)
+    exchange = cluster.network.processes[A].exchange
+    capacity = exchange.pools.outbox("host").pool.capacity
+    with pytest.raises(PoolFull):
+        await asyncio.to_thread(exchange.lend, capacity + 1)
+    assert await asyncio.to_thread(exchange.stop)
     cluster.close()
     await quiet()
 

@@ -72,6 +72,19 @@ def test_read_shards_of_a_fixed_pool_are_freed_for_others() -> None:
     assert not outbox.has_all(RUN)
 
 
+def test_a_producer_that_waits_gets_the_room_of_a_block_that_was_lent() -> None:
+    outbox = outbox_of(FixedPool(8 * KIB))
+    lent = outbox.allocate(8 * KIB)
+    seen = outbox.freed
+    outbox.take_back(lent)
+    # It has freed a block since the producer's attempt, so that the producer does not wait.
+    asked: list[set[str]] = []
+    outbox._ask_for_room = asked.append
+    outbox.wait_for_room(8 * KIB, seen, lambda: None)
+    assert asked == []
+    outbox.allocate(8 * KIB)
+
+
 def test_the_copy_made_for_an_owner_goes_with_its_share() -> None:
     outbox = outbox_of(HostPool(MIB))
     for is_copy in (False, True):

@@ -15,7 +15,6 @@ from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
 from dask_gpurt.topology import SHIPPED, Link, Place, Topology
-from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from tests.helpers.placed_cluster import GB, Cluster, Rooms, run
 
 
@@ -99,7 +98,7 @@ def test_an_alias_stays_where_its_data_are_however_full_that_is(free: float) -> 
 
 
 def test_a_short_task_is_not_worth_the_first_transfer_between_two_gpus() -> None:
-    state, topology = bare.BareState(2), Topology(first=FIRST_TRANSFER_S)
+    state, topology = bare.BareState(2), Topology(first={Link.NVLINK: 0.3})
     for address in state.workers:
         topology.add(address, Place("host", address, nvlink="host", rdma=True))
     one, other = state.workers

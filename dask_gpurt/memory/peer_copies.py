@@ -1,0 +1,206 @@
+"""Copy objects on a device for the peers that fetch them, each into one buffer.
+
+Dask sends each array of an object by itself, from where it is. UCX then maps the allocation that it is part
+of in the process of the peer. For a pool that has most of a GPU this takes half a second, in which the event
+loops of both workers wait, and the peer keeps the pool mapped: if its worker is killed, the one that replaces
+it cannot allocate a pool. So objects are copied into a small allocation that serves only this, and sent from
+there in one message. What does not fit there is copied into the pool of the exchange.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from dask.typing import Key
+from distributed.protocol.cuda import cuda_deserialize
+from distributed.protocol.serialize import Serialized, deserialize
+
+from dask_gpurt.device import Block, Device, Pool, PoolFull
+from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.pool import Buffer
+from dask_gpurt.memory.serialize import Frames, NotMovable, on_device, take_apart
+from dask_gpurt.observe import Fallback, Metrics
+
+#: The most bytes of the memory for copies: ten messages of Dask's ``worker.transfer.message-bytes-limit``.
+COPIES_BYTES = 512 << 20
+#: The most of this memory as a part of what objects may take on the device.
+COPIES_OF_LIMIT = 0.01
+#: Seconds for which a copy is kept if its connection failed, since the peer may still be reading it. Shorter
+#: than the wait for users of the exchange's pool when the runtime is switched off.
+KEPT_AFTER_FAILURE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Hold a block of a pool until it is given back."""
+
+    block: Block
+    pool: Pool
+    give_back: Callable[[], None]
+
+
+class OneBuffer:
+    """Stand for an object whose device buffers are sent as one, in the headers of Dask's "cuda" serializer.
+
+    There are no instances. A peer that unpickles this type imports this module, and so can read the object.
+    """
+
+
+class PeerCopies:
+    """Copy objects on a device into blocks of one allocation, which is made for the first of them.
+
+    Parameters
+    ----------
+    device
+        The device of the objects.
+    limit
+        The bytes that objects may take on the device.
+    lend
+        Lends a block of another pool, for objects that do not fit. Blocks; raises PoolFull if it has no room.
+    """
+
+    def __init__(self, device: Device, limit: int, lend: Callable[[int], Loan], metrics: Metrics):
+        self._device = device
+        self._lend = lend
+        self._metrics = metrics
+        #: The bytes of that allocation; 0 once it could not be made.
+        self.nbytes = min(COPIES_BYTES, int(limit * COPIES_OF_LIMIT))
+        self._pool: Pool | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        # Not a thread of the tiers: these may be spilling for seconds.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="gpurt-peer-copies")
+
+    async def messages(self, objects: Mapping[Key, Any], sending: ExitStack) -> dict[Key, Serialized]:
+        """Return Dask messages of objects, which are valid until ``sending`` is closed on the event loop.
+
+        Objects that do not fit, or cannot be taken apart, are left out.
+        """
+        if self._closed or not objects:
+            return {}
+        copied = await asyncio.get_running_loop().run_in_executor(self._executor, self._copies, objects)
+        sending.push(partial(self._sent, [loan for loan, _ in copied.values()]))
+        return {key: message for key, (_, message) in copied.items()}
+
+    def _copies(self, objects: Mapping[Key, Any]) -> dict[Key, tuple[Loan, Serialized]]:
+        found = {}
+        for key, value in objects.items():
+            try:
+                frames = take_apart(value)
+            except NotMovable:
+                continue  # Dask sends the object in its own way, or fails with its own message
+            if any(map(on_device, frames.buffers)) and (copy := self._copy(frames)) is not None:
+                found[key] = copy
+        return found
+
+    def _copy(self, frames: Frames) -> tuple[Loan, Serialized] | None:
+        there = [buffer[0] for buffer in frames.buffers if on_device(buffer)]
+        sizes = [buffer.nbytes for buffer in there]
+        starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+        if not starts[-1] or (loan := self._room(starts[-1])) is None:
+            return None
+        with ExitStack() as failing:
+            failing.callback(loan.give_back)
+            spans = list(zip(starts, sizes, strict=False))
+            into = [[loan.pool.view(loan.block.offset + start, size)] for start, size in spans]
+            self._device.scatter(there, into)()
+            on_host = [buffer[0].data for buffer in frames.buffers if not on_device(buffer)]
+            buffers = [self._device.for_comm(loan.block.buffer), *on_host]
+            header = {
+                "sub-header": {"object": frames.header, "spans": spans},
+                "type-serialized": pickle.dumps(OneBuffer),
+                "serializer": "cuda",
+                "compression": (False,) * len(buffers),  # neither compressed nor divided
+            }
+            failing.pop_all()
+        self._metrics.add("memory.peer-copies.bytes", loan.block.nbytes)
+        return loan, Serialized(header, buffers)
+
+    # ---- room ------------------------------------------------------------------------
+
+    def _room(self, nbytes: int) -> Loan | None:
+        """Return a block for a copy; None if there is no room."""
+        for lend in (self._lend_own, self._lend):
+            try:
+                return lend(nbytes)
+            except PoolFull:
+                continue
+        self._metrics.add("memory.peer-copies.full")
+        return None
+
+    def _lend_own(self, nbytes: int) -> Loan:
+        with self._lock:
+            if self._closed or nbytes > self.nbytes:
+                raise PoolFull(nbytes)
+            if self._pool is None:
+                try:
+                    self._pool = self._device.create_pool(self.nbytes)
+                except Exception as error:  # the device's own: it has no memory left
+                    self._metrics.fallback(Fallback.MEMORY_NO_PEER_COPIES, repr(error))
+                    self.nbytes = 0
+                    raise PoolFull(nbytes) from error
+            block = self._pool.allocate(nbytes)
+            return Loan(block, self._pool, partial(self._free, block))
+
+    def _free(self, block: Block) -> None:
+        with self._lock:
+            assert self._pool is not None
+            self._pool.free(block)
+            self._close_if_unused()
+
+    def _sent(self, loans: Sequence[Loan], failure: type[BaseException] | None, *_: object) -> None:
+        """Free copies once they are sent, and some time after a failure. On the event loop.
+
+        UCX ends a send once the peer has read the memory. If the connection fails, the peer may still read::
+
+            This worker                                Peer
+                                                       starts to copy a block
+            the connection fails, the send ends
+            sends another object from that memory
+                                                       ends the copy, with bytes of the other object
+        """
+        for loan in loans:
+            if failure is None:
+                loan.give_back()
+            else:
+                asyncio.get_running_loop().call_later(KEPT_AFTER_FAILURE_S, loan.give_back)
+
+    def close(self) -> None:
+        """Copy no more objects, and free the memory once nothing is sent from it."""
+        with self._lock:
+            self._closed = True
+            self._close_if_unused()
+        self._executor.shutdown(wait=False)
+
+    def _close_if_unused(self) -> None:
+        if self._closed and self._pool is not None and not self._pool.used:
+            self._pool.close()
+            self._pool = None
+
+
+def _read(header: Mapping[str, Any], frames: Sequence[Any]) -> Any:
+    """Deserialise an object whose device buffers are parts of the first frame."""
+    whole, *others = frames
+    _, body, flags = pickle.loads(header["object"])
+    on_host, spans = iter(others), iter(header["spans"])
+    return deserialize(body, [_part(whole, *next(spans)) if there else next(on_host) for there in flags])
+
+
+cuda_deserialize.register(OneBuffer)(_read)
+
+
+def _part(whole: Any, start: int, size: int) -> Buffer:
+    if not hasattr(whole, "__cuda_array_interface__"):
+        return memoryview(whole)[start : start + size]
+    from dask_gpurt.device.cuda_memory import DeviceSpan
+
+    return DeviceSpan(whole.__cuda_array_interface__["data"][0] + start, size, whole)
