@@ -352,8 +352,15 @@ class Exchange:
     # ---- life ------------------------------------------------------------------------
 
     async def offload(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a blocking function in a thread of this exchange."""
-        return await asyncio.wrap_future(self._submit(function, *args))
+        """Run a blocking function in a thread of this exchange; raise ExchangeClosed if it is too late."""
+        done = asyncio.wrap_future(self._submit(function, *args))
+        try:
+            await asyncio.wait([done])
+        finally:
+            done.cancel()  # a no-op if it is done
+        if done.cancelled():  # `close` has dropped it from the queue
+            raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
+        return done.result()
 
     def _submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
         """Submit a function to the threads; raise ExchangeClosed if the exchange is closed."""
@@ -384,7 +391,8 @@ class Exchange:
         for address in gone:
             self.on_worker_removed(address)
         await self.links.refresh()
-        await self.offload(self.pools.trim_idle)
+        with contextlib.suppress(ExchangeClosed):
+            await self.offload(self.pools.trim_idle)
 
     def _close_soon(self, close: Callable[[], None]) -> None:
         try:

@@ -355,6 +355,26 @@ async def test_the_runtime_is_switched_off_while_something_is_handed_to_its_thre
     cluster.close()
 
 
+@in_process
+async def test_the_runtime_is_switched_off_while_calls_wait_for_a_thread() -> None:
+    """Nobody takes it for a cancellation."""
+    cluster = Cluster(A)
+    a = cluster.network.processes[A]
+    go_on, a.exchange.executor = threading.Event(), ThreadPoolExecutor(1)
+    busy = asyncio.ensure_future(a.exchange.offload(go_on.wait, 20))
+    try:
+        waiting = asyncio.ensure_future(a.exchange.offload(int))
+        await quiet()
+        stopping = asyncio.ensure_future(asyncio.to_thread(a.exchange.stop))
+        with pytest.raises(ExchangeClosed):
+            await waiting
+    finally:
+        go_on.set()
+    assert await busy
+    await stopping
+    cluster.close()
+
+
 # ---- reservations ------------------------------------------------------------------------
 
 
