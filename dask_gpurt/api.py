@@ -447,9 +447,14 @@ def _planning_for() -> Any:
 
 
 async def _deactivate(client: Client) -> Client:
+    # Not a handler: another client may switch off meanwhile, which removes all handlers.
+    async def stop(dask_scheduler: SchedulerServer) -> None:
+        if (runtime := dask_scheduler.extensions.get("gpurt")) is not None:
+            await runtime.stop()
+
     if client.status != "closed" and await _is_on(client):
         try:
-            await _scheduler(client).gpurt_disable()
+            await client.run_on_scheduler(stop)
         finally:
             _leave(client)  # again, for clients that have enabled it in the meantime
     return client

@@ -198,7 +198,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         handlers = {
             "gpurt_report": self.report,
             "gpurt_gone": self.gone,
-            "gpurt_disable": self.stop,
             "gpurt_memory": self.memory,
             "gpurt_shared_memory": self.shared_memory,
             "gpurt_host_room": self.host_room,
