@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.exchange.shard import PeerLost, RunKey
+from dask_gpurt.exchange.shard import ExchangeClosed, PeerLost, RunKey
 from dask_gpurt.observe import Metrics
 
 #: Failed calls after which a peer counts as lost, and the longest pause between two of them in seconds.
@@ -50,6 +50,8 @@ class Calls:
         self._removals: dict[str, asyncio.Future[None]] = {}
         #: Addresses of removed workers, the latest last. New workers may have taken these addresses.
         self._removed: dict[str, None] = {}
+        self._in_flight: set[asyncio.Future[Any]] = set()
+        self._closed = False
 
     def on_worker_removed(self, address: str) -> None:
         """Abort the calls to a worker that the scheduler has removed."""
@@ -85,6 +87,8 @@ class Calls:
         PeerLost
             If the worker has left, is closing, or could not be reached in :data:`MAX_CALLS` calls; or if it
             is silent and a run waits for it. It may have received the message, or still receive it.
+        ExchangeClosed
+            If :meth:`close` was called and ``check`` does not raise.
         """
         pause = FIRST_PAUSE_S
         for number in range(1, MAX_CALLS + 1):
@@ -118,6 +122,8 @@ class Calls:
         ------
         PeerLost
             If the worker leaves during the call, fails to reply because it is closing, or is silent.
+        ExchangeClosed
+            If :meth:`close` was called and ``check`` does not raise.
         OSError
             If the connection breaks.
         """
@@ -125,16 +131,33 @@ class Calls:
             if await self.has_left(address):  # Dask would try to connect for 30 s
                 raise PeerLost(f"worker {address} has left")
             self._removed.pop(address, None)
+        self._raise_if_closed(check)
         answer = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**message))
+        self._in_flight.add(answer)
+        answer.add_done_callback(self._in_flight.discard)
         try:
             while not await self._answered(answer, address):
                 check()
                 lost = await self._lost(address, awaited_by())
                 if lost is not None and not answer.done():
                     raise PeerLost(lost)
+            if answer.cancelled():
+                self._raise_if_closed(check)
             return await self._result(answer, address)
         finally:
             answer.cancel()  # a no-op if it is done
+
+    def _raise_if_closed(self, check: Callable[[], None]) -> None:
+        if self._closed:
+            check()  # its error is more specific
+            raise ExchangeClosed(f"the exchange of {self._worker.address} is closed")
+
+    async def close(self) -> None:
+        """End all calls, and send no further ones, neither to peers nor to the scheduler."""
+        self._closed = True
+        for answer in (in_flight := list(self._in_flight)):
+            answer.cancel()
+        await asyncio.gather(*in_flight, return_exceptions=True)
 
     async def _lost(self, address: str, run: RunKey | None) -> str | None:
         """Return why a worker will not reply in time; None if it may."""
@@ -176,12 +199,16 @@ class Calls:
 
     async def _is_silent(self, address: str, run: RunKey) -> bool:
         """Ask the scheduler whether a run goes on without a worker; False if it is unreachable."""
+        if self._closed:
+            return False
         shuffle, run_id = run
         with contextlib.suppress(OSError, RuntimeError):  # as in `_ask`
             return bool(await self._worker.scheduler.gpurt_silent(id=shuffle, run_id=run_id, worker=address))
         return False
 
     async def _ask(self, address: str, **more: bool) -> bool:
+        if self._closed:
+            return False
         # Either way this worker is about to close: it has lost its scheduler, or closed its own connections.
         with contextlib.suppress(OSError, RuntimeError):
             gone = await self._worker.scheduler.gpurt_gone(peers=[address], **more)

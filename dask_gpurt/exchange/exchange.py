@@ -386,10 +386,10 @@ class Exchange:
     async def run_housekeeping(self) -> None:
         """Free idle memory, and mappings of workers that have left. Called periodically."""
         peers = list(self.peers)
-        # A scheduler on which the runtime has been switched off replies None.
-        gone = (await self.worker.scheduler.gpurt_gone(peers=peers) if peers else None) or []
-        for address in gone:
-            self.on_worker_removed(address)
+        if peers and not self.closed:
+            # A scheduler on which the runtime has been switched off replies None.
+            for address in await self.worker.scheduler.gpurt_gone(peers=peers) or []:
+                self.on_worker_removed(address)
         await self.links.refresh()
         with contextlib.suppress(ExchangeClosed):
             await self.offload(self.pools.trim_idle)
@@ -457,6 +457,8 @@ class Exchange:
         with self._users_left:
             self.closed = True
         self.pools.wake()
+        self.links.close()
+        self.host_room.close()
         self._stop_answering()
         self.executor.shutdown(cancel_futures=True)
         for incoming in [

@@ -91,6 +91,7 @@ class HostRoom:
         self._metrics = metrics
         self._offload = offload
         self._asking = False
+        self._closed = False
         #: Time since which rounds have found no worker that uses memory, and time of the last round.
         self._foreign_since: float | None = None
         self._last_round = time.monotonic()
@@ -117,7 +118,7 @@ class HostRoom:
             raise MemoryError(no_room(nbytes))
 
     async def _round(self) -> None:
-        if self._asking:
+        if self._asking or self._closed:
             return
         self._asking = True
         self._metrics.fallback(Fallback.EXCHANGE_SHM_FULL, f"{SHM} is full")
@@ -138,6 +139,10 @@ class HostRoom:
         elif self._foreign_since is None:
             self._foreign_since = now
         self._last_round = now
+
+    def close(self) -> None:
+        """Start no further rounds. From any thread."""
+        self._closed = True
 
     async def make_room(self) -> int:
         """Handle a round of a worker of this host; return the bytes that this worker still uses."""

@@ -134,6 +134,7 @@ class Links:
         self._asked: dict[str, float] = {}
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
+        self._closed = False
         self._measured: dict[Link, MeasuredBandwidth] = {}
         #: The rate at which this worker can receive from other hosts.
         self.arrivals = ArrivalRate()
@@ -179,6 +180,8 @@ class Links:
             await self._ask(peers)
 
     async def _ask(self, peers: list[str]) -> None:
+        if self._closed:
+            return
         with contextlib.suppress(OSError):  # if the scheduler comes back, peers are requested again
             answer = await self._worker.scheduler.gpurt_links(worker=self._worker.address, peers=peers)
             if answer is not None:  # None comes from a scheduler on which the runtime is off
@@ -201,6 +204,10 @@ class Links:
         for peer in peers:
             self._known.pop(peer, None)
             self._asked.pop(peer, None)
+
+    def close(self) -> None:
+        """Ask the scheduler no more. From any thread."""
+        self._closed = True
 
     # ---- measurements ------------------------------------------------------------------
 

@@ -233,6 +233,7 @@ class ShuffleRun:
             self.raise_if_closed()
             return True
 
+        wanted()  # once the runtime is off here, the scheduler has no such handler either
         return await self._call_scheduler(op, wanted, **message)
 
     async def _call_scheduler(self, op: str, wanted: Callable[[], bool], **message: Any) -> Any:

@@ -394,7 +394,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     async def _close_exchange(self) -> None:
         try:
-            if await asyncio.to_thread(self.exchange.stop, CLOSE_TIMEOUT_S):
+            stopped = await asyncio.to_thread(self.exchange.stop, CLOSE_TIMEOUT_S)
+            await self.exchange.calls.close()
+            if stopped:
                 await asyncio.to_thread(self.exchange.close)
             else:
                 logger.error(

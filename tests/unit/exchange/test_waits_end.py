@@ -375,6 +375,37 @@ async def test_the_runtime_is_switched_off_while_calls_wait_for_a_thread() -> No
     cluster.close()
 
 
+@in_process
+async def test_an_exchange_closes_its_calls_while_a_peer_has_not_answered() -> None:
+    cluster = Cluster(A, B)
+    a, b = (cluster.network.processes[address] for address in (A, B))
+    asked = asyncio.Event()
+
+    async def never_answers(**_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    def check() -> None:
+        if b.exchange.closed:
+            raise RuntimeError("the run has ended")
+
+    a.handlers["gpurt_ticket"] = never_answers
+    calls = b.exchange.calls
+    unchecked = asyncio.ensure_future(calls.call(A, "gpurt_ticket", check=lambda: None))
+    checked = asyncio.ensure_future(calls.call(A, "gpurt_ticket", check=check))
+    await asked.wait()
+    b.exchange.closed = True
+    await calls.close()
+    with pytest.raises(ExchangeClosed):
+        await unchecked
+    with pytest.raises(RuntimeError, match="the run has ended"):
+        await checked
+    with pytest.raises(ExchangeClosed):
+        await calls.once(A, "gpurt_release", check=lambda: None)
+    assert not await calls.is_closing("an address that has left")
+    cluster.close()
+
+
 # ---- reservations ------------------------------------------------------------------------
 
 
