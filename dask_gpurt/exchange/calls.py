@@ -216,6 +216,10 @@ class Calls:
         return False
 
 
+async def is_off(**_: Any) -> None:
+    """Reply to any call as Dask replies to an unknown one: with None, but without logging a traceback."""
+
+
 async def closes(**_: Any) -> str:
     """Reply to any call of a peer while this worker is closing."""
     return CLOSES

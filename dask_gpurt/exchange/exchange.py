@@ -11,10 +11,10 @@ import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from dask_gpurt._version import __version__
@@ -22,7 +22,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.device import PoolFull
-from dask_gpurt.exchange.calls import Calls, closes
+from dask_gpurt.exchange.calls import Calls, closes, is_off
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.host_room import HostRoom
@@ -116,8 +116,8 @@ class Exchange:
         self._users = 0
         self._users_left = threading.Condition()
         self._handlers: dict[str, Callable[..., Any]] = {
-            "gpurt_ticket": self.ticket,
-            "gpurt_fetch": self.comms.serve,
+            "gpurt_ticket": self.until_closed(self.ticket),
+            "gpurt_fetch": self.until_closed(self.comms.serve),
             "gpurt_release": self.release,
             "gpurt_drain": self.drain,
             "gpurt_forget": self.forget,
@@ -476,11 +476,23 @@ class Exchange:
         self.peers.close()
         self.pools.close()
 
+    def until_closed(self, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Return a handler that replies as if it were called later if this exchange closes meanwhile."""
+
+        @wraps(handler)
+        async def answer(**message: Any) -> Any:
+            try:
+                return await handler(**message)
+            except ExchangeClosed:
+                return await (closes() if is_closing(self.worker) else is_off())
+
+        return answer
+
     def _stop_answering(self) -> None:
-        """Remove the handlers from the worker, or, if it is closing, let them tell peers so."""
+        """Let the handlers reply that the runtime is off here, or that this worker is closing."""
         for name in self._handlers:
             if not is_closing(self.worker):
-                self.worker.handlers.pop(name, None)
+                self.worker.handlers[name] = is_off
             elif name != "gpurt_make_room":  # its handler checks for that itself
                 self.worker.handlers[name] = closes
 

@@ -12,6 +12,10 @@ When the worker asks, it has registered the plugin already. So after a yes it re
 unless it is silent. A transaction does not wait for a silent worker, but fails and names it. Workers look up
 at intervals which runtime the scheduler has on (:data:`TOKEN_HANDLER`), and switch off a plugin that belongs
 to none or to another one. So a worker that is heard again ends up off.
+
+Switching off takes two rounds. In the first one all workers switch off; stand-ins for their handlers ignore
+messages of those that have not done so yet. In the second one they remove the stand-ins
+(:data:`ALL_OFF_HANDLER`).
 """
 
 from __future__ import annotations
@@ -32,11 +36,15 @@ from dask_gpurt.config import ConfigError
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.plugins.scheduler.silence import SilentWorkers
 
+logger = logging.getLogger(__name__)
+
 #: The runtime's name among the plugins of schedulers and workers, and among a scheduler's extensions.
 NAME = "gpurt"
 #: The handler that a worker calls before it switches on, and the stream operations by which it reports that
 #: it has switched on, and off.
 JOIN_HANDLER, READY_OP, LEFT_OP = "gpurt_join", "gpurt-ready", "gpurt-left"
+#: The handler of a worker that has switched off, by which the scheduler tells it that all others have too.
+ALL_OFF_HANDLER = "gpurt_all_off"
 #: The handler that returns the token of the runtime that is on.
 TOKEN_HANDLER = "gpurt_token"
 #: The stream operation by which a worker reports that it cannot switch on with its settings.
@@ -162,6 +170,8 @@ class Workers:
         #: For each worker the ids of plugins that may be on: they were allowed to join and have not left.
         self._on: defaultdict[str, set[str]] = defaultdict(set)
         self._all_left = asyncio.Event()
+        #: The workers that have told so: they have stand-ins for the handlers of their plugins.
+        self._have_left: set[str] = set()
         self.ready: set[str] = set()
         #: The kinds of device that workers have.
         self._devices: dict[str, frozenset[str]] = {}
@@ -180,7 +190,8 @@ class Workers:
             Identifies the plugin among those that the worker has received.
         """
         if not self._wanted or token != self.token:
-            self.has_left(worker, token, plugin)  # an earlier yes may have been lost with its connection
+            if token == self.token:
+                self._note_left(worker, plugin)  # an earlier yes may have been lost with its connection
             return JoinReply.STAY_OFF
         self._on[worker].add(plugin)
         self.note_devices(worker, devices)
@@ -202,13 +213,18 @@ class Workers:
     def has_left(self, worker: str, token: str, plugin: str) -> None:
         """Note that a worker's plugin has switched off; this is its last message (stream handler)."""
         if token == self.token:
-            self._on[worker].discard(plugin)
-            self._update_all_left()
+            self._have_left.add(worker)
+            self._note_left(worker, plugin)
+
+    def _note_left(self, worker: str, plugin: str) -> None:
+        self._on[worker].discard(plugin)
+        self._update_all_left()
 
     def remove(self, worker: str) -> None:
         """Forget a worker that has left the cluster."""
         self.ready.discard(worker)
         self._on.pop(worker, None)
+        self._have_left.discard(worker)
         self._devices.pop(worker, None)
         self.silent.remove(worker)
         self._update_all_left()
@@ -274,6 +290,18 @@ class Workers:
                 f"cleanly: restart these. Silent ones switch off themselves if they are heard again. "
                 f"{reasons}"
             )
+
+    async def end(self) -> None:
+        """Have the workers that have left remove their stand-ins: nobody calls them any more."""
+        workers = [worker for worker in self._have_left if self._stays(worker)]
+        await asyncio.gather(*map(self.end_on, workers))
+
+    async def end_on(self, worker: str) -> None:
+        """Have a worker that has left remove its stand-ins."""
+        reply = await self._call_one(worker, {"op": ALL_OFF_HANDLER})
+        if isinstance(reply, Exception) and self._stays(worker):
+            # They are harmless, and removed when the runtime is switched off the next time.
+            logger.warning("handlers of the runtime stay on worker %s, which is off: %r", worker, reply)
 
     async def _until_all_left(self) -> list[str]:
         """Wait for the last message of every plugin; return the workers that fall silent before theirs."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter, time
 from typing import Any
 
@@ -18,6 +18,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
+from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Ranges, Recording
 
@@ -84,14 +85,14 @@ class WorkerTracing:
     ----------
     worker
         The Dask worker. Its tasks are recorded with Dask's own timings.
-    offload
-        Runs a slow function on a thread.
+    exchange
+        Runs slow functions on its threads.
     """
 
-    def __init__(self, worker: WorkerServer, metrics: Metrics, offload: Callable[..., Awaitable[Any]]):
+    def __init__(self, worker: WorkerServer, metrics: Metrics, exchange: Exchange):
         self._worker = worker
         self._metrics = metrics
-        self._offload = offload
+        self._exchange = exchange
         self._recorder = Recorder(metrics)
         self._patches = PatchSet()
         #: The wall-clock time, as Dask uses it, at which the clock of events is 0.
@@ -103,7 +104,7 @@ class WorkerTracing:
         """Register the handlers."""
         for name, handler in {
             CLOCK_HANDLER: self.clock,
-            TAKE_EVENTS_HANDLER: self.take,
+            TAKE_EVENTS_HANDLER: self._exchange.until_closed(self.take),
             END_TRACE_HANDLER: self.end,
         }.items():
             self._patches.add_item(self._worker.handlers, name, handler)
@@ -121,7 +122,7 @@ class WorkerTracing:
         """Return the next events of a trace, and start recording if necessary (handler)."""
         recording = self._recorder.begin(token)
         self._epoch = time() - perf_counter()
-        packed: dict[str, Any] = await self._offload(_packed, recording, limit)
+        packed: dict[str, Any] = await self._exchange.offload(_packed, recording, limit)
         return packed
 
     async def end(self, token: str) -> None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from distributed.protocol.serialize import ToPickle
 
 import dask_gpurt
 from dask_gpurt import api
+from dask_gpurt.exchange import ExchangeClosed
+from dask_gpurt.plugins.scheduler.silence import ASK_STATUS_OP
+from dask_gpurt.plugins.scheduler.small_results import SEND_RESULTS_OP
+from dask_gpurt.plugins.switching import Workers
+from dask_gpurt.plugins.worker.overlapping import WorkerOverlap
+from dask_gpurt.shuffle.run import ACCEPTED_OP, NEW_OWNERS_OP
 from tests.helpers.in_process import on_plain_cluster
+from tests.helpers.switching import Gate, another, begun
 
 
 @contextmanager
@@ -19,6 +28,152 @@ def without_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     caplog.clear()
     yield
     assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+def ours(handlers: Any) -> list[str]:
+    return sorted(name for name in handlers if name.startswith(("gpurt_", "gpurt-")))
+
+
+def never() -> None:
+    """Let a call go on."""
+
+
+class Left:
+    """Await the last messages of workers, and call a function when the scheduler receives one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._heard: dict[str, asyncio.Event] = {}
+        has_left = Workers.has_left
+
+        def hears(this: Workers, worker: str, **message: Any) -> None:
+            has_left(this, worker, **message)
+            self.by(worker).set()
+
+        monkeypatch.setattr(Workers, "has_left", hears)
+
+    def by(self, worker: str) -> asyncio.Event:
+        return self._heard.setdefault(worker, asyncio.Event())
+
+
+def stops_on(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Stop one worker while it switches off; all of its handlers are still there."""
+    gate, save = Gate(), WorkerOverlap.save
+
+    async def stops(this: Any) -> None:
+        if this._worker is worker:
+            gate.reached.set()
+            await gate.open.wait()
+        await save(this)
+
+    monkeypatch.setattr(WorkerOverlap, "save", stops)
+    return gate
+
+
+def test_peers_and_the_scheduler_call_a_worker_that_is_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        left, gate = Left(monkeypatch), stops_on(b, monkeypatch)
+        await dask_gpurt.enable(client)
+        names, peer = ours(a.handlers), b.plugins["gpurt"].exchange.calls
+        with without_warnings(caplog):
+            off = await begun(dask_gpurt.disable(client))
+            with gate.open_in_the_end():
+                await asyncio.gather(gate.reached.wait(), left.by(a.address).wait())
+                with without_warnings(caplog):
+                    for name in names:
+                        assert await peer.call(a.address, name, check=never) is None
+                stream = scheduler.stream_comms[a.address]
+                stream.send({"op": NEW_OWNERS_OP, "id": "x", "run_id": 1, "owners": None})
+                stream.send({"op": ACCEPTED_OP, "key": "x"})
+                stream.send({"op": ASK_STATUS_OP})
+                stream.send({"op": SEND_RESULTS_OP, "results": ToPickle({"sent": 1})})
+                # The stream keeps the order of messages: it is still open, and all have been received.
+                assert await client.submit(len, "xy", workers=[a.address]) == 2
+                assert a.data["sent"] == 1, "the scheduler counts this replica"
+            await off
+        assert not ours(a.handlers) + ours(a.stream_handlers)
+        assert set(scheduler.workers) == {a.address, b.address}
+
+
+def test_workers_call_the_scheduler_once_all_are_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second client that switches off returns as late as the first one."""
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = Gate().put(monkeypatch, Workers, "end")
+        await dask_gpurt.enable(client)
+        names = ours(scheduler.handlers)
+        async with another(scheduler) as other:
+            with without_warnings(caplog):
+                off = await begun(dask_gpurt.disable(client))
+                with gate.open_in_the_end():
+                    await gate.reached.wait()
+                    also_off = await begun(dask_gpurt.disable(other))
+                    assert not also_off.done()
+                    for name in set(names) - {"gpurt_topology"}:
+                        assert await getattr(b.scheduler, name)() is None
+                await asyncio.gather(off, also_off)
+        assert not ours(scheduler.handlers)
+
+
+def test_the_calls_of_a_worker_have_ended_when_it_says_that_it_is_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        left, gate = Left(monkeypatch), Gate()
+        await dask_gpurt.enable(client)
+        calls = b.plugins["gpurt"].exchange.calls
+
+        async def waits(**_: Any) -> None:
+            gate.reached.set()
+            await gate.open.wait()
+
+        a.handlers["gpurt_ticket"] = waits
+        with without_warnings(caplog), gate.open_in_the_end():
+            call = asyncio.ensure_future(calls.call(a.address, "gpurt_ticket", check=never))
+            await gate.reached.wait()
+            off = asyncio.ensure_future(dask_gpurt.disable(client))
+            await left.by(b.address).wait()
+            assert not calls._in_flight
+            with pytest.raises(ExchangeClosed):
+                await call
+            await off
+            # Nor does it begin any, whatever still runs there.
+            with pytest.raises(ExchangeClosed):
+                await calls.call(a.address, "gpurt_ticket", check=never)
+            assert not await calls.has_left(a.address)
+
+
+def test_the_scheduler_still_asks_workers_when_all_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They answer until it has ended that."""
+
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        left, gate = Left(monkeypatch), Gate()
+        await dask_gpurt.enable(client)
+        report = a.handlers["gpurt_report"]
+
+        async def waits(**message: Any) -> Any:
+            gate.reached.set()
+            await gate.open.wait()
+            return await report(**message)
+
+        a.handlers["gpurt_report"] = waits
+        reporting = asyncio.ensure_future(dask_gpurt.report(client))
+        await gate.reached.wait()
+        off = asyncio.ensure_future(dask_gpurt.disable(client))
+        with gate.open_in_the_end():
+            await asyncio.gather(left.by(a.address).wait(), left.by(b.address).wait())
+            await begun(asyncio.sleep(0))
+            assert "gpurt_report" in b.handlers
+            assert not off.done()
+        await off
+        assert (await reporting).workers.keys() == {a.address, b.address}
 
 
 def test_another_client_has_switched_it_off_already(

@@ -201,7 +201,7 @@ def falls_silent(worker: Any, monkeypatch: pytest.MonkeyPatch, *, hears: bool = 
 def restored(scheduler: Any, worker: Any) -> dict[str, Any]:
     """Return the state that is restored even if another worker is silent, which may still send messages."""
     found = whole_state(scheduler, worker)
-    return {**found, "stream handlers": found["stream handlers"][1:]}
+    return {**found, **{kind: found[kind][1:] for kind in ("handlers", "stream handlers")}}
 
 
 def on_cluster_with_a_silent_worker(test: Callable[..., Awaitable[None]]) -> None:
@@ -254,7 +254,9 @@ def test_a_worker_is_silent_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("hears", [slow(False), True])
-def test_a_worker_is_silent_while_it_goes_off(monkeypatch: pytest.MonkeyPatch, hears: bool) -> None:
+def test_a_worker_is_silent_while_it_goes_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hears: bool
+) -> None:
     """It does not hear of that until it looks it up, or its last message is not heard."""
     monkeypatch.setattr("dask_gpurt.plugins.worker.plugin.TRIM_INTERVAL_S", 0.1)
     say, silent = GpurtWorkerPlugin._send, set[str]()
@@ -280,6 +282,7 @@ def test_a_worker_is_silent_while_it_goes_off(monkeypatch: pytest.MonkeyPatch, h
         b.periodic_callbacks["heartbeat"].start()
         await until(lambda: "gpurt" not in b.plugins)
         await dask_gpurt.enable(client)
+        assert not [one for one in caplog.records if "No handler" in one.getMessage()]
 
 
 def test_it_goes_on_at_a_worker_that_still_goes_off_itself(monkeypatch: pytest.MonkeyPatch) -> None:

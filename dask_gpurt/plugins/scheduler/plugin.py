@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,7 +20,8 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.http import serve
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.dask_hooks.worker import CLOSING
+from dask_gpurt.dask_hooks.worker import CLOSING, call_soon
+from dask_gpurt.exchange.calls import is_off
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
@@ -30,13 +31,13 @@ from dask_gpurt.plugins import json_api
 from dask_gpurt.plugins.garbage import FROZEN, POLL_INTERVAL_S
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.messages import PromptStreams
-from dask_gpurt.plugins.scheduler.asking import make_room
+from dask_gpurt.plugins.scheduler.asking import Requests, make_room
 from dask_gpurt.plugins.scheduler.placement import SchedulerPlacement
 from dask_gpurt.plugins.scheduler.reports import ClusterReports
 from dask_gpurt.plugins.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.plugins.scheduler.silence import STATUS_OP, SilentWorkers
 from dask_gpurt.plugins.scheduler.small_results import CONFIRM_RESULTS_OP
-from dask_gpurt.plugins.scheduler.topology import SchedulerTopology
+from dask_gpurt.plugins.scheduler.topology import LINKS_HANDLER, SchedulerTopology
 from dask_gpurt.plugins.stats_sync import STATISTICS_HANDLER, SharedStatistics
 from dask_gpurt.plugins.switching import (
     JOIN_HANDLER,
@@ -128,7 +129,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             dask_hooks.require()
             self._prepare(config.load_over(self.given))
             self._show()
-            self._undo.callback(self._ignore_unreachable)
             self.places.install()
             self._undo.callback(self.places.uninstall)
             self._listen()
@@ -195,12 +195,17 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 await asyncio.to_thread(FROZEN.renew)
 
     def _listen(self) -> None:
-        handlers = {
+        self.requests = Requests()
+        asking: dict[str, Callable[..., Awaitable[Any]]] = {
             "gpurt_report": self.report,
+            "gpurt_host_room": self.host_room,
+            **self.tracing.handlers(),
+        }
+        handlers = {
+            **{name: self.requests.counted(handler) for name, handler in asking.items()},
             "gpurt_gone": self.gone,
             "gpurt_memory": self.memory,
             "gpurt_shared_memory": self.shared_memory,
-            "gpurt_host_room": self.host_room,
             "gpurt_explain": self.explain,
             STATISTICS_HANDLER: self.learned.learned,
             JOIN_HANDLER: self.workers.join,
@@ -208,7 +213,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             OWNERS_HANDLER: self.shuffles.recovery.owners,
             RECOVER_HANDLER: self.shuffles.recovery.recover,
             "gpurt_silent": self.shuffles.abandoning.continues_without,
-            **self.tracing.handlers(),
         }
         operations = {
             MEMORY_OP: self.memory_changed,
@@ -220,8 +224,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             STATUS_OP: self.workers.silent.is_back,
             CONFIRM_RESULTS_OP: self.shuffles.results.confirmed,
         }
-        patches = dask_hooks.PatchSet()
+        self._undo.push_async_callback(self._stand_in, [*handlers, LINKS_HANDLER])
+        self._undo.callback(self._ignore_unreachable)
         self._undo.callback(self.tracing.close)
+        patches = dask_hooks.PatchSet()
         self._undo.callback(patches.restore)
         for name, handler in handlers.items():
             patches.add_item(self.scheduler.handlers, name, handler)
@@ -237,6 +243,19 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         if self.scheduler.extensions.get(NAME) is self:
             del self.scheduler.extensions[NAME]
 
+    async def _stand_in(self, names: list[str]) -> None:
+        """Ignore calls until none may arrive any more; then workers need no stand-ins either.
+
+        Calls of unreachable workers may arrive at any time.
+        """
+        stand_ins = dask_hooks.PatchSet()
+        for name in names:
+            stand_ins.add_item(self.scheduler.handlers, name, is_off)
+        await self.requests.ended()
+        await self.workers.end()
+        if not self.workers.unreachable:
+            stand_ins.restore()
+
     def _ignore_unreachable(self) -> None:
         # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
         # closes a worker that sends an unknown operation.
@@ -245,7 +264,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 MEMORY_OP,
                 LOST_KEYS_OP,
                 READY_OP,
-                LEFT_OP,
                 REFUSED_OP,
                 PLACE_OP,
                 TRAFFIC_OP,
@@ -254,6 +272,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 CONFIRM_RESULTS_OP,
             ):
                 self.scheduler.stream_handlers[name] = _nothing
+            self.scheduler.stream_handlers[LEFT_OP] = self._left_late
+
+    def _left_late(self, worker: str, **_: Any) -> None:
+        """Note that an unreachable worker has been heard again and has switched off (stream handler)."""
+        call_soon(self.scheduler, self.workers.end_on, worker)
 
     def _register(self, name: str) -> None:
         self.scheduler.add_plugin(self, name=name)

@@ -18,6 +18,8 @@ from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.hosts import Host
 
+#: The handler that returns the links of a worker.
+LINKS_HANDLER = "gpurt_links"
 #: Links that each path of the exchange may cross. Transfers over other links are not samples of these.
 LINKS_OF_PATH = {
     "shared-memory": {Link.SHARED_MEMORY},
@@ -56,7 +58,7 @@ class SchedulerTopology:
         self._patches.add_item(self._scheduler.stream_handlers, PLACE_OP, self.placed)
         self._patches.add_item(self._scheduler.stream_handlers, TRAFFIC_OP, self.traffic)
         self._patches.add_item(self._scheduler.handlers, "gpurt_topology", self.describe)
-        self._patches.add_item(self._scheduler.handlers, "gpurt_links", self.links)
+        self._patches.add_item(self._scheduler.handlers, LINKS_HANDLER, self.links)
 
     def uninstall(self) -> None:
         """Remove the handlers."""

@@ -51,7 +51,6 @@ from dask_gpurt.plugins.switching import (
     JoinReply,
     spare_tracebacks,
 )
-from dask_gpurt.plugins.tracing import WORKER_HANDLERS as TRACING
 from dask_gpurt.plugins.tracing import WorkerTracing
 from dask_gpurt.plugins.waiting import waiting
 from dask_gpurt.plugins.worker.colocation import ALONE_VARIABLE
@@ -63,8 +62,9 @@ from dask_gpurt.plugins.worker.reading import WorkerReads, set_reader_threads
 from dask_gpurt.plugins.worker.replica_selector import ReplicaSelector
 from dask_gpurt.plugins.worker.residency import WorkerResidency
 from dask_gpurt.plugins.worker.run_lookup import RunLookup
+from dask_gpurt.plugins.worker.stand_ins import StandIns
 from dask_gpurt.plugins.worker.tiers import WorkerTiers
-from dask_gpurt.plugins.worker.topology_reports import HOST_HANDLER, TopologyReporter
+from dask_gpurt.plugins.worker.topology_reports import TopologyReporter
 from dask_gpurt.plugins.worker.worker_data import WorkerData
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import ACCEPTED_OP, EVACUATE_HANDLER, NEW_OWNERS_OP, ShuffleRun
@@ -115,6 +115,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
         self._undo = AsyncExitStack()
+        self._stand_ins = StandIns(worker)
         self._switching = _switching.setdefault(worker, asyncio.Lock())
         self._id = uuid.uuid4().hex
         self._spared = spare_tracebacks()
@@ -127,7 +128,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
                     logger.info("the runtime was switched off before %s joined", worker.address)
                     self._leave()
                     return
-                self._undo.callback(self._send, LEFT_OP, plugin=self._id)
+                self._undo.callback(self._tell_off)
                 await self._switch_on(worker, config.load_over(self.given), reply)
                 self._send(READY_OP)
             except BaseException as error:
@@ -160,6 +161,11 @@ class GpurtWorkerPlugin(WorkerPlugin):
         # A scheduler on which the runtime has been switched off replies None.
         return JoinReply.STAY_OFF if reply is None else JoinReply(reply)
 
+    def _tell_off(self) -> None:
+        """Tell the scheduler that this plugin is off; the last message of the plugin."""
+        self._stand_ins.expect_end()
+        self._send(LEFT_OP, plugin=self._id)
+
     def _send(self, what: str, **more: str) -> None:
         with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
             self.worker.batched_stream.send({"op": what, "token": self.token, **more})
@@ -180,9 +186,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await asyncio.to_thread(self._build, worker, settings, reply)
         self.tiers.start()
         patches = dask_hooks.PatchSet()
-        undo.callback(self._ignore_calls)
+        undo.callback(self._stand_ins.install)
         undo.callback(patches.restore)
-        patches.add_item(worker.handlers, REPORT_HANDLER, self.report)
+        patches.add_item(worker.handlers, REPORT_HANDLER, self.exchange.until_closed(self.report))
         patches.add_item(worker.handlers, EVACUATE_HANDLER, self.evacuate)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Wrap the operation by which the scheduler announces workers that have left.
@@ -277,17 +283,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._leave_frozen.callback(FROZEN.leave)
         FROZEN.renew()
 
-    def _ignore_calls(self) -> None:
-        """Ignore the runtime's calls on a closing worker, from a scheduler that does not know of it yet.
-
-        Without handlers Dask would log an error or close the connection.
-        """
-        if is_closing(self.worker):
-            for name in (REPORT_HANDLER, EVACUATE_HANDLER, HOST_HANDLER, *TRACING):
-                self.worker.handlers[name] = _ignore
-            for name in (NEW_OWNERS_OP, ACCEPTED_OP, SEND_RESULTS_OP, ASK_STATUS_OP):
-                self.worker.stream_handlers[name] = _ignore
-
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
         def on_worker_removed(worker: str, **kwargs: Any) -> Any:
             self.exchange.on_worker_removed(worker)
@@ -364,7 +359,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._undo.callback(self.residency.close)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)
-        self.tracing = WorkerTracing(worker, self.metrics, self.exchange.offload)
+        self.tracing = WorkerTracing(worker, self.metrics, self.exchange)
         runs, summary = self.exchange.recent_runs, self.overlap.summary
         self.progress = ProgressReporter(runs, summary, self.metrics)
 
@@ -452,7 +447,3 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "problems": config.problems(),
             **self._counted(),
         }
-
-
-async def _ignore(**_: Any) -> None:
-    """Ignore a call, as if the runtime were off."""

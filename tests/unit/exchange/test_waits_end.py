@@ -357,17 +357,20 @@ async def test_the_runtime_is_switched_off_while_something_is_handed_to_its_thre
 
 @in_process
 async def test_the_runtime_is_switched_off_while_calls_wait_for_a_thread() -> None:
-    """Nobody takes it for a cancellation."""
-    cluster = Cluster(A)
-    a = cluster.network.processes[A]
+    """A peer is told the same as if it had called later. Nobody takes it for a cancellation."""
+    cluster = Cluster(A, B)
+    a, b = (cluster.network.processes[address] for address in (A, B))
     go_on, a.exchange.executor = threading.Event(), ThreadPoolExecutor(1)
     busy = asyncio.ensure_future(a.exchange.offload(go_on.wait, 20))
     try:
         waiting = asyncio.ensure_future(a.exchange.offload(int))
+        ticket = b.exchange.calls.call(A, "gpurt_ticket", check=lambda: None, kind="host", to=None)
+        asked = asyncio.ensure_future(ticket)
         await quiet()
         stopping = asyncio.ensure_future(asyncio.to_thread(a.exchange.stop))
         with pytest.raises(ExchangeClosed):
             await waiting
+        assert await asked is None
     finally:
         go_on.set()
     assert await busy
