@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
 from typing import Any
 
@@ -31,6 +30,7 @@ from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.links import Links
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers
+from dask_gpurt.exchange.pool_users import PoolUsers
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.pulling import Puller
 from dask_gpurt.exchange.requests import PeerRequests
@@ -112,9 +112,7 @@ class Exchange:
         #: Called on the event loop with the numbers of publishing runs and of pulls in flight.
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
-        #: Tasks that use memory of the pools now.
-        self._users = 0
-        self._users_left = threading.Condition()
+        self._users = PoolUsers(worker.address)
         self._handlers: dict[str, Callable[..., Any]] = {
             "gpurt_ticket": self.until_closed(self.ticket),
             "gpurt_fetch": self.until_closed(self.comms.serve),
@@ -400,25 +398,9 @@ class Exchange:
         except ExchangeClosed:
             close()
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Keep the pools while a task publishes or assembles in the body.
-
-        Raises
-        ------
-        ExchangeClosed
-            If the exchange is closed.
-        """
-        with self._users_left:
-            if self.closed:
-                raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._users_left:
-                self._users -= 1
-                self._users_left.notify_all()
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keep the pools while a task publishes or assembles in the body; see :meth:`PoolUsers.using`."""
+        return self._users.using()
 
     def lend(self, nbytes: int) -> Loan:
         """Lend a block of the device's pool for the copy of an object that a peer fetches. Blocks.
@@ -441,21 +423,13 @@ class Exchange:
     def stop(self, timeout_s: float = 0.0) -> bool:
         """End all transfers, and wait for tasks that use memory of the pools. Blocks.
 
-        Closing frees the memory of a GPU's pool, which these tasks may be reading or writing::
-
-            Thread 1, a task: packs into a block      Thread 2: the runtime is switched off, and the pool is
-                                                      freed
-            its next kernel writes into memory that
-            is not allocated: CUDA fails all further
-            calls of this process
-
         Returns
         -------
         bool
             Whether no task uses the pools any more.
         """
-        with self._users_left:
-            self.closed = True
+        self.closed = True
+        self._users.close()
         self.pools.wake()
         self.links.close()
         self.host_room.close()
@@ -467,8 +441,7 @@ class Exchange:
             for incoming in list(incoming_shards)
         ]:
             incoming.abandon()  # otherwise its mapping would stay open
-        with self._users_left:
-            return self._users_left.wait_for(lambda: not self._users, timeout_s)
+        return self._users.wait(timeout_s)
 
     def close(self) -> None:
         """Release memory, mappings and files, which no task may use any more. Blocks."""

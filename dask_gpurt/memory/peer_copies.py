@@ -1,10 +1,10 @@
-"""Copy objects on a device for the peers that fetch them, each into one buffer.
+"""Copy objects on a device for the peers that fetch them.
 
 Dask sends each array of an object by itself, from where it is. UCX then maps the allocation that it is part
 of in the process of the peer. For a pool that has most of a GPU this takes half a second, in which the event
 loops of both workers wait, and the peer keeps the pool mapped: if its worker is killed, the one that replaces
 it cannot allocate a pool. So objects are copied into a small allocation that serves only this, and sent from
-there in one message. What does not fit there is copied into the pool of the exchange.
+there, to other workers each as one buffer. What does not fit there is copied into the pool of the exchange.
 """
 
 from __future__ import annotations
@@ -80,29 +80,39 @@ class PeerCopies:
         # Not a thread of the tiers: these may be spilling for seconds.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="gpurt-peer-copies")
 
-    async def messages(self, objects: Mapping[Key, Any], sending: ExitStack) -> dict[Key, Serialized]:
+    async def messages(
+        self, objects: Mapping[Key, Any], sending: ExitStack, *, as_one: bool
+    ) -> dict[Key, Serialized]:
         """Return Dask messages of objects, which are valid until ``sending`` is closed on the event loop.
 
         Objects that do not fit, or cannot be taken apart, are left out.
+
+        Parameters
+        ----------
+        as_one
+            Whether the device buffers of an object are sent as one, for which the receiver needs this
+            package. Otherwise they are sent one by one, as Dask does.
         """
         if self._closed or not objects:
             return {}
-        copied = await asyncio.get_running_loop().run_in_executor(self._executor, self._copies, objects)
+        copied = await asyncio.get_running_loop().run_in_executor(
+            self._executor, self._copies, objects, as_one
+        )
         sending.push(partial(self._sent, [loan for loan, _ in copied.values()]))
         return {key: message for key, (_, message) in copied.items()}
 
-    def _copies(self, objects: Mapping[Key, Any]) -> dict[Key, tuple[Loan, Serialized]]:
+    def _copies(self, objects: Mapping[Key, Any], as_one: bool) -> dict[Key, tuple[Loan, Serialized]]:
         found = {}
         for key, value in objects.items():
             try:
                 frames = take_apart(value)
             except NotMovable:
                 continue  # Dask sends the object in its own way, or fails with its own message
-            if any(map(on_device, frames.buffers)) and (copy := self._copy(frames)) is not None:
+            if any(map(on_device, frames.buffers)) and (copy := self._copy(frames, as_one)) is not None:
                 found[key] = copy
         return found
 
-    def _copy(self, frames: Frames) -> tuple[Loan, Serialized] | None:
+    def _copy(self, frames: Frames, as_one: bool) -> tuple[Loan, Serialized] | None:
         there = [buffer[0] for buffer in frames.buffers if on_device(buffer)]
         sizes = [buffer.nbytes for buffer in there]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
@@ -111,19 +121,39 @@ class PeerCopies:
         with ExitStack() as failing:
             failing.callback(loan.give_back)
             spans = list(zip(starts, sizes, strict=False))
-            into = [[loan.pool.view(loan.block.offset + start, size)] for start, size in spans]
-            self._device.scatter(there, into)()
-            on_host = [buffer[0].data for buffer in frames.buffers if not on_device(buffer)]
-            buffers = [self._device.for_comm(loan.block.buffer), *on_host]
-            header = {
-                "sub-header": {"object": frames.header, "spans": spans},
-                "type-serialized": pickle.dumps(OneBuffer),
-                "serializer": "cuda",
-                "compression": (False,) * len(buffers),  # neither compressed nor divided
-            }
+            copies = [loan.pool.view(loan.block.offset + start, size) for start, size in spans]
+            self._device.scatter(there, [[copy] for copy in copies])()
+            if as_one:
+                message = self._in_one_buffer(frames, loan.block, spans)
+            else:
+                message = self._buffer_by_buffer(frames, copies)
             failing.pop_all()
         self._metrics.add("memory.peer-copies.bytes", loan.block.nbytes)
-        return loan, Serialized(header, buffers)
+        return loan, message
+
+    def _in_one_buffer(self, frames: Frames, block: Block, spans: Sequence[tuple[int, int]]) -> Serialized:
+        on_host = [buffer[0].data for buffer in frames.buffers if not on_device(buffer)]
+        buffers = [self._device.for_comm(block.buffer), *on_host]
+        header = {
+            "sub-header": {"object": frames.header, "spans": spans},
+            "type-serialized": pickle.dumps(OneBuffer),
+            "serializer": "cuda",
+            "compression": (False,) * len(buffers),  # neither compressed nor divided
+        }
+        return Serialized(header, buffers)
+
+    def _buffer_by_buffer(self, frames: Frames, copies: Sequence[Buffer]) -> Serialized:
+        _, header, flags = pickle.loads(frames.header)
+        copied = iter(copies)
+        buffers = []
+        for buffer, there in zip(frames.buffers, flags, strict=True):
+            if there:
+                copy = next(copied)
+                # Empty ones may lie behind the end of the pool, where CUDA knows of no memory.
+                buffers.append(self._device.for_comm(copy) if copy.nbytes else buffer[0])
+            else:
+                buffers.append(buffer[0].data)
+        return Serialized(header, buffers)
 
     # ---- room ------------------------------------------------------------------------
 

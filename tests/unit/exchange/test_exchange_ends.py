@@ -18,6 +18,7 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.mappings import HeldMapping
+from dask_gpurt.exchange.pool_users import PoolUsers
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.exchange_scheduler import frame_of, spec_of
 from tests.helpers.exchanges import Cluster, in_process, intercept, quiet
@@ -130,7 +131,7 @@ async def test_the_runtime_is_switched_off_while_a_shard_is_taken_or_an_input_is
     with pytest.raises(RuntimeError, match="the runtime was switched off"):
         await run._receive(A, 0, [replace(shard, part=9)])
     run._sender.add = add
-    b.exchange.closed = False
+    b.exchange.closed, b.exchange._users = False, PoolUsers("tcp://b:1")
     with pytest.raises(ValueError, match="mmap"):
         run.add_partition(None, 0)
     run._sender.add = lambda *_: (setattr(b.exchange, "closed", True), add())

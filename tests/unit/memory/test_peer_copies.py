@@ -125,15 +125,19 @@ objects = shapes.map(lambda sizes: OnDevice(*(np.random.default_rng(n).integers(
 nested = st.lists(objects | st.integers() | st.text(max_size=5) | st.just(np.arange(70)), max_size=4)
 
 
-@given(objects | nested | st.dictionaries(st.text(max_size=3), objects, max_size=3))
-def test_a_peer_gets_the_object_that_was_sent_as_one_buffer(value: Any) -> None:
+@given(objects | nested | st.dictionaries(st.text(max_size=3), objects, max_size=3), st.booleans())
+def test_a_peer_gets_the_object_that_was_copied(value: Any, as_one: bool) -> None:
     async def run() -> None:
         copies, metrics = copies_of()
         with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending)
+            found = await copies.messages({"x": value}, sending, as_one=as_one)
             if "x" in found:
-                device_bytes = [frame for frame in found["x"].frames if isinstance(frame, OfGpu)]
-                assert len(device_bytes) == 1
+                there = [frame for frame in found["x"].frames if isinstance(frame, OfGpu)]
+                assert len(there) == 1 if as_one else len(there) >= 1
+                if not as_one:
+                    assert b"dask_gpurt" not in pickle.dumps(found["x"].header), (
+                        "the receiver has no such package"
+                    )
                 assert used(copies) >= metrics.snapshot()["counters"]["memory.peer-copies.bytes"] > 0
                 equal(over_the_wire(found["x"]), value)
             else:  # nothing of it is on the device
@@ -149,7 +153,7 @@ def test_arrays_on_the_device_are_sent_although_others_are_empty() -> None:
         copies, _ = copies_of()
         value = [OnDevice(np.arange(0), np.arange(1000), np.arange(0), np.arange(3)), "text"]
         with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending)
+            found = await copies.messages({"x": value}, sending, as_one=True)
             equal(over_the_wire(found["x"]), value)
 
     asyncio.run(run())
@@ -160,10 +164,12 @@ def test_objects_without_room_are_left_to_dask() -> None:
         copies, metrics = copies_of(64 << 10)
         half, too_large = OnDevice(np.arange(5000)), OnDevice(np.arange(10000))
         with ExitStack() as sending:
-            assert list(await copies.messages({"a": half, "b": half, "c": too_large}, sending)) == ["a"]
+            assert list(
+                await copies.messages({"a": half, "b": half, "c": too_large}, sending, as_one=True)
+            ) == ["a"]
         assert metrics.snapshot()["counters"]["memory.peer-copies.full"] == 2
         with ExitStack() as sending:
-            assert list(await copies.messages({"b": half}, sending)) == ["b"]
+            assert list(await copies.messages({"b": half}, sending, as_one=True)) == ["b"]
 
     asyncio.run(run())
 
@@ -184,7 +190,7 @@ def test_a_device_without_memory_for_copies_is_asked_once() -> None:
         copies, metrics = copies_of(device=device)
         with ExitStack() as sending:
             for _ in range(2):
-                assert await copies.messages({"x": OnDevice(np.arange(9))}, sending) == {}
+                assert await copies.messages({"x": OnDevice(np.arange(9))}, sending, as_one=True) == {}
         assert device.asked == 1
         assert metrics.fallbacks()["memory.no-peer-copies"]["count"] == 1
 
@@ -202,7 +208,7 @@ def test_a_copy_that_fails_takes_no_room() -> None:
     async def run() -> None:
         copies, _ = copies_of(device=Failing())
         with ExitStack() as sending, pytest.raises(RuntimeError, match="illegal"):
-            await copies.messages({"x": OnDevice(np.arange(9))}, sending)
+            await copies.messages({"x": OnDevice(np.arange(9))}, sending, as_one=True)
         assert used(copies) == 0
 
     asyncio.run(run())
@@ -218,7 +224,7 @@ def test_copies_are_kept_for_a_while_if_their_connection_fails(monkeypatch: pyte
         free = copies._free
         monkeypatch.setattr(copies, "_free", lambda blocks: (free(blocks), freed.set()))
         sending = ExitStack()
-        assert await copies.messages({"x": OnDevice(np.arange(9))}, sending)
+        assert await copies.messages({"x": OnDevice(np.arange(9))}, sending, as_one=True)
         failure = OSError("the connection was closed")
         sending.__exit__(OSError, failure, None)
         assert used(copies) > 0
@@ -235,10 +241,10 @@ def test_memory_is_freed_once_nothing_is_sent_from_it() -> None:
         copies, _ = copies_of()
         value = OnDevice(np.arange(9))
         with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending)
+            found = await copies.messages({"x": value}, sending, as_one=True)
             copies.close()
             equal(over_the_wire(found["x"]), value)
-            assert await copies.messages({"y": value}, sending) == {}
+            assert await copies.messages({"y": value}, sending, as_one=True) == {}
         assert copies._pool is None
 
     asyncio.run(run())
@@ -268,7 +274,7 @@ def test_objects_without_room_are_copied_into_another_pool() -> None:
         copies, metrics = copies_of(64 << 10, device, other.lend)
         values = [OnDevice(np.arange(n)) for n in (5000, 5001, 10000, 200_000)]
         with ExitStack() as sending:
-            found = await copies.messages(dict(enumerate(values)), sending)
+            found = await copies.messages(dict(enumerate(values)), sending, as_one=True)
             assert list(found) == [0, 1, 2]  # the second one since the first takes the room
             assert used(copies) == 40_192
             assert other.pool.used == 40_192 + 80_128
