@@ -402,13 +402,16 @@ def _partition_sizes() -> PartitionSizes | None:
     from dask_gpurt.planning.partitions import PartitionSizes
 
     client, settings = _current_planning()
-    if client is None or settings is None or (sizes := config.partition_sizes()) == (0, 0):
+    if client is None or settings is None:
+        return None
+    sizes, local_groups = config.partition_sizes(), config.groups_locally()
+    if sizes == (0, 0) and not local_groups:
         return None
     device = config.load().memory.device
     largest = (
         device.bytes // PARTITIONS_IN_DEVICE if device is not None and device.bytes is not None else None
     )
-    return PartitionSizes(*cluster_size(client), *sizes, largest)
+    return PartitionSizes(*cluster_size(client), *sizes, largest, local_groups)
 
 
 def _planning_store() -> Store | None:

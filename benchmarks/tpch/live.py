@@ -14,6 +14,8 @@ two passes over the queries:
   processes.
 - ``filter``: rows that match no key of a filtered side of their join are not moved
   (``gpurt.planning.filter``). A switch drops cached plans, so each query is planned again before it is timed.
+- ``local-groups``: rows are grouped where they are read if the files of a table have different keys
+  (``gpurt.planning.local-groups``). It drops cached plans too.
 - ``partitions``: the size of tables decides how many partitions their files make
   (``gpurt.planning.partition-size`` and ``broadcast-size``), with the same remark.
 
@@ -92,6 +94,11 @@ def filter_joins(_: Client, on: bool) -> None:
     dask.config.set({"gpurt.planning.filter": on})
 
 
+def group_locally(_: Client, on: bool) -> None:
+    """Group rows where they are read, or leave that to Dask."""
+    dask.config.set({"gpurt.planning.local-groups": on})
+
+
 def choose_partitions(_: Client, on: bool) -> None:
     """Read tables in as many partitions as their sizes call for, or as Dask does."""
     size = "auto" if on else 0
@@ -104,12 +111,13 @@ FEATURES: dict[str, Callable[[Client, bool], None]] = {
     "frozen": freeze,
     "switching": ask_for_the_gil_early,
     "filter": filter_joins,
+    "local-groups": group_locally,
     "partitions": choose_partitions,
 }
 #: Features that a new cluster has.
-ON_BY_DEFAULT = ("priority", "frozen", "partitions")
+ON_BY_DEFAULT = ("priority", "frozen", "local-groups", "partitions")
 #: Features whose switch drops cached plans.
-REPLANNED = ("filter", "partitions")
+REPLANNED = ("filter", "local-groups", "partitions")
 
 
 def measure_modes(options: ClusterOptions, plan: Plan, concurrency: int, feature: str) -> Iterator[Run]:

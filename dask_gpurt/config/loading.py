@@ -154,6 +154,18 @@ def partition_sizes() -> tuple[int | None, int | None]:
     return partition, broadcast
 
 
+def groups_locally() -> bool:
+    """Return the setting ``gpurt.planning.local-groups`` only, which clients read for each plan.
+
+    Raises
+    ------
+    ConfigError
+        If its value is invalid.
+    """
+    default = _DEFAULTS["gpurt"]["planning"]["local-groups"]
+    return boolean("gpurt.planning.local-groups", dask.config.get("gpurt.planning.local-groups", default))
+
+
 def load_over(base: Mapping[str, Any]) -> Settings:
     """Return the settings of this process, with ``base`` in place of the defaults.
 

@@ -229,6 +229,8 @@ class PlanningSettings:
         Whether to drop rows of one side of a join that match no key of the other side before they are moved.
     fuse
         Whether to fuse tasks of a computation that run in sequence on one partition.
+    local_groups
+        Whether to group rows where they are read, if the files of a table have different keys.
     partition_size
         The bytes of a partition up to which files of a table are put together; None for the default.
     store
@@ -239,6 +241,7 @@ class PlanningSettings:
     cache: bool = _setting(values.boolean)
     filter: bool = _setting(values.boolean)
     fuse: bool = _setting(values.boolean)
+    local_groups: bool = _setting(values.boolean)
     partition_size: int | None = _setting(values.bytes_or_auto)
     store: str | None = _setting(values.path_auto_or_off)
 

@@ -26,6 +26,8 @@ __all__ = [
     "FewerPartitions",
     "ParquetRead",
     "columns_of",
+    "files_of_partitions",
+    "fragments_of",
     "has_other_dtypes",
     "is_idle",
     "lower",
@@ -155,7 +157,7 @@ def columns_of(read: Any) -> tuple[float, list[list[Column]]]:
     OSError
         If a file cannot be read.
     """
-    fragments = _fragments(read)
+    fragments = fragments_of(read)
     if not fragments:
         return 0, []
     sample = sorted({0, len(fragments) // 2, len(fragments) - 1})
@@ -178,7 +180,7 @@ def has_other_dtypes(read: Any) -> bool:
     dtypes = read._meta.dtypes if read._meta.ndim == 2 else {read._meta.name: read._meta.dtype}
     exact = {name for name, dtype in dtypes.items() if isinstance(dtype, np.dtype) and dtype.kind in "iub"}
     kinds = set()
-    for fragment in _fragments(read):
+    for fragment in fragments_of(read):
         schema = fragment.physical_schema
         kinds.add(tuple(schema.field(name).type for name in read.columns if name in schema.names))
         for _, chunk in _chunks(fragment, exact):
@@ -188,7 +190,19 @@ def has_other_dtypes(read: Any) -> bool:
     return len(kinds) > 1
 
 
-def _fragments(read: Any) -> list[Any]:
+def files_of_partitions(read: Any) -> list[str] | None:
+    """Return the file that each partition of a read is of; None if one is of several files, or unknown."""
+    if isinstance(read, parquet.ReadParquetPyarrowFS):
+        return [read.fragments[at].path for at in read._partitions]
+    pieces = [read._plan["parts"][at] for at in read._partitions]
+    if not all(isinstance(piece, dict) and isinstance(piece.get("piece"), tuple) for piece in pieces):
+        return None
+    files = [piece["piece"][0] for piece in pieces]
+    return files if all(isinstance(file, str) for file in files) else None
+
+
+def fragments_of(read: Any) -> list[Any]:
+    """Return Arrow's fragments of the files of a read, which know the footers."""
     facts = read._dataset_info
     if isinstance(read, parquet.ReadParquetPyarrowFS):
         return [wrapper.fragment for wrapper in facts["fragments"]]

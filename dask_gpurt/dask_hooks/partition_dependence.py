@@ -14,9 +14,9 @@ from dask.dataframe.dask_expr._repartition import Repartition
 from dask.dataframe.dask_expr._shuffle import SortValues, _contains_index_name
 from dask.dataframe.dask_expr.io.io import FusedIO
 
-from dask_gpurt.dask_hooks.fused_reads import FUSED
+from dask_gpurt.dask_hooks.fused_reads import FUSED, FewerPartitions
 
-__all__ = ["depends_on_partitions", "relies_on_notes"]
+__all__ = ["depends_on_partitions", "is_no_operation", "is_on_rows", "joins_columns", "relies_on_notes"]
 
 #: Operations on each row by itself. Others of Dask's look at all values of a partition, such as
 #: ``to_datetime``, which infers a format, or call functions of users, such as ``eval``.
@@ -143,7 +143,7 @@ def depends_on_partitions(plan: Expr) -> bool:
 
 def _rows_of(expr: Any, inputs: list[_Rows]) -> _Rows | None:
     """Describe the rows of an expression, given those of its inputs; None if they depend on partitions."""
-    if type(expr).__module__.partition(".")[0] not in _LIBRARIES:
+    if type(expr).__module__.partition(".")[0] not in _LIBRARIES and type(expr) is not FewerPartitions:
         return None
     none = frozenset[str]()
     divided = frozenset([str(expr._name)]) if expr.npartitions != 1 else none
@@ -157,13 +157,13 @@ def _rows_of(expr: Any, inputs: list[_Rows]) -> _Rows | None:
     sources = none.union(*(rows.sources for rows in inputs))
     if type(expr) in (Merge, SemiMerge):
         joined = _Rows(divided, none, _Labels.OF_UNORDERED_ROWS, are_ordered=False)
-        return joined if _joins_columns(expr) else None
+        return joined if joins_columns(expr) else None
     if type(expr) is Concat:
         is_below = expr.axis == 0 and not expr.interleave_partitions
         return _Rows(divided, none, labels, ordered) if is_below else None
     if len(sources) > 1:
         return None
-    if _is_on_rows(expr):
+    if is_on_rows(expr):
         return _rows_of_operation(expr, inputs, sources, labels, ordered)
     if type(expr) is Repartition:  # not one that is lowered: it demands more partitions below
         return _Rows(divided, none, labels, ordered) if expr.new_partitions == 1 else None
@@ -197,9 +197,15 @@ def _rows_of_operation(
     return _Rows(sources, chosen_by, labels, ordered)
 
 
-def _is_on_rows(expr: Any) -> bool:
+def is_no_operation(expr: Any) -> bool:
+    """Return whether an expression is dask_cudf's that leaves its input as it is."""
+    return (type(expr).__module__, type(expr).__name__) == _NO_OPERATION
+
+
+def is_on_rows(expr: Any) -> bool:
+    """Return whether an operation is on each row by itself."""
     kind = type(expr)
-    if (kind.__module__, kind.__name__) == _NO_OPERATION:
+    if is_no_operation(expr):
         return True
     if kind not in _ON_ROWS and not isinstance(expr, _ARITHMETIC):
         return False
@@ -212,7 +218,7 @@ def _is_on_rows(expr: Any) -> bool:
     return True
 
 
-def _joins_columns(expr: Any) -> bool:
+def joins_columns(expr: Any) -> bool:
     """Return whether a join is on columns, with its partitions left to Dask."""
     given = (expr.operand("_npartitions"), expr.operand("broadcast"))
     if expr.left_index or expr.right_index or given != (None, None):

@@ -300,6 +300,12 @@ METRICS: Mapping[str, Metric] = {
             "reads of tables in queries that were planned: `by-size`, or `as-dask` plans them",
             on=Server.CLIENT,
         ),
+        _counter(
+            "planning.local.{what}",
+            "operations by a key of which no two files of a table have a value in common, which are done "
+            "where the rows are read, in queries that were planned: `groups` or `duplicates`",
+            on=Server.CLIENT,
+        ),
         # ---- overlap
         _counter("overlap.decisions", "changes of the setting under which a kernel runs"),
         _counter("overlap.confined", "times that compute was confined"),

@@ -53,6 +53,7 @@ from dask_gpurt.observe.methods import Choices
 from dask_gpurt.planning.files import FileStates, has_version, source_of
 from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.planning.kept import LOADED, Found, Generation, Kept
+from dask_gpurt.planning.local_groups import with_local_groups
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
 from dask_gpurt.planning.partitions import PartitionSizes, with_chosen_partitions
@@ -233,10 +234,13 @@ class PlanningCache:
     def _by_size(
         self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, sizes: PartitionSizes
     ) -> Expr:
-        """Return a plan whose reads have as many partitions as their sizes call for."""
+        """Return a plan whose reads have as many partitions as their sizes call for, and local groups."""
         tuned = original(expr, "tuned-logical")
         try:
-            return lower(with_chosen_partitions(tuned, sizes, self._count_reads), stage)
+            divided = with_chosen_partitions(tuned, sizes, self._count_reads)
+            return lower(
+                with_local_groups(divided, self._count_local) if sizes.local_groups else divided, stage
+            )
         except Exception as error:  # expressions of Dask may raise anything
             found = lower(tuned, stage)  # raises too if it is the program that is wrong
             self._metrics.fallback(Fallback.PLANNING_AS_DASK, repr(error))
@@ -245,6 +249,9 @@ class PlanningCache:
     def _count_reads(self, outcome: str, number: int) -> None:
         if number:
             self._metrics.add("planning.reads.{outcome}", number, outcome)
+
+    def _count_local(self, what: str, number: int) -> None:
+        self._metrics.add("planning.local.{what}", number, what)
 
     def _describe(self, original: Callable[[Expr], Any], expr: Expr) -> Any:
         generation = self._generation()

@@ -51,6 +51,8 @@ class PartitionSizes:
         The bytes up to which a table is small; 0 for none, None for the default of the library.
     largest
         The most bytes of a partition by default; None for no limit.
+    local_groups
+        Whether rows are grouped where they are read, if the files of a table have different keys.
     """
 
     workers: int
@@ -58,6 +60,7 @@ class PartitionSizes:
     partition: int | None = None
     broadcast: int | None = None
     largest: int | None = None
+    local_groups: bool = False
 
     def of(self, blocksize: int) -> tuple[int, int]:
         """Return the bytes of a partition, and of a small table.

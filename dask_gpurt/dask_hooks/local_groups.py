@@ -1,0 +1,202 @@
+"""Group and deduplicate rows within partitions, where each partition has all rows of its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from dask._expr import Expr
+from dask.dataframe.dask_expr import _expr, _groupby, _reductions
+from dask.dataframe.dask_expr._merge import Merge, SemiMerge
+from dask.dataframe.dask_expr._repartition import Repartition
+from dask.dataframe.dask_expr.io import parquet
+from dask.dataframe.dask_expr.io.io import FusedIO
+
+from dask_gpurt.dask_hooks.fused_reads import files_of_partitions, fragments_of, is_idle
+from dask_gpurt.dask_hooks.partition_dependence import is_no_operation, is_on_rows, joins_columns
+
+__all__ = [
+    "are_alike",
+    "as_one_partition",
+    "deduplicated",
+    "grouped",
+    "grouped_in_parts",
+    "is_join",
+    "is_row_by_row",
+    "keys_of_duplicates",
+    "keys_of_groups",
+    "origin_of",
+    "ranges_of",
+]
+
+#: The most files of a table whose footers are read, which takes about a millisecond each.
+MOST_FILES = 500
+
+# ---- where rows come from ---------------------------------------------------------------------------
+
+
+def origin_of(expr: Any, column: Any, local: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return the read of Parquet files that a column comes from, and its name there; None if it is unknown.
+
+    Its values are those in the files, and its rows are in the same partitions.
+
+    Parameters
+    ----------
+    local
+        Expressions made by :func:`deduplicated`, by name.
+    """
+    while True:
+        if expr.ndim != 2 or column not in expr.columns:
+            return None
+        kind = type(expr)
+        read = expr.operand("_expr") if isinstance(expr, FusedIO) else expr
+        if isinstance(read, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS)):
+            return read, column
+        if kind is _expr.RenameFrame:
+            if not isinstance(expr.operand("columns"), Mapping):
+                return None
+            sources = [old for old in expr.frame.columns if expr.operand("columns").get(old, old) == column]
+            if len(sources) != 1:
+                return None
+            (column,) = sources
+        elif kind is _expr.Assign:
+            if column in expr.keys:
+                return None
+        elif not (
+            kind in (_expr.Projection, _expr.Filter)
+            or is_no_operation(expr)
+            or is_idle(expr)
+            or expr._name in local
+        ):
+            return None
+        expr = expr.frame
+
+
+def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
+    """Yield the least and the largest value of a column of integers in each file of a read.
+
+    Each footer is read as it is needed. None, as the last one, says that a range is not known, that a file
+    has nulls or is not read as a whole, or that there are more than :data:`MOST_FILES`.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read.
+    """
+    meta = read._meta[column] if read._meta.ndim == 2 else read._meta
+    is_integer = isinstance(meta.dtype, np.dtype) and meta.dtype.kind == "i"
+    files = files_of_partitions(read) if is_integer else None
+    if files is None or len(set(files)) != len(files) or len(files) > MOST_FILES:
+        yield None
+        return
+    fragments = {fragment.path: fragment for fragment in fragments_of(read)}
+    for file in files:
+        found = _range(fragments[file].metadata, column) if file in fragments else None
+        if found is None:
+            yield None
+            return
+        if found:
+            yield found
+
+
+def _range(footer: Any, column: Any) -> tuple[int, int] | tuple[()] | None:
+    """Return the range of a column in a file; None if it is unknown, and nothing if there are no rows."""
+    low, high = [], []
+    for at in range(footer.num_row_groups):
+        group = footer.row_group(at)
+        chunks = [group.column(position) for position in range(group.num_columns)]
+        (chunk,) = [each for each in chunks if each.path_in_schema == column] or [None]
+        if chunk is None or chunk.physical_type not in ("INT32", "INT64"):
+            return None
+        facts = chunk.statistics
+        if group.num_rows:
+            if facts is None or not (facts.has_min_max and facts.has_null_count) or facts.null_count:
+                return None
+            if not (isinstance(facts.min, int) and isinstance(facts.max, int)):
+                return None
+            low.append(facts.min)
+            high.append(facts.max)
+    return (min(low), max(high)) if low else ()
+
+
+# ---- operations within partitions -------------------------------------------------------------------
+
+
+def keys_of_duplicates(expr: Any) -> list[Any] | None:
+    """Return the columns by which rows are deduplicated in a shuffle; None if there is no such shuffle."""
+    if type(expr) is not _reductions.DropDuplicates or expr.frame.ndim != 2 or expr.npartitions == 1:
+        return None
+    if expr.subset is not None or expr.ignore_index or expr.keep not in ("first", "last"):
+        return None
+    return list(expr.frame.columns) if expr.should_shuffle and expr.need_to_shuffle else None
+
+
+def deduplicated(expr: Any) -> Expr:
+    """Deduplicate the rows of each partition by itself."""
+    chunk: Expr = expr._chunk_cls(expr.frame, type(expr), expr.chunk, expr.chunk_kwargs)
+    return chunk
+
+
+def keys_of_groups(expr: Any) -> list[Any] | None:
+    """Return the columns of a groupby whose result is a single partition; None for another expression."""
+    if not isinstance(expr, _groupby.GroupByBase) or not isinstance(expr, _reductions.ApplyConcatApply):
+        return None
+    if expr.npartitions != 1 or expr.frame.npartitions == 1 or expr.frame.ndim != 2:
+        return None
+    keys = list(expr.by)
+    # Unobserved categories would be groups in each partition.
+    dtypes = [expr.frame._meta.dtypes.get(key) for key in keys if not isinstance(key, Expr)]
+    is_plain = len(dtypes) == len(keys) and None not in dtypes
+    return keys if is_plain and not any(map(_is_category, dtypes)) and not expr.sort else None
+
+
+def _is_category(dtype: Any) -> bool:
+    return type(dtype).__name__ == "CategoricalDtype"  # of pandas or cudf
+
+
+def grouped_in_parts(expr: Any) -> Expr:
+    """Return a groupby with as many partitions of groups as of rows, by Dask."""
+    parts: Expr = expr.substitute_parameters({"split_out": True})
+    return parts
+
+
+def grouped(expr: Any) -> Expr | None:
+    """Group the rows of each partition by itself; None if it is not known how."""
+    physical = expr._lower() if isinstance(expr, _groupby.GroupbyAggregation) else expr
+    if type(physical)._lower is not _reductions.ApplyConcatApply._lower or not physical.aggregate:
+        return None
+    chunk = physical._chunk_cls(
+        physical.frame, type(physical), physical.chunk, physical.chunk_kwargs, *physical._chunk_cls_args
+    )
+    whole: Expr = _reductions.Aggregate(
+        chunk, type(physical), physical.aggregate, physical.aggregate_kwargs, *physical.aggregate_args
+    )
+    return whole
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Return whether two expressions have the same columns and index, in name and dtype."""
+    return bool(_columns_of(one._meta) == _columns_of(other._meta))
+
+
+def _columns_of(meta: Any) -> tuple[Any, ...]:
+    dtypes = list(map(str, meta.dtypes)) if meta.ndim == 2 else [str(meta.dtype)]
+    names = list(meta.columns) if meta.ndim == 2 else [meta.name]
+    levels = [str(dtype) for dtype in getattr(meta.index, "dtypes", [meta.index.dtype])]
+    return type(meta), names, dtypes, list(meta.index.names), levels
+
+
+def is_row_by_row(expr: Any) -> bool:
+    """Return whether an operation is on each row by itself, so that it can follow in each partition."""
+    return is_on_rows(expr)
+
+
+def is_join(expr: Any) -> bool:
+    """Return whether an expression joins columns, for which neither order nor labels of rows matter."""
+    return type(expr) in (Merge, SemiMerge) and joins_columns(expr)
+
+
+def as_one_partition(expr: Expr) -> Expr:
+    """Return the rows of all partitions as one."""
+    return Repartition(expr, 1)

@@ -1,0 +1,202 @@
+"""Group and deduplicate rows where they are read, if the files of a table have different keys.
+
+Tables are often written in the order of a key, such as the number of an order or of an event. All rows of a
+key are then in one file, as the least and the largest value in the footer of each file tell. Rows can be
+deduplicated and grouped by such a key in the partitions in which they are read. Dask would shuffle the one,
+and for the other send the groups of all partitions to one worker, which groups them once more.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Iterable
+
+from dask_gpurt.dask_hooks.fused_reads import is_idle
+from dask_gpurt.dask_hooks.local_groups import (
+    are_alike,
+    as_one_partition,
+    deduplicated,
+    grouped,
+    grouped_in_parts,
+    is_join,
+    is_row_by_row,
+    keys_of_duplicates,
+    keys_of_groups,
+    origin_of,
+    ranges_of,
+)
+from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
+from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
+
+#: Counts operations by kind, `groups` or `duplicates`.
+Count = Callable[[str, int], None]
+
+
+def are_apart(ranges: Iterable[tuple[int, int] | None]) -> bool:
+    """Return whether no two ranges, given by their first and last number, have a number in common.
+
+    None stands for an unknown range, which may have. No more ranges are taken than are needed.
+    """
+    known: list[tuple[int, int]] = []
+    for each in ranges:
+        if each is None:
+            return False
+        at = bisect(known, each)
+        if (at and known[at - 1][1] >= each[0]) or (at < len(known) and each[1] >= known[at][0]):
+            return False
+        known.insert(at, each)
+    return True
+
+
+def with_local_groups(plan: Expr, count: Count = lambda what, number: None) -> Expr:
+    """Return a tuned plan that groups and deduplicates rows in the partitions in which they are read.
+
+    The groups of all partitions become a single partition, as they are in Dask's plan, before a join, and
+    only there: its result depends neither on the order nor on the labels of their rows. Operations on single
+    rows between the groupby and the join are done before that, in each partition.
+
+    Parameters
+    ----------
+    plan
+        The plan of a computation, whose result goes to the client.
+    count
+        Called with what is done locally, and how often.
+    """
+    bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
+    if depends_on_partitions(bare):
+        return plan
+    attempt = _Attempt()
+    try:
+        changed = attempt.change_most(bare)
+        changes = attempt.changes
+        if not changes or depends_on_partitions(attempt.change(bare, by_dask=True)):
+            return plan
+    except OSError:  # a file has gone, which Dask finds out as it reads it
+        return plan
+    except (KeyError, TypeError):  # Dask cannot follow a note of how rows are divided through a renaming
+        return plan
+    for what, number in changes.items():
+        count(what, number)
+    return changed
+
+
+class _NotForJoin(Exception):
+    """Groups are used otherwise than in joins."""
+
+    def __init__(self, groups: int):
+        super().__init__(groups)
+        self.groups = groups
+
+
+class _Attempt:
+    """Change a plan, with the exception of some groupbys.
+
+    An expression of the plan is identified by its number in the order in which it is visited, which is always
+    the same. Names differ from one change to the next.
+
+    Attributes
+    ----------
+    changes
+        The number of expressions that the latest change has replaced, by kind.
+    """
+
+    def __init__(self) -> None:
+        self.changes: dict[str, int] = {}
+        #: The groupbys that are left to Dask.
+        self._excluded: set[int] = set()
+        self._are_apart: dict[tuple[str, object], bool] = {}
+
+    def change_most(self, plan: Expr) -> Expr:
+        """Return a plan in which all groupbys are changed whose groups are only joined."""
+        while True:
+            try:
+                return self.change(plan)
+            except _NotForJoin as found:
+                self._excluded.add(found.groups)
+
+    def change(self, plan: Expr, *, by_dask: bool = False) -> Expr:
+        """Return the changed plan.
+
+        Parameters
+        ----------
+        by_dask
+            Whether its groups have the same partitions, but are grouped by Dask, in a shuffle. Rows are then
+            deduplicated as in the original plan.
+
+        Raises
+        ------
+        _NotForJoin
+            If a changed groupby has to be excluded.
+        """
+        self.changes = {}
+        self._by_dask = by_dask
+        self._visited = 0
+        self._local: dict[str, Expr] = {}
+        #: By the name of an expression with several partitions of groups, the groupby that they are of.
+        self._parts: dict[str, int] = {}
+        changed = rebuild(plan, self._replaced)
+        if name_of(changed) in self._parts:
+            raise _NotForJoin(self._parts[name_of(changed)])
+        return changed
+
+    def _replaced(self, expr: Expr) -> Expr:
+        self._visited += 1
+        groups = {self._parts[name_of(each)] for each in expr.dependencies() if name_of(each) in self._parts}
+        if groups:
+            return self._after_groups(expr, groups)
+        if (keys := keys_of_duplicates(expr)) is not None and self._are_local(expr, keys):
+            return self._without_duplicates(expr)
+        if (keys := keys_of_groups(expr)) is not None and self._are_local(expr, keys):
+            return self._grouped(expr)
+        return expr
+
+    def _without_duplicates(self, expr: Expr) -> Expr:
+        local = deduplicated(expr)
+        if not are_alike(local, expr):
+            return expr
+        if self._by_dask:
+            local = expr
+        self._local[name_of(local)] = expr
+        self._note("duplicates")
+        return local
+
+    def _grouped(self, expr: Expr) -> Expr:
+        local = None if self._visited in self._excluded else grouped(expr)
+        if local is None or not are_alike(local, expr):
+            return expr
+        if self._by_dask:
+            local = grouped_in_parts(expr)
+        self._parts[name_of(local)] = self._visited
+        self._note("groups")
+        return local
+
+    def _note(self, what: str) -> None:
+        self.changes[what] = self.changes.get(what, 0) + 1
+
+    def _after_groups(self, expr: Expr, groups: set[int]) -> Expr:
+        """Return an operation on groups that have several partitions, or the join of them as a single one."""
+        inputs = [name_of(each) for each in expr.dependencies()]
+        if is_join(expr):
+            operands = [
+                as_one_partition(each) if isinstance(each, Expr) and name_of(each) in self._parts else each
+                for each in expr.operands
+            ]
+            return type(expr)(*operands)
+        if is_row_by_row(expr) and len(groups) == 1 and all(name in self._parts for name in inputs):
+            self._parts[name_of(expr)] = next(iter(groups))
+            return expr
+        raise _NotForJoin(min(groups))
+
+    def _are_local(self, expr: Expr, keys: list[object]) -> bool:
+        """Return whether all rows of a key are in one partition."""
+        for key in keys:
+            found = origin_of(expr.frame, key, self._local)
+            if found is None:
+                continue
+            read, column = found
+            known = (name_of(read), column)
+            if known not in self._are_apart:
+                self._are_apart[known] = are_apart(ranges_of(read, column))
+            if self._are_apart[known]:
+                return True
+        return False
