@@ -30,6 +30,7 @@ __all__ = [
     "fragments_of",
     "has_other_dtypes",
     "is_idle",
+    "is_local",
     "lower",
     "parquet_reads",
 ]
@@ -128,12 +129,13 @@ def parquet_reads(plan: Expr) -> dict[str, ParquetRead]:
         if isinstance(expr, FusedIO) and type(expr) is not FewerPartitions:
             read, kind = expr.operand("_expr"), type(expr)
         is_parquet = isinstance(read, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS))
-        if kind is not None and is_parquet and not expr.known_divisions and _is_local(read):
+        if kind is not None and is_parquet and not expr.known_divisions and is_local(read):
             found[str(expr._name)] = ParquetRead(expr, read, kind)
     return found
 
 
-def _is_local(read: Any) -> bool:
+def is_local(read: Any) -> bool:
+    """Return whether the files of a read are on a file system of this host."""
     if isinstance(read, parquet.ReadParquetPyarrowFS):
         return type(read.fs) is ArrowFiles
     return type(read._dataset_info.get("fs")) is FsspecFiles

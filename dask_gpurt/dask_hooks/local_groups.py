@@ -13,7 +13,7 @@ from dask.dataframe.dask_expr._repartition import Repartition
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FusedIO
 
-from dask_gpurt.dask_hooks.fused_reads import files_of_partitions, fragments_of, is_idle
+from dask_gpurt.dask_hooks.fused_reads import files_of_partitions, fragments_of, is_idle, is_local
 from dask_gpurt.dask_hooks.partition_dependence import is_no_operation, is_on_rows, joins_columns
 
 __all__ = [
@@ -77,7 +77,8 @@ def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
     """Yield the least and the largest value of a column of integers in each file of a read.
 
     Each footer is read as it is needed. None, as the last one, says that a range is not known, that a file
-    has nulls or is not read as a whole, or that there are more than :data:`MOST_FILES`.
+    has nulls or is not read as a whole, or that there are more than :data:`MOST_FILES`. In object storage
+    footers take long to read, so nothing is known there.
 
     Raises
     ------
@@ -86,7 +87,7 @@ def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
     """
     meta = read._meta[column] if read._meta.ndim == 2 else read._meta
     is_integer = isinstance(meta.dtype, np.dtype) and meta.dtype.kind == "i"
-    files = files_of_partitions(read) if is_integer else None
+    files = files_of_partitions(read) if is_integer and is_local(read) else None
     if files is None or len(set(files)) != len(files) or len(files) > MOST_FILES:
         yield None
         return

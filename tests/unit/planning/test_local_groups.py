@@ -68,11 +68,19 @@ def write(folder: Path, parts: Sequence[Any], **options: Any) -> Path:
     return folder
 
 
-def ranges_in(folder: Path, column: str = "key", **options: Any) -> Any:
+def ranges_in(folder: Path | str, column: str = "key", **options: Any) -> Any:
     expr = dd.read_parquet(folder, **options).expr
     while expr.dependencies():
         (expr,) = expr.dependencies()
     return list(ranges_of(expr, column))
+
+
+def ranges_in_storage(parts: Sequence[Sequence[int]]) -> Any:
+    folder = "memory://gpurt-local-groups"
+    for at, part in enumerate(parts):
+        table = dd.from_pandas(pd.DataFrame({"key": part}), npartitions=1)
+        table.to_parquet(folder, append=at > 0, ignore_divisions=True, write_index=False)
+    return ranges_in(folder)
 
 
 def keys(values: Sequence[int | None], dtype: Any = None) -> Any:
@@ -96,6 +104,7 @@ UNKNOWN: dict[str, Callable[[Path], Any]] = {
     ),
     "no statistics": lambda folder: ranges_in(write(folder, [keys([1]), keys([5])], write_statistics=False)),
     "another type in a file": lambda folder: ranges_in(write(folder, [keys([1]), pa.array([5.0])])),
+    "object storage": lambda folder: ranges_in_storage([[1, 2], [5]]),
     "files that are divided": lambda folder: ranges_in(
         write(folder, [keys([1, 2, 2]), keys([5])], row_group_size=2), split_row_groups=True
     ),
