@@ -185,9 +185,9 @@ def has_other_dtypes(read: Any) -> bool:
     for fragment in fragments_of(read):
         schema = fragment.physical_schema
         kinds.add(tuple(schema.field(name).type for name in read.columns if name in schema.names))
-        for _, chunk in _chunks(fragment, exact):
+        for rows, chunk in _chunks(fragment, exact):
             found = chunk.statistics
-            if found is None or not found.has_null_count or found.null_count:
+            if rows and (found is None or not found.has_null_count or found.null_count):
                 return True
     return len(kinds) > 1
 

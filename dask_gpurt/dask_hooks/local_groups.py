@@ -13,12 +13,19 @@ from dask.dataframe.dask_expr._repartition import Repartition
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FusedIO
 
-from dask_gpurt.dask_hooks.fused_reads import files_of_partitions, fragments_of, is_idle, is_local
+from dask_gpurt.dask_hooks.fused_reads import (
+    files_of_partitions,
+    fragments_of,
+    has_other_dtypes,
+    is_idle,
+    is_local,
+)
 from dask_gpurt.dask_hooks.partition_dependence import is_no_operation, is_on_rows, joins_columns
 
 __all__ = [
     "are_alike",
     "as_one_partition",
+    "chooses_or_numbers_rows",
     "deduplicated",
     "grouped",
     "grouped_in_parts",
@@ -28,23 +35,26 @@ __all__ = [
     "keys_of_groups",
     "origin_of",
     "ranges_of",
+    "rows_of_groups",
+    "same_dtypes_in_files",
+    "with_rows",
 ]
 
+#: Operations on single rows whose dtype follows from those of their inputs.
+_IN_PARTS = frozenset(
+    [_expr.Projection, _expr.RenameFrame, _expr.RenameSeries, _expr.ToFrame, _expr.ResetIndex, _expr.Filter]
+    + [_expr.EQ, _expr.NE, _expr.GT, _expr.GE, _expr.LT, _expr.LE, _expr.And, _expr.Or]
+)
 #: The most files of a table whose footers are read, which takes about a millisecond each.
 MOST_FILES = 500
 
 # ---- where rows come from ---------------------------------------------------------------------------
 
 
-def origin_of(expr: Any, column: Any, local: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def origin_of(expr: Any, column: Any) -> tuple[Any, Any] | None:
     """Return the read of Parquet files that a column comes from, and its name there; None if it is unknown.
 
     Its values are those in the files, and its rows are in the same partitions.
-
-    Parameters
-    ----------
-    local
-        Expressions made by :func:`deduplicated`, by name.
     """
     while True:
         if expr.ndim != 2 or column not in expr.columns:
@@ -63,12 +73,7 @@ def origin_of(expr: Any, column: Any, local: Mapping[str, Any]) -> tuple[Any, An
         elif kind is _expr.Assign:
             if column in expr.keys:
                 return None
-        elif not (
-            kind in (_expr.Projection, _expr.Filter)
-            or is_no_operation(expr)
-            or is_idle(expr)
-            or expr._name in local
-        ):
+        elif not (kind in (_expr.Projection, _expr.Filter) or is_no_operation(expr) or is_idle(expr)):
             return None
         expr = expr.frame
 
@@ -101,16 +106,28 @@ def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
             yield found
 
 
+def same_dtypes_in_files(read: Any) -> bool:
+    """Return whether all files have the same dtypes in memory. This reads all footers.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read.
+    """
+    is_of_cudf = type(read).__module__.partition(".")[0] == "dask_cudf"
+    return is_of_cudf or not has_other_dtypes(read)
+
+
 def _range(footer: Any, column: Any) -> tuple[int, int] | tuple[()] | None:
     """Return the range of a column in a file; None if it is unknown, and nothing if there are no rows."""
     low, high = [], []
     for at in range(footer.num_row_groups):
         group = footer.row_group(at)
         chunks = [group.column(position) for position in range(group.num_columns)]
-        (chunk,) = [each for each in chunks if each.path_in_schema == column] or [None]
-        if chunk is None or chunk.physical_type not in ("INT32", "INT64"):
+        found = [each for each in chunks if each.path_in_schema == column]
+        if len(found) != 1 or found[0].physical_type not in ("INT32", "INT64"):
             return None
-        facts = chunk.statistics
+        facts = found[0].statistics
         if group.num_rows:
             if facts is None or not (facts.has_min_max and facts.has_null_count) or facts.null_count:
                 return None
@@ -162,6 +179,18 @@ def grouped_in_parts(expr: Any) -> Expr:
     return parts
 
 
+def rows_of_groups(expr: Any) -> Expr:
+    """Return the rows that a groupby is of."""
+    rows: Expr = expr.frame
+    return rows
+
+
+def with_rows(expr: Any, rows: Expr) -> Expr:
+    """Return a groupby of other rows."""
+    of_others: Expr = expr.substitute_parameters({"frame": rows})
+    return of_others
+
+
 def grouped(expr: Any) -> Expr | None:
     """Group the rows of each partition by itself; None if it is not known how."""
     physical = expr._lower() if isinstance(expr, _groupby.GroupbyAggregation) else expr
@@ -189,8 +218,18 @@ def _columns_of(meta: Any) -> tuple[Any, ...]:
 
 
 def is_row_by_row(expr: Any) -> bool:
-    """Return whether an operation is on each row by itself, so that it can follow in each partition."""
-    return is_on_rows(expr)
+    """Return whether an operation can be done in each partition of groups.
+
+    It is on each row by itself, and neither its values nor its dtype follow from other rows. Others that
+    :func:`is_on_rows` allows infer a dtype from all values of a partition, such as ``where``, which makes
+    floats of integers where a row does not match.
+    """
+    return type(expr) in _IN_PARTS and is_on_rows(expr)
+
+
+def chooses_or_numbers_rows(expr: Any) -> bool:
+    """Return whether the rows of the result, or their labels, are others than those of the input."""
+    return type(expr) in (_expr.Filter, _expr.ResetIndex)
 
 
 def is_join(expr: Any) -> bool:

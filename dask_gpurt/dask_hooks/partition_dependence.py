@@ -211,8 +211,8 @@ def is_on_rows(expr: Any) -> bool:
         return False
     if any(callable(each) and not isinstance(each, (type, Expr)) for each in expr.operands):
         return False
-    if kind is _expr.AsType:  # the categories would be those of a partition
-        return "category" not in str(expr.dtypes)
+    if kind is _expr.AsType:  # the categories, and the format of times, would be those of a partition
+        return not any(word in str(expr.dtypes) for word in ("category", "str", "object"))
     if kind in (_accessor.FunctionMap, _accessor.PropertyMap):
         return expr.accessor in _ACCESSORS and expr.attr not in _OF_NEIGHBOURS
     return True

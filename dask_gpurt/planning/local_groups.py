@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from dask_gpurt.dask_hooks.fused_reads import is_idle
 from dask_gpurt.dask_hooks.local_groups import (
     are_alike,
     as_one_partition,
+    chooses_or_numbers_rows,
     deduplicated,
     grouped,
     grouped_in_parts,
@@ -24,6 +26,9 @@ from dask_gpurt.dask_hooks.local_groups import (
     keys_of_groups,
     origin_of,
     ranges_of,
+    rows_of_groups,
+    same_dtypes_in_files,
+    with_rows,
 )
 from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
@@ -49,11 +54,12 @@ def are_apart(ranges: Iterable[tuple[int, int] | None]) -> bool:
 
 
 def with_local_groups(plan: Expr, count: Count = lambda what, number: None) -> Expr:
-    """Return a tuned plan that groups and deduplicates rows in the partitions in which they are read.
+    """Return a tuned plan that groups rows in the partitions in which they are read.
 
-    The groups of all partitions become a single partition, as they are in Dask's plan, before a join, and
-    only there: its result depends neither on the order nor on the labels of their rows. Operations on single
-    rows between the groupby and the join are done before that, in each partition.
+    Rows of which duplicates are dropped before that are deduplicated there, too. The groups of all partitions
+    become a single partition, as they are in Dask's plan, before a join, and only there: its result depends
+    neither on the order nor on the labels of their rows. Some operations on single rows between the groupby
+    and the join are done before that, in each partition.
 
     Parameters
     ----------
@@ -78,6 +84,23 @@ def with_local_groups(plan: Expr, count: Count = lambda what, number: None) -> E
     for what, number in changes.items():
         count(what, number)
     return changed
+
+
+class _Parts(NamedTuple):
+    """Describe an expression with several partitions of groups.
+
+    Operations on two of them need the same rows with the same labels, by which pandas aligns them.
+
+    Attributes
+    ----------
+    groups
+        The groupby.
+    rows
+        The latest operation by which rows have been chosen or numbered.
+    """
+
+    groups: int
+    rows: int
 
 
 class _NotForJoin(Exception):
@@ -131,49 +154,43 @@ class _Attempt:
         self.changes = {}
         self._by_dask = by_dask
         self._visited = 0
-        self._local: dict[str, Expr] = {}
-        #: By the name of an expression with several partitions of groups, the groupby that they are of.
-        self._parts: dict[str, int] = {}
+        self._parts: dict[str, _Parts] = {}
         changed = rebuild(plan, self._replaced)
         if name_of(changed) in self._parts:
-            raise _NotForJoin(self._parts[name_of(changed)])
+            raise _NotForJoin(self._parts[name_of(changed)].groups)
         return changed
 
     def _replaced(self, expr: Expr) -> Expr:
         self._visited += 1
-        groups = {self._parts[name_of(each)] for each in expr.dependencies() if name_of(each) in self._parts}
-        if groups:
-            return self._after_groups(expr, groups)
-        if (keys := keys_of_duplicates(expr)) is not None and self._are_local(expr, keys):
-            return self._without_duplicates(expr)
-        if (keys := keys_of_groups(expr)) is not None and self._are_local(expr, keys):
-            return self._grouped(expr)
-        return expr
-
-    def _without_duplicates(self, expr: Expr) -> Expr:
-        local = deduplicated(expr)
-        if not are_alike(local, expr):
+        parts = {self._parts[name_of(each)] for each in expr.dependencies() if name_of(each) in self._parts}
+        if parts:
+            return self._after_groups(expr, parts)
+        if self._visited in self._excluded or (keys := keys_of_groups(expr)) is None:
             return expr
-        if self._by_dask:
-            local = expr
-        self._local[name_of(local)] = expr
-        self._note("duplicates")
-        return local
+        return self._grouped(expr, keys)
 
-    def _grouped(self, expr: Expr) -> Expr:
-        local = None if self._visited in self._excluded else grouped(expr)
+    def _grouped(self, expr: Expr, keys: list[object]) -> Expr:
+        rows = rows_of_groups(expr)
+        if (columns := keys_of_duplicates(rows)) is None:
+            local = grouped(expr) if self._are_local(rows, keys) else None
+        elif self._are_local(rows_of_groups(rows), [column for column in columns if column in keys]):
+            local = grouped(with_rows(expr, deduplicated(rows)))
+        else:
+            local = None
         if local is None or not are_alike(local, expr):
             return expr
         if self._by_dask:
             local = grouped_in_parts(expr)
-        self._parts[name_of(local)] = self._visited
+        self._parts[name_of(local)] = _Parts(self._visited, self._visited)
         self._note("groups")
+        if columns is not None:
+            self._note("duplicates")
         return local
 
     def _note(self, what: str) -> None:
         self.changes[what] = self.changes.get(what, 0) + 1
 
-    def _after_groups(self, expr: Expr, groups: set[int]) -> Expr:
+    def _after_groups(self, expr: Expr, parts: set[_Parts]) -> Expr:
         """Return an operation on groups that have several partitions, or the join of them as a single one."""
         inputs = [name_of(each) for each in expr.dependencies()]
         if is_join(expr):
@@ -182,21 +199,22 @@ class _Attempt:
                 for each in expr.operands
             ]
             return type(expr)(*operands)
-        if is_row_by_row(expr) and len(groups) == 1 and all(name in self._parts for name in inputs):
-            self._parts[name_of(expr)] = next(iter(groups))
+        if is_row_by_row(expr) and len(parts) == 1 and all(name in self._parts for name in inputs):
+            (part,) = parts
+            rows = self._visited if chooses_or_numbers_rows(expr) else part.rows
+            self._parts[name_of(expr)] = _Parts(part.groups, rows)
             return expr
-        raise _NotForJoin(min(groups))
+        raise _NotForJoin(min(part.groups for part in parts))
 
-    def _are_local(self, expr: Expr, keys: list[object]) -> bool:
+    def _are_local(self, rows: Expr, keys: Iterable[object]) -> bool:
         """Return whether all rows of a key are in one partition."""
         for key in keys:
-            found = origin_of(expr.frame, key, self._local)
-            if found is None:
+            if (found := origin_of(rows, key)) is None:
                 continue
             read, column = found
             known = (name_of(read), column)
             if known not in self._are_apart:
-                self._are_apart[known] = are_apart(ranges_of(read, column))
+                self._are_apart[known] = are_apart(ranges_of(read, column)) and same_dtypes_in_files(read)
             if self._are_apart[known]:
                 return True
         return False

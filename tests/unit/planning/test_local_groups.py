@@ -119,6 +119,23 @@ def test_no_range_is_known(tmp_path: Path, name: str) -> None:
     assert UNKNOWN[name](tmp_path / "table")[-1] is None
 
 
+def test_two_columns_of_one_path_have_no_range(tmp_path: Path) -> None:
+    table = pa.table({"a.b": keys([1, 2]), "a": [{"b": 1}, {"b": 2}]})
+    assert ranges_in(write(tmp_path / "table", [table]), "a.b") == [None]
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+def test_files_of_different_dtypes_are_left_to_dask(tmp_path: Path, filesystem: str) -> None:
+    """Integers with nulls are floats: here 2**53 + 1 beside them would be equal to 2**53."""
+    values = [keys([5, 6]), keys([None, 8]), keys([2**53 + 1, 3])]
+    parts = [pa.table({"key": keys([10 * at, 10 * at + 1]), "value": each}) for at, each in enumerate(values)]
+    rows = dd.read_parquet(write(tmp_path / "rows", parts), filesystem=filesystem)
+    small = dd.read_parquet(write(tmp_path / "small", [keys(range(30))]))[["key"]]
+    groups = rows.groupby("key").agg({"value": "max"}).reset_index()
+    _, counted = planned(small.merge(groups[groups.value == 2**53], on="key"))
+    assert counted == {}
+
+
 @pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
 def test_files_without_rows_have_no_range(tmp_path: Path, filesystem: str) -> None:
     folder = write(tmp_path / "table", [keys([1, 2]), keys([]), keys([5])])
@@ -189,6 +206,22 @@ def with_several(counts: Any) -> Any:
     return counts[counts.numbers > 1]
 
 
+def groups_of(rows: Any) -> Any:
+    return rows.groupby("key").agg({"value": "sum", "other": "max"})
+
+
+def numbered(groups: Any) -> Any:
+    return groups.assign(x=groups[groups.other > 5].reset_index(drop=True).value)
+
+
+def filled(groups: Any) -> Any:
+    return groups.assign(x=groups.other.where(groups.other > 5))
+
+
+def as_text(groups: Any) -> Any:
+    return groups.assign(x=groups.other.astype(str))
+
+
 def filtered(rows: Any) -> Any:
     return rows[rows.other > 2]
 
@@ -227,14 +260,6 @@ LOCAL: dict[str, tuple[Program, dict[str, int]]] = {
         ),
         {"groups": 2},
     ),
-    "distinct rows that are joined": (
-        lambda rows, small: small.merge(rows[["key", "name"]].drop_duplicates(), on="key"),
-        {"duplicates": 1},
-    ),
-    "the last duplicates": (
-        lambda rows, small: rows[["key", "more"]].drop_duplicates(keep="last").groupby("more").key.sum(),
-        {"duplicates": 1},
-    ),
     "groups on the left of a join": (
         lambda rows, small: rows.groupby("key").value.max().reset_index().merge(small, on="key", how="left"),
         {"groups": 1},
@@ -250,6 +275,20 @@ LOCAL: dict[str, tuple[Program, dict[str, int]]] = {
 }
 #: Programs that are left to Dask.
 LEFT: dict[str, Program] = {
+    "distinct rows that are joined": lambda rows, small: small.merge(
+        rows[["key", "name"]].drop_duplicates(), on="key"
+    ),
+    "distinct rows in groups by another column": lambda rows, small: (
+        rows[["key", "more"]].drop_duplicates(keep="last").groupby("more").key.sum()
+    ),
+    "labels of groups beside numbers": lambda rows, small: small.merge(
+        groups_of(rows).reset_index().assign(x=groups_of(rows).value), on="key"
+    ),
+    "rows that are numbered again": lambda rows, small: small.merge(
+        numbered(groups_of(rows).reset_index()), on="key"
+    ),
+    "values of other rows": lambda rows, small: small.merge(filled(groups_of(rows).reset_index()), on="key"),
+    "text of times": lambda rows, small: small.merge(as_text(groups_of(rows).reset_index()), on="key"),
     "groups that are the result": lambda rows, small: rows.groupby("key").value.sum(),
     "groups with labels": lambda rows, small: rows.groupby("key").value.sum().reset_index(),
     "the sum of groups": lambda rows, small: rows.groupby("key").value.sum().sum(),
