@@ -13,7 +13,7 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,10 @@ class Loan:
     give_back: Callable[[], None]
 
 
+#: The copies of objects, by key: the block of each, and the message that refers to it.
+Copies = dict[Key, tuple[Loan, Serialized]]
+
+
 class OneBuffer:
     """Stand for an object whose device buffers are sent as one, in the headers of Dask's "cuda" serializer.
 
@@ -80,39 +84,33 @@ class PeerCopies:
         # Not a thread of the tiers: these may be spilling for seconds.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="gpurt-peer-copies")
 
-    async def messages(
-        self, objects: Mapping[Key, Any], sending: ExitStack, *, as_one: bool
-    ) -> dict[Key, Serialized]:
+    async def messages(self, objects: Mapping[Key, Any], sending: ExitStack) -> dict[Key, Serialized]:
         """Return Dask messages of objects, which are valid until ``sending`` is closed on the event loop.
 
         Objects that do not fit, or cannot be taken apart, are left out.
-
-        Parameters
-        ----------
-        as_one
-            Whether the device buffers of an object are sent as one, for which the receiver needs this
-            package. Otherwise they are sent one by one, as Dask does.
         """
         if self._closed or not objects:
             return {}
-        copied = await asyncio.get_running_loop().run_in_executor(
-            self._executor, self._copies, objects, as_one
-        )
-        sending.push(partial(self._sent, [loan for loan, _ in copied.values()]))
+        copying = self._executor.submit(self._copies, objects)
+        sending.push(partial(self._sent, copying))  # before waiting, which may be cancelled
+        copied = await asyncio.wrap_future(copying)
         return {key: message for key, (_, message) in copied.items()}
 
-    def _copies(self, objects: Mapping[Key, Any], as_one: bool) -> dict[Key, tuple[Loan, Serialized]]:
-        found = {}
-        for key, value in objects.items():
-            try:
-                frames = take_apart(value)
-            except NotMovable:
-                continue  # Dask sends the object in its own way, or fails with its own message
-            if any(map(on_device, frames.buffers)) and (copy := self._copy(frames, as_one)) is not None:
-                found[key] = copy
+    def _copies(self, objects: Mapping[Key, Any]) -> Copies:
+        found: Copies = {}
+        with ExitStack() as failing:
+            for key, value in objects.items():
+                try:
+                    frames = take_apart(value)
+                except NotMovable:
+                    continue  # Dask sends the object in its own way, or fails with its own message
+                if any(map(on_device, frames.buffers)) and (copy := self._copy(frames)) is not None:
+                    found[key] = copy
+                    failing.callback(copy[0].give_back)
+            failing.pop_all()
         return found
 
-    def _copy(self, frames: Frames, as_one: bool) -> tuple[Loan, Serialized] | None:
+    def _copy(self, frames: Frames) -> tuple[Loan, Serialized] | None:
         there = [buffer[0] for buffer in frames.buffers if on_device(buffer)]
         sizes = [buffer.nbytes for buffer in there]
         starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
@@ -121,17 +119,14 @@ class PeerCopies:
         with ExitStack() as failing:
             failing.callback(loan.give_back)
             spans = list(zip(starts, sizes, strict=False))
-            copies = [loan.pool.view(loan.block.offset + start, size) for start, size in spans]
-            self._device.scatter(there, [[copy] for copy in copies])()
-            if as_one:
-                message = self._in_one_buffer(frames, loan.block, spans)
-            else:
-                message = self._buffer_by_buffer(frames, copies)
+            into = [[loan.pool.view(loan.block.offset + start, size)] for start, size in spans]
+            self._device.scatter(there, into)()
+            message = self._message(frames, loan.block, spans)
             failing.pop_all()
         self._metrics.add("memory.peer-copies.bytes", loan.block.nbytes)
         return loan, message
 
-    def _in_one_buffer(self, frames: Frames, block: Block, spans: Sequence[tuple[int, int]]) -> Serialized:
+    def _message(self, frames: Frames, block: Block, spans: Sequence[tuple[int, int]]) -> Serialized:
         on_host = [buffer[0].data for buffer in frames.buffers if not on_device(buffer)]
         buffers = [self._device.for_comm(block.buffer), *on_host]
         header = {
@@ -140,19 +135,6 @@ class PeerCopies:
             "serializer": "cuda",
             "compression": (False,) * len(buffers),  # neither compressed nor divided
         }
-        return Serialized(header, buffers)
-
-    def _buffer_by_buffer(self, frames: Frames, copies: Sequence[Buffer]) -> Serialized:
-        _, header, flags = pickle.loads(frames.header)
-        copied = iter(copies)
-        buffers = []
-        for buffer, there in zip(frames.buffers, flags, strict=True):
-            if there:
-                copy = next(copied)
-                # Empty ones may lie behind the end of the pool, where CUDA knows of no memory.
-                buffers.append(self._device.for_comm(copy) if copy.nbytes else buffer[0])
-            else:
-                buffers.append(buffer[0].data)
         return Serialized(header, buffers)
 
     # ---- room ------------------------------------------------------------------------
@@ -185,9 +167,9 @@ class PeerCopies:
         with self._lock:
             assert self._pool is not None
             self._pool.free(block)
-            self._close_if_unused()
+            self._end_if_unused()
 
-    def _sent(self, loans: Sequence[Loan], failure: type[BaseException] | None, *_: object) -> None:
+    def _sent(self, copying: Future[Copies], failure: type[BaseException] | None = None, *_: object) -> None:
         """Free copies once they are sent, and some time after a failure. On the event loop.
 
         UCX ends a send once the peer has read the memory. If the connection fails, the peer may still read::
@@ -198,23 +180,30 @@ class PeerCopies:
             sends another object from that memory
                                                        ends the copy, with bytes of the other object
         """
-        for loan in loans:
-            if failure is None:
-                loan.give_back()
-            else:
-                asyncio.get_running_loop().call_later(KEPT_AFTER_FAILURE_S, loan.give_back)
+        if failure is None:
+            _give_back(copying)
+        else:
+            asyncio.get_running_loop().call_later(KEPT_AFTER_FAILURE_S, copying.add_done_callback, _give_back)
 
     def close(self) -> None:
-        """Copy no more objects, and free the memory once nothing is sent from it."""
+        """Copy no more objects, and free the memory once nothing is sent from it. On the event loop."""
         with self._lock:
             self._closed = True
-            self._close_if_unused()
+            self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if not self._closed or (self._pool is not None and self._pool.used):
+            return
+        if self._pool is not None:
+            self._executor.submit(self._pool.close)  # CUDA may wait for the GPU, so not on the event loop
+            self._pool = None
         self._executor.shutdown(wait=False)
 
-    def _close_if_unused(self) -> None:
-        if self._closed and self._pool is not None and not self._pool.used:
-            self._pool.close()
-            self._pool = None
+
+def _give_back(copying: Future[Copies]) -> None:
+    if not copying.cancelled() and copying.exception() is None:
+        for loan, _ in copying.result().values():
+            loan.give_back()
 
 
 def _read(header: Mapping[str, Any], frames: Sequence[Any]) -> Any:

@@ -48,17 +48,19 @@ def make(nbytes: int) -> Any:
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "ucx"])
-def test_results_are_copied_for_the_client(protocol: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_gets_small_results_from_host_memory(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GPURT_TEST_PROTOCOL", protocol)
     with cluster("cudf", workers=2) as client:
         first, second = client.scheduler_info()["workers"]
         client.run(note_served, workers=[first])
-        for nbytes, copied_first in ((8000, True), (2 * RESULT_BYTES, protocol == "ucx")):
+        for nbytes, in_host_memory in ((8000, True), (2 * RESULT_BYTES, False)):
             made = client.submit(make, nbytes, workers=[first], pure=False)
             wait(made)
             found = made.result()
             pd.testing.assert_frame_equal(found.to_pandas(), pd.DataFrame({"n": range(nbytes // 8)}))
-            assert client.run(served, workers=[first])[first] == [(made.key, copied_first)]
+            assert client.run(served, workers=[first])[first] == [(made.key, in_host_memory)]
             assert client.submit(len, made, workers=[second]).result() == nbytes // 8
             assert client.run(served, workers=[first])[first] == [(made.key, protocol == "ucx")]
 

@@ -209,7 +209,7 @@ class WorkerData:
         """Serve a peer. Spilled values are sent from their tier without making them live.
 
         UCX would map the pool of this worker's GPU in the process that fetches. So small results go to the
-        client (which does not say who it is) through host memory, and everything else is copied first.
+        client (which does not say who it is) through host memory, and what workers fetch is copied first.
         """
         if who is not None and self._runner.admission.short:
             return {"status": "busy"}
@@ -225,11 +225,9 @@ class WorkerData:
                     found = await self._read(lower, partial(self._tiered_buffer.messages, stack=sending))
                 if who is None and not self.tiers.closed:
                     found |= await self._small_results(held)
-            if self._sends_from_device(comm, serializers):
+            if who is not None and self._sends_from_device(comm, serializers):
                 objects = self._tiered_buffer.device_objects(held.values())
-                others = {key: value for key, value in objects.items() if key not in found}
-                # The process of a client may not have this package.
-                found |= await self._peer_copies.messages(others, sending, as_one=who is not None)
+                found |= await self._peer_copies.messages(objects, sending)
             serving.set(found | await self._copies([key for key in lower if key not in found]))
             return await self._get_data(comm, keys=keys, who=who, serializers=serializers)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from dask_gpurt.memory import peer_copies
 from dask_gpurt.memory.peer_copies import Loan, PeerCopies
 from dask_gpurt.observe import Metrics
 from tests.helpers.far_device import Far, FarDevice
+from tests.helpers.in_process import until
 
 MIB = 1 << 20
 #: Those of Dask's comms over UCX.
@@ -125,19 +127,15 @@ objects = shapes.map(lambda sizes: OnDevice(*(np.random.default_rng(n).integers(
 nested = st.lists(objects | st.integers() | st.text(max_size=5) | st.just(np.arange(70)), max_size=4)
 
 
-@given(objects | nested | st.dictionaries(st.text(max_size=3), objects, max_size=3), st.booleans())
-def test_a_peer_gets_the_object_that_was_copied(value: Any, as_one: bool) -> None:
+@given(objects | nested | st.dictionaries(st.text(max_size=3), objects, max_size=3))
+def test_a_peer_gets_the_object_that_was_sent_as_one_buffer(value: Any) -> None:
     async def run() -> None:
         copies, metrics = copies_of()
         with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending, as_one=as_one)
+            found = await copies.messages({"x": value}, sending)
             if "x" in found:
                 there = [frame for frame in found["x"].frames if isinstance(frame, OfGpu)]
-                assert len(there) == 1 if as_one else len(there) >= 1
-                if not as_one:
-                    assert b"dask_gpurt" not in pickle.dumps(found["x"].header), (
-                        "the receiver has no such package"
-                    )
+                assert len(there) == 1
                 assert used(copies) >= metrics.snapshot()["counters"]["memory.peer-copies.bytes"] > 0
                 equal(over_the_wire(found["x"]), value)
             else:  # nothing of it is on the device
@@ -153,7 +151,7 @@ def test_arrays_on_the_device_are_sent_although_others_are_empty() -> None:
         copies, _ = copies_of()
         value = [OnDevice(np.arange(0), np.arange(1000), np.arange(0), np.arange(3)), "text"]
         with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending, as_one=True)
+            found = await copies.messages({"x": value}, sending)
             equal(over_the_wire(found["x"]), value)
 
     asyncio.run(run())
@@ -164,12 +162,10 @@ def test_objects_without_room_are_left_to_dask() -> None:
         copies, metrics = copies_of(64 << 10)
         half, too_large = OnDevice(np.arange(5000)), OnDevice(np.arange(10000))
         with ExitStack() as sending:
-            assert list(
-                await copies.messages({"a": half, "b": half, "c": too_large}, sending, as_one=True)
-            ) == ["a"]
+            assert list(await copies.messages({"a": half, "b": half, "c": too_large}, sending)) == ["a"]
         assert metrics.snapshot()["counters"]["memory.peer-copies.full"] == 2
         with ExitStack() as sending:
-            assert list(await copies.messages({"b": half}, sending, as_one=True)) == ["b"]
+            assert list(await copies.messages({"b": half}, sending)) == ["b"]
 
     asyncio.run(run())
 
@@ -190,26 +186,71 @@ def test_a_device_without_memory_for_copies_is_asked_once() -> None:
         copies, metrics = copies_of(device=device)
         with ExitStack() as sending:
             for _ in range(2):
-                assert await copies.messages({"x": OnDevice(np.arange(9))}, sending, as_one=True) == {}
+                assert await copies.messages({"x": OnDevice(np.arange(9))}, sending) == {}
         assert device.asked == 1
         assert metrics.fallbacks()["memory.no-peer-copies"]["count"] == 1
 
     asyncio.run(run())
 
 
-class Failing(Gpu):
-    """Fail to copy."""
+class FailingLater(Gpu):
+    """Fail to copy the second object."""
+
+    copied = 0
 
     def scatter(self, *args: Any, **options: Any) -> Any:
-        raise RuntimeError("an illegal memory access")
+        self.copied += 1
+        if self.copied == 2:
+            raise RuntimeError("an illegal memory access")
+        return super().scatter(*args, **options)
+
+
+class Waiting(Gpu):
+    """Copy once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.go_on = threading.Event(), threading.Event()
+
+    def scatter(self, *args: Any, **options: Any) -> Any:
+        self.entered.set()
+        assert self.go_on.wait(20)
+        return super().scatter(*args, **options)
+
+
+async def sent(copies: PeerCopies, objects: dict[str, Any]) -> None:
+    with ExitStack() as sending:
+        await copies.messages(objects, sending)
 
 
 def test_a_copy_that_fails_takes_no_room() -> None:
+    """Nor do those that were made before it."""
+
     async def run() -> None:
-        copies, _ = copies_of(device=Failing())
-        with ExitStack() as sending, pytest.raises(RuntimeError, match="illegal"):
-            await copies.messages({"x": OnDevice(np.arange(9))}, sending, as_one=True)
+        copies, _ = copies_of(device=FailingLater())
+        values = {"x": OnDevice(np.arange(9)), "y": OnDevice(np.arange(9))}
+        with pytest.raises(RuntimeError, match="illegal"):
+            await sent(copies, values)
         assert used(copies) == 0
+
+    asyncio.run(run())
+
+
+def test_a_send_is_cancelled_while_its_objects_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_copies, "KEPT_AFTER_FAILURE_S", 0)
+
+    async def run() -> None:
+        device = Waiting()
+        copies, _ = copies_of(device=device)
+        sending = asyncio.create_task(sent(copies, {"x": OnDevice(np.arange(9))}))
+        await asyncio.to_thread(device.entered.wait, 20)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        copies.close()
+        assert used(copies) > 0
+        device.go_on.set()
+        await until(lambda: copies._pool is None)
 
     asyncio.run(run())
 
@@ -224,7 +265,7 @@ def test_copies_are_kept_for_a_while_if_their_connection_fails(monkeypatch: pyte
         free = copies._free
         monkeypatch.setattr(copies, "_free", lambda blocks: (free(blocks), freed.set()))
         sending = ExitStack()
-        assert await copies.messages({"x": OnDevice(np.arange(9))}, sending, as_one=True)
+        assert await copies.messages({"x": OnDevice(np.arange(9))}, sending)
         failure = OSError("the connection was closed")
         sending.__exit__(OSError, failure, None)
         assert used(copies) > 0
@@ -241,10 +282,10 @@ def test_memory_is_freed_once_nothing_is_sent_from_it() -> None:
         copies, _ = copies_of()
         value = OnDevice(np.arange(9))
         with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending, as_one=True)
+            found = await copies.messages({"x": value}, sending)
             copies.close()
             equal(over_the_wire(found["x"]), value)
-            assert await copies.messages({"y": value}, sending, as_one=True) == {}
+            assert await copies.messages({"y": value}, sending) == {}
         assert copies._pool is None
 
     asyncio.run(run())
@@ -274,7 +315,7 @@ def test_objects_without_room_are_copied_into_another_pool() -> None:
         copies, metrics = copies_of(64 << 10, device, other.lend)
         values = [OnDevice(np.arange(n)) for n in (5000, 5001, 10000, 200_000)]
         with ExitStack() as sending:
-            found = await copies.messages(dict(enumerate(values)), sending, as_one=True)
+            found = await copies.messages(dict(enumerate(values)), sending)
             assert list(found) == [0, 1, 2]  # the second one since the first takes the room
             assert used(copies) == 40_192
             assert other.pool.used == 40_192 + 80_128
