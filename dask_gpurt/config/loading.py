@@ -134,8 +134,7 @@ def filters_joins() -> bool:
     ConfigError
         If its value is invalid.
     """
-    default = _DEFAULTS["gpurt"]["planning"]["filter"]
-    return boolean("gpurt.planning.filter", dask.config.get("gpurt.planning.filter", default))
+    return _planning_switch("filter")
 
 
 def partition_sizes() -> tuple[int | None, int | None]:
@@ -162,8 +161,12 @@ def groups_locally() -> bool:
     ConfigError
         If its value is invalid.
     """
-    default = _DEFAULTS["gpurt"]["planning"]["local-groups"]
-    return boolean("gpurt.planning.local-groups", dask.config.get("gpurt.planning.local-groups", default))
+    return _planning_switch("local-groups")
+
+
+def _planning_switch(name: str) -> bool:
+    default = _DEFAULTS["gpurt"]["planning"][name]
+    return boolean(f"gpurt.planning.{name}", dask.config.get(f"gpurt.planning.{name}", default))
 
 
 def load_over(base: Mapping[str, Any]) -> Settings:

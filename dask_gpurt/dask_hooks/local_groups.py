@@ -16,9 +16,9 @@ from dask.dataframe.dask_expr.io.io import FusedIO
 from dask_gpurt.dask_hooks.fused_reads import (
     files_of_partitions,
     fragments_of,
-    has_other_dtypes,
     is_idle,
     is_local,
+    is_of_cudf,
 )
 from dask_gpurt.dask_hooks.partition_dependence import is_no_operation, is_on_rows, joins_columns
 
@@ -36,7 +36,6 @@ __all__ = [
     "origin_of",
     "ranges_of",
     "rows_of_groups",
-    "same_dtypes_in_files",
     "with_rows",
 ]
 
@@ -82,8 +81,8 @@ def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
     """Yield the least and the largest value of a column of integers in each file of a read.
 
     Each footer is read as it is needed. None, as the last one, says that a range is not known, that a file
-    has nulls or is not read as a whole, or that there are more than :data:`MOST_FILES`. In object storage
-    footers take long to read, so nothing is known there.
+    has nulls or is not read as a whole, or that there are more than :data:`MOST_FILES`. Nothing is known in
+    object storage, where footers take long to read, and of tables of cudf, since that has not run on a GPU.
 
     Raises
     ------
@@ -92,7 +91,8 @@ def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
     """
     meta = read._meta[column] if read._meta.ndim == 2 else read._meta
     is_integer = isinstance(meta.dtype, np.dtype) and meta.dtype.kind == "i"
-    files = files_of_partitions(read) if is_integer and is_local(read) else None
+    is_known = is_integer and is_local(read) and not is_of_cudf(read)
+    files = files_of_partitions(read) if is_known else None
     if files is None or len(set(files)) != len(files) or len(files) > MOST_FILES:
         yield None
         return
@@ -104,18 +104,6 @@ def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
             return
         if found:
             yield found
-
-
-def same_dtypes_in_files(read: Any) -> bool:
-    """Return whether all files have the same dtypes in memory. This reads all footers.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be read.
-    """
-    is_of_cudf = type(read).__module__.partition(".")[0] == "dask_cudf"
-    return is_of_cudf or not has_other_dtypes(read)
 
 
 def _range(footer: Any, column: Any) -> tuple[int, int] | tuple[()] | None:

@@ -192,7 +192,8 @@ def _rows_of_operation(
     if resets and sources:
         labels = _Labels.OF_ROWS if ordered else _Labels.OF_UNORDERED_ROWS
     chosen_by = frozenset[str]().union(*(rows.chosen_by for rows in inputs))
-    if chosen_by and type(expr) in _CHOICES:
+    # Rows that are numbered within partitions, and others, would be aligned by labels that differ.
+    if (chosen_by and type(expr) in _CHOICES) or (resets and sources):
         chosen_by = frozenset([str(expr._name)])
     return _Rows(sources, chosen_by, labels, ordered)
 

@@ -12,7 +12,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from dask_gpurt.dask_hooks.fused_reads import is_idle
+from dask_gpurt.dask_hooks.fused_reads import has_other_dtypes, is_idle
 from dask_gpurt.dask_hooks.local_groups import (
     are_alike,
     as_one_partition,
@@ -27,7 +27,6 @@ from dask_gpurt.dask_hooks.local_groups import (
     origin_of,
     ranges_of,
     rows_of_groups,
-    same_dtypes_in_files,
     with_rows,
 )
 from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
@@ -214,7 +213,7 @@ class _Attempt:
             read, column = found
             known = (name_of(read), column)
             if known not in self._are_apart:
-                self._are_apart[known] = are_apart(ranges_of(read, column)) and same_dtypes_in_files(read)
+                self._are_apart[known] = are_apart(ranges_of(read, column)) and not has_other_dtypes(read)
             if self._are_apart[known]:
                 return True
         return False

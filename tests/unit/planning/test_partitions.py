@@ -179,6 +179,13 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "labels of groups": lambda large, small: large.groupby("name").value.sum().reset_index(),
     "numbers of groups": lambda large, small: large.groupby("name").value.sum().reset_index().reset_index(),
 }
+
+
+def numbered_again(rows: Any) -> Any:
+    rows = rows.reset_index(drop=True)
+    return rows.assign(x=rows[rows.value > 100].reset_index(drop=True).value)
+
+
 #: Programs whose result may be another one.
 DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "first rows": lambda large, small: large[["key"]].head(3, compute=False),
@@ -220,6 +227,12 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "join on numbers of rows": lambda large, small: large.merge(small, left_on="key", right_index=True),
     "a column of other rows": lambda large, small: (
         large.assign(value=large.value[large.key > 3]).groupby("name").value.sum()
+    ),
+    "joined rows beside some of them that are numbered again": lambda large, small: (
+        numbered_again(large.merge(small, on="key")).groupby("label").x.count()
+    ),
+    "text of times": lambda large, small: (
+        large.assign(day=dd.to_datetime(large.key, unit="D").astype(str)).groupby("day").size()
     ),
     "numbers of joined rows": lambda large, small: large.merge(small, on="key")[["name"]].reset_index(),
     "chosen partitions": lambda large, small: large.merge(small, on="key", npartitions=3),
