@@ -232,7 +232,7 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
         numbered_again(large.merge(small, on="key")).groupby("label").x.count()
     ),
     "text of times": lambda large, small: (
-        large.assign(day=dd.to_datetime(large.key, unit="D").astype(str)).groupby("day").size()
+        large.assign(day=large.key.astype("datetime64[ns]").astype(str)).groupby("day").size()
     ),
     "numbers of joined rows": lambda large, small: large.merge(small, on="key")[["name"]].reset_index(),
     "chosen partitions": lambda large, small: large.merge(small, on="key", npartitions=3),
