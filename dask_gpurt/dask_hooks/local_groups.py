@@ -18,7 +18,6 @@ from dask_gpurt.dask_hooks.fused_reads import (
     fragments_of,
     is_idle,
     is_local,
-    is_of_cudf,
 )
 from dask_gpurt.dask_hooks.partition_dependence import is_no_operation, is_on_rows, joins_columns
 
@@ -82,7 +81,7 @@ def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
 
     Each footer is read as it is needed. None, as the last one, says that a range is not known, that a file
     has nulls or is not read as a whole, or that there are more than :data:`MOST_FILES`. Nothing is known in
-    object storage, where footers take long to read, and of tables of cudf, since that has not run on a GPU.
+    object storage, where footers take long to read.
 
     Raises
     ------
@@ -91,8 +90,7 @@ def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
     """
     meta = read._meta[column] if read._meta.ndim == 2 else read._meta
     is_integer = isinstance(meta.dtype, np.dtype) and meta.dtype.kind == "i"
-    is_known = is_integer and is_local(read) and not is_of_cudf(read)
-    files = files_of_partitions(read) if is_known else None
+    files = files_of_partitions(read) if is_integer and is_local(read) else None
     if files is None or len(set(files)) != len(files) or len(files) > MOST_FILES:
         yield None
         return

@@ -16,7 +16,7 @@ from dask.dataframe.dask_expr.io.io import FusedIO
 
 from dask_gpurt.dask_hooks.fused_reads import FUSED, FewerPartitions
 
-__all__ = ["depends_on_partitions", "is_no_operation", "is_on_rows", "joins_columns", "relies_on_notes"]
+__all__ = ["depends_on_partitions", "is_no_operation", "is_on_rows", "joins_columns"]
 
 #: Operations on each row by itself. Others of Dask's look at all values of a partition, such as
 #: ``to_datetime``, which infers a format, or call functions of users, such as ``eval``.
@@ -248,33 +248,3 @@ def _names(spec: Any) -> set[Any]:
     if isinstance(spec, (list, tuple)):
         return set().union(*map(_names, spec))
     return {spec if isinstance(spec, str) else id(spec)}
-
-
-def relies_on_notes(plan: Expr) -> bool:
-    """Return whether a tuned plan leaves out a shuffle because its rows are said to be divided already.
-
-    Dask notes by which columns the partitions of an expression are divided, so that a groupby or a join by
-    these need not shuffle. Some notes are wrong: those of joins that send a single partition or few of them
-    to all partitions of the other side, of joins that give a noted name to another column by suffixes, of
-    joins that keep unmatched rows, and of columns that were assigned anew. How many partitions there are
-    decides whether such a note matters, so a plan with other numbers must not rely on any.
-    """
-    frames = [expr for expr in plan.walk() if isinstance(expr, _expr.Expr)]
-    try:
-        for expr in frames:
-            _ = expr.unique_partition_mapping_columns_from_shuffle
-        return any(map(_relies, frames))
-    except (KeyError, TypeError):  # a note that Dask itself cannot follow through a renaming
-        return True
-
-
-def _relies(expr: Any) -> bool:
-    if isinstance(expr, Merge):
-        if expr._is_single_partition_broadcast:
-            return False
-        sides = ((expr.left, expr.left_on), (expr.right, expr.right_on))
-        noted = any(expr._on_condition_already_partitioned(side, on) for side, on in sides)
-        return noted or bool(expr.is_broadcast_join)
-    if isinstance(expr, _reductions.ApplyConcatApply):
-        return expr.npartitions != 1 and expr.should_shuffle and not expr.need_to_shuffle
-    return False

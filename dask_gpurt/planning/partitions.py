@@ -20,7 +20,8 @@ from dask_gpurt.dask_hooks.fused_reads import (
     is_idle,
     parquet_reads,
 )
-from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions, relies_on_notes
+from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
+from dask_gpurt.dask_hooks.partition_notes import relies_on_notes
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 
 #: Counts reads by outcome.
