@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, geometric_mean, median, stdev
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -57,7 +57,20 @@ class Interval(NamedTuple):
     high: float
 
 
-def ratios(runs: Sequence[Run]) -> list[float]:
+class Timed(Protocol):
+    """Describe what ratios need of a run."""
+
+    @property
+    def side(self) -> str: ...
+
+    @property
+    def turn(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+def ratios(runs: Sequence[Timed]) -> list[float]:
     """Return the ratio of Dask's time to that with placement for each pair but the first."""
     seconds = {(run.side, run.turn): run.seconds for run in runs}
     turns = sorted({run.turn for run in runs} - {0})
