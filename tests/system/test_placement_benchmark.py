@@ -31,3 +31,21 @@ def test_both_sides_take_turns_and_agree(tmp_path: Path) -> None:
     turns = [run["side"] for run in results["runs"] if run["workload"] == "skewed-join"]
     assert turns == ["gpurt", "stock", "stock", "gpurt", "gpurt", "stock"]
     assert not results["fallbacks"]
+
+
+def test_each_cell_of_one_host_takes_turns_and_has_figures(tmp_path: Path) -> None:
+    output = tmp_path / "results.json"
+    small = ("--size", "8MiB", "--workers", "2", "--repeat", "2", "--backend", "pandas")
+    command = [sys.executable, "-m", "benchmarks.placement.one_host", *small, "--json", str(output)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(output.read_text())["cells"]
+    assert list(cells) == ["uneven", "pressure", "slow-link"]
+    for name, cell in cells.items():
+        assert name in done.stdout
+        assert [run["side"] for run in cell["runs"]] == ["on", "off", "off", "on", "on", "off"]
+        assert cell["figures"]["turns"] == 2
+        assert cell["figures"]["off"]["decisions"] == 0
+    assert cells["uneven"]["figures"]["on"]["first_share"] == pytest.approx(0.9, abs=0.02)
+    assert cells["pressure"]["figures"]["on"]["first_free"] < 0.2
+    assert "headroom" in cells["pressure"]["engaged"]
