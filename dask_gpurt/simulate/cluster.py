@@ -59,6 +59,8 @@ class Cluster:
     believed
         Speeds that placement expects until it has learnt from transfers; missing classes have the shipped
         speeds. None if it expects the true speeds.
+    between
+        True speeds of TCP from each host to each other; none if all have that of the class.
     racks
         The rack of each host, if there are racks.
     uplink
@@ -69,6 +71,7 @@ class Cluster:
     machines: Sequence[Machine]
     speeds: Mapping[Link, Speed] = field(default_factory=dict)
     believed: Mapping[Link, Speed] | None = None
+    between: Mapping[tuple[str, str], Speed] = field(default_factory=dict)
     racks: Mapping[str, str] = field(default_factory=dict)
     uplink: float = float("inf")
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from dask_gpurt.simulate.clock import Clock
-from dask_gpurt.topology import Link, Topology
+from dask_gpurt.topology import Link, Speed, Topology
 
 #: A port recomputes its shares when more than this fraction of its transfers has started or ended: each time
 #: with up to 16 transfers, less often beyond that, since all transfers of the port have to be updated.
@@ -57,7 +57,8 @@ class Network:
     """Move bytes between workers, each transfer at the rate of its narrowest port.
 
     NVLink, PCIe, shared memory and RDMA have an inbound and an outbound port at each worker, since hosts with
-    many devices have an RDMA NIC per device. TCP has one pair of ports per host. Racks are joined by uplinks.
+    many devices have an RDMA NIC per device. TCP has one pair of ports per host, as fast as its fastest link
+    in that direction. Racks are joined by uplinks.
 
     Parameters
     ----------
@@ -65,6 +66,8 @@ class Network:
         Virtual time.
     topology
         The links between workers, with their speeds for a single transfer.
+    between
+        Speeds of TCP from each host to each other; none if all have that of the topology.
     racks
         The rack of each host, if there are racks.
     uplink
@@ -78,12 +81,14 @@ class Network:
         clock: Clock,
         topology: Topology,
         *,
+        between: Mapping[tuple[str, str], Speed] | None = None,
         racks: Mapping[str, str] | None = None,
         uplink: float = float("inf"),
         moved: Callable[[Transfer], None] = lambda transfer: None,
     ):
         self._clock = clock
         self._topology = topology
+        self._between = between or {}
         self._racks = racks or {}
         self._uplink = uplink
         self._moved = moved
@@ -99,8 +104,8 @@ class Network:
         lost: Callable[[], None] = _nothing,
     ) -> None:
         """Start a transfer; call ``done`` when it completes, or ``lost`` if either worker leaves before."""
-        speed = self._topology.speed(source, target)
-        transfer = Transfer(source, target, self._topology.link(source, target), nbytes)
+        link, speed = self._way(source, target)
+        transfer = Transfer(source, target, link, nbytes)
         transfer.done, transfer.lost = done, lost
         transfer.bandwidth, transfer.sent = speed.bandwidth, self._clock.now
         transfer.ports = tuple(self._passed(transfer))
@@ -116,6 +121,13 @@ class Network:
         for transfer in gone:
             transfer.lost()
 
+    def _way(self, source: str, target: str) -> tuple[Link, Speed]:
+        link, speed = self._topology.way(source, target)
+        places = self._topology.place(source), self._topology.place(target)
+        if link is Link.TCP and places[0] and places[1]:
+            speed = self._between.get((places[0].host, places[1].host), speed)
+        return link, speed
+
     # ---- ports -----------------------------------------------------------------------
 
     def _passed(self, transfer: Transfer) -> Iterator[Port]:
@@ -126,8 +138,13 @@ class Network:
         places = self._topology.place(transfer.source), self._topology.place(transfer.target)
         if transfer.link is Link.TCP and places[0] and places[1]:
             ends = places[0].host, places[1].host
-        yield self._port((transfer.link, "out", ends[0]), transfer.bandwidth)
-        yield self._port((transfer.link, "in", ends[1]), transfer.bandwidth)
+        for end, way in enumerate(("out", "in")):
+            name = transfer.link, way, ends[end]
+            if name not in self._ports:
+                speeds = [speed for pair, speed in self._between.items() if pair[end] == ends[end]]
+                fastest = max((speed.bandwidth for speed in speeds), default=0.0)
+                self._ports[name] = Port(max(fastest, transfer.bandwidth))
+            yield self._ports[name]
         if places[0] and places[1]:
             racks = self._racks.get(places[0].host), self._racks.get(places[1].host)
             if racks[0] != racks[1]:

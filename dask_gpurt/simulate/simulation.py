@@ -114,7 +114,12 @@ class Simulation:
         self.transferred: Callable[[Transfer], object] = _nothing
         self.trace = Trace()
         self.network = Network(
-            self.clock, self.topology, racks=cluster.racks, uplink=cluster.uplink, moved=self._on_transfer
+            self.clock,
+            self.topology,
+            between=cluster.between,
+            racks=cluster.racks,
+            uplink=cluster.uplink,
+            moved=self._on_transfer,
         )
         with _quiet():
             self.scheduler = VirtualScheduler(

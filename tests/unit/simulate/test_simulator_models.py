@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import permutations
 from typing import Any
 
 import dask
@@ -85,6 +86,20 @@ def test_workers_of_a_host_share_its_tcp() -> None:
     wire.send("x", "a0", "b0", 10)
     wire.send("y", "a1", "c0", 10)
     assert wire.run() == {"x": pytest.approx(2), "y": pytest.approx(2)}
+
+
+def test_a_pair_of_hosts_with_its_own_speed_slows_no_other_down() -> None:
+    for later in (0.0, 1.0):  # the port of a host is as fast as its fastest link, whichever comes first
+        usual = dict.fromkeys(permutations("abcd", 2), Speed(10.0, 0.0))
+        wire = Wire(between={**usual, ("a", "b"): Speed(2.0, 0.0)})
+        wire.send("slow", "a0", "b0", 4, at=later)
+        wire.send("fast", "a1", "c0", 16, at=1.0 - later)
+        wire.send("back", "b1", "a1", 10)
+        ends = wire.run()
+        assert ends["slow"] - later == pytest.approx(2)
+        assert ends["back"] == pytest.approx(1)
+        # Both share the port of their host equally while the slow one is under way, whatever it uses of it.
+        assert ends["fast"] < 4
 
 
 def test_but_each_has_its_own_rdma() -> None:
