@@ -17,7 +17,8 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from benchmarks.common.peaks import PeakMemory
-from benchmarks.skew.links import Star, cluster_on, make_star
+from benchmarks.skew.links import cluster_on
+from benchmarks.two_hosts.star import Star, make_star
 from dask_gpurt.config import KEYS
 
 OURS, UNBALANCED = "gpurt", "gpurt-unbalanced"

@@ -28,8 +28,9 @@ from benchmarks.skew.frames import (
     right_frame,
     total,
 )
-from benchmarks.skew.links import SLOWER, Star, link_bytes
 from benchmarks.skew.slowed import half_speed
+from benchmarks.two_hosts.servers import link_bytes
+from benchmarks.two_hosts.star import Star
 
 #: Seconds after which a run counts as hung.
 RUN_TIMEOUT_S = 300.0
@@ -213,8 +214,8 @@ class Contest:
         if worker is None or self._star is None:
             yield 0
             return
-        with self._star.slow(worker):
-            yield self._star.rate // SLOWER
+        with self._star.slow(worker) as rate:
+            yield rate
 
     def _checked(self, client: Client, result: Any, run: str) -> list[int]:
         """Check all rows of a result, and return their number by worker.

@@ -1,4 +1,4 @@
-"""Make two hosts on one machine: kernel namespaces joined by a link of known speed.
+"""Make hosts on one machine, which are kernel namespaces, and join two of them by a link of known speed.
 
 Like a container, a host has its own network, host name, processes and ``/dev/shm``. It lives as long as its
 first process, which blocks on a pipe from this process: nothing outlives this process, however it ends.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import dask
 import psutil
 
-#: Name of the link's device on each host, and the hosts' addresses.
+#: Name of the link's device on each host, and the addresses of two hosts.
 LINK, ADDRESSES = "gpurt", ("10.99.0.1", "10.99.0.2")
 TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "hostname")
 CLONE_NEWNET = 0x40000000
@@ -29,11 +29,11 @@ MIN_BURST_BYTES, BURST_S = 64_000, 1e-3
 
 
 class UnsupportedError(RuntimeError):
-    """Raised if two hosts cannot be made on this machine."""
+    """Raised if hosts cannot be made on this machine."""
 
 
 def require() -> None:
-    """Check that two hosts can be made on this machine.
+    """Check that hosts can be made on this machine.
 
     Raises
     ------
@@ -41,9 +41,9 @@ def require() -> None:
         Without Linux, root, or the required programs.
     """
     if os.geteuid() != 0 or sys.platform != "linux":
-        raise UnsupportedError("two hosts on one machine need Linux and root, to create namespaces")
+        raise UnsupportedError("hosts on one machine need Linux and root, to create namespaces")
     if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
-        raise UnsupportedError(f"two hosts on one machine need {', '.join(missing)} (util-linux, iproute2)")
+        raise UnsupportedError(f"hosts on one machine need {', '.join(missing)} (util-linux, iproute2)")
 
 
 @dataclass
@@ -83,9 +83,7 @@ class Host:
         assert first.stdout is not None
         assert first.stderr is not None
         if first.stdout.readline() != b"here\n":
-            raise UnsupportedError(
-                f"the kernel forbids two hosts on one machine: {first.stderr.read().decode()}"
-            )
+            raise UnsupportedError(f"the kernel forbids hosts on one machine: {first.stderr.read().decode()}")
         (child,) = psutil.Process(first.pid).children()
         self.pid = child.pid
         self.run("hostname", self.name)
