@@ -1,1 +1,1 @@
-"""Measure placement on two hosts joined by a link of known speed, and simulate the same graphs."""
+"""Measure placement on two or four hosts with links of known speed, and simulate the same graphs."""

@@ -1,11 +1,13 @@
-"""Measure and simulate placement on two hosts joined by a link of known speed.
+"""Measure and simulate placement on two or four hosts with links of known speed.
 
     python -m benchmarks.two_hosts --pairs 10 --json two-hosts.json
+    python -m benchmarks.two_hosts --hosts 4 --links 0.1 --json four-hosts.json
 
-Two clusters, with and without placement, run at the same time on the same two hosts, network namespaces of
-this machine; the runtime is on in both. They take turns, in an order that alternates. Results must be equal.
-After its pairs each workload runs three more times without placement to record its graphs, which are then
-simulated with the measured speeds of links and the recorded durations of tasks.
+Two clusters, with and without placement, run at the same time on the same hosts, network namespaces of this
+machine; the runtime is on in both. Two hosts share a link; each of four has its own to a switch. The clusters
+take turns, in an order that alternates. Results must be equal. After its pairs each workload runs three more
+times without placement to record its graphs, which are then simulated with the measured speeds of links and
+the recorded durations of tasks.
 """
 
 from __future__ import annotations
@@ -28,14 +30,14 @@ import dask_gpurt
 from benchmarks.common.commandline import split_list, write
 from benchmarks.placement.simulator import measure_overheads
 from benchmarks.two_hosts import simulated
-from benchmarks.two_hosts.clusters import MEMORY_LIMIT, SIDES, addresses, clusters, measure_links
+from benchmarks.two_hosts.clusters import SIDES, Plan, addresses, bytes_between, clusters
 from benchmarks.two_hosts.figures import Run, by_link, cell, table
-from benchmarks.two_hosts.hosts import LINK
 from benchmarks.two_hosts.recorded import Recorder, Recording, take
+from benchmarks.two_hosts.speeds import measure_speeds
 from benchmarks.two_hosts.workloads import WORKLOADS, Setting
 from dask_gpurt.cli.environment import environment
 
-#: Bytes per second of the link in one direction, by name.
+#: Bytes per second of a link in one direction, by name.
 LINKS: Mapping[str, int | None] = {"0.1": 10**8, "1": 10**9, "unlimited": None}
 #: Instead of a link: all workers on one host.
 SAME_HOST = "same-host"
@@ -68,21 +70,15 @@ def timed(client: Client, name: str, scale: float, side: str, turn: int, scratch
 
 def counts(client: Client) -> tuple[float, int, int]:
     """Return the CPU seconds, bytes between the hosts, and placement decisions so far."""
-    one, *_ = addresses(client)
     workers: Mapping[str, float] = client.run(time.process_time)
     scheduler: float = client.run_on_scheduler(time.process_time)
-    sent = client.run(_sent_and_received, workers=[one])[one]
-    return scheduler + sum(workers.values()), sent, client.run_on_scheduler(_decisions)
+    decisions: int = client.run_on_scheduler(_decisions)
+    return scheduler + sum(workers.values()), bytes_between(client), decisions
 
 
 def _decisions(dask_scheduler: Any) -> int:
     known = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
     return int(known.get("placement.decisions", 0))
-
-
-def _sent_and_received() -> int:
-    counts = Path(f"/sys/class/net/{LINK}/statistics")
-    return sum(int((counts / f"{way}_bytes").read_text()) for way in ("rx", "tx"))
 
 
 def measure(sides: Mapping[str, Client], name: str, pairs: int, scale: float, scratch: Path) -> list[Run]:
@@ -117,15 +113,13 @@ def record(client: Client, name: str, scale: float, turn: int, scratch: Path) ->
     return recording
 
 
-def on_link(link: str, names: Sequence[str], pairs: int, scale: float, always: bool) -> dict[str, Any]:
+def on_link(link: str, plan: Plan, names: Sequence[str], pairs: int, scale: float) -> dict[str, Any]:
     """Return the cells of a link, the measured bandwidths, and the fallbacks of placement."""
     cells, said = [], Console(stderr=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        clusters(Path(folder), LINKS.get(link), always, one_host=link == SAME_HOST) as sides,
-    ):
+    with tempfile.TemporaryDirectory() as folder, clusters(plan, Path(folder)) as sides:
+        workers = addresses(sides["off"])
         with sides["off"].as_current():
-            speeds, overheads = measure_links(sides["off"]), measure_overheads(sides["off"])
+            speeds, overheads = measure_speeds(sides["off"], workers), measure_overheads(sides["off"])
         for name in names:
             runs = measure(sides, name, pairs, scale, Path(folder))
             recordings = [
@@ -133,9 +127,7 @@ def on_link(link: str, names: Sequence[str], pairs: int, scale: float, always: b
                 for turn in range(1, min(pairs, RECORDED) + 1)
             ]
             virtual = [
-                simulated.seconds(
-                    name, each, addresses(sides["off"]), speeds, overheads, parse_bytes(MEMORY_LIMIT), always
-                )
+                simulated.seconds(name, each, workers, speeds, overheads, plan.memory_limit, plan.always)
                 for each in recordings
             ]
             cells.append(cell(link, name, runs, virtual))
@@ -143,7 +135,7 @@ def on_link(link: str, names: Sequence[str], pairs: int, scale: float, always: b
             said.print(f"{link}, {name}: {ratio:.2f}, simulated {cells[-1]['simulated']:.2f}", style="dim")
         return {
             "cells": cells,
-            "bandwidths": {where: speed.bandwidth for where, speed in speeds.items()},
+            "bandwidths": speeds.bandwidths(),
             "reasons": sides["on"].run_on_scheduler(_reasons),
             "fallbacks": fallbacks(sides["on"]),
         }
@@ -163,6 +155,13 @@ def fallbacks(client: Client) -> dict[str, Any]:
 
 @click.command(help=__doc__.partition("\n")[0])
 @click.option(
+    "--hosts",
+    default="2",
+    show_default=True,
+    type=click.Choice(["2", "4"]),
+    help="Two joined by a link, or four with a link each to a switch.",
+)
+@click.option(
     "--pairs", default=10, show_default=True, type=click.IntRange(min=2), help="Pairs after the first."
 )
 @click.option(
@@ -180,13 +179,22 @@ def fallbacks(client: Client) -> dict[str, Any]:
     callback=split_list(list(WORKLOADS)),
 )
 @click.option("--scale", default=1.0, show_default=True, help="Factor on the size of the data.")
+@click.option("--memory-limit", default="2 GiB", show_default=True, help="Memory of a worker.")
 @click.option("--always", is_flag=True, help="Keep the gate open: placement always chooses.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
-    pairs: int, links: Sequence[str], names: Sequence[str], scale: float, always: bool, output: Path | None
+    hosts: str,
+    pairs: int,
+    links: Sequence[str],
+    names: Sequence[str],
+    scale: float,
+    memory_limit: str,
+    always: bool,
+    output: Path | None,
 ) -> None:
-    began = os.getloadavg()
-    found = {link: on_link(link, names, pairs, scale, always) for link in links}
+    began, memory = os.getloadavg(), parse_bytes(memory_limit)
+    plans = {link: Plan(int(hosts), LINKS.get(link), memory, always, link == SAME_HOST) for link in links}
+    found = {link: on_link(link, plan, names, pairs, scale) for link, plan in plans.items()}
     cells = [each for of in found.values() for each in of.pop("cells")]
     console = Console(width=WIDTH)
     console.print(table(cells))
@@ -197,7 +205,13 @@ def main(
         )
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "parameters": {"pairs": pairs, "scale": scale, "always": always},
+        "parameters": {
+            "hosts": int(hosts),
+            "pairs": pairs,
+            "scale": scale,
+            "memory_limit": memory,
+            "always": always,
+        },
         "load": {"before": began, "after": os.getloadavg()},
         "links": {link: {**means, **found[link]} for link, means in by_link(cells).items()},
         "cells": cells,

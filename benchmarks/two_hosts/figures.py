@@ -36,7 +36,7 @@ class Run(NamedTuple):
     cpu
         CPU seconds of all processes of the cluster.
     between
-        Bytes over the link between the hosts.
+        Bytes that all hosts sent to others.
     decisions
         Decisions of placement; 0 while it leaves them to Dask.
     """

@@ -1,11 +1,13 @@
-"""Simulate a recorded run on two hosts, with placement and without."""
+"""Simulate a recorded run on the same hosts, with placement and without."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Sequence
 
 from benchmarks.two_hosts.hosts import host_of
 from benchmarks.two_hosts.recorded import Recording, replayed
+from benchmarks.two_hosts.speeds import Speeds
 from dask_gpurt.simulate import Capacity, Cluster, Machine, Overheads
 from dask_gpurt.simulate.placements import charged, simulate
 from dask_gpurt.topology import Link, Place, Speed
@@ -18,7 +20,7 @@ def seconds(
     name: str,
     recording: Recording,
     workers: Sequence[str],
-    links: Mapping[str, Speed],
+    speeds: Speeds,
     overheads: Overheads,
     memory: int,
     always: bool = False,
@@ -32,8 +34,8 @@ def seconds(
     ----------
     workers
         Addresses in the recording, those on the first host first.
-    links
-        The speed of a transfer ``between`` the hosts and ``within`` one.
+    speeds
+        The measured speeds of links.
     overheads
         Measured overheads.
     memory
@@ -41,9 +43,7 @@ def seconds(
     always
         Whether placement chooses even when its gate would leave that to Dask.
     """
-    machines = [Machine(Place(host_of(worker)), Capacity(0, 0, memory)) for worker in workers]
-    within = dict.fromkeys((Link.SHARED_MEMORY, Link.LOOPBACK), links["within"])
-    cluster = Cluster("two-hosts", machines, speeds={**within, Link.TCP: links["between"]}, believed={})
+    cluster = _cluster(workers, speeds, memory)
     workload, found = replayed(name, recording, workers), {}
     placements = {**PLACEMENTS, "on": "always"} if always else PLACEMENTS
     for side, placement in placements.items():
@@ -51,3 +51,12 @@ def seconds(
         ends = simulate(cluster, workload, placement, overheads=charged(first)).ends
         found[side] = ends[-1] - ends[-2]
     return found
+
+
+def _cluster(workers: Sequence[str], speeds: Speeds, memory: int) -> Cluster:
+    machines = [Machine(Place(host_of(worker)), Capacity(0, 0, memory)) for worker in workers]
+    known = dict.fromkeys((Link.SHARED_MEMORY, Link.LOOPBACK), speeds.within)
+    if speeds.between:
+        bandwidths = [speed.bandwidth for speed in speeds.between.values()]
+        known[Link.TCP] = Speed(statistics.median(bandwidths), 0.0)
+    return Cluster("hosts", machines, speeds=known, believed={}, between=speeds.between)

@@ -1,4 +1,4 @@
-"""Build the workloads that run on two hosts: all of them compute, none sleeps.
+"""Build the workloads that run on several hosts: all of them compute, none sleeps.
 
 Each is a pair of functions: one puts data on the workers before the clock starts; the other is timed and
 returns a number that does not depend on where tasks ran.
@@ -19,15 +19,18 @@ import pandas as pd
 from dask._task_spec import Task, TaskRef
 from distributed import Client, wait
 
-PARTITIONS = 16
+from benchmarks.two_hosts.hosts import host_of
+
+#: Partitions of a dataset, for each worker.
+PARTITIONS = 4
 #: Keys of the small side of joins, and the exponent of Zipf's distribution for a skewed side.
 KEYS, ZIPF = 50_000, 1.3
-#: Rows of a dataset of scale 1, of 24 bytes each.
-ROWS = 4_000_000
-#: Share of the data on one worker in ``uneven-reuse``, and the number of passes over the data.
+#: Rows of a dataset of scale 1, of 24 bytes each, for each worker.
+ROWS = 1_000_000
+#: Share of the data on few workers in ``uneven-reuse``, and the number of passes over the data.
 UNEVEN_SHARE, PASSES = 0.9, 2
-#: Layers of the random graph, tasks per layer, and the maximum of inputs per task.
-LAYERS, WIDTH, MAX_INPUTS = 8, 16, 3
+#: Layers of the random graph, tasks per layer for each worker, and the maximum of inputs per task.
+LAYERS, WIDTH, MAX_INPUTS = 8, 4, 3
 #: The bytes of the mean result there, at scale 1.
 RESULT_BYTES = 3_000_000
 
@@ -63,7 +66,12 @@ class Setting:
     @property
     def rows(self) -> int:
         """Return the rows of a dataset."""
-        return round(ROWS * self.scale)
+        return round(ROWS * len(self.workers) * self.scale)
+
+    @property
+    def partitions(self) -> int:
+        """Return the partitions of a dataset."""
+        return PARTITIONS * len(self.workers)
 
 
 @dataclass(frozen=True)
@@ -104,9 +112,9 @@ def skewed(rows: int, part: int) -> pd.DataFrame:
     return frame.assign(key=np.minimum(draw.zipf(ZIPF, rows) - 1, KEYS - 1))
 
 
-def weights(part: int) -> pd.DataFrame:
-    """Make a partition of the side with each key once."""
-    keys = np.arange(part, KEYS, PARTITIONS // 2)
+def weights(part: int, parts: int) -> pd.DataFrame:
+    """Make one of ``parts`` partitions of the side with each key once."""
+    keys = np.arange(part, KEYS, parts)
     return pd.DataFrame({"key": keys, "weight": keys % 97})
 
 
@@ -136,26 +144,27 @@ def in_turns(workers: Sequence[str], parts: int) -> list[str]:
 
 def prepare_join(setting: Setting) -> Any:
     """Distribute both sides of a join evenly."""
-    rows = setting.rows // PARTITIONS
-    left = [dask.delayed(even)(rows, part) for part in range(PARTITIONS)]
-    return _sides(setting, left, in_turns(setting.workers, PARTITIONS))
+    parts = setting.partitions
+    left = [dask.delayed(even)(setting.rows // parts, part) for part in range(parts)]
+    return _sides(setting, left, in_turns(setting.workers, parts))
 
 
 def prepare_skewed_join(setting: Setting) -> Any:
     """Distribute partitions of very different sizes at random."""
     left = [
         dask.delayed(skewed)(round(share * setting.rows), part)
-        for part, share in enumerate(shares(PARTITIONS))
+        for part, share in enumerate(shares(setting.partitions))
     ]
     chance = setting.random()
     return _sides(setting, left, [chance.choice(setting.workers) for _ in left])
 
 
 def _sides(setting: Setting, left: Sequence[Any], homes: Sequence[str]) -> Any:
-    right = [dask.delayed(weights)(part) for part in range(PARTITIONS // 2)]
+    parts = setting.partitions // 2
+    right = [dask.delayed(weights)(part, parts) for part in range(parts)]
     return (
         hold(setting, left, homes, even(1, 0).iloc[:0]),
-        hold(setting, right, in_turns(setting.workers, len(right)), weights(0).iloc[:0]),
+        hold(setting, right, in_turns(setting.workers, parts), weights(0, parts).iloc[:0]),
     )
 
 
@@ -166,7 +175,7 @@ def join(setting: Setting, sides: Any) -> int:
     return int((merged.payload % 1000 * merged.weight).sum().compute())
 
 
-# ---- data on one worker ----------------------------------------------------------------
+# ---- uneven data -----------------------------------------------------------------------
 
 
 def numbers(nbytes: int, part: int) -> np.ndarray:
@@ -174,12 +183,21 @@ def numbers(nbytes: int, part: int) -> np.ndarray:
 
 
 def prepare_uneven(setting: Setting) -> Any:
-    """Put nine tenths of the data on one worker."""
-    nbytes = 8 * setting.rows // PARTITIONS
-    made = [dask.delayed(numbers)(nbytes, part) for part in range(PARTITIONS)]
-    first, *others = setting.workers
-    full = round(UNEVEN_SHARE * PARTITIONS)
-    return hold(setting, made, [first] * full + in_turns(others, PARTITIONS - full))
+    """Put nine tenths of the data on few workers, see :func:`uneven`."""
+    parts = setting.partitions
+    made = [dask.delayed(numbers)(8 * setting.rows // parts, part) for part in range(parts)]
+    return hold(setting, made, uneven(setting.workers, parts))
+
+
+def uneven(workers: Sequence[str], parts: int) -> list[str]:
+    """Return a worker for each partition: nine tenths are on the first host, the rest on all other workers.
+
+    On at most two hosts, they are on one worker of it.
+    """
+    hosts = [host_of(worker) for worker in workers]
+    count = hosts.count(hosts[0]) if len(set(hosts)) > 2 else 1
+    full = round(UNEVEN_SHARE * parts)
+    return in_turns(workers[:count], full) + in_turns(workers[count:], parts - full)
 
 
 def distinct(data: np.ndarray, turn: int) -> int:
@@ -201,19 +219,20 @@ def reuse(setting: Setting, data: Any) -> int:
 
 
 def prepare_files(setting: Setting) -> Path:
-    """Write a table to files that workers on both hosts can read."""
+    """Write a table to files that workers on all hosts can read."""
     folder = setting.scratch / f"table-{setting.rows}"
     if not folder.exists():
         folder.mkdir()
-        for part in range(PARTITIONS):
-            even(setting.rows // PARTITIONS, part).to_parquet(folder / f"part.{part:02}.parquet")
+        for part in range(setting.partitions):
+            even(setting.rows // setting.partitions, part).to_parquet(folder / f"part.{part:02}.parquet")
     return folder
 
 
 def read_join_groupby(setting: Setting, folder: Path) -> int:
     """Read a table, join it and group it."""
     read = dd.read_parquet(folder, columns=["key", "payload"])
-    right = dd.from_map(weights, range(PARTITIONS // 2), meta=weights(0).iloc[:0])
+    parts = setting.partitions // 2
+    right = dd.from_map(weights, range(parts), parts=parts, meta=weights(0, parts).iloc[:0])
     merged = read.merge(right, on="key", broadcast=False, shuffle_method="gpurt")
     grouped = merged.assign(payload=merged.payload % 1000).groupby("key").payload.sum(split_out=4)
     return int(grouped.sum().compute())
@@ -233,16 +252,16 @@ def mixed(nbytes: int, seed: int, *inputs: np.ndarray) -> np.ndarray:
 
 def random_graph(setting: Setting) -> tuple[dict[str, Task], list[str]]:
     """Return layers of tasks with inputs from the two previous layers."""
-    chance, graph = setting.random(), {}
+    chance, graph, width = setting.random(), {}, WIDTH * len(setting.workers)
     layers: list[list[str]] = []
     for level in range(LAYERS):
         before = [key for layer in layers[-2:] for key in layer]
         layers.append([])
-        for place in range(WIDTH):
+        for place in range(width):
             key = f"('layer{level}-x{setting.seed}', {place})"
             nbytes = 8 + int(RESULT_BYTES * setting.scale * chance.lognormvariate(-0.5, 1))
             inputs = chance.sample(before, min(len(before), chance.randint(1, MAX_INPUTS)))
-            number = level * WIDTH + place
+            number = level * width + place
             graph[key] = Task(key, mixed, nbytes, number, *map(TaskRef, inputs), _data_producer=not inputs)
             layers[-1].append(key)
     needed = {need for task in graph.values() for need in task.dependencies}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 
 from benchmarks.two_hosts.figures import Interval, Run, agrees, by_link, cell, interval, ratios
 from benchmarks.two_hosts.recorded import Recorded, Recording, replayed
 from benchmarks.two_hosts.simulated import seconds
+from benchmarks.two_hosts.speeds import Speeds
+from benchmarks.two_hosts.workloads import uneven
 from dask_gpurt.simulate import Overheads
 from dask_gpurt.topology import Speed
 
@@ -95,7 +99,7 @@ def test_the_link_between_hosts_makes_the_difference_in_the_simulation() -> None
             "join",
             recording(),
             WORKERS,
-            {"between": Speed(rate, 0), "within": Speed(1e9, 0)},
+            Speeds(Speed(1e9, 0), {("a", "b"): Speed(rate, 0), ("b", "a"): Speed(rate, 0)}),
             Overheads(),
             2**30,
         )
@@ -104,3 +108,31 @@ def test_the_link_between_hosts_makes_the_difference_in_the_simulation() -> None
     # Dask chooses owners on both hosts, with placement too: 20 MB cross the link.
     for mode in ("off", "on"):
         assert found[1e8][mode] - found[1e9][mode] == pytest.approx(0.2 - 0.02, rel=0.1)
+
+
+def test_each_pair_of_hosts_has_its_own_speed_in_the_simulation() -> None:
+    """Move 10 MB from a to b, where the links of either b or c are slow."""
+    workers = ["tcp://a:1", "tcp://b:1", "tcp://c:1"]
+    before = {
+        "('data-1f', 0)": Recorded((), workers[0], 100 * MB),
+        "('data-1f', 1)": Recorded((), workers[1], 100 * MB),
+    }
+    tasks = {
+        "part-3e": Recorded(("('data-1f', 0)",), workers[0], 10 * MB, 0.1),
+        "sum-2e": Recorded(("part-3e", "('data-1f', 1)"), workers[1], 8, 0.1),
+    }
+    took = {}
+    for slow in ("b", "c"):
+        between = {pair: Speed(1e6 if slow in pair else 1e9, 0) for pair in permutations("abc", 2)}
+        speeds = Speeds(Speed(1e9, 0), between)
+        found = seconds("sum", Recording(tasks, before, {"sum-2e"}), workers, speeds, Overheads(), 2**30)
+        took[slow] = found["off"]
+    assert took["b"] - took["c"] == pytest.approx(10, rel=0.1)
+
+
+def test_uneven_data_are_on_one_worker_of_two_hosts_and_on_one_host_of_four() -> None:
+    assert uneven(WORKERS, 16) == [WORKERS[0]] * 14 + WORKERS[1:3]
+    many = [f"tcp://10.0.0.{host}:{worker}" for host in range(4) for worker in range(2)]
+    homes = uneven(many, 32)
+    assert len(homes) == 32
+    assert [homes.count(worker) for worker in many] == [15, 14, 1, 1, 1, 0, 0, 0]
