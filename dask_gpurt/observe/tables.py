@@ -112,6 +112,14 @@ class MemoryUsage(PrintedTable):
         return None if column in ("worker", "tier", "kind", "prefix") else lambda n: format_bytes(int(n))
 
 
+#: How to read an explanation.
+LEGEND = """\
+Expected as the task was placed, best first. seconds = waiting for a thread + moving its missing inputs +
+running; Dask presumes how long tasks of a kind run that it has not seen. Workers where it fits in memory
+come first, then those with fewer seconds, fewer tasks, and fewer bytes. Others were not allowed or not
+compared."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Explanation(PrintedTable):
     """Explain the placement of a task: a row for each worker that was considered, the best first.
@@ -123,6 +131,10 @@ class Explanation(PrintedTable):
     """
 
     key: Any = None
+
+    def __repr__(self) -> str:
+        printed = super().__repr__()
+        return f"{printed[:-1]}\n{LEGEND}>" if self.rows else printed
 
     def _title(self) -> str:
         return f"Explanation of {self.key!r}"

@@ -106,6 +106,8 @@ def test_an_explanation_prints_times_and_bytes() -> None:
     assert "250.00 ms" in repr(found)
     assert "1.00 MiB" in repr(found)
     assert found.to_pandas()["seconds"].tolist() == [0.25]
+    assert repr(found).endswith("Others were not allowed or not\ncompared.>")
+    assert repr(Explanation((), columns, "k")) == "<Explanation of 'k': no rows>"
 
 
 def test_rows_are_those_of_metrics() -> None:
