@@ -27,7 +27,7 @@ from benchmarks.skew.frames import Size, join, left_part, right_part, with_right
 UNEVEN_SHARE = 0.9
 #: Share of a worker's device tier that unused data take under pressure, and the number of frames there.
 UNUSED_SHARE, UNUSED_FRAMES = 0.85, 16
-#: Seconds in which a scheduler releases what nobody wants any more.
+#: Seconds in which a scheduler releases what is not needed any more.
 RELEASE_S = 20.0
 
 
@@ -163,7 +163,7 @@ def device_tier(client: Client, worker: str) -> tuple[int, int]:
 
 
 async def until_empty(dask_scheduler: Any, seconds: float) -> None:
-    """Block until the scheduler knows no task, so that the next turn finds the memory free."""
+    """Block until the scheduler has no task, so that memory is free in the next turn."""
     async with asyncio.timeout(seconds):
         while dask_scheduler.tasks:
             await asyncio.sleep(0.005)

@@ -31,7 +31,6 @@ __all__ = [
     "has_other_dtypes",
     "is_idle",
     "is_local",
-    "is_of_cudf",
     "lower",
     "parquet_reads",
 ]
@@ -106,7 +105,7 @@ class ParquetRead(NamedTuple):
     @property
     def is_of_cudf(self) -> bool:
         """Return whether dask_cudf reads the files."""
-        return is_of_cudf(self.read)
+        return type(self.read).__module__.partition(".")[0] == "dask_cudf"
 
     @property
     def blocksize(self) -> int:
@@ -133,11 +132,6 @@ def parquet_reads(plan: Expr) -> dict[str, ParquetRead]:
         if kind is not None and is_parquet and not expr.known_divisions and is_local(read):
             found[str(expr._name)] = ParquetRead(expr, read, kind)
     return found
-
-
-def is_of_cudf(read: Any) -> bool:
-    """Return whether dask_cudf reads the files of a read."""
-    return type(read).__module__.partition(".")[0] == "dask_cudf"
 
 
 def is_local(read: Any) -> bool:
