@@ -63,7 +63,9 @@ __all__ = [
     "reads_more_than_operands",
     "rebuild",
     "replace_planning",
+    "set_token",
     "settings",
+    "token_of",
     "with_operand",
     "with_seed",
 ]
@@ -134,6 +136,17 @@ def has_metadata(expr: Expr) -> bool:
 def set_metadata(expr: Expr, frame: Any) -> None:
     """Set the metadata of an expression, which are a cached property, to what they are known to be."""
     vars(expr)["_meta"] = frame
+
+
+def token_of(expr: Expr) -> str | None:
+    """Return the token that the name of an expression ends with; None if it has not been computed."""
+    token: str | None = vars(expr).get("_determ_token")
+    return token
+
+
+def set_token(expr: Expr, token: str) -> None:
+    """Set the token of an expression to what it is known to be."""
+    vars(expr)["_determ_token"] = token
 
 
 def described_by(expr: Expr) -> tuple[type, list[Any]]:
@@ -400,9 +413,10 @@ def replace_planning(
     optimise: Replacement,
     describe: Replacement,
     look_at_files: Replacement,
+    name_read: Replacement,
     file_plans: int,
 ) -> None:
-    """Replace how expressions are created, optimised and described, and how facts about files are found.
+    """Replace how expressions are created, optimised and described, and how reads of files are.
 
     Parameters
     ----------
@@ -415,6 +429,8 @@ def replace_planning(
         or groupby, which depend only on the operands and the metadata of the inputs.
     look_at_files
         Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files needs.
+    name_read
+        Called as ``name_read(original, expr)``; returns the token of a read of Parquet files.
     file_plans
         The number of sets of files and filters for which Dask caches footer statistics.
 
@@ -426,6 +442,7 @@ def replace_planning(
     wraps: dict[Any, Wrap] = {
         PLANNING["__new__"]: lambda original: partial(made, original),
         PLANNING["optimize_until"]: lambda original: partial(optimise, original),
+        PLANNING["__dask_tokenize__"]: lambda original: partial(name_read, original),
     }
     for seam in PLANNING.seams:
         if seam.attribute == "_dataset_info":

@@ -201,6 +201,7 @@ PLANNING = SeamGroup(
         Seam(_EXPR + "_groupby:GroupbyAggregation._meta", "self", bodies=("ae71eae6efc9",)),
         Seam(_EXPR + "io.parquet:ReadParquetFSSpec._dataset_info", "self", bodies=("07fa9df6259c",)),
         Seam(_EXPR + "io.parquet:ReadParquetPyarrowFS._dataset_info", "self", bodies=("8cf372230c97",)),
+        Seam(_EXPR + "io.parquet:ReadParquet.__dask_tokenize__", "self"),
         Seam(_EXPR + "io.parquet:FragmentWrapper", "fragment filesystem file_size fragment_packed"),
         Seam(_EXPR + "io.parquet:_CACHED_PLAN_SIZE"),
         Seam(_EXPR + "io.parquet:_STATS_CACHE"),

@@ -46,7 +46,9 @@ from dask_gpurt.dask_hooks.planning import (
     operands_of,
     reads_more_than_operands,
     replace_planning,
+    set_token,
     settings,
+    token_of,
 )
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices
@@ -56,12 +58,13 @@ from dask_gpurt.planning.kept import LOADED, Found, Generation, Kept
 from dask_gpurt.planning.local_groups import with_local_groups
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
+from dask_gpurt.planning.packed import PackedPlan, forget_plans
 from dask_gpurt.planning.partitions import PartitionSizes, with_chosen_partitions
 from dask_gpurt.planning.schemas import schema_of
 from dask_gpurt.planning.store import Store
 
 #: The sizes of the caches. The 22 queries of TPC-H create 7,000 expressions.
-EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT = 8_192, 4_096, 256, 256
+EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
 
 
 class PlanningCache:
@@ -109,6 +112,7 @@ class PlanningCache:
         self._plans: Kept[tuple[Expr, list[tuple[str, MethodChoice]]]] = Kept("plans", PLANS_LIMIT, store)
         self._files: Kept[tuple[FileStates, dict[str, Any]]] = Kept("files", FILES_LIMIT, store)
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
+        self._tokens: LRU[str] = LRU(TOKENS_LIMIT)
 
     def install(self) -> None:
         """Replace Dask's planning, if this version of Dask is supported. Idempotent."""
@@ -121,6 +125,7 @@ class PlanningCache:
                 optimise=self._optimise,
                 describe=self._describe,
                 look_at_files=self._look_at_files,
+                name_read=self._name_read,
                 file_plans=FILES_LIMIT,
             )
         except UnsupportedError as error:
@@ -133,8 +138,11 @@ class PlanningCache:
 
     def clear(self) -> None:
         """Clear all caches."""
-        for kept in (self._expressions, self._metadata, self._plans, self._files, self._versioned):
+        for kept in (self._expressions, self._metadata, self._plans, self._files):
             kept.clear()
+        self._versioned.clear()
+        self._tokens.clear()
+        forget_plans()
 
     def _next_generation(self, generation: Generation) -> Generation:
         """Begin another generation: files have changed, but not the names of expressions that read them."""
@@ -222,6 +230,8 @@ class PlanningCache:
         if found.value is None:
             with self._choices.recorded() as chosen:
                 plan = plan_anew()
+            if fused and not local:  # it is sent to a scheduler as it is
+                plan = PackedPlan(plan)  # type: ignore[no-untyped-call]
             self._keep(self._plans, generation, key, (plan, chosen), found)
             self._metrics.add("planning.plans.{outcome}", 1, "computed")
             return plan
@@ -298,6 +308,22 @@ class PlanningCache:
         self._keep(self._files, generation, key, (states, copy_of_facts(known)), found)
         self._metrics.add("planning.files.{outcome}", 1, "read")
         return known
+
+    def _name_read(self, original: Callable[[Expr], str], expr: Expr) -> str:
+        """Return the token of a read, which Dask computes from all that it knows of the files."""
+        if (token := token_of(expr)) is not None:
+            return token
+        operands = frozen(list(operands_of(expr)))
+        checksum = checksum_of_files(expr)  # looks at the files, which may begin another generation
+        generation = self._generation()
+        if generation is None or operands is None or checksum is None:
+            return original(expr)
+        key = (generation.number, type(expr), operands, checksum)
+        if (token := self._tokens.get(key)) is None:
+            token = original(expr)
+            self._tokens.put(key, token)
+        set_token(expr, token)
+        return token
 
     def _may_change(self, expr: Expr) -> bool:
         """Return whether an expression with plain operands may change although its name stays the same."""

@@ -1,0 +1,97 @@
+"""Pickle a cached plan once, and create its graph once, however often the plan is computed.
+
+For a plan that is known already, pickling it on the client and unpickling it on the scheduler took more than
+half of the time between the user's ``compute()`` and the first task.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.dask_hooks.graph import GraphNode
+from dask_gpurt.dask_hooks.planning import Expr, graph_of, keys_of
+from dask_gpurt.planning.lru import LRU
+
+#: The most plans that a process keeps for those who send them again, and the largest of these.
+PLANS_LIMIT, PAYLOAD_LIMIT_BYTES, TASKS_LIMIT = 128, 4 * 1024 * 1024, 1_000
+
+
+@dataclass
+class _Forms:
+    """Hold the other forms of a plan, as far as they are known and small enough to keep."""
+
+    payload: bytes | None = None
+    graph: dict[Key, GraphNode] | None = None
+
+
+class PackedPlan(Expr):
+    """Compute a plan, and keep its pickled form and its graph.
+
+    The pickled form is the same each time only if the plan holds nothing but plain operands (see
+    :class:`~dask_gpurt.planning.operands.Plain`): no data that someone may change in place, and no function
+    that is pickled by value together with the globals that it uses.
+    """
+
+    _parameters = ["plan"]
+
+    @cached_property
+    def _forms(self) -> _Forms:  # expressions allow no other attributes
+        return _Forms()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        payload = self._forms.payload
+        if payload is None:
+            payload = pickle.dumps(self.plan, protocol=pickle.HIGHEST_PROTOCOL)
+            self._keep(payload)  # also for a scheduler in this process
+        return unpack, (payload,)
+
+    def _keep(self, payload: bytes) -> None:
+        if len(payload) <= PAYLOAD_LIMIT_BYTES:
+            self._forms.payload = payload
+            _KEPT.put(_digest(payload), self)
+
+    def __dask_keys__(self) -> list[Any]:
+        """Return the keys of the plan."""
+        return keys_of(self.plan)
+
+    def __dask_graph__(self) -> dict[Key, GraphNode]:
+        """Return the graph of the plan, in a dictionary that the caller may change; tasks are immutable."""
+        graph = self._forms.graph
+        if graph is None:  # two threads may both create it, and either is right
+            graph = graph_of(self.plan)
+            if self._forms.payload is not None and len(graph) <= TASKS_LIMIT:
+                self._forms.graph = graph
+        return dict(graph)
+
+    def __dask_annotations__(self) -> dict[str, dict[Key, object]]:
+        """Return the annotations of the plan; dataframes have none."""
+        found: dict[str, dict[Key, object]] = self.plan.__dask_annotations__()
+        return found
+
+
+def unpack(payload: bytes) -> PackedPlan:
+    """Return the plan that has been pickled, the one kept in this process if there is one."""
+    found = _KEPT.get(_digest(payload))
+    if found is None:
+        found = PackedPlan(pickle.loads(payload))  # type: ignore[no-untyped-call]
+        found._keep(payload)
+    return found
+
+
+def forget_plans() -> None:
+    """Drop the plans that this process keeps."""
+    _KEPT.clear()
+
+
+def _digest(payload: bytes) -> bytes:
+    return hashlib.blake2b(payload, digest_size=16).digest()
+
+
+#: By digest, plans that have been pickled or unpickled in this process, whose pickled form is kept.
+_KEPT: LRU[PackedPlan] = LRU(PLANS_LIMIT)
