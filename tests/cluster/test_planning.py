@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from distributed import Client
 
 import dask_gpurt
 from dask_gpurt import api
+from dask_gpurt.planning import packed
 from tests.helpers.clusters import Library, cluster, counters, to_pandas
 from tests.helpers.planned import tables
 
@@ -74,6 +76,17 @@ def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
         assert reused(client) == before
         assert result(path, "pandas").equals(enabled)
         assert reused(client) == before  # the cache was dropped
+
+
+def test_that_the_scheduler_keeps_no_plans_once_the_runtime_is_off(path: Path) -> None:
+    async def stop(dask_scheduler: Any) -> None:
+        await dask_scheduler.extensions["gpurt"].stop()
+
+    with cluster("pandas", workers=1) as client:
+        plan = packed.PackedPlan(query(path, "pandas").optimize().expr)
+        assert pickle.loads(pickle.dumps(plan)) is plan  # kept in this process, which the scheduler is in
+        client.run_on_scheduler(stop)
+        assert pickle.loads(pickle.dumps(plan)) is not plan
 
 
 def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, path: Path) -> None:

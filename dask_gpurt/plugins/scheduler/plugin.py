@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -239,6 +240,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.streams.add(stream)
 
     def _end(self) -> None:
+        _forget_plans()
         self._unregister(NAME)
         if self.scheduler.extensions.get(NAME) is self:
             del self.scheduler.extensions[NAME]
@@ -459,3 +461,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
 def _nothing(**_: Any) -> None:
     """Ignore a message of a worker that could not be switched off."""
+
+
+def _forget_plans() -> None:
+    """Drop the plans that this process keeps. A scheduler that has received none need not import planning."""
+    if (packed := sys.modules.get("dask_gpurt.planning.packed")) is not None:
+        packed.forget_plans()
