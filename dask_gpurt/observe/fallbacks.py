@@ -79,6 +79,7 @@ class Fallback(Enum):
 
     DASHBOARD_PAGES = "dashboard.pages", "the dashboard has no pages of the runtime"
 
+    PLANNING_PICKLED_ANEW = "planning.pickled-anew", "a plan is pickled each time it is computed"
     PLANNING_UNSUPPORTED = (
         "planning.unsupported",
         "each query is planned anew, and no tasks are fused, as with Dask",

@@ -58,7 +58,7 @@ from dask_gpurt.planning.kept import LOADED, Found, Generation, Kept
 from dask_gpurt.planning.local_groups import with_local_groups
 from dask_gpurt.planning.lru import LRU
 from dask_gpurt.planning.operands import Plain, frozen
-from dask_gpurt.planning.packed import PackedPlan, forget_plans
+from dask_gpurt.planning.packed import forget_plans, pack
 from dask_gpurt.planning.partitions import PartitionSizes, with_chosen_partitions
 from dask_gpurt.planning.schemas import schema_of
 from dask_gpurt.planning.store import Store
@@ -231,7 +231,7 @@ class PlanningCache:
             with self._choices.recorded() as chosen:
                 plan = plan_anew()
             if fused and not local:  # it is sent to a scheduler as it is
-                plan = PackedPlan(plan)  # type: ignore[no-untyped-call]
+                plan = self._packed(plan)
             self._keep(self._plans, generation, key, (plan, chosen), found)
             self._metrics.add("planning.plans.{outcome}", 1, "computed")
             return plan
@@ -240,6 +240,13 @@ class PlanningCache:
             self._choices.report_again(chosen)
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return plan
+
+    def _packed(self, plan: Expr) -> Expr:
+        try:
+            return pack(plan)
+        except Exception as error:  # Dask may know how to send what cannot be pickled
+            self._metrics.fallback(Fallback.PLANNING_PICKLED_ANEW, repr(error))
+            return plan
 
     def _by_size(
         self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, sizes: PartitionSizes

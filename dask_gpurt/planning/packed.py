@@ -15,6 +15,7 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks.graph import GraphNode
+from dask_gpurt.dask_hooks.parquet_files import pickled
 from dask_gpurt.dask_hooks.planning import Expr, graph_of, keys_of
 from dask_gpurt.planning.lru import LRU
 
@@ -24,19 +25,16 @@ PLANS_LIMIT, PAYLOAD_LIMIT_BYTES, TASKS_LIMIT = 128, 4 * 1024 * 1024, 1_000
 
 @dataclass
 class _Forms:
-    """Hold the other forms of a plan, as far as they are known and small enough to keep."""
+    """Hold the other forms of a plan."""
 
-    payload: bytes | None = None
+    #: Empty if an expression has been made of another one's plan.
+    payload: bytes = b""
+    #: None until it is known, or if it is too large to keep.
     graph: dict[Key, GraphNode] | None = None
 
 
 class PackedPlan(Expr):
-    """Compute a plan, and keep its pickled form and its graph.
-
-    The pickled form is the same each time only if the plan holds nothing but plain operands (see
-    :class:`~dask_gpurt.planning.operands.Plain`): no data that someone may change in place, and no function
-    that is pickled by value together with the globals that it uses.
-    """
+    """Compute a plan, and keep its pickled form and its graph. Created by :func:`pack` and :func:`unpack`."""
 
     _parameters = ["plan"]
 
@@ -46,15 +44,10 @@ class PackedPlan(Expr):
 
     def __reduce__(self) -> tuple[Any, ...]:
         payload = self._forms.payload
-        if payload is None:
-            payload = pickle.dumps(self.plan, protocol=pickle.HIGHEST_PROTOCOL)
-            self._keep(payload)  # also for a scheduler in this process
+        if not payload:
+            made: tuple[Any, ...] = super().__reduce__()  # type: ignore[no-untyped-call]
+            return made
         return unpack, (payload,)
-
-    def _keep(self, payload: bytes) -> None:
-        if len(payload) <= PAYLOAD_LIMIT_BYTES:
-            self._forms.payload = payload
-            _KEPT.put(_digest(payload), self)
 
     def __dask_keys__(self) -> list[Any]:
         """Return the keys of the plan."""
@@ -65,7 +58,7 @@ class PackedPlan(Expr):
         graph = self._forms.graph
         if graph is None:  # two threads may both create it, and either is right
             graph = graph_of(self.plan)
-            if self._forms.payload is not None and len(graph) <= TASKS_LIMIT:
+            if len(graph) <= TASKS_LIMIT:
                 self._forms.graph = graph
         return dict(graph)
 
@@ -75,13 +68,27 @@ class PackedPlan(Expr):
         return found
 
 
+def pack(plan: Expr) -> Expr:
+    """Pickle a plan, and return it with its pickled form; without, if that is too large to keep.
+
+    The pickled form is the same each time only if the plan holds nothing but plain operands (see
+    :class:`~dask_gpurt.planning.operands.Plain`): no data that someone may change in place, and no function
+    that is pickled by value together with the globals that it uses.
+
+    Raises
+    ------
+    Exception
+        If it cannot be pickled. What expressions may hold raises anything.
+    """
+    payload = pickled(plan)
+    # A scheduler in this process finds the plan instead of unpickling it.
+    return plan if len(payload) > PAYLOAD_LIMIT_BYTES else _kept(plan, payload)
+
+
 def unpack(payload: bytes) -> PackedPlan:
     """Return the plan that has been pickled, the one kept in this process if there is one."""
     found = _KEPT.get(_digest(payload))
-    if found is None:
-        found = PackedPlan(pickle.loads(payload))  # type: ignore[no-untyped-call]
-        found._keep(payload)
-    return found
+    return _kept(pickle.loads(payload), payload) if found is None else found
 
 
 def forget_plans() -> None:
@@ -89,9 +96,16 @@ def forget_plans() -> None:
     _KEPT.clear()
 
 
+def _kept(plan: Expr, payload: bytes) -> PackedPlan:
+    packed = PackedPlan(plan)  # type: ignore[no-untyped-call]
+    packed._forms.payload = payload
+    _KEPT.put(_digest(payload), packed)
+    return packed
+
+
 def _digest(payload: bytes) -> bytes:
     return hashlib.blake2b(payload, digest_size=16).digest()
 
 
-#: By digest, plans that have been pickled or unpickled in this process, whose pickled form is kept.
+#: By digest, the plans that have been pickled or unpickled in this process last.
 _KEPT: LRU[PackedPlan] = LRU(PLANS_LIMIT)

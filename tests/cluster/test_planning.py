@@ -22,15 +22,15 @@ from tests.helpers.planned import tables
 PLANS = "planning.plans.reused"
 
 
-def query(path: Path, library: str) -> Any:
+def query(path: Path, library: str, filesystem: str = "fsspec") -> Any:
     with dask.config.set({"dataframe.backend": library}):
-        table = dd.read_parquet(path)
+        table = dd.read_parquet(path, filesystem=filesystem)
     sums = table.groupby("key")["ratio"].sum(split_out=2).reset_index()
     return table[table.small > 0].merge(sums, on="key", suffixes=("", "_sum"), broadcast=False)
 
 
-def result(path: Path, library: str) -> Any:
-    found = query(path, library).compute()
+def result(path: Path, library: str, filesystem: str = "fsspec") -> Any:
+    found = query(path, library, filesystem).compute()
     found = found.to_pandas() if hasattr(found, "to_pandas") else found
     return found[["key", "ratio", "ratio_sum"]].sort_values(["key", "ratio"]).reset_index(drop=True)
 
@@ -46,14 +46,17 @@ def reused(client: Client) -> float:
     return float(dask_gpurt.report(client).counters.get(PLANS, 0))
 
 
-def test_plans_are_reused_and_give_the_same(client: Client, library: Library, path: Path) -> None:
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+def test_plans_are_reused_and_give_the_same(
+    client: Client, library: Library, path: Path, filesystem: str
+) -> None:
     before = reused(client)
     # Changing a setting, such as the backend, drops the cache.
     with dask.config.set({"dataframe.backend": library.name}):
-        first, second = result(path, library.name), result(path, library.name)
+        first, second = (result(path, library.name, filesystem) for _ in range(2))
     assert reused(client) > before
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        expected = result(path, library.name)
+        expected = result(path, library.name, filesystem)
     for found in (first, second):
         assert found.equals(expected) or (found - expected).abs().max().max() < 1e-9
 
@@ -83,7 +86,7 @@ def test_that_the_scheduler_keeps_no_plans_once_the_runtime_is_off(path: Path) -
         await dask_scheduler.extensions["gpurt"].stop()
 
     with cluster("pandas", workers=1) as client:
-        plan = packed.PackedPlan(query(path, "pandas").optimize().expr)
+        plan = packed.pack(query(path, "pandas").optimize().expr)
         assert pickle.loads(pickle.dumps(plan)) is plan  # kept in this process, which the scheduler is in
         client.run_on_scheduler(stop)
         assert pickle.loads(pickle.dumps(plan)) is not plan

@@ -16,11 +16,13 @@ import pytest
 from dask._expr import FinalizeCompute
 from dask._task_spec import execute_graph
 from dask.core import flatten
+from distributed.protocol.pickle import dumps, loads
 
 from dask_gpurt.dask_hooks.planning import graph_of
+from dask_gpurt.observe import Fallback
 from dask_gpurt.planning import packed
 from dask_gpurt.planning.files import source_of
-from dask_gpurt.planning.packed import PackedPlan, forget_plans, unpack
+from dask_gpurt.planning.packed import PackedPlan, forget_plans, pack, unpack
 from tests.helpers.planned import Planner
 
 
@@ -31,10 +33,14 @@ def _forgotten() -> Iterator[None]:
     forget_plans()
 
 
-@pytest.fixture
-def plan(table: str) -> PackedPlan:
-    query = dd.read_parquet(table).groupby("key").value.sum()
-    return PackedPlan(FinalizeCompute(query.expr).optimize())
+def planned(query: Any) -> Any:
+    return FinalizeCompute(query.expr).optimize()
+
+
+@pytest.fixture(params=["fsspec", "arrow"])
+def plan(table: str, request: pytest.FixtureRequest) -> Any:
+    query = dd.read_parquet(table, filesystem=request.param).groupby("key").value.sum()
+    return pack(planned(query))
 
 
 def result(plan: Any) -> Any:
@@ -44,9 +50,8 @@ def result(plan: Any) -> Any:
 
 
 def test_a_plan_is_pickled_once(plan: PackedPlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = pickle.dumps(plan)
-    monkeypatch.setattr(packed.pickle, "dumps", pytest.fail)
-    assert plan.__reduce__()[1][0] in first
+    monkeypatch.setattr(packed, "pickled", pytest.fail)
+    assert plan.__reduce__()[1][0] in pickle.dumps(plan)
 
 
 def test_a_process_that_has_a_plan_finds_it_again(plan: PackedPlan) -> None:
@@ -66,15 +71,12 @@ def test_another_process_unpickles_a_plan_once(plan: PackedPlan) -> None:
 
 
 def test_the_tasks_of_a_plan_are_created_once(plan: PackedPlan) -> None:
-    pickle.dumps(plan)
-    first = plan.__dask_graph__()
-    again = plan.__dask_graph__()
+    first, again = plan.__dask_graph__(), plan.__dask_graph__()
     assert first == again
     assert all(first[key] is again[key] for key in first)
 
 
 def test_who_changes_a_graph_does_not_change_the_next_one(plan: PackedPlan) -> None:
-    pickle.dumps(plan)
     expected = set(plan.__dask_graph__())
     plan.__dask_graph__().clear()
     assert set(plan.__dask_graph__()) == expected
@@ -85,18 +87,19 @@ def test_a_plan_computed_twice_has_the_same_result(plan: PackedPlan) -> None:
     pd.testing.assert_series_equal(result(received), result(received))
 
 
-def test_a_large_plan_is_not_kept(plan: PackedPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_made_of_another_ones_is_pickled_too(plan: PackedPlan) -> None:
+    other = loads(dumps(type(plan)(plan.plan)))  # as Dask sends it
+    pd.testing.assert_series_equal(result(other), result(plan))
+
+
+def test_a_large_plan_is_not_packed(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "PAYLOAD_LIMIT_BYTES", 100)
-    sent = pickle.dumps(plan)
-    received = pickle.loads(sent)
-    assert received is not plan
-    assert pickle.loads(sent) is not received
-    pd.testing.assert_series_equal(result(received), result(plan.plan))
+    plan = planned(dd.read_parquet(table).key.sum())
+    assert pack(plan) is plan
 
 
 def test_a_graph_of_many_tasks_is_not_kept(plan: PackedPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "TASKS_LIMIT", 1)
-    pickle.dumps(plan)
     (key, *_) = first = plan.__dask_graph__()
     assert plan.__dask_graph__()[key] is not first[key]
 
@@ -104,9 +107,7 @@ def test_a_graph_of_many_tasks_is_not_kept(plan: PackedPlan, monkeypatch: pytest
 def test_the_least_recently_used_plan_is_dropped(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_KEPT", packed.LRU(1))
     frame = dd.read_parquet(table)
-    plans = [
-        PackedPlan(FinalizeCompute(each.expr).optimize()) for each in (frame.key.sum(), frame.value.sum())
-    ]
+    plans = [pack(planned(each)) for each in (frame.key.sum(), frame.value.sum())]
     sent = [pickle.dumps(plan) for plan in plans]
     assert pickle.loads(sent[1]) is plans[1]
     assert pickle.loads(sent[0]) is not plans[0]
@@ -145,9 +146,19 @@ def planner() -> Iterator[Planner]:
 def test_only_plans_without_data_and_functions_of_the_user_are_packed(
     table: str, query: Any, is_packed: bool
 ) -> None:
-    plans = [FinalizeCompute(query(dd.read_parquet(table)).expr).optimize() for _ in range(2)]
+    plans = [planned(query(dd.read_parquet(table))) for _ in range(2)]
     assert [isinstance(plan, PackedPlan) for plan in plans] == [is_packed] * 2
     pd.testing.assert_frame_equal(*(pd.DataFrame(result(plan)) for plan in plans))
+
+
+def test_a_plan_that_cannot_be_pickled_is_left_to_dask(
+    planner: Planner, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "PAYLOAD_LIMIT_BYTES", None)  # raises where the two are compared
+    plan = planned(dd.read_parquet(table).key.sum())
+    assert not isinstance(plan, PackedPlan)
+    assert planner.metrics.snapshot()["fallbacks"][Fallback.PLANNING_PICKLED_ANEW.id]
+    assert result(plan) == dd.read_parquet(table).key.sum().compute(scheduler="sync")
 
 
 @pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
