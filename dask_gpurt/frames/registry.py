@@ -57,14 +57,21 @@ def library(frame: Frame) -> str | None:
 
 
 def has_unknown_categories(meta: Frame) -> bool:
-    """Return whether Dask does not know the categories of a column or of the index."""
+    """Return whether the meta does not tell the categories of a column or of the index.
+
+    They may be unknown to Dask. And there may be none: a file's dictionary is not read for the meta.
+    """
     from dask.dataframe.utils import has_known_categories  # imports dask.dataframe
 
     categorical = [at for at, dtype in enumerate(meta.dtypes) if str(dtype) == "category"]
-    known = [has_known_categories(meta.iloc[:, at]) for at in categorical]
+    columns = [meta.iloc[:, at] for at in categorical]
     if hasattr(meta.index, "categories"):
-        known.append(has_known_categories(meta.index))
-    return not all(known)
+        columns.append(meta.index)
+    return not all(has_known_categories(each) and _has_categories(each.dtype) for each in columns)
+
+
+def _has_categories(dtype: Any) -> bool:
+    return dtype.categories is not None and len(dtype.categories) > 0
 
 
 def column_names(frame: Frame) -> tuple[Any, ...]:

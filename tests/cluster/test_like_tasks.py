@@ -7,6 +7,7 @@ lost in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -145,6 +146,17 @@ def test_outputs_without_rows_have_the_categories_of_the_data(
     assert {len(part) for part in found} >= {0}
     for part in found:
         assert list(part.kind.cat.categories) == ["b", "a"]
+
+
+def test_outputs_without_rows_have_the_categories_of_files(client: Client, tmp_path: Path) -> None:
+    """Arrow's meta of a dictionary has no categories, which count as known."""
+    dd.from_pandas(categorical(0).assign(same=1), npartitions=2).to_parquet(tmp_path / "table")
+    read = dd.read_parquet(tmp_path / "table", filesystem="arrow")
+    assert not len(read._meta.kind.cat.categories)
+    for part in partitions(read.shuffle("same", npartitions=2).persist()):
+        assert list(part.kind.cat.categories) == ["b", "a"]
+    joined = read.merge(dd.from_map(categorical, [0]).assign(same=1), on="same", how="outer", broadcast=False)
+    assert len(joined.compute()) == 36
 
 
 def test_unknown_categories_of_outputs_without_rows_reach_no_result(client: Client) -> None:
