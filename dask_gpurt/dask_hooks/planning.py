@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import dask
@@ -60,12 +60,14 @@ __all__ = [
     "metadata",
     "name_of",
     "operands_of",
+    "positions_of_files",
     "reads_more_than_operands",
     "rebuild",
     "replace_planning",
     "set_token",
     "settings",
     "token_of",
+    "with_deferred_values",
     "with_operand",
     "with_seed",
 ]
@@ -105,6 +107,12 @@ def operands_of(expr: Expr) -> Iterator[Any]:
     for position, operand in enumerate(expr.operands):
         if position >= len(names) or names[position] not in OF_FILES:
             yield operand
+
+
+@cache
+def positions_of_files(kind: type[Expr]) -> frozenset[int]:
+    """Return the positions of the operands in which expressions of a class cache facts about files."""
+    return frozenset(at for at, name in enumerate(kind._parameters) if name in OF_FILES)
 
 
 def reads_more_than_operands(expr: Expr) -> bool:
@@ -180,6 +188,12 @@ def deferred_values(operand: Any) -> list[Any] | None:
     tasks = dict(operand.dask).values()
     values = [task.value for task in tasks if isinstance(task, DataNode)]
     return values if len(values) == len(tasks) else None
+
+
+def with_deferred_values(operand: Delayed, change: Callable[[Any], Any]) -> Delayed:
+    """Return a ``Delayed`` that only wraps values, with each of them changed."""
+    graph = {key: DataNode(key, change(node.value)) for key, node in dict(operand.dask).items()}
+    return Delayed(operand.key, graph)
 
 
 def content_of(expr: Expr) -> str | None:

@@ -44,6 +44,7 @@ from dask_gpurt.dask_hooks.planning import (
     metadata,
     name_of,
     operands_of,
+    positions_of_files,
     reads_more_than_operands,
     replace_planning,
     set_token,
@@ -57,7 +58,7 @@ from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.planning.kept import LOADED, Found, Generation, Kept
 from dask_gpurt.planning.local_groups import with_local_groups
 from dask_gpurt.planning.lru import LRU
-from dask_gpurt.planning.operands import Plain, frozen
+from dask_gpurt.planning.operands import Plain, frozen, own
 from dask_gpurt.planning.packed import forget_plans, pack
 from dask_gpurt.planning.partitions import PartitionSizes, with_chosen_partitions
 from dask_gpurt.planning.schemas import schema_of
@@ -187,9 +188,12 @@ class PlanningCache:
     # ---- replacements of Dask's functions -----------------------------------------------------------
 
     def _made(self, original: Callable[..., Expr], kind: type, *operands: Any, **keywords: Any) -> Expr:
-        expr = original(kind, *operands, **keywords)
         if self._generation() is None:
-            return expr
+            return original(kind, *operands, **keywords)
+        # Facts about files are shared between expressions, on purpose.
+        of_files = positions_of_files(kind)
+        given = [each if at in of_files else own(each) for at, each in enumerate(operands)]
+        expr = original(kind, *given, **{name: own(each) for name, each in keywords.items()})
         name = name_of(expr)
         # Dask finds a cached expression by itself; the lookup here counts as a use for the LRU.
         if self._expressions.get(name) is not None:

@@ -29,6 +29,7 @@ from dask_gpurt.dask_hooks.planning import (
     is_shared,
     name_of,
     operands_of,
+    with_deferred_values,
 )
 
 #: Packages whose functions and classes do not change while a process runs.
@@ -81,9 +82,9 @@ class Plain:
             return value in self
         if isinstance(value, _SCALARS):
             return True
-        if isinstance(value, (tuple, list, set, frozenset)):
+        if isinstance(value, (tuple, frozenset)) or type(value) in (list, set):  # of which `own` makes copies
             return len(value) <= VALUES_LIMIT and all(map(self._is_plain, value))
-        if isinstance(value, dict):
+        if type(value) is dict:
             return len(value) <= VALUES_LIMIT and all(
                 self._is_plain(key) and self._is_plain(item) for key, item in value.items()
             )
@@ -96,6 +97,29 @@ class Plain:
         if (deferred := deferred_values(value)) is not None:
             return all(map(self._is_plain, deferred))
         return is_trusted(value) or is_empty_frame(value) or type(value) is LocalFileSystem
+
+
+def own(value: Any) -> Any:
+    """Return an operand that nobody changes in place: a copy, if it is a list, a dict, a set or an array.
+
+    An expression that is cached is found by its name, which tells what its operands were when it was created.
+    Operands that are too large to be cached are the same objects, as are those of any other type.
+    """
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.copy() if value.nbytes <= ARRAY_LIMIT_BYTES else value
+    if deferred_values(value) is not None:
+        return with_deferred_values(value, own)
+    if kind is partial:
+        return partial(value.func, *map(own, value.args), **own(value.keywords))
+    if kind not in (list, tuple, dict, set) or len(value) > VALUES_LIMIT:
+        return value
+    if kind is dict:
+        return {key: own(item) for key, item in value.items()}
+    copied = kind(map(own, value))
+    # A tuple without anything to copy in it stays the same object.
+    same = kind is tuple and all(new is old for new, old in zip(copied, value, strict=True))
+    return value if same else copied
 
 
 def is_empty_frame(value: Any) -> bool:
@@ -118,8 +142,9 @@ def is_trusted(value: Any) -> bool:
 def frozen(value: Any) -> Hashable | None:
     """Return a key that is equal only for equal operands; None if there is none.
 
-    The type is part of the key, since 1, 1.0 and True are equal in Python. Categorical dtypes have no key,
-    since they compare equal whatever the order of their categories.
+    The type is part of the key, since 1, 1.0 and True are equal in Python, and floats are by their digits,
+    since 0.0 and -0.0 are. Categorical dtypes have no key: they compare equal whatever the order of their
+    categories.
     """
     if isinstance(value, (tuple, list)):
         items = tuple(map(frozen, value))
@@ -127,7 +152,9 @@ def frozen(value: Any) -> Hashable | None:
     if isinstance(value, dict):
         items = tuple(map(frozen, value.items()))
         return None if None in items else (dict, items)
-    if value is None or isinstance(value, (bool, int, float, str, bytes, Enum, np.dtype)):
+    if isinstance(value, float):
+        return (type(value), float(value).hex())
+    if value is None or isinstance(value, (bool, int, str, bytes, Enum, np.dtype)):
         return (type(value), value)
     if type(value) is LocalFileSystem:  # its options are in the arguments by which it is pickled
         return (type(value), frozen(value.__reduce__()[1]))

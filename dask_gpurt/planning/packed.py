@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks.graph import GraphNode
@@ -69,7 +70,10 @@ class PackedPlan(Expr):
 
 
 def pack(plan: Expr) -> Expr:
-    """Pickle a plan, and return it with its pickled form; without, if that is too large to keep.
+    """Pickle a plan, and return it with its pickled form, unless that cannot be kept.
+
+    It may be too large, or refer to classes of a module that another process does not have: Dask sends those
+    of ``__main__``, and of modules that the user has registered with cloudpickle, by value.
 
     The pickled form is the same each time only if the plan holds nothing but plain operands (see
     :class:`~dask_gpurt.planning.operands.Plain`): no data that someone may change in place, and no function
@@ -81,8 +85,10 @@ def pack(plan: Expr) -> Expr:
         If it cannot be pickled. What expressions may hold raises anything.
     """
     payload = pickled(plan)
-    # A scheduler in this process finds the plan instead of unpickling it.
-    return plan if len(payload) > PAYLOAD_LIMIT_BYTES else _kept(plan, payload)
+    sent_by_value = ["__main__", *cloudpickle.list_registry_pickle_by_value()]
+    if len(payload) > PAYLOAD_LIMIT_BYTES or any(name.encode() in payload for name in sent_by_value):
+        return plan
+    return _kept(plan, payload)  # which a scheduler in this process finds, instead of unpickling it
 
 
 def unpack(payload: bytes) -> PackedPlan:

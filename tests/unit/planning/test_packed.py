@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import gc
 import os
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import dask
 import dask.dataframe as dd
 import pandas as pd
@@ -98,6 +101,26 @@ def test_a_large_plan_is_not_packed(table: str, monkeypatch: pytest.MonkeyPatch)
     assert pack(plan) is plan
 
 
+class Key(enum.IntEnum):
+    ONE = 1
+
+
+def test_a_plan_with_classes_that_are_sent_by_value_is_not_packed(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frame = dd.read_parquet(table)
+    plan = planned(frame[frame.key == Key.ONE].value.sum())
+    assert isinstance(pack(plan), PackedPlan)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        assert pack(plan) is plan
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(Key, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "Key", Key, raising=False)
+    assert pack(plan) is plan
+
+
 def test_a_graph_of_many_tasks_is_not_kept(plan: PackedPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "TASKS_LIMIT", 1)
     (key, *_) = first = plan.__dask_graph__()
@@ -174,6 +197,12 @@ def test_a_read_has_the_name_that_dask_gives_it(
     names = [name() for _ in range(3)]
     planner.cache.remove()
     assert names == [name()] * 3
+
+
+@pytest.mark.usefixtures("planner")
+def test_reads_that_differ_in_the_sign_of_zero_have_other_names(table: str) -> None:
+    names = {dd.read_parquet(table, filters=[("value", "in", [zero])]).expr._name for zero in (0.0, -0.0)}
+    assert len(names) == 2
 
 
 # ---- listing files --------------------------------------------------------------------------------

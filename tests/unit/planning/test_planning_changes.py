@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import gc
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import dask
 import dask.dataframe as dd
 import fsspec
+import numpy as np
 import pandas as pd
 import pytest
 from dask.dataframe.dask_expr._accessor import Accessor
@@ -225,6 +227,51 @@ def _register(dtype: str) -> None:
         _accessor_name = "gpurt_test"
         _accessor_methods = ("cast",)
         _accessor_properties = ()
+
+
+# ---- operands that are changed in place -----------------------------------------------------------
+
+
+@pytest.mark.usefixtures("planner")
+@pytest.mark.parametrize(
+    ("query", "given", "change"),
+    [
+        (lambda table, given: table[given], ["b", "a"], lambda given: given.reverse()),
+        (lambda table, given: table[given], ["b", "a"], lambda given: given.append("c")),
+        (lambda table, given: table.rename(columns=given), {"a": "x"}, lambda given: given.update(a="y")),
+        (lambda table, given: table.replace(given), {1: 10}, lambda given: given.update({1: 20})),
+        (lambda table, given: table.quantile(given), [0.5], lambda given: given.append(0.25)),
+        (lambda table, given: table.isin(given), [1], lambda given: given.append(2)),
+        (lambda table, given: table.a.isin(given), [1], lambda given: given.append(2)),
+        (lambda table, given: table.a.isin(given), np.array([1]), lambda given: given.fill(2)),
+        (lambda table, given: table.a.isin(given), {1}, lambda given: given.add(2)),
+        (
+            lambda table, given: table.groupby("b").agg(given),
+            {"a": ["sum"]},
+            lambda given: given["a"].append("max"),
+        ),
+        (lambda table, given: table.drop_duplicates(subset=given), ["a"], lambda given: given.append("b")),
+        (lambda table, given: table.assign(**given), {"d": 1}, lambda given: given.update(d=2)),
+        (lambda table, given: table.set_index("a", divisions=given), [1, 2, 3], lambda given: given.pop(1)),
+    ],
+)
+def test_what_is_planned_first_is_not_what_it_becomes(
+    tmp_path: Path, query: Callable[..., Any], given: Any, change: Callable[[Any], object]
+) -> None:
+    """A fresh query with the operands of an earlier one has its result, whatever became of those."""
+    write(tmp_path / "part.0.parquet", a=[1, 2, 3], b=[1, 1, 2], c=[7, 8, 9])
+
+    def found(operand: Any) -> Any:
+        lazy = query(dd.read_parquet(tmp_path), operand)
+        columns = list(getattr(lazy, "columns", [])) if lazy.ndim == 2 else []
+        # Another query on the same expression finds it, too.
+        return columns, lazy.compute().to_dict(), lazy.count().compute() if lazy.ndim == 1 else None
+
+    first, same = copy.deepcopy(given), copy.deepcopy(given)
+    expected = found(first)
+    change(first)
+    gc.collect()
+    assert found(same) == expected
 
 
 # ---- settings -------------------------------------------------------------------------------------
