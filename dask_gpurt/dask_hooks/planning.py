@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import dask
@@ -47,6 +47,7 @@ from dask_gpurt.dask_hooks.seams import PLANNING
 
 __all__ = [
     "Expr",
+    "change_operands",
     "content_of",
     "deferred_values",
     "fuse_blockwise",
@@ -60,7 +61,6 @@ __all__ = [
     "metadata",
     "name_of",
     "operands_of",
-    "positions_of_files",
     "reads_more_than_operands",
     "rebuild",
     "replace_planning",
@@ -109,10 +109,12 @@ def operands_of(expr: Expr) -> Iterator[Any]:
             yield operand
 
 
-@cache
-def positions_of_files(kind: type[Expr]) -> frozenset[int]:
-    """Return the positions of the operands in which expressions of a class cache facts about files."""
-    return frozenset(at for at, name in enumerate(kind._parameters) if name in OF_FILES)
+def change_operands(expr: Expr, change: Callable[[Any], Any]) -> None:
+    """Change the operands of an expression to equal ones; not its facts about files, which others share."""
+    names = expr._parameters
+    for position, operand in enumerate(expr.operands):
+        if position >= len(names) or names[position] not in OF_FILES:
+            expr.operands[position] = change(operand)
 
 
 def reads_more_than_operands(expr: Expr) -> bool:

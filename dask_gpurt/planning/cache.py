@@ -38,13 +38,13 @@ from dask_gpurt.dask_hooks.parquet_files import (
 )
 from dask_gpurt.dask_hooks.planning import (
     Expr,
+    change_operands,
     content_of,
     described_by,
     is_computation,
     metadata,
     name_of,
     operands_of,
-    positions_of_files,
     reads_more_than_operands,
     replace_planning,
     set_token,
@@ -188,17 +188,15 @@ class PlanningCache:
     # ---- replacements of Dask's functions -----------------------------------------------------------
 
     def _made(self, original: Callable[..., Expr], kind: type, *operands: Any, **keywords: Any) -> Expr:
+        expr = original(kind, *operands, **keywords)
         if self._generation() is None:
-            return original(kind, *operands, **keywords)
-        # Facts about files are shared between expressions, on purpose.
-        of_files = positions_of_files(kind)
-        given = [each if at in of_files else own(each) for at, each in enumerate(operands)]
-        expr = original(kind, *given, **{name: own(each) for name, each in keywords.items()})
+            return expr
         name = name_of(expr)
         # Dask finds a cached expression by itself; the lookup here counts as a use for the LRU.
         if self._expressions.get(name) is not None:
             outcome = "reused"
         elif self._plain.note(expr):
+            change_operands(expr, own)
             # Cache only its operands. The expression itself is cached once it becomes an operand or is
             # optimised, which one with failing metadata never does. Such an expression must not be kept:
             # after a failed cast Dask uses the metadata of the base class, and the next use would not raise.
