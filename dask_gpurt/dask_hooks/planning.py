@@ -47,6 +47,7 @@ from dask_gpurt.dask_hooks.seams import PLANNING
 
 __all__ = [
     "Expr",
+    "PlanWrapper",
     "change_operands",
     "content_of",
     "deferred_values",
@@ -103,18 +104,20 @@ def name_of(expr: Expr) -> str:
 
 def operands_of(expr: Expr) -> Iterator[Any]:
     """Yield the operands of an expression, without cached facts about files."""
-    names = expr._parameters
-    for position, operand in enumerate(expr.operands):
-        if position >= len(names) or names[position] not in OF_FILES:
-            yield operand
+    return (operand for _, operand in _numbered_operands(expr))
 
 
 def change_operands(expr: Expr, change: Callable[[Any], Any]) -> None:
     """Change the operands of an expression to equal ones; not its facts about files, which others share."""
+    for position, operand in _numbered_operands(expr):
+        expr.operands[position] = change(operand)
+
+
+def _numbered_operands(expr: Expr) -> Iterator[tuple[int, Any]]:
     names = expr._parameters
     for position, operand in enumerate(expr.operands):
         if position >= len(names) or names[position] not in OF_FILES:
-            expr.operands[position] = change(operand)
+            yield position, operand
 
 
 def reads_more_than_operands(expr: Expr) -> bool:
@@ -336,6 +339,19 @@ def with_seed(expr: Expr) -> Expr:
     if type(expr) is not RepartitionQuantiles or expr.random_state is not None:
         return expr
     return with_operand(expr, "random_state", int(tokenize(expr.operands), 16) % np.iinfo(np.int32).max)
+
+
+class PlanWrapper(Expr):
+    """Compute the plan that is the operand ``plan`` in another way, with its keys and its annotations."""
+
+    def __dask_keys__(self) -> list[Any]:
+        """Return the keys of the plan."""
+        return keys_of(self.plan)
+
+    def __dask_annotations__(self) -> dict[str, dict[Key, object]]:
+        """Return the annotations of the plan; dataframes have none."""
+        found: dict[str, dict[Key, object]] = self.plan.__dask_annotations__()
+        return found
 
 
 class _Broadcast(FrameExpr):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 from dask.core import flatten
 from dask.typing import Key
@@ -20,6 +19,7 @@ from dask.typing import Key
 from dask_gpurt.dask_hooks.graph import GraphNode, Task
 from dask_gpurt.dask_hooks.planning import (
     Expr,
+    PlanWrapper,
     fuse_blockwise,
     graph_of,
     has_metadata,
@@ -65,7 +65,7 @@ def fuse(plan: Expr) -> Expr:
     return FusedChains(fused, name, joined)  # type: ignore[no-untyped-call]
 
 
-class FusedChains(Expr):
+class FusedChains(PlanWrapper):
     """Fuse the chains of a plan when its graph is created, on the scheduler.
 
     The last operand is the pickled metadata of each join of the plan, which the client knows from planning.
@@ -74,21 +74,12 @@ class FusedChains(Expr):
 
     _parameters = ["plan", OWN_COMPUTATION, "joined"]
 
-    def __dask_keys__(self) -> list[Any]:
-        """Return the keys of the plan, which fusing does not change."""
-        return keys_of(self.plan)
-
     def __dask_graph__(self) -> dict[Key, GraphNode]:
         """Return the graph of the plan, with chains fused."""
         for join, known in zip(joins_of(self.plan), self.joined, strict=True):
             if not has_metadata(join):
                 set_metadata(join, pickle.loads(known))
         return fuse_chains(graph_of(self.plan), set(flatten(keys_of(self.plan))), self.computation)
-
-    def __dask_annotations__(self) -> dict[str, dict[Key, object]]:
-        """Return the annotations of the plan; dataframes have none."""
-        found: dict[str, dict[Key, object]] = self.plan.__dask_annotations__()
-        return found
 
 
 def fuse_chains(graph: Graph, keys: Collection[Key], computation: str) -> dict[Key, GraphNode]:

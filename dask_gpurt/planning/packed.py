@@ -17,7 +17,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks.graph import GraphNode
 from dask_gpurt.dask_hooks.parquet_files import pickled
-from dask_gpurt.dask_hooks.planning import Expr, graph_of, keys_of
+from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, graph_of
 from dask_gpurt.planning.lru import LRU
 
 #: The most plans that a process keeps for those who send them again, and the largest of these.
@@ -34,7 +34,7 @@ class _Forms:
     graph: dict[Key, GraphNode] | None = None
 
 
-class PackedPlan(Expr):
+class PackedPlan(PlanWrapper):
     """Compute a plan, and keep its pickled form and its graph. Created by :func:`pack` and :func:`unpack`."""
 
     _parameters = ["plan"]
@@ -50,10 +50,6 @@ class PackedPlan(Expr):
             return made
         return unpack, (payload,)
 
-    def __dask_keys__(self) -> list[Any]:
-        """Return the keys of the plan."""
-        return keys_of(self.plan)
-
     def __dask_graph__(self) -> dict[Key, GraphNode]:
         """Return the graph of the plan, in a dictionary that the caller may change; tasks are immutable."""
         graph = self._forms.graph
@@ -62,11 +58,6 @@ class PackedPlan(Expr):
             if len(graph) <= TASKS_LIMIT:
                 self._forms.graph = graph
         return dict(graph)
-
-    def __dask_annotations__(self) -> dict[str, dict[Key, object]]:
-        """Return the annotations of the plan; dataframes have none."""
-        found: dict[str, dict[Key, object]] = self.plan.__dask_annotations__()
-        return found
 
 
 def pack(plan: Expr) -> Expr:
