@@ -9,6 +9,13 @@ import numpy as np
 
 from dask_gpurt.device.arena import ALIGNMENT
 
+#: Blocks that copy together: several on each SM of an H200, which has 132.
+SHARED_BLOCKS = 2048
+#: Maximum number of blocks of a launch, most of which may have nothing to copy.
+MAX_BLOCKS = 65536
+#: Bytes that make a thread worth its launch: four words of 16 bytes.
+BYTES_PER_THREAD = 64
+
 
 class Copy(NamedTuple):
     """Copy this many bytes from one address to another."""
@@ -74,6 +81,18 @@ def fillings(buffers: Sequence[Any], scattered: Sequence[list[np.ndarray]]) -> l
             found.append(Copy(into, int(piece.ctypes.data), piece.nbytes))
             into += piece.nbytes
     return found
+
+
+def grid_of(copies: Sequence[Copy], threads: int) -> tuple[int, int]:
+    """Return the number of blocks of this many threads for each copy, and the number of copies.
+
+    All copies get as many blocks as the largest one can use, which is its share of ``SHARED_BLOCKS``: blocks
+    that find nothing to copy end at once, but a copy much larger than the others needs most of the GPU.
+    """
+    total = sum(copy.nbytes for copy in copies)
+    share = max(-(-total // SHARED_BLOCKS), threads * BYTES_PER_THREAD)
+    largest = max(copy.nbytes for copy in copies)
+    return max(1, min(-(-largest // share), MAX_BLOCKS // len(copies))), len(copies)
 
 
 def _allocation(source: Any) -> Any:

@@ -48,6 +48,7 @@ from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
 from dask_gpurt.device.cuda_guard import ResourceGuard
 from dask_gpurt.device.cuda_memory import DeviceSpan, behind, bounce_buffers, copy_async, cut, is_pageable
+from dask_gpurt.device.cuda_ranges import copy_on_device
 from dask_gpurt.device.cuda_reads import READ_MEMORY
 from dask_gpurt.device.green import GreenContexts, is_confined, usual_context
 from dask_gpurt.device.pool import (
@@ -370,9 +371,9 @@ class CudaDevice:
         return behind(raw)
 
     def copy_in_order(self, copies: Sequence[Copy]) -> None:
-        """Copy after all work submitted to the user's stream, and before any later work."""
+        """Copy within the device, after all work submitted to the user's stream and before any later work."""
         _, raw = self.after_compute()
-        copy_async(copies, raw.ptr)
+        copy_on_device(copies, raw)
         done = cupy.cuda.Event(disable_timing=True)
         done.record(raw)
         runtime.streamWaitEvent(DEFAULT_STREAM.__cuda_stream__()[1], done.ptr)

@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dask_gpurt.device.copies import Copy, fillings
+from dask_gpurt.device.copies import MAX_BLOCKS, Copy, fillings, grid_of
 
 KIB = 1024
 PLACES = ("device", "pinned", "pageable")
@@ -25,6 +27,19 @@ def test_pieces_fill_a_buffer_in_order() -> None:
         Copy(1010, two.ctypes.data, 20),
         Copy(5000, three.ctypes.data, 30),
     ]
+
+
+@given(st.lists(st.integers(1, 2**38), min_size=1, max_size=1360), st.sampled_from([1, 128, 1024]))
+def test_no_launch_has_too_many_blocks(sizes: list[int], threads: int) -> None:
+    blocks, of = grid_of([Copy(0, 0, size) for size in sizes], threads)
+    assert of == len(sizes)
+    assert 1 <= blocks <= MAX_BLOCKS / len(sizes)
+
+
+def test_a_large_copy_among_small_ones_gets_most_of_the_gpu() -> None:
+    assert grid_of([Copy(0, 0, 2**30)] + [Copy(0, 0, 8)] * 9, 256)[0] > 2000
+    assert grid_of([Copy(0, 0, 2**23)] * 128, 256) == (16, 128)
+    assert grid_of([Copy(0, 0, 8)] * 128, 256) == (1, 128)
 
 
 class Memory:
@@ -81,6 +96,33 @@ def test_bytes_arrive_wherever_they_lie(source: str, target: str, count: int) ->
     assert np.array_equal(there.bytes(), expected)
     here.close()
     there.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("count", [0, 1, 2, 168, 169, 1361])
+def test_a_kernel_copies_ranges_of_any_alignment(count: int, alignment: int) -> None:
+    import cupy
+
+    from dask_gpurt.device.cuda_ranges import copy_on_device
+
+    random = np.random.default_rng(count)
+    slot = 8 * KIB
+    size, stream = max(count, 1) * slot, cupy.cuda.Stream(non_blocking=True)
+    given = random.integers(0, 256, size).astype(np.uint8)
+    expected = np.zeros(size, np.uint8)
+    here, there = cupy.asarray(given), cupy.asarray(expected)
+    copies = []
+    for number in range(count):
+        at, to = (int(random.integers(0, slot // 2)) // alignment * alignment for _ in range(2))
+        at, to = at + number * slot // 2, to + number * slot
+        nbytes = int(random.integers(0, slot // 2)) if number % 5 else number % 40
+        copies.append(Copy(there.data.ptr + to, here.data.ptr + at, nbytes))
+        expected[to : to + nbytes] = given[at : at + nbytes]
+    cupy.cuda.runtime.deviceSynchronize()
+    copy_on_device(copies, stream)
+    stream.synchronize()
+    assert np.array_equal(cupy.asnumpy(there), expected)
 
 
 @pytest.mark.gpu
