@@ -288,7 +288,15 @@ class Device(Protocol):
         """Return the limits of the size of a pool."""
         ...
 
-    def create_pool(self, nbytes: int) -> Pool: ...
+    def create_pool(self, nbytes: int) -> Pool:
+        """Create a pool.
+
+        Raises
+        ------
+        NoMemoryForPool
+            If the device does not have that much memory at the moment.
+        """
+        ...
 
     def map(self, ticket: Ticket) -> Mapping:
         """Map the pool of a peer.

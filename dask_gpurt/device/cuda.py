@@ -57,6 +57,7 @@ from dask_gpurt.device.pool import (
     Buffer,
     Mapping,
     MappingError,
+    NoMemoryForPool,
     Pool,
     PoolFull,
     PoolLimits,
@@ -86,7 +87,13 @@ class CudaMapping:
 
 
 class CudaPool:
-    """Allocate blocks from device memory of a fixed size."""
+    """Allocate blocks from device memory of a fixed size.
+
+    Raises
+    ------
+    NoMemoryForPool
+        If CUDA has none left.
+    """
 
     #: Always 0, since all memory is allocated up front.
     short = 0
@@ -96,7 +103,12 @@ class CudaPool:
     def __init__(self, nbytes: int):
         self._arena = Arena(nbytes)
         self._lock = threading.Lock()
-        self._base = runtime.malloc(self._arena.capacity)
+        try:
+            self._base = runtime.malloc(self._arena.capacity)
+        except CUDARuntimeError as error:
+            if error.status != cudaError_t.cudaErrorMemoryAllocation:
+                raise
+            raise NoMemoryForPool(nbytes) from error
         self.cuts = 0
 
     @property

@@ -17,6 +17,20 @@ AUTO_POOL_OF_FREE = 0.4
 AUTO_POOL_OF_SHM = 0.4
 
 
+class NoMemoryForPool(Exception):
+    """A device has no memory for a new pool.
+
+    Parameters
+    ----------
+    nbytes
+        The size of the pool.
+    """
+
+    def __init__(self, nbytes: int):
+        super().__init__(nbytes)
+        self.nbytes = nbytes
+
+
 class PoolFull(Exception):
     """A pool has no free block of the requested size.
 

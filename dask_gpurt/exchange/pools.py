@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from dask.utils import format_bytes
 
 from dask_gpurt.config import ConfigError, Size
-from dask_gpurt.device import Device, Pool
+from dask_gpurt.device import Device, NoMemoryForPool, Pool
 from dask_gpurt.device.discover import discover, main_kind
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe import Metrics
 
-#: The least automatic size in bytes; if not even that is available, creating the pool raises a clear error.
+#: The least automatic size in bytes, for a device that is full.
 SMALLEST_POOL = 2**16
+
+#: How often the size of a pool is determined, while there is less memory than that.
+ATTEMPTS = 4
 
 
 class NoSuchDevice(RuntimeError):
@@ -63,16 +67,39 @@ class Pools:
             raise NoSuchDevice(f"this worker has no {kind} device, but received partitions on one") from None
 
     def outbox(self, kind: str) -> Outbox:
-        """Return the published blocks of a device, creating its pool on first use. Blocks."""
+        """Return the published blocks of a device, creating its pool on first use. Blocks.
+
+        Raises
+        ------
+        ConfigError
+            If there is no memory for the pool.
+        """
         with self._lock:
             if kind not in self._outboxes:
                 device = self.device(kind)
-                pool = device.create_pool(self.size_for(device))
+                pool = self._create_pool(device)
                 ask = partial(self._ask, pool)
                 outbox = self._outboxes[kind] = Outbox(pool, ask, self._metrics)
                 outbox.retains = lambda run: self.retains(run)
                 outbox.yields = lambda run: self.yields(run)
             return self._outboxes[kind]
+
+    def _create_pool(self, device: Device) -> Pool:
+        """Create the pool of a device.
+
+        Another process may take the memory that was free a moment before, such as another worker of the same
+        GPU that is being switched on. So the size is determined again.
+        """
+        for _ in range(ATTEMPTS - 1):
+            with suppress(NoMemoryForPool):
+                return device.create_pool(self.size_for(device))
+        try:
+            return device.create_pool(self.size_for(device))
+        except NoMemoryForPool as error:
+            raise ConfigError(
+                f"there is no memory for a pool of {format_bytes(error.nbytes)}, although more was free a "
+                "moment before: set 'gpurt.exchange.pool' to less, or end other programs on the device"
+            ) from error
 
     def _ask(self, pool: Pool, owners: set[str]) -> None:
         if short := pool.short:

@@ -176,3 +176,15 @@ def test_large_buffers_go_to_host_memory_and_back(sizes: list[int], pinned: tupl
         for piece in pieces:
             piece.close()
     device.close()
+
+
+@pytest.mark.gpu
+def test_a_pool_that_exceeds_the_memory_is_refused() -> None:
+    from dask_gpurt.device import NoMemoryForPool
+    from dask_gpurt.device.cuda import CudaDevice
+
+    device = CudaDevice()
+    with pytest.raises(NoMemoryForPool) as caught:
+        device.create_pool(2 * device.memory()[1])
+    assert caught.value.nbytes == 2 * device.memory()[1]
+    device.create_pool(KIB).close()
