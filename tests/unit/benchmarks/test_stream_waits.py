@@ -19,9 +19,7 @@ class Trace:
         call = {"cat": "cuda_runtime", "name": name, "ts": at, "dur": 2.0}
         self.events.append({**call, "args": {"correlation": number}})
 
-    def launch(
-        self, number: int, at: float, stream: int, begins: float, lasts: float, thread: int = 1
-    ) -> None:
+    def launch(self, number: int, at: float, stream: int, begins: float, lasts: float) -> None:
         self.call("cudaLaunchKernel", number, at)
         kernel = {"cat": "kernel", "name": "k", "ts": begins, "dur": lasts}
         self.events.append({**kernel, "args": {"correlation": number, "stream": stream}})
