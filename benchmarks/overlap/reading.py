@@ -5,9 +5,11 @@
 
 The program reads, filters, joins, groups and writes. Each round runs it on files on the disk (``cold``:
 dropped from the page cache, best effort) and in the page cache (``warm``), with each value of
-``gpurt.reads.beside`` in turn. ``compute alone`` is the same program on persisted tables, ``disk alone`` only
-reads the files' bytes, with a thread per worker. Each result is compared with the first. With ``--rate`` a
-worker waits when it opens a file, as if its bytes came from a store of that speed.
+``gpurt.reads.beside`` in turn; the first run after a change does not count. ``compute alone`` is the same
+program on persisted tables; ``decoding and computing alone`` is the program on files in the page cache
+without any delay, one read at a time; ``disk alone`` only reads the files' bytes, with a thread per worker.
+Each result is compared with the first. With ``--rate`` a worker waits when it opens a file, as if its bytes
+came from a store of that speed.
 """
 
 from __future__ import annotations
@@ -45,6 +47,11 @@ FACTS_PER_KEY = 8
 GROUPS = 1000
 #: Bytes per call of read for ``disk alone``.
 BLOCK_BYTES = 2**22
+#: What is measured without reading, or without waiting for the store.
+COMPUTE, DECODE = "compute alone", "decoding and computing alone"
+LONGER, LONGER_WITH_DECODING = (
+    f"against the longer of {compute} and disk" for compute in ("compute", "decoding with compute")
+)
 #: Environment variable with the bytes per second of a slow store.
 RATE = "GPURT_BENCHMARK_RATE"
 
@@ -92,12 +99,10 @@ def make_tables(folder: Path, files: int, rows: int) -> None:
         pd.DataFrame(other).to_parquet(folder / "keys" / f"{part:04}.parquet")
 
 
-def tables(folder: Path) -> tuple[Any, ...]:
-    """Return the two tables as collections."""
-    return tuple(
-        dd.read_parquet(str(folder / name), filesystem=SlowFiles() if RATE in os.environ else "fsspec")
-        for name in ("facts", "keys")
-    )
+def tables(folder: Path, *, delayed: bool = True) -> tuple[Any, ...]:
+    """Return the two tables as collections, of files of the slow store if there is one."""
+    files = SlowFiles() if delayed and RATE in os.environ else "fsspec"
+    return tuple(dd.read_parquet(str(folder / name), filesystem=files) for name in ("facts", "keys"))
 
 
 def run_program(facts: Any, keys: Any, output: Path) -> float:
@@ -147,33 +152,44 @@ def measure(
     """Yield measurements: what was measured, its seconds, and the counters of its reads."""
     output, workers = folder / "written", len(client.nthreads())
     expected: float | None = None
+
+    def timed_program(facts: Any, keys: Any) -> float:
+        nonlocal expected
+        seconds, found = timed(lambda: run_program(facts, keys, output))
+        expected = found if expected is None else expected
+        if found != expected:
+            raise click.ClickException(f"the sum is {found}, and was {expected}")
+        return seconds
+
     for number in range(rounds + 1):  # the first round warms up and is discarded
         turns = [*beside[number % len(beside) :], *beside[: number % len(beside)]]
         for limit in turns:
             with dask.config.set({"gpurt.reads.beside": limit}):
                 dask_gpurt.enable(client)
+            timed_program(*tables(folder))  # `auto` learns how long reads wait
             for state in ("cold", "warm"):
                 if state == "cold":
                     drop_from_cache(folder)
                 before = dask_gpurt.report(client)["counters"]
-                seconds, found = timed(lambda: run_program(*tables(folder), output))
+                seconds = timed_program(*tables(folder))
                 after = dask_gpurt.report(client)["counters"]
-                expected = found if expected is None else expected
-                if found != expected:
-                    raise click.ClickException(f"the sum is {found}, and was {expected}")
                 reads = {
                     name: after[name] - before.get(name, 0) for name in after if name.startswith("reads.")
                 }
                 if number:
                     yield {"what": f"{state}, {limit} beside", "seconds": seconds, "counters": reads}
-            if limit == turns[-1]:
-                held = [table.persist() for table in tables(folder)]
-                wait(held)
-                seconds, found = timed(lambda: run_program(*held, output))  # noqa: B023
-                del held
-                if number:
-                    yield {"what": "compute alone", "seconds": seconds}
             dask_gpurt.disable(client)
+        with dask.config.set({"gpurt.reads.beside": 0}):
+            dask_gpurt.enable(client)
+        held = [table.persist() for table in tables(folder)]
+        wait(held)
+        computing = timed_program(*held)
+        del held
+        decoding = timed_program(*tables(folder, delayed=False))
+        dask_gpurt.disable(client)
+        if number:
+            yield {"what": COMPUTE, "seconds": computing}
+            yield {"what": DECODE, "seconds": decoding}
         for state in ("cold", "warm"):
             if state == "cold":
                 drop_from_cache(folder)
@@ -198,33 +214,39 @@ def figures(measured: Sequence[dict[str, Any]], beside: Sequence[int | str]) -> 
         for limit in beside
         if limit and 0 in beside
     }
-    longer = {
-        state: max(statistics.median(seconds[name]) for name in ("compute alone", f"disk alone, {state}"))
-        for state in ("cold", "warm")
-    }
-    return {
-        "seconds": {name: spread(values) for name, values in seconds.items()},
-        "against none beside": {name: spread(values) for name, values in ratios.items()},
-        "against the longer of compute and disk": {
+
+    def against_longer(compute: str) -> dict[str, float]:
+        longer = {
+            state: max(statistics.median(seconds[name]) for name in (compute, f"disk alone, {state}"))
+            for state in ("cold", "warm")
+        }
+        return {
             name: statistics.median(values) / longer[name.partition(",")[0]]
             for name, values in seconds.items()
             if name.endswith("beside")
-        },
+        }
+
+    return {
+        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "against none beside": {name: spread(values) for name, values in ratios.items()},
+        LONGER: against_longer(COMPUTE),
+        LONGER_WITH_DECODING: against_longer(DECODE),
     }
 
 
 def print_figures(found: dict[str, Any]) -> None:
-    table = Table("", "median s", "interval", "against none beside", "interval", "against the longer alone")
+    against = "against the longer alone", "the same with decoding"
+    table = Table("", "median s", "interval", "against none beside", "interval", *against)
     for name, of in sorted(found["seconds"].items()):
         ratio = found["against none beside"].get(name)
-        longer = found["against the longer of compute and disk"].get(name)
+        longer = [found[which].get(name) for which in (LONGER, LONGER_WITH_DECODING)]
         table.add_row(
             name,
             f"{of['median']:.2f}",
             f"{of['low']:.2f} to {of['high']:.2f}",
             f"{ratio['median']:.3f}" if ratio else "",
             f"{ratio['low']:.3f} to {ratio['high']:.3f}" if ratio else "",
-            f"{longer:.2f}" if longer else "",
+            *(f"{each:.2f}" if each else "" for each in longer),
         )
     Console(highlight=False).print(table)
 

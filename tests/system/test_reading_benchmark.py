@@ -24,6 +24,7 @@ def test_a_round_is_held_against_the_same_round_without_reads_aside() -> None:
             "warm, 0 beside": 2.0,
             "warm, 1 beside": 2.0,
             "compute alone": 1.0,
+            "decoding and computing alone": 4.0,
             "disk alone, cold": 2.0,
             "disk alone, warm": 0.5,
         }.items()
@@ -38,6 +39,7 @@ def test_a_round_is_held_against_the_same_round_without_reads_aside() -> None:
         "warm, 0 beside": 2.0,
         "warm, 1 beside": 2.0,
     }
+    assert found["against the longer of decoding with compute and disk"]["cold, 0 beside"] == 1.5
 
 
 @pytest.mark.slow
