@@ -166,7 +166,7 @@ def measure(
         for limit in turns:
             with dask.config.set({"gpurt.reads.beside": limit}):
                 dask_gpurt.enable(client)
-            timed_program(*tables(folder))  # `auto` learns how long reads wait
+            timed_program(*tables(folder))  # in which `auto` adapts
             for state in ("cold", "warm"):
                 if state == "cold":
                     drop_from_cache(folder)

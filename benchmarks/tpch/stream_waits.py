@@ -2,10 +2,10 @@
 
     python -m benchmarks.tpch.stream_waits --scale 30 --queries 5,9,21 --protocol ucx --json waits.json
 
-A stream waits for an event of another one where the runtime says so, and where rmm's pool gives it memory
-that the other one has freed. The former are noted as they are made; PyTorch's profiler records both through
-CUPTI. What comes next on the stream is held back from when it was launched, or the stream had finished what
-came before, until it begins; the same time of work without a wait tells what a launch takes.
+The runtime orders streams by events, and rmm's pool does so if it serves an allocation on one stream from
+memory that was freed on another. The former are noted as they are made; PyTorch's profiler records both
+through CUPTI. What comes next on the stream is held back from when it was launched, or the stream had
+finished what came before, until it begins. Work without a wait shows the time that a launch takes by itself.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Noted:
 
 
 async def end(dask_worker: Any) -> dict[str, Any]:
-    """Return what :func:`summary` tells of all since :func:`begin`."""
+    """Return the :func:`summary` of the trace since :func:`begin`."""
     thread, (profiler, noted) = dask_worker.traced
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, _end, profiler, noted)

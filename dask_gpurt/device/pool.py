@@ -30,6 +30,9 @@ class NoMemoryForPool(Exception):
         super().__init__(nbytes)
         self.nbytes = nbytes
 
+    def __str__(self) -> str:
+        return f"the device has no memory for a pool of {self.nbytes} bytes"
+
 
 class PoolFull(Exception):
     """A pool has no free block of the requested size.

@@ -19,7 +19,6 @@ from dask_gpurt.observe import Metrics
 
 #: The least automatic size in bytes, for a device that is full.
 SMALLEST_POOL = 2**16
-
 #: How often the size of a pool is determined, while there is less memory than that.
 ATTEMPTS = 4
 
