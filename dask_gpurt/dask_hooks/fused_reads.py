@@ -5,7 +5,8 @@ Dask puts files together in the step that it calls tuning, between simplifying a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Hashable
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,17 +23,21 @@ from pyarrow.fs import LocalFileSystem as ArrowFiles
 
 __all__ = [
     "LOWERED",
-    "Column",
+    "CheckedRead",
     "FewerPartitions",
     "ParquetRead",
-    "columns_of",
+    "exact_columns",
+    "files_of",
     "files_of_partitions",
-    "fragments_of",
-    "has_other_dtypes",
     "is_idle",
+    "is_integer",
     "is_local",
+    "local_files",
     "lower",
+    "needed_columns",
     "parquet_reads",
+    "read_of",
+    "share_of_files",
 ]
 
 #: The stages of an optimisation that come after tuning.
@@ -141,87 +146,122 @@ def is_local(read: Any) -> bool:
     return type(read._dataset_info.get("fs")) is FsspecFiles
 
 
-class Column(NamedTuple):
-    """Hold what a footer says of a column of some rows: their number, and the bytes before compression."""
+def read_of(expr: Any) -> Any | None:
+    """Return Dask's read of each file as a partition, if an expression is that or a read of several."""
+    while isinstance(expr, FusedIO):
+        expr = expr.operand("_expr")
+    is_parquet = isinstance(expr, (parquet.ReadParquetFSSpec, parquet.ReadParquetPyarrowFS))
+    return expr if is_parquet else None
 
-    rows: int
-    encoded: int
-    has_fixed_width: bool
+
+def needed_columns(read: Any) -> tuple[Hashable, ...]:
+    """Return the columns that are read, those of the index included."""
+    return tuple(dict.fromkeys([*read.columns, *_index_columns(read)]))
 
 
-def columns_of(read: Any) -> tuple[float, list[list[Column]]]:
-    """Return the number of files that are read, and the needed columns of up to three of them.
+def exact_columns(read: Any) -> tuple[Hashable, ...]:
+    """Return the columns that are read which may have another dtype in pandas where there are nulls.
 
-    A file counts in part if only some of its partitions are read.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be read.
+    Those of categories and of nullable numbers have the same. Of others the files tell, not what Dask knows,
+    which it has looked up as the collection was created.
     """
-    fragments = fragments_of(read)
-    if not fragments:
-        return 0, []
-    sample = sorted({0, len(fragments) // 2, len(fragments) - 1})
-    share = len(read._partitions) / max(len(read._divisions()) - 1, 1)
-    columns = [[_column(*chunk) for chunk in _chunks(fragments[at], set(read.columns))] for at in sample]
-    return len(fragments) * share, columns
+    meta = read._meta.to_frame() if read._meta.ndim == 1 else read._meta
+    same = {name for name, dtype in meta.dtypes.items() if _holds_nulls(dtype)}
+    return tuple(name for name in needed_columns(read) if name not in same)
 
 
-def has_other_dtypes(read: Any) -> bool:
-    """Return whether columns of a file in pandas may have other dtypes if it is read together with others.
+def _holds_nulls(dtype: Any) -> bool:
+    is_category = type(dtype).__name__ == "CategoricalDtype"  # of pandas or cudf
+    return is_category or (not isinstance(dtype, np.dtype) and dtype.kind in "iufb")
 
-    Integers with nulls are floats there, of which some large ones are not exact, and booleans are objects.
-    This reads all footers.
 
-    Raises
-    ------
-    OSError
-        If a file cannot be read.
-    """
-    dtypes = read._meta.dtypes if read._meta.ndim == 2 else {read._meta.name: read._meta.dtype}
-    exact = {name for name, dtype in dtypes.items() if isinstance(dtype, np.dtype) and dtype.kind in "iub"}
-    kinds = set()
-    for fragment in fragments_of(read):
-        schema = fragment.physical_schema
-        kinds.add(tuple(schema.field(name).type for name in read.columns if name in schema.names))
-        for rows, chunk in _chunks(fragment, exact):
-            found = chunk.statistics
-            if rows and (found is None or not found.has_null_count or found.null_count):
-                return True
-    return len(kinds) > 1
+def _index_columns(read: Any) -> list[Hashable]:
+    """Return the columns in the files that become the index."""
+    schema = read._dataset_info["schema"]
+    if isinstance(read, parquet.ReadParquetPyarrowFS):
+        found = [read._meta.index.name]
+    else:
+        found = list(read._dataset_info["index"] or ())
+    return [name for name in found if name in schema.names]
+
+
+def is_integer(read: Any, column: Hashable) -> bool:
+    """Return whether a column of a read is of signed integers, of numpy's dtypes."""
+    meta = read._meta[column] if read._meta.ndim == 2 else read._meta
+    return isinstance(meta.dtype, np.dtype) and meta.dtype.kind == "i"
+
+
+def share_of_files(read: Any) -> float:
+    """Return the share of its files that a read takes: less than 1 if partitions are left out."""
+    return len(read._partitions) / max(len(read._divisions()) - 1, 1)
 
 
 def files_of_partitions(read: Any) -> list[str] | None:
     """Return the file that each partition of a read is of; None if one is of several files, or unknown."""
+    files = [_files_at(read, at) for at in read._partitions]
+    return [each[0] for each in files] if all(len(each) == 1 for each in files) else None
+
+
+def _files_at(read: Any, at: int) -> list[str]:
+    """Return the files that one of all partitions of a read is of; none if they are unknown."""
     if isinstance(read, parquet.ReadParquetPyarrowFS):
-        return [read.fragments[at].path for at in read._partitions]
-    pieces = [read._plan["parts"][at] for at in read._partitions]
+        return [read.fragments[at].path]
+    part = read._plan["parts"][at]
+    pieces = part if isinstance(part, list) else [part]
     if not all(isinstance(piece, dict) and isinstance(piece.get("piece"), tuple) for piece in pieces):
-        return None
+        return []
     files = [piece["piece"][0] for piece in pieces]
-    return files if all(isinstance(file, str) for file in files) else None
+    return list(dict.fromkeys(files)) if all(isinstance(file, str) for file in files) else []
 
 
-def fragments_of(read: Any) -> list[Any]:
-    """Return Arrow's fragments of the files of a read, which know the footers."""
+def files_of(read: Any) -> list[str]:
+    """Return the files of a read, whether or not all of their partitions are read."""
     facts = read._dataset_info
-    if isinstance(read, parquet.ReadParquetPyarrowFS):
-        return [wrapper.fragment for wrapper in facts["fragments"]]
-    return list(facts["ds"].get_fragments())
+    if not isinstance(read, parquet.ReadParquetPyarrowFS):
+        of_parts = (file for at in range(len(read._plan["parts"])) for file in _files_at(read, at))
+        return list(dict.fromkeys([*facts["ds"].files, *of_parts]))
+    if "all_files" in facts:
+        return [info.path for info in facts["all_files"]]
+    return [wrapper.fragment.path for wrapper in facts["fragments"]]
 
 
-def _chunks(fragment: Any, columns: Collection[str]) -> Iterator[tuple[int, Any]]:
-    """Yield the chunks of some columns in a file, each with its number of rows."""
-    footer = fragment.metadata
-    for at in range(footer.num_row_groups):
-        group = footer.row_group(at)
-        for position in range(group.num_columns):
-            chunk = group.column(position)
-            if chunk.path_in_schema.partition(".")[0] in columns:
-                yield group.num_rows, chunk
+def local_files(expr: Expr) -> list[str]:
+    """Return all files on file systems of this host that an expression reads."""
+    reads = (read for read in map(read_of, expr.walk()) if read is not None and is_local(read))
+    return sorted({path for read in reads for path in files_of(read)})
 
 
-def _column(rows: int, chunk: Any) -> Column:
-    has_fixed_width = chunk.physical_type not in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
-    return Column(rows, chunk.total_uncompressed_size, has_fixed_width)
+class CheckedRead(FusedIO):
+    """Read files, and have each task check what is known of those that it has read.
+
+    The operands are the read; a function, which takes the rows, what it checks, and what is known of each of
+    their files, and returns the rows; what it checks; and what is known of each file, by name.
+    """
+
+    _parameters = ["_expr", "check", "checked", "known"]
+
+    @cached_property
+    def _name(self) -> str:
+        return f"{self.operands[0]._funcname}-checked-{self.deterministic_token}"
+
+    @cached_property
+    def npartitions(self) -> int:
+        """Return the number of partitions."""
+        return int(self.operands[0].npartitions)
+
+    def _divisions(self) -> Any:
+        return self.operands[0]._divisions()
+
+    def _task(self, name: Key, index: int) -> Task:
+        inner, check, checked, known = self.operands
+        read: Any = read_of(inner)
+        at = inner._fusion_buckets[index] if isinstance(inner, FusedIO) else [read._partitions[index]]
+        files = dict.fromkeys(file for each in at for file in _files_at(read, each))
+        return Task(
+            name,
+            check,
+            inner._task(name, index),
+            checked,
+            [known[file] for file in files],
+            _data_producer=True,
+        )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from dask._expr import Expr
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
@@ -13,12 +12,7 @@ from dask.dataframe.dask_expr._repartition import Repartition
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FusedIO
 
-from dask_gpurt.dask_hooks.fused_reads import (
-    files_of_partitions,
-    fragments_of,
-    is_idle,
-    is_local,
-)
+from dask_gpurt.dask_hooks.fused_reads import is_idle
 from dask_gpurt.dask_hooks.partition_dependence import is_no_operation, is_on_rows, joins_columns
 
 __all__ = [
@@ -33,7 +27,6 @@ __all__ = [
     "keys_of_duplicates",
     "keys_of_groups",
     "origin_of",
-    "ranges_of",
     "rows_of_groups",
     "with_rows",
 ]
@@ -43,8 +36,6 @@ _IN_PARTS = frozenset(
     [_expr.Projection, _expr.RenameFrame, _expr.RenameSeries, _expr.ToFrame, _expr.ResetIndex, _expr.Filter]
     + [_expr.EQ, _expr.NE, _expr.GT, _expr.GE, _expr.LT, _expr.LE, _expr.And, _expr.Or]
 )
-#: The most files of a table whose footers are read, which takes about a millisecond each.
-MOST_FILES = 500
 
 # ---- where rows come from ---------------------------------------------------------------------------
 
@@ -74,54 +65,6 @@ def origin_of(expr: Any, column: Any) -> tuple[Any, Any] | None:
         elif not (kind in (_expr.Projection, _expr.Filter) or is_no_operation(expr) or is_idle(expr)):
             return None
         expr = expr.frame
-
-
-def ranges_of(read: Any, column: Any) -> Iterator[tuple[int, int] | None]:
-    """Yield the least and the largest value of a column of integers in each file of a read.
-
-    Each footer is read as it is needed. None, as the last one, says that a range is not known, that a file
-    has nulls or is not read as a whole, or that there are more than :data:`MOST_FILES`. Nothing is known in
-    object storage, where footers take long to read.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be read.
-    """
-    meta = read._meta[column] if read._meta.ndim == 2 else read._meta
-    is_integer = isinstance(meta.dtype, np.dtype) and meta.dtype.kind == "i"
-    files = files_of_partitions(read) if is_integer and is_local(read) else None
-    if files is None or len(set(files)) != len(files) or len(files) > MOST_FILES:
-        yield None
-        return
-    fragments = {fragment.path: fragment for fragment in fragments_of(read)}
-    for file in files:
-        found = _range(fragments[file].metadata, column) if file in fragments else None
-        if found is None:
-            yield None
-            return
-        if found:
-            yield found
-
-
-def _range(footer: Any, column: Any) -> tuple[int, int] | tuple[()] | None:
-    """Return the range of a column in a file; None if it is unknown, and nothing if there are no rows."""
-    low, high = [], []
-    for at in range(footer.num_row_groups):
-        group = footer.row_group(at)
-        chunks = [group.column(position) for position in range(group.num_columns)]
-        found = [each for each in chunks if each.path_in_schema == column]
-        if len(found) != 1 or found[0].physical_type not in ("INT32", "INT64"):
-            return None
-        facts = found[0].statistics
-        if group.num_rows:
-            if facts is None or not (facts.has_min_max and facts.has_null_count) or facts.null_count:
-                return None
-            if not (isinstance(facts.min, int) and isinstance(facts.max, int)):
-                return None
-            low.append(facts.min)
-            high.append(facts.max)
-    return (min(low), max(high)) if low else ()
 
 
 # ---- operations within partitions -------------------------------------------------------------------

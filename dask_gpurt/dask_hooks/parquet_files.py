@@ -11,12 +11,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dask._expr import Expr
+from dask.dataframe.dask_expr._expr import Literal
 from dask.dataframe.dask_expr.io import parquet
 from dask.tokenize import TokenizationError, tokenize
 from pyarrow.fs import FileInfo
 
 #: Operands in which an expression caches facts about files; its name follows from the files themselves.
 OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
+
+#: A property in which a read keeps the numbers of rows of its partitions, which it has read from footers.
+_LENGTHS = "_pq_length_stats"
 
 #: The key of facts about files under which the runtime notes the state of these files.
 _STATE = "gpurt-state"
@@ -54,6 +58,20 @@ def copy_of_facts(known: Mapping[str, Any]) -> dict[str, Any]:
             parquet.FragmentWrapper(wrapper.fragment, wrapper._filesystem) for wrapper in found["fragments"]
         ]
     return found
+
+
+def forget_lengths(expr: Expr) -> None:
+    """Have a read find the numbers of rows of its partitions again, as a new expression would."""
+    vars(expr).pop(_LENGTHS, None)
+
+
+def counts_rows(plan: Expr, expr: Expr) -> bool:
+    """Return whether a plan has numbers of rows, from footers, in place of a read of the expression."""
+    return _literals(plan) > _literals(expr)
+
+
+def _literals(expr: Expr) -> int:
+    return sum(isinstance(each, Literal) for each in expr.walk())
 
 
 def checksum_of_files(expr: Expr) -> str | None:

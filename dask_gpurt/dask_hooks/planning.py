@@ -34,7 +34,7 @@ from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr._repartition import RepartitionSize
 from dask.dataframe.dask_expr.io import parquet
-from dask.dataframe.dask_expr.io.io import FromMap
+from dask.dataframe.dask_expr.io.io import FromMap, FusedIO
 from dask.delayed import Delayed
 from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
 from dask.typing import Key
@@ -298,6 +298,8 @@ def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 
 def _made_of(expr: Expr) -> Iterator[Expr]:
+    if isinstance(expr, FusedIO):  # the read of single files is a part of it
+        return
     for operand in expr.operands:
         if isinstance(operand, Expr):
             yield operand

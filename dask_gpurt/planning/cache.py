@@ -7,7 +7,7 @@ There are four caches, each for a different computation that Dask repeats:
   properties;
 - *metadata* of operations, by the operation and the schemas of its inputs. The same projection of two
   expressions that differ only in a filter is computed once;
-- *plans*: the optimised form of an expression;
+- *plans*: the optimised form of an expression, as long as the files that it reads do not change;
 - *files*: facts about the Parquet files of a read, as long as the files do not change.
 
 The name of an expression depends on operations, parameters and the checksums of files, but not on settings.
@@ -22,15 +22,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import astuple
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import runs_locally
-from dask_gpurt.dask_hooks.fused_reads import LOWERED, lower
+from dask_gpurt.dask_hooks.fused_reads import LOWERED, local_files, lower
 from dask_gpurt.dask_hooks.parquet_files import (
     checksum_of_files,
     copy_of_facts,
+    counts_rows,
     files_read,
+    forget_lengths,
     known_of_files,
     note_state_of_files,
     state_of_a_file,
@@ -54,6 +56,7 @@ from dask_gpurt.dask_hooks.planning import (
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices
 from dask_gpurt.planning.files import FileStates, has_version, source_of
+from dask_gpurt.planning.footers import FilesSeen
 from dask_gpurt.planning.fusing import fuse
 from dask_gpurt.planning.kept import LOADED, Found, Generation, Kept
 from dask_gpurt.planning.local_groups import with_local_groups
@@ -63,9 +66,29 @@ from dask_gpurt.planning.packed import forget_plans, pack
 from dask_gpurt.planning.partitions import PartitionSizes, with_chosen_partitions
 from dask_gpurt.planning.schemas import schema_of
 from dask_gpurt.planning.store import Store
+from dask_gpurt.planning.table_facts import TableFacts
 
 #: The sizes of the caches. The 22 queries of TPC-H create 7,000 expressions.
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
+
+
+class Plan(NamedTuple):
+    """Hold the optimised form of an expression.
+
+    Attributes
+    ----------
+    expr
+        The optimised expression.
+    choices
+        The choices of shuffle methods that were made for it.
+    files
+        The files on file systems of this host that it reads, as they were before it was made. Dask plans by
+        their footers, too: the length of a table is a constant in the plan.
+    """
+
+    expr: Expr
+    choices: list[tuple[str, MethodChoice]]
+    files: FilesSeen
 
 
 class PlanningCache:
@@ -109,8 +132,7 @@ class PlanningCache:
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
         self._metadata: Kept[Any] = Kept("metadata", METADATA_LIMIT, store)
-        #: Plans, with the choices of shuffle methods made for them.
-        self._plans: Kept[tuple[Expr, list[tuple[str, MethodChoice]]]] = Kept("plans", PLANS_LIMIT, store)
+        self._plans: Kept[Plan] = Kept("plans", PLANS_LIMIT, store)
         self._files: Kept[tuple[FileStates, dict[str, Any]]] = Kept("files", FILES_LIMIT, store)
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
         self._tokens: LRU[str] = LRU(TOKENS_LIMIT)
@@ -194,6 +216,7 @@ class PlanningCache:
         name = name_of(expr)
         # Dask finds a cached expression by itself; the lookup here counts as a use for the LRU.
         if self._expressions.get(name) is not None:
+            forget_lengths(expr)  # Dask would make it anew, unless the user has kept it
             outcome = "reused"
         elif self._plain.note(expr):
             change_operands(expr, own)
@@ -229,19 +252,21 @@ class PlanningCache:
 
         key = (name_of(expr), way)
         found = self._plans.get(generation, key, content)
-        if found.value is None:
+        known = found.value
+        if known is None or not known.files.are_the_same():
+            files = FilesSeen.now(local_files(expr))  # before planning: they may change meanwhile
             with self._choices.recorded() as chosen:
                 plan = plan_anew()
             if fused and not local:  # it is sent to a scheduler as it is
                 plan = self._packed(plan)
-            self._keep(self._plans, generation, key, (plan, chosen), found)
+            if files.paths or not counts_rows(plan, expr):
+                self._keep(self._plans, generation, key, Plan(plan, chosen, files), found)
             self._metrics.add("planning.plans.{outcome}", 1, "computed")
             return plan
-        plan, chosen = found.value
         if found.how == LOADED:
-            self._choices.report_again(chosen)
+            self._choices.report_again(known.choices)
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
-        return plan
+        return known.expr
 
     def _packed(self, plan: Expr) -> Expr:
         try:
@@ -255,11 +280,12 @@ class PlanningCache:
     ) -> Expr:
         """Return a plan whose reads have as many partitions as their sizes call for, and local groups."""
         tuned = original(expr, "tuned-logical")
+        facts = TableFacts()
         try:
-            divided = with_chosen_partitions(tuned, sizes, self._count_reads)
-            return lower(
-                with_local_groups(divided, self._count_local) if sizes.local_groups else divided, stage
-            )
+            changed = with_chosen_partitions(tuned, sizes, self._count_reads, facts)
+            if sizes.local_groups:
+                changed = with_local_groups(changed, self._count_local, facts)
+            return lower(facts.checked(changed), stage)
         except Exception as error:  # expressions of Dask may raise anything
             found = lower(tuned, stage)  # raises too if it is the program that is wrong
             self._metrics.fallback(Fallback.PLANNING_AS_DASK, repr(error))

@@ -12,7 +12,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from dask_gpurt.dask_hooks.fused_reads import has_other_dtypes, is_idle
+from dask_gpurt.dask_hooks.fused_reads import is_idle
 from dask_gpurt.dask_hooks.local_groups import (
     are_alike,
     as_one_partition,
@@ -25,12 +25,12 @@ from dask_gpurt.dask_hooks.local_groups import (
     keys_of_duplicates,
     keys_of_groups,
     origin_of,
-    ranges_of,
     rows_of_groups,
     with_rows,
 )
 from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
+from dask_gpurt.planning.table_facts import TableFacts
 
 #: Counts operations by kind, `groups` or `duplicates`.
 Count = Callable[[str, int], None]
@@ -52,7 +52,9 @@ def are_apart(ranges: Iterable[tuple[int, int] | None]) -> bool:
     return True
 
 
-def with_local_groups(plan: Expr, count: Count = lambda what, number: None) -> Expr:
+def with_local_groups(
+    plan: Expr, count: Count = lambda what, number: None, facts: TableFacts | None = None
+) -> Expr:
     """Return a tuned plan that groups rows in the partitions in which they are read.
 
     Rows of which duplicates are dropped before that are deduplicated there, too. The groups of all partitions
@@ -66,11 +68,14 @@ def with_local_groups(plan: Expr, count: Count = lambda what, number: None) -> E
         The plan of a computation, whose result goes to the client.
     count
         Called with what is done locally, and how often.
+    facts
+        Tells the ranges of keys in files, and notes on which of them the plan relies.
     """
     bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
     if depends_on_partitions(bare):
         return plan
-    attempt = _Attempt()
+    facts = TableFacts() if facts is None else facts
+    attempt = _Attempt(facts)
     try:
         changed = attempt.change_most(bare)
         changes = attempt.changes
@@ -80,6 +85,8 @@ def with_local_groups(plan: Expr, count: Count = lambda what, number: None) -> E
         return plan
     except (KeyError, TypeError):  # Dask cannot follow a note of how rows are divided through a renaming
         return plan
+    for read, column in attempt.relied:
+        facts.rely(read, column)
     for what, number in changes.items():
         count(what, number)
     return changed
@@ -120,10 +127,14 @@ class _Attempt:
     ----------
     changes
         The number of expressions that the latest change has replaced, by kind.
+    relied
+        The columns of which no value is in two files, each as a read and the name of the column.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, facts: TableFacts) -> None:
         self.changes: dict[str, int] = {}
+        self.relied: list[tuple[Expr, object]] = []
+        self._facts = facts
         #: The groupbys that are left to Dask.
         self._excluded: set[int] = set()
         self._are_apart: dict[tuple[str, object], bool] = {}
@@ -213,7 +224,9 @@ class _Attempt:
             read, column = found
             known = (name_of(read), column)
             if known not in self._are_apart:
-                self._are_apart[known] = are_apart(ranges_of(read, column)) and not has_other_dtypes(read)
+                ranges = self._facts.ranges(read, column)
+                self._are_apart[known] = are_apart(ranges) and not self._facts.has_other_dtypes(read)
             if self._are_apart[known]:
+                self.relied.append((read, column))
                 return True
         return False

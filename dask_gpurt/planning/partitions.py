@@ -12,17 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from dask_gpurt.dask_hooks.fused_reads import (
-    Column,
-    ParquetRead,
-    columns_of,
-    has_other_dtypes,
-    is_idle,
-    parquet_reads,
-)
+from dask_gpurt.dask_hooks.fused_reads import ParquetRead, is_idle, parquet_reads
 from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
 from dask_gpurt.dask_hooks.partition_notes import relies_on_notes
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
+from dask_gpurt.planning.footers import Column
+from dask_gpurt.planning.table_facts import TableFacts
 
 #: Counts reads by outcome.
 Count = Callable[[str, int], None]
@@ -152,7 +147,10 @@ def bytes_in_memory(columns: Iterable[Column]) -> int:
 
 
 def with_chosen_partitions(
-    plan: Expr, sizes: PartitionSizes, count: Count = lambda how, number: None
+    plan: Expr,
+    sizes: PartitionSizes,
+    count: Count = lambda how, number: None,
+    facts: TableFacts | None = None,
 ) -> Expr:
     """Return a tuned plan whose reads have as many partitions as their sizes call for.
 
@@ -162,10 +160,13 @@ def with_chosen_partitions(
         The plan of a computation, whose result goes to the client.
     count
         Called with the outcome, ``"by-size"`` or ``"as-dask"``, and a number of reads.
+    facts
+        Tells what is in the files, and notes on what of that the plan relies.
     """
+    facts = TableFacts() if facts is None else facts
     bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
     found = parquet_reads(bare)
-    chosen = {} if not sizes.threads or depends_on_partitions(bare) else _chosen(found, sizes)
+    chosen = {} if not sizes.threads or depends_on_partitions(bare) else _chosen(found, sizes, facts)
 
     def change(expr: Expr) -> Expr:
         name = name_of(expr)
@@ -174,17 +175,25 @@ def with_chosen_partitions(
     changed = rebuild(bare, change) if chosen else plan
     if chosen and relies_on_notes(changed):
         changed, chosen = plan, {}
+    for name in chosen:
+        if not found[name].is_of_cudf:
+            facts.rely(found[name].read)
     count("by-size", len(chosen))
     count("as-dask", len(found) - len(chosen))
     return changed
 
 
-def _chosen(found: Mapping[str, ParquetRead], sizes: PartitionSizes) -> dict[str, int]:
-    """Return the number of partitions of each read for which it changes; none if a file has gone."""
+def _chosen(found: Mapping[str, ParquetRead], sizes: PartitionSizes, facts: TableFacts) -> dict[str, int]:
+    """Return the number of partitions of each read for which it changes; none if a file has gone.
+
+    A table of which a column is not known, by its name, is left to Dask.
+    """
     tables: dict[str, TableRead] = {}
     try:
         for name, read in found.items():
-            files, sample = columns_of(read.read)
+            if (known := facts.sample(read.read)) is None:
+                continue
+            files, sample = known
             mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)
             limits = sizes.of(read.blocksize)
             tables[name] = TableRead(int(files * mean), math.ceil(files), read.expr.npartitions, *limits)
@@ -192,7 +201,7 @@ def _chosen(found: Mapping[str, ParquetRead], sizes: PartitionSizes) -> dict[str
         return {
             name: number
             for name, number in chosen.items()
-            if found[name].is_of_cudf or not has_other_dtypes(found[name].read)
+            if found[name].is_of_cudf or not facts.has_other_dtypes(found[name].read)
         }
     except OSError:  # Dask finds out as it reads it
         return {}

@@ -11,12 +11,13 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client
+from distributed import Client, Event
 
 import dask_gpurt
 from dask_gpurt import api
 from dask_gpurt.planning import packed
-from tests.helpers.clusters import Library, cluster, counters, to_pandas
+from dask_gpurt.planning.table_facts import FilesChangedError
+from tests.helpers.clusters import Library, canonical, cluster, counters, to_pandas
 from tests.helpers.planned import tables
 
 PLANS = "planning.plans.reused"
@@ -220,3 +221,47 @@ def test_more_workers_have_queries_planned_anew(
     first, again = planned(), planned()
     monkeypatch.setattr("dask_gpurt.dask_hooks.computing.cluster_size", lambda client: (3, 7))
     assert (again, planned()) == (first, first + 1)
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_file_is_replaced_before_it_is_read(
+    client: Client, tmp_path: Path, filesystem: str, is_wrong: bool
+) -> None:
+    """A plan that relies on what was in a file fails, unless that is true of the new one."""
+    for name, parts in (("rows", [[1, 2], [5, 6], [7, 7], [8, 9]]), ("small", [range(12)])):
+        for at, keys in enumerate(parts):
+            table = pd.DataFrame({"key": keys, f"value of {name}": 1})
+            (tmp_path / name).mkdir(exist_ok=True)
+            table.to_parquet(tmp_path / name / f"part.{at}.parquet")
+    rows, small = (dd.read_parquet(tmp_path / name, filesystem=filesystem) for name in ("rows", "small"))
+    sums = rows.groupby("key").agg({"value of rows": "sum"}).reset_index()
+    joined = small.merge(sums, on="key")
+    assert len(rows) + len(small) == 20  # Dask has the workers read statistics of Arrow's files
+    before = counters(client).get("planning.local.groups", 0)
+    release = Event("gpurt-replaced", client)
+    threads = sum(client.nthreads().values())
+    blocking = [client.submit(_wait, "gpurt-replaced", at, pure=False, priority=1) for at in range(threads)]
+    computing = client.compute(joined)
+    new = pd.DataFrame({"key": [1, 5 if is_wrong else 2], "value of rows": [1, 5]})
+    new.to_parquet(tmp_path / "new.parquet")
+    (tmp_path / "new.parquet").replace(tmp_path / "rows" / "part.0.parquet")
+    release.set()
+    client.gather(blocking)
+    release.clear()
+    assert counters(client)["planning.local.groups"] == before + 1
+    if is_wrong:
+        with pytest.raises(FilesChangedError, match=r"part\.0\.parquet has been changed"):
+            computing.result()
+    else:
+        assert computing.result()["value of rows"].sum() == 12
+    del computing
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        expected = canonical(joined.compute(), index=False)
+    pd.testing.assert_frame_equal(canonical(joined.compute(), index=False), expected)
+    assert not expected["key"].duplicated().any()
+
+
+def _wait(name: str, at: int) -> int:
+    Event(name).wait()
+    return at

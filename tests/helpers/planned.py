@@ -20,6 +20,7 @@ from pyarrow.fs import LocalFileSystem
 from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices
 from dask_gpurt.planning import PlanningCache
+from dask_gpurt.planning.partitions import PartitionSizes
 from dask_gpurt.planning.store import Store
 
 #: Columns of :func:`tables`; every frame has all of them, in its own order.
@@ -29,19 +30,21 @@ COLUMNS = ("key", "small", "ratio", "name", "kind", "when", "count", "flag", "te
 class Planner:
     """Hold a planning cache that tests can switch on and off, and what it counts and tells."""
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: Metrics | None = None) -> None:
         self.usable = False
         self.fused = False
         self.store: Store | None = None
+        self.sizes: PartitionSizes | None = None
         self.choices: list[tuple[str, MethodChoice]] = []
         self.tell = Choices(lambda *choice: self.choices.append(choice))
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
         self.cache = PlanningCache(
             lambda: "client" if self.usable else None,
             self.metrics,
             lambda: self.fused,
             lambda: self.store,
             self.tell,
+            lambda: self.sizes,
         )
 
     def begin_again(self, path: Path) -> None:

@@ -19,11 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.dask_hooks.fused_reads import lower
-from dask_gpurt.dask_hooks.local_groups import ranges_of
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import PlanningCache
 from dask_gpurt.planning.local_groups import are_apart, with_local_groups
 from dask_gpurt.planning.partitions import PartitionSizes, with_chosen_partitions
+from dask_gpurt.planning.table_facts import TableFacts
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.planned import some_programs
 
@@ -72,7 +72,7 @@ def ranges_in(folder: Path | str, column: str = "key", **options: Any) -> Any:
     expr = dd.read_parquet(folder, **options).expr
     while expr.dependencies():
         (expr,) = expr.dependencies()
-    return list(ranges_of(expr, column))
+    return list(TableFacts().ranges(expr, column))
 
 
 def ranges_in_storage(parts: Sequence[Sequence[int]]) -> Any:
@@ -119,9 +119,9 @@ def test_no_range_is_known(tmp_path: Path, name: str) -> None:
     assert UNKNOWN[name](tmp_path / "table")[-1] is None
 
 
-def test_two_columns_of_one_path_have_no_range(tmp_path: Path) -> None:
-    table = pa.table({"a.b": keys([1, 2]), "a": [{"b": 1}, {"b": 2}]})
-    assert ranges_in(write(tmp_path / "table", [table]), "a.b") == [None]
+def test_columns_of_one_path_are_told_apart(tmp_path: Path) -> None:
+    table = pa.table({"a": [{"b": 3}, {"b": 4}], "a.b": keys([1, 2])})
+    assert ranges_in(write(tmp_path / "table", [table]), "a.b") == [(1, 2)]
 
 
 @pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])

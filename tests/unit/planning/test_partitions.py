@@ -19,9 +19,10 @@ from dask._expr import optimize_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.dask_hooks.fused_reads import Column, FewerPartitions, lower
+from dask_gpurt.dask_hooks.fused_reads import FewerPartitions, lower
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import PlanningCache
+from dask_gpurt.planning.footers import Column, Footer
 from dask_gpurt.planning.partitions import (
     MOST_FILES,
     PartitionSizes,
@@ -257,6 +258,13 @@ def test_results_do_not_depend_on_partitions(folder: Path, name: str, filesystem
         assert found == pytest.approx(expected)
     else:
         pd.testing.assert_frame_equal(canonical(found, index=index), canonical(expected, index=index))
+
+
+def test_tables_of_unknown_sizes_are_left_to_dask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Footer, "sizes_of", lambda footer, column: None)
+    assert (
+        changed(INDEPENDENT["join"](*(dd.read_parquet(folder / each) for each in ("large", "small")))) == []
+    )
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
