@@ -13,7 +13,8 @@ from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FusedIO
 
 from dask_gpurt.dask_hooks.fused_reads import is_idle
-from dask_gpurt.dask_hooks.partition_dependence import is_no_operation, is_on_rows, joins_columns
+from dask_gpurt.dask_hooks.operations import is_no_operation, is_on_rows
+from dask_gpurt.dask_hooks.partition_dependence import joins_columns
 
 __all__ = [
     "are_alike",

@@ -18,7 +18,8 @@ from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._merge import Merge
 
 from dask_gpurt.dask_hooks.fused_reads import is_idle
-from dask_gpurt.dask_hooks.partition_dependence import is_no_operation, joins_columns
+from dask_gpurt.dask_hooks.operations import is_no_operation
+from dask_gpurt.dask_hooks.partition_dependence import joins_columns
 
 __all__ = ["divided_by", "relies_on_notes"]
 

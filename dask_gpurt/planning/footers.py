@@ -153,6 +153,11 @@ class Footer:
             return False
         return not any(leaf.is_array and _is_exact(leaf.type) and self._has_nulls(leaf) for leaf in leaves)
 
+    def has_nulls(self, column: Any) -> bool:
+        """Return whether a column has nulls, or may have."""
+        leaves = (self._leaves or {}).get(column)
+        return leaves is None or any(leaf.is_nested or self._has_nulls(leaf) for leaf in leaves)
+
     def range_of(self, column: Any) -> Range | None:
         """Return the range of a column of integers without nulls; None if it is another, or unknown."""
         leaf, *others = (self._leaves or {}).get(column, (None,))

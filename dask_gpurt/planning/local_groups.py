@@ -30,6 +30,7 @@ from dask_gpurt.dask_hooks.local_groups import (
 )
 from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
+from dask_gpurt.planning.partitions import independence_of
 from dask_gpurt.planning.table_facts import TableFacts
 
 #: Counts operations by kind, `groups` or `duplicates`.
@@ -78,15 +79,19 @@ def with_local_groups(
     attempt = _Attempt(facts)
     try:
         changed = attempt.change_most(bare)
-        changes = attempt.changes
-        if not changes or depends_on_partitions(attempt.change(bare, by_dask=True)):
+        if not (changes := attempt.changes):
+            return plan
+        known = [independence_of(each, facts) for each in (bare, attempt.change(bare, by_dask=True))]
+        if None in known:
             return plan
     except OSError:  # a file has gone, which Dask finds out as it reads it
         return plan
     except (KeyError, TypeError):  # Dask cannot follow a note of how rows are divided through a renaming
         return plan
+    for each in filter(None, known):
+        facts.rely_on_dtypes(each)
     for read, column in attempt.relied:
-        facts.rely(read, column)
+        facts.rely_on_keys(read, column)
     for what, number in changes.items():
         count(what, number)
     return changed
@@ -225,7 +230,7 @@ class _Attempt:
             known = (name_of(read), column)
             if known not in self._are_apart:
                 ranges = self._facts.ranges(read, column)
-                self._are_apart[known] = are_apart(ranges) and not self._facts.has_other_dtypes(read)
+                self._are_apart[known] = are_apart(ranges) and self._facts.are_alike(read)
             if self._are_apart[known]:
                 self.relied.append((read, column))
                 return True

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from dask_gpurt.dask_hooks.fused_reads import ParquetRead, is_idle, parquet_reads
+from dask_gpurt.dask_hooks.operations import Columns
 from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
 from dask_gpurt.dask_hooks.partition_notes import relies_on_notes
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 from dask_gpurt.planning.footers import Column
-from dask_gpurt.planning.table_facts import TableFacts
+from dask_gpurt.planning.table_facts import Independence, TableFacts
 
 #: Counts reads by outcome.
 Count = Callable[[str, int], None]
@@ -166,7 +167,7 @@ def with_chosen_partitions(
     facts = TableFacts() if facts is None else facts
     bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
     found = parquet_reads(bare)
-    chosen = {} if not sizes.threads or depends_on_partitions(bare) else _chosen(found, sizes, facts)
+    chosen = {} if not sizes.threads or depends_on_partitions(bare) else _chosen(bare, found, sizes, facts)
 
     def change(expr: Expr) -> Expr:
         name = name_of(expr)
@@ -175,15 +176,14 @@ def with_chosen_partitions(
     changed = rebuild(bare, change) if chosen else plan
     if chosen and relies_on_notes(changed):
         changed, chosen = plan, {}
-    for name in chosen:
-        if not found[name].is_of_cudf:
-            facts.rely(found[name].read)
     count("by-size", len(chosen))
     count("as-dask", len(found) - len(chosen))
     return changed
 
 
-def _chosen(found: Mapping[str, ParquetRead], sizes: PartitionSizes, facts: TableFacts) -> dict[str, int]:
+def _chosen(
+    plan: Expr, found: Mapping[str, ParquetRead], sizes: PartitionSizes, facts: TableFacts
+) -> dict[str, int]:
     """Return the number of partitions of each read for which it changes; none if a file has gone.
 
     A table of which a column is not known, by its name, is left to Dask.
@@ -191,17 +191,44 @@ def _chosen(found: Mapping[str, ParquetRead], sizes: PartitionSizes, facts: Tabl
     tables: dict[str, TableRead] = {}
     try:
         for name, read in found.items():
-            if (known := facts.sample(read.read)) is None:
+            if (found_sizes := facts.sample(read.read)) is None:
                 continue
-            files, sample = known
+            files, sample = found_sizes
             mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)
             limits = sizes.of(read.blocksize)
             tables[name] = TableRead(int(files * mean), math.ceil(files), read.expr.npartitions, *limits)
         chosen = choose_partitions(tables, workers=sizes.workers, threads=sizes.threads)
-        return {
-            name: number
-            for name, number in chosen.items()
-            if found[name].is_of_cudf or not facts.has_other_dtypes(found[name].read)
-        }
+        if chosen and (known := independence_of(plan, facts)) is not None:
+            facts.rely_on_dtypes(known)
+            return chosen
+        return {}
     except OSError:  # Dask finds out as it reads it
         return {}
+
+
+def independence_of(plan: Expr, facts: TableFacts) -> Independence | None:
+    """Return on what of its tables a plan relies so that its result does not depend on partitions.
+
+    Parameters
+    ----------
+    plan
+        A tuned plan.
+    facts
+        Tells which dtypes of the tables vary.
+
+    Returns
+    -------
+    Independence
+        None if the result may depend on partitions.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read.
+    """
+    if (tables := facts.columns(plan)) is None:
+        return None
+    with_any_nulls = {name: Columns(columns.varying) for name, columns in tables.items()}
+    if not depends_on_partitions(plan, with_any_nulls):
+        return Independence(plan, without_nulls=False)
+    return None if depends_on_partitions(plan, tables) else Independence(plan, without_nulls=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks.fused_reads import (
     CheckedRead,
@@ -25,6 +25,7 @@ from dask_gpurt.dask_hooks.fused_reads import (
     read_of,
     share_of_files,
 )
+from dask_gpurt.dask_hooks.operations import Columns, is_of_pandas
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 from dask_gpurt.planning.footers import Column, ColumnType, FileState, Footer, Range, footer_of, state_of
 
@@ -47,7 +48,9 @@ class Assumption:
     types
         Their types; None for one that the files do not have.
     exact
-        Those that may have another dtype in pandas where there are nulls.
+        Those that would have another dtype in pandas if there were nulls.
+    full
+        Those that must have no nulls.
     keys
         The columns whose values must be in the range that they had in this file.
     """
@@ -55,6 +58,7 @@ class Assumption:
     columns: tuple[Hashable, ...]
     types: tuple[ColumnType | None, ...]
     exact: tuple[Hashable, ...]
+    full: tuple[Hashable, ...] = ()
     keys: tuple[Hashable, ...] = ()
 
     def is_true_of(self, footer: Footer, ranges: tuple[Range, ...]) -> bool:
@@ -62,6 +66,7 @@ class Assumption:
         return (
             types_in(footer, self.columns) == self.types
             and all(map(footer.has_one_dtype, self.exact))
+            and not any(map(footer.has_nulls, self.full))
             and all(map(_is_within, map(footer.range_of, self.keys), ranges))
         )
 
@@ -106,6 +111,35 @@ def _is_within(found: Range | None, assumed: Range) -> bool:
     return assumed[0] <= found[0] and found[1] <= assumed[1]
 
 
+def _local_reads(plan: Expr) -> Iterator[Any]:
+    reads = (read for read in map(read_of, plan.walk()) if read is not None)
+    return (read for read in reads if is_local(read))
+
+
+class Independence(NamedTuple):
+    """Hold on what of its tables a plan relies so that its result does not depend on partitions.
+
+    Attributes
+    ----------
+    plan
+        The plan, which relies on the dtypes of all of its tables.
+    without_nulls
+        Whether it also relies on columns of times and strings that have no nulls.
+    """
+
+    plan: Expr
+    without_nulls: bool
+
+
+@dataclass
+class _Relied:
+    """Hold on what of a table a plan relies: that columns have no nulls, and the ranges of keys."""
+
+    read: Any
+    without_nulls: bool = False
+    keys: set[Hashable] = field(default_factory=set)
+
+
 @dataclass
 class TableFacts:
     """Tell facts about the tables of a plan, from one look at each file, and what the plan relies on.
@@ -114,8 +148,8 @@ class TableFacts:
     """
 
     _footers: dict[str, Footer] = field(default_factory=dict)
-    #: By the name of a read: the read, and the keys by which its rows are grouped in their partitions.
-    _relied: dict[str, tuple[Any, set[Hashable]]] = field(default_factory=dict)
+    #: What is relied on of a read, by its name.
+    _relied: dict[str, _Relied] = field(default_factory=dict)
 
     def sample(self, read: Any) -> tuple[float, list[list[Column]]] | None:
         """Return the number of files that are read, and the needed columns of up to three of them.
@@ -131,20 +165,38 @@ class TableFacts:
             sizes.append([each for column in columns for each in column or ()])
         return len(files) * share_of_files(read), sizes
 
-    def has_other_dtypes(self, read: Any) -> bool:
-        """Return whether columns of a file in pandas may have other dtypes if it is read with others.
+    def columns(self, plan: Expr) -> dict[str, Columns] | None:
+        """Return what is known of the columns of each local read in a plan; None if files are not alike.
 
-        Integers with nulls are floats there, of which some large ones are not exact, and booleans are
-        objects. This reads all footers.
+        In pandas a column of integers or booleans has another dtype beside files with nulls: integers are
+        floats then, of which some large ones are not exact. In cudf any column may have nulls. With pandas
+        this reads all footers.
         """
-        columns, exact = needed_columns(read), exact_columns(read)
-        types = set()
-        for path in files_of(read):
-            footer = self._footer(path)
-            types.add(types_in(footer, columns))
-            if len(types) > 1 or not all(map(footer.has_one_dtype, exact)):
-                return True
-        return False
+        found: dict[str, Columns] = {}
+        for read in _local_reads(plan):
+            if name_of(read) in found:
+                continue
+            if is_of_pandas(read):
+                if not self.are_alike(read) or (known := self._columns_of(read)) is None:
+                    return None
+                found[name_of(read)] = known
+            else:
+                found[name_of(read)] = Columns(frozenset(), frozenset(read.columns))
+        return found
+
+    def are_alike(self, read: Any) -> bool:
+        """Return whether columns have the same types in all files of a read. This reads all footers."""
+        columns = needed_columns(read)
+        return len({types_in(self._footer(path), columns) for path in files_of(read)}) <= 1
+
+    def _columns_of(self, read: Any) -> Columns | None:
+        footers = [self._footer(path) for path in files_of(read)]
+        exact = exact_columns(read)
+        varying = {name for name in exact if not all(each.has_one_dtype(name) for each in footers)}
+        if varying - set(read.columns):  # of the index
+            return None
+        nulls = {name for name in read.columns if any(each.has_nulls(name) for each in footers)}
+        return Columns(frozenset(varying), frozenset(read.columns) - nulls)
 
     def ranges(self, read: Any, column: Hashable) -> Iterator[tuple[int, int] | None]:
         """Yield the least and the largest value of a column of integers in each file of a read.
@@ -165,10 +217,18 @@ class TableFacts:
             if found:
                 yield found
 
-    def rely(self, read: Any, *keys: Hashable) -> None:
+    def rely_on_dtypes(self, known: Independence) -> None:
+        """Note that a plan relies on the dtypes of its tables of pandas that are the same in all files."""
+        for read in _local_reads(known.plan):
+            if is_of_pandas(read):
+                self._relied_on(read).without_nulls |= known.without_nulls
+
+    def rely_on_keys(self, read: Any, *keys: Hashable) -> None:
         """Note that the plan relies on the dtypes of a table, and on the ranges of keys in its files."""
-        _, known = self._relied.setdefault(name_of(read), (read, set()))
-        known.update(keys)
+        self._relied_on(read).keys.update(keys)
+
+    def _relied_on(self, read: Any) -> _Relied:
+        return self._relied.setdefault(name_of(read), _Relied(read))
 
     def checked(self, plan: Expr) -> Expr:
         """Return a plan whose tasks check what it relies on."""
@@ -177,19 +237,24 @@ class TableFacts:
             read = read_of(expr)
             if read is None or name_of(read) not in self._relied:
                 return expr
-            return self._checked(expr, *self._relied[name_of(read)])
+            return self._checked(expr, self._relied[name_of(read)])
 
         return rebuild(plan, change) if self._relied else plan
 
-    def _checked(self, expr: Expr, read: Any, keys: set[Hashable]) -> Expr:
+    def _checked(self, expr: Expr, relied: _Relied) -> Expr:
+        read, keys = relied.read, tuple(sorted(relied.keys, key=str))
         columns, files = needed_columns(read), files_of(read)
-        ordered = tuple(sorted(keys, key=str))
-        types = types_in(self._footer(files[0]), columns) if files else ()
-        assumed = Assumption(columns, types, exact_columns(read), ordered)
-        known = {}
-        for path in files:
-            footer = self._footer(path)
-            known[path] = path, footer.state, tuple(footer.range_of(key) or () for key in ordered)
+        footers = {path: self._footer(path) for path in files}
+        types = types_in(footers[files[0]], columns) if files else ()
+        exact = [
+            name for name in exact_columns(read) if all(each.has_one_dtype(name) for each in footers.values())
+        ]
+        full = [name for name in columns if not any(each.has_nulls(name) for each in footers.values())]
+        assumed = Assumption(columns, types, tuple(exact), tuple(full) if relied.without_nulls else (), keys)
+        known = {
+            path: (path, footer.state, tuple(footer.range_of(key) or () for key in keys))
+            for path, footer in footers.items()
+        }
         return CheckedRead(expr, checked, assumed, known)  # type: ignore[no-untyped-call]
 
     def _footer(self, path: str) -> Footer:
