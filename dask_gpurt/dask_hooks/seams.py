@@ -72,7 +72,8 @@ WORKER_SHUFFLES = SeamGroup(
             "distributed.shuffle._shuffle:_get_worker_for_range_sharding",
             "npartitions output_partition workers",
         ),
-        Seam("distributed.shuffle._merge:merge_transfer", "input id input_partition"),
+        Seam("distributed.shuffle._shuffle:shuffle_transfer", "input id input_partition"),
+        Seam("distributed.shuffle._shuffle:shuffle_unpack", "id output_partition barrier_run_id"),
         Seam(
             "distributed.shuffle._merge:merge_unpack",
             "shuffle_id_left shuffle_id_right output_partition barrier_left barrier_right how left_on "

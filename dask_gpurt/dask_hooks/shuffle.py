@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from distributed import Reschedule
+from distributed.shuffle import _shuffle
 from distributed.shuffle._core import (
     P2PBarrierTask,
     SchedulerShuffleState,
@@ -18,7 +20,6 @@ from distributed.shuffle._core import (
 )
 from distributed.shuffle._exceptions import P2PConsistencyError, P2POutOfDiskError, ShuffleClosedError
 from distributed.shuffle._limiter import ResourceLimiter
-from distributed.shuffle._merge import merge_transfer
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from distributed.shuffle._shuffle import _get_worker_for_range_sharding as worker_for_range_sharding
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -43,9 +44,9 @@ __all__ = [
     "active_runs",
     "barrier_key",
     "end_run",
+    "errors_of_data",
     "id_from_key",
     "keep_barriers_in_bags",
-    "merge_transfer",
     "name_workers",
     "output_of",
     "replace_on_extension",
@@ -56,6 +57,8 @@ __all__ = [
     "run_barrier",
     "runs_of",
     "set_restriction",
+    "shuffle_unpack",
+    "transfer",
     "worker_for_range_sharding",
 ]
 
@@ -214,6 +217,42 @@ async def run_barrier(shuffle_id: ShuffleId, *run_ids: int) -> int:
     except Exception as error:
         raise RuntimeError(f"P2P {shuffle_id} failed during barrier phase") from error
     return run_id
+
+
+#: Marks an exception that what was done to rows has raised, and not the protocol.
+_OF_DATA = "_gpurt_of_data"
+
+
+@contextmanager
+def errors_of_data() -> Iterator[None]:
+    """Have :func:`transfer` and :func:`shuffle_unpack` raise what the body raises as it is."""
+    try:
+        yield
+    except MemoryError:  # is retried with fewer rows
+        raise
+    except Exception as error:
+        setattr(error, _OF_DATA, True)
+        raise
+
+
+def transfer(data: Any, shuffle_id: ShuffleId, partition: int) -> Any:
+    """Transfer an input partition to a run. Called by a task, on its worker."""
+    return _keeping_types(_shuffle.shuffle_transfer, data, shuffle_id, partition)
+
+
+def shuffle_unpack(shuffle_id: ShuffleId, partition: int, run_id: int) -> Any:
+    """Return an output partition of a run. Called by a task, on its worker; has the name of Dask's."""
+    return _keeping_types(_shuffle.shuffle_unpack, shuffle_id, partition, run_id)
+
+
+def _keeping_types(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of Dask, which raises RuntimeErrors only; raise the errors of data as they were."""
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        if (cause := error.__cause__) is None or not hasattr(cause, _OF_DATA):
+            raise
+    raise cause  # with its own causes only
 
 
 def output_of(shuffle_id: ShuffleId, run_id: int, partition: int) -> Any:

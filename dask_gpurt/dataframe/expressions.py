@@ -31,7 +31,13 @@ from dask_gpurt.dask_hooks.expr import (
 )
 from dask_gpurt.dask_hooks.graph import Task, TaskRef
 from dask_gpurt.dask_hooks.planning import set_metadata
-from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, merge_transfer, run_barrier
+from dask_gpurt.dask_hooks.shuffle import (
+    DataFrameShuffleSpec,
+    P2PBarrierTask,
+    run_barrier,
+    shuffle_unpack,
+    transfer,
+)
 from dask_gpurt.frames import Hashed, Ranged, column_names
 from dask_gpurt.frames.join_keys import Keys, all_keys, distinct_keys
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
@@ -53,6 +59,7 @@ class GpurtShuffle(P2PShuffle):
     _defaults = {**defaults(P2PShuffle), OWN_COMPUTATION: None}
     #: Otherwise Dask takes the length of the input, which need not be a frame.
     _is_length_preserving = False
+    _any_columns = False
 
     @functools.cached_property
     def _meta(self) -> Any:
@@ -84,17 +91,29 @@ class GpurtShuffle(P2PShuffle):
         order_by = targets.by if isinstance(targets, RangeTargets) and not in_order else None
         layer: dict[Any, Any] = super()._layer()  # type: ignore[no-untyped-call]
         layer = _with_our_spec(
-            layer, ignore_index=self._drops_index, order_by=order_by, computation=self.computation
+            layer,
+            ignore_index=self._drops_index,
+            order_by=order_by,
+            computation=self.computation,
+            any_columns=self._any_columns,
         )
-        if targets is not None:
-            for task in [task for task in layer.values() if task.func.__name__ == "_shuffle_transfer"]:
+        ours = {"_shuffle_transfer": transfer, "shuffle_unpack": shuffle_unpack}
+        for task in [task for task in layer.values() if task.func.__name__ in ours]:
+            function: Any = ours[task.func.__name__]
+            moved = layer[task.key] = Task(task.key, function, *task.args)
+            if targets is not None and function is transfer:
                 (producer,) = task.dependencies
-                layer[task.key] = Task.fuse(task_of(self.frame, producer, producer[1]), task, key=task.key)
+                layer[task.key] = Task.fuse(task_of(self.frame, producer, producer[1]), moved, key=task.key)
         return layer
 
 
 class GpurtTaskShuffle(GpurtShuffle):
-    """Shuffle in place of ``tasks``, for which Dask's meta does not have an ignored index."""
+    """Shuffle in place of ``tasks``, for which Dask's meta does not have an ignored index.
+
+    As with ``tasks``, an input may have other columns than the meta.
+    """
+
+    _any_columns = True
 
     @property
     def _drops_index(self) -> bool:
@@ -216,9 +235,9 @@ def _hash_join_transfer(
         assign = partial(_by_columns, names, name, npartitions, known)
         hashed = Hashed(frame, tuple(names) if set(names) <= columns else None, frame, known, assign)
     else:
-        transfer = create_assign_index_merge_transfer()
-        return transfer(frame, by, name, npartitions, id, input_partition, by_index)
-    return merge_transfer(hashed, id, input_partition)
+        of_dask = create_assign_index_merge_transfer()
+        return of_dask(frame, by, name, npartitions, id, input_partition, by_index)
+    return transfer(hashed, id, input_partition)
 
 
 def _by_index(by: Any, name: str, npartitions: int, like: Any, rows: Any) -> Any:
@@ -259,13 +278,18 @@ def _meta_of_keys(side: Any, by: Any, by_index: bool) -> bytes:
 class GpurtHashJoin(HashJoinP2P):
     """Shuffle both sides of a join through the runtime, and join in the unpack tasks."""
 
-    _parameters = [*parameters(HashJoinP2P), "filtered_by", OWN_COMPUTATION]
-    _defaults = {**defaults(HashJoinP2P), "filtered_by": None, OWN_COMPUTATION: None}
+    _parameters = [*parameters(HashJoinP2P), "filtered_by", "any_columns", OWN_COMPUTATION]
+    _defaults = {**defaults(HashJoinP2P), "filtered_by": None, "any_columns": False, OWN_COMPUTATION: None}
 
     def _layer(self) -> dict[Any, Any]:
         whole = _WholeHashJoin(*self.operands)
         set_metadata(whole, meta(self))
-        layer = _with_our_spec(layer_of(whole), ignore_index=self._numbers_rows, computation=self.computation)
+        layer = _with_our_spec(
+            layer_of(whole),
+            ignore_index=self._numbers_rows,
+            computation=self.computation,
+            any_columns=self.any_columns,
+        )
         sides, likes = {name_of(side): side for side in (self.left, self.right)}, dict[str, bytes]()
         for task in [task for task in layer.values() if task.key[0].startswith("hash-join-transfer")]:
             partition, by, by_index = task.args[0].key, task.args[1], task.args[6]

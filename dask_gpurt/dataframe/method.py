@@ -229,7 +229,8 @@ class Lowering:
         if type(lowered) is not HashJoinP2P:
             return _as_we_join(lowered)
         self._on_choice(name_of(expr), choice)
-        return GpurtHashJoin(*lowered.operands, filtering_side(expr) if config.filters_joins() else None)
+        filtered_by = filtering_side(expr) if config.filters_joins() else None
+        return GpurtHashJoin(*lowered.operands, filtered_by, expr.shuffle_method == TASKS)
 
     def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:
         """Return the choice for an expression; None if the runtime is off, and for ``p2p``."""

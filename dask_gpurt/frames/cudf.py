@@ -313,7 +313,7 @@ def _hashing(
 
 def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
     """Return the key columns if Dask just hashes them with libcudf; else None."""
-    if hashed.by is None:
+    if not hashed.by:
         return None
     columns = [hashed.keys[name]._column for name in hashed.by]
     expected = [hashed.like[name]._column for name in hashed.by]

@@ -172,7 +172,7 @@ def _in_ranges(ranged: Ranged, dtype: np.dtype[Any]) -> np.ndarray | None:
 
 def _hashable(hashed: Hashed) -> list[np.ndarray] | None:
     """Return the key columns if Dask just hashes numbers; else None."""
-    if hashed.by is None:
+    if not hashed.by:  # the index, or distinct rows of a frame without columns
         return None
     # One by one, as pandas takes ten times as long to select a list of columns. Labels may be duplicated.
     keys = [hashed.keys[name] for name in hashed.by]

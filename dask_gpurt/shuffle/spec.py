@@ -21,6 +21,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     DataFrameShuffleSpec,
     SchedulerShuffleState,
     ShuffleWorkerPlugin,
+    errors_of_data,
     worker_for_range_sharding,
 )
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
@@ -199,6 +200,9 @@ class ShuffleSpec(RunSpec):
         The kind of device that a worker needs to assemble outputs.
     is_open
         Whether categories are unknown in ``meta``, so that outputs without rows have those of an input.
+    any_columns
+        Whether inputs may lack columns, which are missing values in outputs with rows of others, or have
+        more, which are left out.
     """
 
     column: str
@@ -211,6 +215,7 @@ class ShuffleSpec(RunSpec):
     computation: str | None = None
     device: str = "host"
     is_open: bool = False
+    any_columns: bool = False
 
     @classmethod
     def of(
@@ -220,6 +225,7 @@ class ShuffleSpec(RunSpec):
         ignore_index: bool = False,
         order_by: Any = None,
         computation: str | None = None,
+        any_columns: bool = False,
     ) -> ShuffleSpec:
         """Convert a spec of Dask's p2p shuffle."""
         wanted = range(spec.parts_out) if isinstance(spec.parts_out, int) else spec.parts_out
@@ -238,6 +244,7 @@ class ShuffleSpec(RunSpec):
             computation=computation,
             device=device_kind(spec.meta) or "host",
             is_open=has_unknown_categories(spec.meta),
+            any_columns=any_columns,
         )
 
     @property
@@ -259,7 +266,10 @@ class ShuffleSpec(RunSpec):
             plain = self._in_order(frame.frame, [c for c in self.columns if c != self.column], source)
             if plain is frame.frame:
                 return frame
-            return replace(frame, frame=plain, assign=lambda rows: frame.assign(rows)[list(self.columns)])
+            whole = list(self.columns)
+            return replace(
+                frame, frame=plain, assign=lambda rows: self._in_order(frame.assign(rows), whole, source)
+            )
         return self._in_order(frame, list(self.columns), source)
 
     def _in_order(self, frame: Any, columns: list[Any], source: int) -> Any:
@@ -268,12 +278,12 @@ class ShuffleSpec(RunSpec):
             return frame
         missing = sorted(map(str, set(expected) - set(names)))
         extra = sorted(map(str, set(names) - set(expected)))
-        if missing or extra:
+        if (missing or extra) and not self.any_columns:
             raise ValueError(
                 f"input partition {source} of shuffle {self.id} does not have the columns of its collection: "
                 f"missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
             )
-        return frame[columns]
+        return frame[[name for name, known in zip(columns, expected, strict=True) if known in {*names}]]
 
     def assembler(self, tables: FrameBackends) -> FrameAssembler:
         return FrameAssembler(self, tables, pickle.loads(self.meta))
@@ -317,14 +327,15 @@ class FrameInput:
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Piece | None]:
         spec = self.spec
-        return self.packer.split(
-            self.frame,
-            spec.column,
-            groups,
-            spec.npartitions,
-            drop_column=spec.drop_column,
-            ignore_index=spec.ignore_index,
-        )
+        with errors_of_data():
+            return self.packer.split(
+                self.frame,
+                spec.column,
+                groups,
+                spec.npartitions,
+                drop_column=spec.drop_column,
+                ignore_index=spec.ignore_index,
+            )
 
     def halves(self) -> Sequence[FrameInput]:
         return [replace(self, frame=half) for half in halves(self.frame)]
@@ -333,7 +344,8 @@ class FrameInput:
         spec, frame = self.spec, self.frame
         if not spec.is_open:
             return None
-        rows = frame.between(0, 0).assigned() if isinstance(frame, Routed) else frame.iloc[:0]
+        with errors_of_data():
+            rows = frame.between(0, 0).assigned() if isinstance(frame, Routed) else frame.iloc[:0]
         if spec.drop_column:
             rows = rows.drop(columns=spec.column)
         return pickle.dumps(rows.reset_index(drop=True) if spec.ignore_index else rows)
@@ -358,7 +370,10 @@ class FrameAssembler:
         spec, table = self.spec, self.tables.table(self.meta)
         if not parts and empty is not None:
             return pickle.loads(empty), table
-        frame = table.assemble(parts, self.meta, ignore_index=spec.ignore_index, order_by=spec.order_by)
+        with errors_of_data():
+            frame = table.assemble(parts, self.meta, ignore_index=spec.ignore_index, order_by=spec.order_by)
+            if spec.any_columns and column_names(frame) != column_names(self.meta):
+                frame = frame[[name for name in column_names(self.meta) if name in column_names(frame)]]
         return frame, table
 
 
