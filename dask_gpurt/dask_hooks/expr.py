@@ -20,6 +20,7 @@ from dask.dataframe.dask_expr._expr import (
     RenameFrame,
     ResetIndex,
 )
+from dask.dataframe.dask_expr._groupby import GroupByApply
 from dask.dataframe.dask_expr._merge import (
     BlockwiseMerge,
     BroadcastJoin,
@@ -50,6 +51,7 @@ __all__ = [
     "BroadcastJoin",
     "Filter",
     "Fused",
+    "GroupByApply",
     "HashJoinP2P",
     "Merge",
     "P2PShuffle",
@@ -65,7 +67,6 @@ __all__ = [
     "create_assign_index_merge_transfer",
     "default_shuffle_method",
     "defaults",
-    "is_aligned",
     "layer_of",
     "meta",
     "name_of",
@@ -115,11 +116,6 @@ def task_of(expr: Any, key: Any, index: int) -> Any:
     return expr._task(key, index)
 
 
-def is_aligned(merge: Any, side: Any, on: Any) -> bool:
-    """Return whether a side of a join is partitioned by its keys already."""
-    return bool(merge._on_condition_already_partitioned(side, on))
-
-
 # ---- replacing the lowering ------------------------------------------------------------------------
 
 
@@ -131,6 +127,8 @@ def replace_lowering(
     reduction: Replacement,
     merge: Replacement,
     is_broadcast_join: Replacement,
+    is_aligned: Replacement,
+    needs_shuffle: Replacement,
     graph: Replacement,
 ) -> None:
     """Replace the lowering of shuffles, sorts, shuffling reductions and joins, and the graphs of expressions.
@@ -144,6 +142,10 @@ def replace_lowering(
         Replace ``_lower`` of ``Shuffle``, ``SortValues``, ``ShuffleReduce`` and ``Merge``.
     is_broadcast_join
         Replaces the property of ``Merge``.
+    is_aligned
+        Replaces ``_on_condition_already_partitioned`` of ``Merge``; called with a side and its keys too.
+    needs_shuffle
+        Replaces ``need_to_shuffle`` of reductions by groups, and of functions that are applied to groups.
     graph
         Replaces ``__dask_graph__`` of all expressions.
 
@@ -159,8 +161,12 @@ def replace_lowering(
             _seam("ShuffleReduce._lower"): _instead(reduction),
             _seam("Merge._lower"): _instead(merge),
             _seam("Merge.is_broadcast_join"): _instead(is_broadcast_join),
+            _seam("Merge._on_condition_already_partitioned"): _instead(is_aligned),
+            _seam("ApplyConcatApply.need_to_shuffle"): _instead(needs_shuffle),
+            _seam("GroupByApply.need_to_shuffle"): _instead(needs_shuffle),
             _seam("Expr.__dask_graph__"): _instead(graph),
-        }
+        },
+        cached=False,
     )
 
 

@@ -205,14 +205,20 @@ class PatchSet:
         """
         self.replace_all({seam: wrap}, on)
 
-    def replace_all(self, wraps: Mapping[Seam, Wrap], on: Any = None) -> None:
-        """Replace several attributes as :meth:`replace` does, or none of them if any differs."""
+    def replace_all(self, wraps: Mapping[Seam, Wrap], on: Any = None, *, cached: bool = True) -> None:
+        """Replace several attributes as :meth:`replace` does, or none of them if any differs.
+
+        Parameters
+        ----------
+        cached
+            See :meth:`put`.
+        """
         if found := [difference for seam in wraps if (difference := seam.difference(on)) is not None]:
             raise UnsupportedError("; ".join(found))
         for seam, wrap in wraps.items():
-            self.put(seam.owner() if on is None else on, seam.attribute, wrap)
+            self.put(seam.owner() if on is None else on, seam.attribute, wrap, cached=cached)
 
-    def put(self, owner: Any, name: str, wrap: Wrap) -> None:
+    def put(self, owner: Any, name: str, wrap: Wrap, *, cached: bool = True) -> None:
         """Replace an attribute without comparing it with the known one.
 
         Parameters
@@ -223,10 +229,15 @@ class PatchSet:
             A method, static method, function, read-only ``property`` or ``cached_property`` of the owner.
         wrap
             Takes the original and returns its replacement.
+        cached
+            Whether a ``cached_property`` stays one. If not, it becomes a property, which also takes no notice
+            of what instances have cached: for replacements that can be switched on and off.
         """
         patch = _Patch(_Attribute(owner, name), self._layer)
-        if isinstance(patch.before, cached_property):
-            installed: Any = cached_property(patch.function(patch.before.func, wrap))
+        if isinstance(patch.before, cached_property) and not cached:
+            installed: Any = _Property(patch.function(patch.before.func, wrap))
+        elif isinstance(patch.before, cached_property):
+            installed = cached_property(patch.function(patch.before.func, wrap))
             installed.__set_name__(owner, name)
         elif isinstance(patch.before, property) and patch.before.fget is not None:
             installed = _Property(patch.function(patch.before.fget, wrap))

@@ -19,6 +19,7 @@ from dask_gpurt.dask_hooks.expr import (
     HashJoinP2P,
     P2PShuffle,
     Projection,
+    RearrangeByColumn,
     SetPartitionsPreSetIndex,
     convert_to_list,
     create_assign_index_merge_transfer,
@@ -40,6 +41,7 @@ from dask_gpurt.dask_hooks.shuffle import (
 )
 from dask_gpurt.frames import Hashed, Ranged, column_names
 from dask_gpurt.frames.join_keys import Keys, all_keys, distinct_keys
+from dask_gpurt.frames.key_values import partitions_by_value
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.joins import LEFT, matching_rows, merge_aligned, merge_frames, merge_unpack
@@ -195,6 +197,29 @@ class RangeTargets(Blockwise):
             return rows.assign(**{name: targets})
 
         return Ranged(frame, by, divisions, assign)
+
+
+class RearrangeByValues(RearrangeByColumn):
+    """Shuffle by the values of keys: those that are equal meet, also if they are of another dtype."""
+
+    #: Read by :func:`dask_gpurt.dask_hooks.partition_notes.hashes_values`.
+    hashes_values = True
+
+    def _lower(self) -> Any:
+        lowered: Any = super()._lower()  # type: ignore[no-untyped-call]
+        (assigned,) = lowered.find_operations(AssignPartitioningIndex)
+        return lowered.substitute(assigned, AssignByValues(*assigned.operands))
+
+
+class AssignByValues(AssignPartitioningIndex):
+    """Add the column of output partitions, by the values of keys."""
+
+    hashes_values = True
+
+    @staticmethod
+    def operation(frame: Any, by: Any, name: str, npartitions: int, meta: Any, index_shuffle: bool) -> Any:
+        keys = frame.index.to_frame() if index_shuffle else frame[by]
+        return frame.assign(**{name: partitions_by_value(keys, npartitions)})
 
 
 #: The column that stands for the index among the keys of a join.

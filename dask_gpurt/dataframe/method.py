@@ -29,6 +29,7 @@ from dask_gpurt.dask_hooks.expr import (
     AssignPartitioningIndex,
     BlockwiseMerge,
     BroadcastJoin,
+    GroupByApply,
     HashJoinP2P,
     Merge,
     Projection,
@@ -39,7 +40,6 @@ from dask_gpurt.dask_hooks.expr import (
     SetPartitionsPreSetIndex,
     Shuffle,
     default_shuffle_method,
-    is_aligned,
     meta,
     name_of,
     parameters,
@@ -48,6 +48,7 @@ from dask_gpurt.dask_hooks.expr import (
 )
 from dask_gpurt.dask_hooks.expression_threads import share_expressions
 from dask_gpurt.dask_hooks.graph import convert_legacy_graph
+from dask_gpurt.dask_hooks.partition_notes import are_together, groups_need_shuffle, hash_alike, is_aligned
 from dask_gpurt.dask_hooks.planning import keys_of
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dataframe.expressions import (
@@ -60,6 +61,7 @@ from dask_gpurt.dataframe.expressions import (
     GpurtTaskShuffle,
     HashTargets,
     RangeTargets,
+    RearrangeByValues,
 )
 from dask_gpurt.dataframe.join_filters import filtering_side
 from dask_gpurt.dataframe.takeover import DISTRIBUTED, METHOD, TASKS, choose_method
@@ -67,7 +69,7 @@ from dask_gpurt.frames import library
 from dask_gpurt.observe import MethodChoice
 from dask_gpurt.planning.fusing import needed_tasks
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.shuffle.joins import SEMI
+from dask_gpurt.shuffle.joins import LEFT, SEMI
 
 #: Called with the name of an expression and the choice for it, each time that it is lowered.
 OnChoice = Callable[[str, MethodChoice], None]
@@ -89,16 +91,21 @@ def register_shuffle_method(is_usable: Callable[[], bool], on_choice: OnChoice) 
     on_choice
         Called for each choice of a method for a shuffle or join while the runtime is usable.
     """
-    if _name:
-        return
-    lowering = Lowering(is_usable, on_choice)
+    if not _name:
+        lower_with(Lowering(is_usable, on_choice), _name)
+
+
+def lower_with(lowering: Lowering, patches: PatchSet) -> None:
+    """Have expressions lowered by a :class:`Lowering`."""
     replace_lowering(
-        _name,
+        patches,
         shuffle=lowering.shuffle,
         sort=lowering.sort,
         reduction=lowering.reduction,
         merge=lowering.merge,
-        is_broadcast_join=_is_broadcast_join,
+        is_broadcast_join=lowering.is_broadcast_join,
+        is_aligned=lowering.is_aligned,
+        needs_shuffle=lowering.needs_shuffle,
         graph=_graph,
     )
 
@@ -215,22 +222,49 @@ class Lowering:
         if type(expr) is not Merge:
             return original(expr)
         choice = self._choose(expr.shuffle_method, expr.left, expr.right)
+        if self._is_usable() and not hash_alike(expr):
+            lowered = _with_hashed_values(
+                original(expr.substitute_parameters({"shuffle_method": TASKS})), expr
+            )
+            return _as_we_join(lowered, is_ours=choice is not None and choice.taken)
         if choice in FOR_TASKS:
             return original(expr.substitute_parameters({"shuffle_method": TASKS}))
         if choice is None or not choice.taken:
             return original(_as_dask_knows(expr, "shuffle_method"))
         for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
             if is_aligned(expr, side, on):  # at most the other side is shuffled
-                aligned = original(expr)
-                if type(aligned) is BlockwiseMerge:
-                    return GpurtBlockwiseMerge(*aligned.operands)
-                return _as_we_join(aligned)
+                return _as_we_join(original(expr), is_ours=True)
         lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
         if type(lowered) is not HashJoinP2P:
             return _as_we_join(lowered)
         self._on_choice(name_of(expr), choice)
         filtered_by = filtering_side(expr) if config.filters_joins() else None
         return GpurtHashJoin(*lowered.operands, filtered_by, expr.shuffle_method == TASKS)
+
+    def is_broadcast_join(self, original: Callable[[Any], bool], expr: Any) -> bool:
+        """Return whether a join sends one side to all partitions of the other, as decided by Dask.
+
+        Not if rows of that side are kept, which would repeat: Dask forgets semi joins. Nor where Dask divides
+        the other side by a hash that differs from that of the keys it meets.
+        """
+        if "shuffle_method" in parameters(type(expr)) and _names_ours(expr.shuffle_method):
+            expr = expr.substitute_parameters({"shuffle_method": "p2p"})
+        if self._is_usable() and type(expr) is Merge:
+            if expr.how == SEMI and expr.broadcast_side == LEFT:
+                return False
+            if expr.how != "inner" and not hash_alike(expr):
+                return False
+        return original(expr)
+
+    def is_aligned(self, original: Callable[[Any, Any, Any], bool], expr: Any, side: Any, on: Any) -> bool:
+        """Return whether a side of a join is partitioned by its keys already."""
+        return is_aligned(expr, side, on) if self._is_usable() else original(expr, side, on)
+
+    def needs_shuffle(self, original: Callable[[Any], bool], expr: Any) -> bool:
+        """Return whether groups are not yet together in partitions; Dask's note of it may be false."""
+        if not self._is_usable() or expr.frame.npartitions == 1:
+            return original(expr)
+        return groups_need_shuffle(expr) if isinstance(expr, GroupByApply) else not are_together(expr)
 
     def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:
         """Return the choice for an expression; None if the runtime is off, and for ``p2p``."""
@@ -291,22 +325,35 @@ def _graph(original: Callable[[Any], dict[Key, Any]], expr: Any) -> dict[Key, An
     return needed_tasks(convert_legacy_graph(graph), flatten(keys_of(expr)))
 
 
-def _is_broadcast_join(original: Callable[[Any], bool], expr: Any) -> bool:
-    if "shuffle_method" in parameters(type(expr)) and _names_ours(expr.shuffle_method):
-        expr = expr.substitute_parameters({"shuffle_method": "p2p"})
-    return original(expr)
-
-
 def _names_ours(asked: str | None) -> bool:
     """Return whether the method of an expression, or the default if it has none, is ours."""
     return (asked or default_shuffle_method()) == METHOD
 
 
-def _as_we_join(lowered: Any) -> Any:
-    """Replace a semi join without a shuffle by ours; return any other expression unchanged."""
+def _as_we_join(lowered: Any, *, is_ours: bool = False) -> Any:
+    """Replace a join of aligned partitions, or a semi join, by ours; return any other expression unchanged.
+
+    Parameters
+    ----------
+    is_ours
+        Whether a side may be the output of a shuffle through the runtime.
+    """
+    if is_ours and type(lowered) is BlockwiseMerge:
+        return GpurtBlockwiseMerge(*lowered.operands)
     kinds: dict[type, Any] = {BlockwiseMerge: GpurtSemiMerge, BroadcastJoin: GpurtBroadcastSemiJoin}
     kind = kinds.get(type(lowered))
     return kind(*lowered.operands) if kind is not None and lowered.how == SEMI else lowered
+
+
+def _with_hashed_values(lowered: Any, join: Any) -> Any:
+    """Divide those sides of a lowered join that are shuffled by the values of its keys."""
+    sides = {name: getattr(lowered, name) for name in ("left", "right")}
+    shuffles = {
+        name: RearrangeByValues(*side.substitute_parameters({"method": join.shuffle_method}).operands)
+        for name, side in sides.items()
+        if type(side) is RearrangeByColumn and side is not getattr(join, name)
+    }
+    return lowered.substitute_parameters(shuffles)
 
 
 def _as_dask_knows(expr: Any, parameter: str) -> Any:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from dask_gpurt.dask_hooks.fused_reads import ParquetRead, is_idle, parquet_reads
 from dask_gpurt.dask_hooks.operations import Columns
 from dask_gpurt.dask_hooks.partition_dependence import depends_on_partitions
-from dask_gpurt.dask_hooks.partition_notes import relies_on_notes
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 from dask_gpurt.planning.footers import Column
 from dask_gpurt.planning.table_facts import Independence, TableFacts
@@ -174,8 +173,6 @@ def with_chosen_partitions(
         return found[name].with_partitions(chosen[name]) if name in chosen else expr
 
     changed = rebuild(bare, change) if chosen else plan
-    if chosen and relies_on_notes(changed):
-        changed, chosen = plan, {}
     count("by-size", len(chosen))
     count("as-dask", len(found) - len(chosen))
     return changed

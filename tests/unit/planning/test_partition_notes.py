@@ -1,4 +1,4 @@
-"""Rely only on those of Dask's notes of how rows are divided that are known to be true."""
+"""Know by which columns rows are divided, and claim it only if it is true."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask._expr import optimize_until
+from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.dask_hooks.fused_reads import lower
-from dask_gpurt.dask_hooks.partition_notes import divided_by, relies_on_notes
+from dask_gpurt.dask_hooks.partition_notes import divisions
 from dask_gpurt.planning.partitions import PartitionSizes, with_chosen_partitions
 from tests.helpers.clusters import Library, to_pandas
 from tests.helpers.planned import some_programs
@@ -89,7 +90,7 @@ PROGRAMS: dict[str, tuple[Program, list[set[str]]]] = {
     "a key that is left out": (lambda left, right: joined(left, right)[["left"]], []),
     "a key with a suffix": (
         lambda left, right: joined(left, right, on=None, left_on="key", right_on="right"),
-        [{"right"}],
+        [{"key_l"}, {"right"}],
     ),
     "a name that was another column's": (
         lambda left, right: joined(
@@ -101,23 +102,38 @@ PROGRAMS: dict[str, tuple[Program, list[set[str]]]] = {
         )[["key_l", "right"]],
         [{"right"}],
     ),
-    "rows without a match": (lambda left, right: joined(left, right, how="left"), []),
-    "real numbers": (lambda left, right: joined(left, right, on="real"), []),
+    "rows without a match": (
+        lambda left, right: joined(
+            left[["left"]], right, on=None, left_on="left", right_on="right", how="left"
+        ),
+        [{"left"}],
+    ),
+    "all rows": (
+        lambda left, right: joined(
+            left[["left"]], right, on=None, left_on="left", right_on="right", how="outer"
+        ),
+        [],
+    ),
+    "real numbers": (lambda left, right: joined(left, right, on="real"), [{"real"}]),
     "keys of two dtypes": (
         lambda left, right: joined(left, right, on=None, left_on="key", right_on="short"),
-        [],
+        [{"key_l"}, {"short_r"}],
     ),
     "a single partition": (lambda left, right: joined(left, right.repartition(npartitions=1)), []),
     "groups": (
         lambda left, right: joined(left, right).groupby("key").left.sum(split_out=True).reset_index(),
-        [],
+        [{"key"}],
     ),
     "a function of the user": (lambda left, right: joined(left, right).map_partitions(lambda part: part), []),
 }
 
 
+def divided_by(tuned: Any) -> set[frozenset[str]]:
+    return {frozenset(each.columns) for each in divisions(tuned)}
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_rows_are_divided_by_the_keys_of_an_inner_join(read: Callable[[str], Any], name: str) -> None:
+def test_rows_are_divided_by_keys(read: Callable[[str], Any], name: str) -> None:
     build, columns = PROGRAMS[name]
     tuned = optimize_until(build(read("left"), read("right")).expr, "tuned-logical")
     assert divided_by(tuned) == {frozenset(each) for each in columns}
@@ -136,14 +152,19 @@ def test_a_groupby_by_the_key_of_a_join_is_planned_by_size(folder: Path) -> None
         .groupby(["key", "more_l"])
         .agg({"left": "sum"}, split_out=True)
     )
-    result = groups.reset_index().left.max()
+    result = groups.reset_index().left.sum()
     tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
     counted: dict[str, int] = {}
     plan = with_chosen_partitions(tuned, PartitionSizes(1, 2, 1 << 30, 0), counted.__setitem__)
-    assert not relies_on_notes(plan)
     assert counted == {"by-size": 1, "as-dask": 1}  # Dask reads the other one in as few partitions
     (key,) = (lowered := lower(plan, "simplified-physical")).__dask_keys__()
     assert dask.get(lowered.__dask_graph__(), key) == result.compute()
+
+
+def hashes(keys: pd.DataFrame, npartitions: int) -> Any:
+    """Return the partitions to which Dask would shuffle rows with these keys."""
+    columns = list(keys.columns)
+    return AssignPartitioningIndex.operation(keys, columns, "to", npartitions, keys.iloc[:0], False)["to"]
 
 
 steps = st.lists(
@@ -178,7 +199,7 @@ def named(frame: Any) -> Any:
 
 
 @some_programs(80)
-@given(one=sides, other=sides, how=st.sampled_from(["inner", "inner", "left", "right"]), after=steps)
+@given(one=sides, other=sides, how=st.sampled_from(["inner", "left", "right", "outer"]), after=steps)
 def test_no_two_partitions_have_values_in_common(
     read: Callable[[str], Any], one: Any, other: Any, how: str, after: Any
 ) -> None:
@@ -189,9 +210,11 @@ def test_no_two_partitions_have_values_in_common(
         return
     result = frames[0].merge(frames[1], left_on=left_on, right_on=right_on, how=how, suffixes=("", "_r"))
     tuned = optimize_until(changed(result, after).expr, "tuned-logical")
-    claims = divided_by(tuned)
+    claims = divisions(tuned)
     lowered = lower(tuned, "simplified-physical")
     parts = [to_pandas(part) for part in dask.get(lowered.__dask_graph__(), lowered.__dask_keys__())]
-    for columns in claims:
-        found = [set(part[sorted(columns)].itertuples(index=False, name=None)) for part in parts]
+    for columns, hashed in claims:
+        found = [set(part[[*columns]].itertuples(index=False, name=None)) for part in parts]
         assert len(set().union(*found)) == sum(map(len, found)), columns
+        for number, part in enumerate(parts if hashed else ()):
+            assert set(hashes(part[[*columns]], len(parts))) <= {number}

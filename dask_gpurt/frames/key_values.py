@@ -1,0 +1,167 @@
+"""Divide rows by the values of their keys: keys that are equal go together, whatever their dtypes.
+
+Dask hashes numbers as float64, and all else as it is stored, so that equal keys of two tables have different
+hashes where one has dates in nanoseconds and the other in microseconds, or Booleans of Arrow and of numpy,
+and a join of these loses rows. Here the hash depends on the value alone: of numbers as float64, of times and
+durations in nanoseconds, of text by its characters, and all that are missing are alike.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-defined]
+
+from dask_gpurt.frames.registry import library
+
+#: Nanoseconds in the units of times. Larger products wrap around, in the same way for equal times.
+_NANOSECONDS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+#: The hash of what is missing.
+_MISSING = np.uint64(0xFFFFFFFFFFFFFFFF)
+#: What ``infer_dtype`` finds in columns of text.
+_TEXT = ("string", "empty")
+
+
+def partitions_by_value(keys: Any, npartitions: int) -> Any:
+    """Return the output partition of each row.
+
+    Parameters
+    ----------
+    keys
+        A frame of pandas or cudf with the keys.
+    """
+    if library(keys) == "cudf":
+        return _hashable_in_cudf(keys).hash_values() % npartitions
+    hashes = [_hashes(keys.iloc[:, at]) for at in range(keys.shape[1])]
+    return (combine_hash_arrays(iter(hashes), len(hashes)) % np.uint64(npartitions)).astype(np.int64)
+
+
+def _hashes(values: pd.Series[Any]) -> np.ndarray:
+    """Return the hash of each value."""
+    dtype = values.dtype
+    if isinstance(dtype, pd.CategoricalDtype):
+        known = _hashes(pd.Series(dtype.categories))
+        return np.append(known, _MISSING)[values.cat.codes.to_numpy()]  # -1 is missing
+    missing = values.isna().to_numpy()
+    hashes = _hashes_of_known(values, missing)
+    hashes[missing] = _MISSING
+    return hashes
+
+
+def _hashes_of_known(values: pd.Series[Any], missing: np.ndarray) -> np.ndarray:
+    """Return the hash of each value that is not missing, and any for the others."""
+    dtype: Any = values.dtype
+    if dtype.kind == "c":
+        return _of_floats(values.to_numpy().real)
+    if pd.api.types.is_bool_dtype(dtype) or pd.api.types.is_numeric_dtype(dtype):
+        return _of_floats(values.to_numpy(np.float64, na_value=np.nan))
+    if (unit := _unit(dtype)) is not None:
+        return _of_integers(_integers(values), unit)
+    if isinstance(dtype, pd.IntervalDtype):
+        return _hashes(pd.Series(values.array.left))
+    if isinstance(dtype, pd.StringDtype) or str(dtype) in ("string[pyarrow]", "large_string[pyarrow]"):
+        return _of_text(values.to_numpy(object))
+    return _of_objects(values.to_numpy(object), missing)
+
+
+def _of_floats(numbers: np.ndarray) -> np.ndarray:
+    return np.array(pd.util.hash_array(numbers + 0.0))
+
+
+def _of_integers(numbers: np.ndarray, unit: str) -> np.ndarray:
+    """Return the hashes of times or durations, given in a unit."""
+    with np.errstate(over="ignore"):
+        return np.array(pd.util.hash_array(numbers * np.int64(_NANOSECONDS[unit])))
+
+
+def _of_text(values: np.ndarray) -> np.ndarray:
+    return np.array(pd.util.hash_array(values))
+
+
+def _unit(dtype: Any) -> str | None:
+    """Return the unit of times, dates or durations; None for other dtypes."""
+    if isinstance(dtype, pd.ArrowDtype):
+        kind = dtype.pyarrow_dtype
+        if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+            return str(kind.unit)
+        return "D" if pa.types.is_date32(kind) else "ms" if pa.types.is_date64(kind) else None
+    if isinstance(dtype, pd.DatetimeTZDtype):
+        return str(dtype.unit)
+    return np.datetime_data(dtype)[0] if isinstance(dtype, np.dtype) and dtype.kind in "mM" else None
+
+
+def _integers(values: pd.Series[Any]) -> np.ndarray:
+    """Return times, dates or durations as integers of their unit."""
+    if not isinstance(values.dtype, pd.ArrowDtype):
+        return np.asarray(values.array.asi8)
+    stored = pa.array(values.array)
+    narrow = stored.cast(pa.int32()) if pa.types.is_date32(stored.type) else stored
+    return np.asarray(narrow.cast(pa.int64()).fill_null(0))
+
+
+def _of_objects(values: np.ndarray, missing: np.ndarray) -> np.ndarray:
+    """Return the hashes of Python objects, each by its own type."""
+    if pd.api.types.infer_dtype(values, skipna=True) in _TEXT:
+        return _of_text(values)
+    hashes, places = np.zeros(len(values), np.uint64), defaultdict[type, list[int]](list)
+    for at in np.flatnonzero(~missing).tolist():
+        places[type(values[at])].append(at)
+    for kind, found in places.items():
+        hashes[found] = _hash_of_kind(kind)(values[found])
+    return hashes
+
+
+def _hash_of_kind(kind: type) -> Callable[[np.ndarray], np.ndarray]:
+    """Return the function that hashes objects of a type."""
+    if issubclass(kind, (datetime.date, np.datetime64)):
+        return partial(_of_times, pd.Timestamp)
+    if issubclass(kind, (datetime.timedelta, np.timedelta64)):
+        return partial(_of_times, pd.Timedelta)
+    if issubclass(kind, pd.Interval):
+        return _of_intervals
+    return _of_number_objects if issubclass(kind, (Number, np.bool_)) else _of_others
+
+
+def _of_number_objects(values: np.ndarray) -> np.ndarray:
+    return _of_floats(np.array([float(value.real) for value in values]))
+
+
+def _of_times(kind: Callable[[Any], Any], values: np.ndarray) -> np.ndarray:
+    """Return the hashes of objects that pandas converts to a kind of times."""
+    return np.concatenate([_of_time(kind(value).asm8) for value in values])
+
+
+def _of_time(value: Any) -> np.ndarray:
+    return _of_integers(value.astype(np.int64).reshape(1), np.datetime_data(value.dtype)[0])
+
+
+def _of_intervals(values: np.ndarray) -> np.ndarray:
+    return _hashes(pd.Series([value.left for value in values]))
+
+
+def _of_others(values: np.ndarray) -> np.ndarray:
+    return _of_text(np.array([str(value) for value in values], object))
+
+
+def _hashable_in_cudf(keys: Any) -> Any:
+    """Return keys of cudf, of dtypes by which equal values have equal hashes."""
+    return type(keys)({at: _comparable_in_cudf(keys.iloc[:, at]) for at in range(keys.shape[1])})
+
+
+def _comparable_in_cudf(values: Any) -> Any:
+    if str(values.dtype) == "category":
+        values = values.astype(values.cat.categories.dtype)
+    if isinstance(values.dtype, pd.DatetimeTZDtype):
+        values = values.dt.tz_convert(None)
+    if (unit := _unit(values.dtype)) is not None:
+        return values.astype("int64") * _NANOSECONDS[unit]
+    is_text = str(values.dtype) in ("object", "str", "string")
+    return values if is_text else values.astype("float64") + 0.0

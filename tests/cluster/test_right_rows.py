@@ -1,0 +1,109 @@
+"""Give right rows, and errors as they are, where shuffles of Dask do otherwise, under each of its methods."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client
+
+from tests.helpers.clusters import cluster
+
+NUMBERS, DAYS = np.arange(60), pd.date_range("2026-01-01", periods=60)
+LEFT = pd.DataFrame({"k": NUMBERS % 7, "day": DAYS.as_unit("ns"), "x": NUMBERS})
+RIGHT = pd.DataFrame({"k": NUMBERS % 5, "day": DAYS.as_unit("us"), "y": NUMBERS})
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    with cluster() as client:
+        yield client
+
+
+@pytest.fixture(params=["default", "taken over", "not taken over", "p2p"])
+def _method(request: pytest.FixtureRequest, client: Client) -> Any:
+    method = {"default": None, "p2p": "p2p"}.get(request.param, "tasks")
+    takeover = request.param != "not taken over"
+    with dask.config.set({"dataframe.shuffle.method": method, "gpurt.takeover": takeover}):
+        yield
+
+
+def table(frame: pd.DataFrame, partitions: int) -> Any:
+    return dd.from_pandas(frame, npartitions=partitions, sort=False)
+
+
+@pytest.mark.usefixtures("_method")
+def test_a_semi_join_repeats_no_rows() -> None:
+    joined = table(LEFT, 1).merge(table(RIGHT, 20), on="k", how="leftsemi").compute()
+    assert sorted(joined.x) == [x for x in NUMBERS if x % 7 < 5]
+
+
+@pytest.mark.usefixtures("_method")
+@pytest.mark.parametrize("how", ["inner", "left", "outer"])
+def test_times_in_other_units_meet(how: str) -> None:
+    joined = table(LEFT, 4).merge(table(RIGHT, 3), on="day", how=how).compute()
+    assert len(joined) == joined.x.count() == joined.y.count() == 60
+    assert (joined.x == joined.y).all()
+
+
+@pytest.mark.usefixtures("_method")
+def test_groups_by_a_name_that_suffixes_gave_to_another_column() -> None:
+    left, right = (
+        LEFT[["k", "x"]].rename(columns={"k": "key"}),
+        RIGHT[["k", "y"]].rename(columns={"y": "key"}),
+    )
+    joined = table(left, 4).merge(table(right, 3), left_on="key", right_on="k", suffixes=("_l", ""))
+    groups = joined.groupby("key").x.sum(split_out=True).compute()
+    pandas = left.merge(right, left_on="key", right_on="k", suffixes=("_l", "")).groupby("key").x.sum()
+    pd.testing.assert_series_equal(groups.sort_index(), pandas)
+
+
+@pytest.mark.usefixtures("_method")
+def test_frames_without_columns() -> None:
+    assert len(table(LEFT, 4)[[]].drop_duplicates(split_out=True).compute()) == len(LEFT)
+
+
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize("operation", ["shuffle", "merge", "set_index", "groupby", "sort_values"])
+@pytest.mark.parametrize("has", ["more", "less"])
+def test_partitions_with_other_columns_are_shuffled_as_by_tasks(operation: str, has: str) -> None:
+    def part(number: int) -> pd.DataFrame:
+        whole = LEFT[["k", "x"]].iloc[number * 15 : number * 15 + 15].assign(v=number)
+        if number != 2:
+            return whole
+        return whole.drop(columns="v") if has == "less" else whole.assign(more=1)
+
+    programs: dict[str, Any] = {
+        "shuffle": lambda frame: frame.shuffle("k"),
+        "merge": lambda frame: frame.merge(table(RIGHT[["k", "y"]], 4), on="k"),
+        "set_index": lambda frame: frame.set_index("x", divisions=[0, 20, 40, 59]),
+        "groupby": lambda frame: frame.groupby("k").apply(len, meta=("rows", "int64")),
+        "sort_values": lambda frame: frame.sort_values("x"),
+    }
+    results = []
+    for takeover in (True, False):
+        with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": takeover}):
+            frame = dd.from_map(part, range(4), meta=LEFT[["k", "x"]].iloc[:0].assign(v=1))
+            found = programs[operation](frame).compute().reset_index()
+            results.append(found.sort_values([*found.columns]).reset_index(drop=True))
+    pd.testing.assert_frame_equal(*results)
+
+
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize("takeover", [True, False])
+def test_an_error_of_rows_keeps_its_type(takeover: bool) -> None:
+    """Dask compares keys with divisions as each partition is transferred."""
+    frame = dd.from_map(
+        lambda number: LEFT.assign(x="text")[["x", "k"]], range(3), meta=LEFT[["x", "k"]].iloc[:0]
+    )
+    with (
+        dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": takeover}),
+        pytest.raises(TypeError) as caught,
+    ):
+        frame.set_index("x", divisions=[0, 20, 40, 59]).compute()
+    assert "P2P" not in str(caught.value)
+    assert caught.tb is not None
