@@ -1,7 +1,8 @@
 """Let several threads of one process create and read Dask's expressions.
 
-With a ``LocalCluster`` the scheduler is a thread of its client's process, and both use the same expressions.
-Dask has a race and, before Python 3.12, a deadlock there.
+With a ``LocalCluster(processes=False)`` the scheduler is a thread of its client's process, and both use the
+same expressions. The threads of a worker do so too if tasks plan dataframes. Dask has a race and, before
+Python 3.12, a deadlock there.
 
 Dask keeps one instance of equal expressions, by name, in a dictionary of weak references. Its lookup checks
 for the name and then reads it::
@@ -19,6 +20,10 @@ Before Python 3.12 ``functools.cached_property`` has one lock for all instances 
     the event loop receives the graph, and reads the ``divisions`` of its expressions
     ->  it waits for the lock, and the main thread waits for the event loop
 
+    a task on a worker reads the ``divisions`` of a sort: it takes the lock, and has a cluster compute them
+    all other threads of the worker run tasks that read the ``divisions`` of any sort, and wait for the lock
+    ->  nothing is left to compute what the first one waits for
+
 Python 3.12 has removed the lock: two threads that read a property at the same time both compute it, and one
 of the two equal values is kept.
 """
@@ -26,6 +31,7 @@ of the two equal values is kept.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -39,28 +45,43 @@ from dask_gpurt.dask_hooks.patch import PatchSet
 MAX_LOOKUPS = 3
 
 
-def share_expressions(patches: PatchSet) -> None:
-    """Create expressions without Dask's race, and read their cached properties without Python's lock.
+class _Sharing:
+    """Replace both for as long as anyone in this process wants it, once for all of them. Thread-safe."""
 
-    Parameters
-    ----------
-    patches
-        Restores both.
-    """
-    patches.put(SingletonExpr, "__new__", _looked_up_again)
-    if sys.version_info < (3, 12):
-        patches.put(cached_property, "__get__", _without_lock)
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._patches = PatchSet()
+
+    def begin(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._patches.put(SingletonExpr, "__new__", _looked_up_again)
+                if sys.version_info < (3, 12):
+                    self._patches.put(cached_property, "__get__", _without_lock)
+
+    def end(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._patches.restore()
+
+
+_sharing = _Sharing()
 
 
 @contextmanager
 def sharing_expressions() -> Iterator[None]:
-    """Share expressions during the body, whether the runtime is on or off."""
-    patches = PatchSet()
+    """Create expressions without Dask's race, and read their properties without Python's lock, in the body.
+
+    Everything in this process that needs it enters: the client, its scheduler and workers may share it.
+    """
+    _sharing.begin()
     try:
-        share_expressions(patches)
         yield
     finally:
-        patches.restore()
+        _sharing.end()
 
 
 def _looked_up_again(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,12 +7,13 @@ There are two sets of patches. Each handles only shuffles that go through the ru
   was built while the runtime was on may name it, and is computed with Dask's default method once the runtime
   is off;
 - the *default* of dask-expr, which is "gpurt" between :func:`choose` and :func:`leave`. Dask's configuration
-  stays unchanged, since ``dask.bag`` reads the same key and does not know "gpurt". In that time, expressions
-  also do not use the lock by which Dask can deadlock on Python 3.11.
+  stays unchanged, since ``dask.bag`` reads the same key and does not know "gpurt". In that time, threads
+  share expressions without the lock by which Dask can deadlock on Python 3.11.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,7 @@ from dask_gpurt.dask_hooks.expr import (
     replace_default_method,
     replace_lowering,
 )
-from dask_gpurt.dask_hooks.expression_threads import share_expressions
+from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.graph import convert_legacy_graph
 from dask_gpurt.dask_hooks.partition_notes import are_together, groups_need_shuffle, hash_alike, is_aligned
 from dask_gpurt.dask_hooks.planning import keys_of
@@ -75,6 +76,7 @@ from dask_gpurt.shuffle.joins import LEFT, SEMI
 OnChoice = Callable[[str, MethodChoice], None]
 
 _name, _default = PatchSet(), PatchSet()
+_sharing = contextlib.ExitStack()
 #: Choices for ``tasks``: p2p, which is Dask's default where there is a client, fails too.
 FOR_TASKS = (MethodChoice.COLUMN_LEVELS, MethodChoice.COLUMN_TAKEN)
 #: Set once the runtime has been on in this process.
@@ -133,12 +135,13 @@ def choose(is_usable: Callable[[], bool]) -> None:
         return method if is_ours() else original(method)
 
     replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
-    share_expressions(_default)
+    _sharing.enter_context(sharing_expressions())
 
 
 def leave() -> None:
     """Restore the default method of dask-expr."""
     _default.restore()
+    _sharing.close()
 
 
 class Lowering:

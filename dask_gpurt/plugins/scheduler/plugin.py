@@ -18,6 +18,7 @@ from distributed.protocol.pickle import dumps
 from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt import config, dask_hooks
+from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.http import serve
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
@@ -128,6 +129,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self._undo.callback(self._end)
         try:
             dask_hooks.require()
+            self._undo.enter_context(sharing_expressions())
             self._prepare(config.load_over(self.given))
             self._show()
             self.places.install()

@@ -23,6 +23,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing, put_results
@@ -177,6 +178,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     async def _switch_on(self, worker: WorkerServer, settings: config.Settings, reply: JoinReply) -> None:
         undo = self._undo
+        undo.enter_context(sharing_expressions())  # tasks may plan dataframes
         self.metrics = Metrics()
         if reason := os.environ.get(ALONE_VARIABLE):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+import threading
 from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,21 +13,12 @@ import pandas as pd
 import pytest
 from dask._expr import Expr, SingletonExpr
 
-from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.comparison import differences
-from dask_gpurt.dask_hooks.expression_threads import share_expressions
+from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.seams import PLANNING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import PlanningCache
-
-
-@pytest.fixture
-def patches() -> Iterator[PatchSet]:
-    found = PatchSet()
-    try:
-        yield found
-    finally:
-        found.restore()
+from tests.helpers.waiting import THREAD_LIMIT_S
 
 
 class LosesBetweenLooks(WeakValueDictionary[str, Any]):
@@ -40,9 +31,7 @@ class LosesBetweenLooks(WeakValueDictionary[str, Any]):
         return there
 
 
-def test_a_graph_is_unpickled_while_another_thread_lets_go_of_it(
-    monkeypatch: pytest.MonkeyPatch, patches: PatchSet
-) -> None:
+def test_a_graph_is_unpickled_while_another_thread_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A scheduler in its client's process used to refuse the graph: KeyError, then "lost dependencies"."""
     expression = dd.from_pandas(pd.DataFrame({"x": [1, 2]}), npartitions=2).x.sum().optimize().expr
     sent = pickle.dumps(expression)
@@ -54,37 +43,36 @@ def test_a_graph_is_unpickled_while_another_thread_lets_go_of_it(
     with pytest.raises(KeyError):  # otherwise Dask has fixed it, and the replacement is obsolete
         pickle.loads(sent)
     lose()
-    share_expressions(patches)
-    assert pickle.loads(sent)._name == expression._name
+    with sharing_expressions():
+        assert pickle.loads(sent)._name == expression._name
 
 
-def test_equal_expressions_stay_one(patches: PatchSet) -> None:
-    share_expressions(patches)
-    frame = dd.from_pandas(pd.DataFrame({"x": [1, 2]}), npartitions=2)
-    assert (frame.x + 1).expr is (frame.x + 1).expr
+def test_equal_expressions_stay_one() -> None:
+    with sharing_expressions():
+        frame = dd.from_pandas(pd.DataFrame({"x": [1, 2]}), npartitions=2)
+        assert (frame.x + 1).expr is (frame.x + 1).expr
 
 
-def test_a_key_error_of_an_operand_is_raised(monkeypatch: pytest.MonkeyPatch, patches: PatchSet) -> None:
+def test_a_key_error_of_an_operand_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise KeyError("operand")
 
     monkeypatch.setattr(Expr, "__new__", fails)
-    share_expressions(patches)
-    with pytest.raises(KeyError, match="operand"):
+    with sharing_expressions(), pytest.raises(KeyError, match="operand"):
         SingletonExpr()
 
 
-def test_planning_is_kept_beside_it(patches: PatchSet) -> None:
-    share_expressions(patches)
-    assert differences(PLANNING.seams) == []
-    cache = PlanningCache(lambda: "client", metrics := Metrics())
-    cache.install()
-    try:
-        assert len(dd.from_dict({"x": [1, 2]}, npartitions=1).x.sum().optimize().dask) > 0
-        assert metrics.snapshot()["counters"]["planning.expressions.not-kept"] > 0
-        assert not metrics.snapshot()["fallbacks"]
-    finally:
-        cache.remove()
+def test_planning_is_kept_beside_it() -> None:
+    with sharing_expressions():
+        assert differences(PLANNING.seams) == []
+        cache = PlanningCache(lambda: "client", metrics := Metrics())
+        cache.install()
+        try:
+            assert len(dd.from_dict({"x": [1, 2]}, npartitions=1).x.sum().optimize().dask) > 0
+            assert metrics.snapshot()["counters"]["planning.expressions.not-kept"] > 0
+            assert not metrics.snapshot()["fallbacks"]
+        finally:
+            cache.remove()
 
 
 class _Sort(Expr):
@@ -93,7 +81,28 @@ class _Sort(Expr):
         return [0, 1]
 
 
-def test_other_classes_keep_their_lock_and_all_is_restored(patches: PatchSet) -> None:
+class _Meeting(Expr):
+    """Have a property whose value one thread cannot compute before another one computes it too."""
+
+    both = threading.Barrier(2)
+
+    @cached_property
+    def bounds(self) -> int:
+        return self.both.wait(THREAD_LIMIT_S)
+
+
+def test_two_threads_compute_one_property_at_once() -> None:
+    """As where one of them has a cluster compute the value, for which the cluster needs the other thread."""
+    with sharing_expressions():
+        found: list[int] = []
+        other = threading.Thread(target=lambda: found.append(_Meeting().bounds), daemon=True)
+        other.start()
+        found.append(_Meeting().bounds)
+        other.join(THREAD_LIMIT_S)
+    assert sorted(found) == [0, 1]
+
+
+def test_other_classes_keep_their_lock_and_the_last_user_restores_all() -> None:
     before, made_by = vars(cached_property)["__get__"], SingletonExpr.__new__
     asked = []
 
@@ -108,13 +117,14 @@ def test_other_classes_keep_their_lock_and_all_is_restored(patches: PatchSet) ->
 
     cached_property.__get__ = get  # type: ignore[method-assign, assignment]
     try:
-        share_expressions(patches)
-        plain = Plain()
-        assert plain.value == 1
-        assert asked == [plain]
-        sort = _Sort()
-        assert sort.bounds is sort.bounds
-        patches.restore()
+        with sharing_expressions():
+            with sharing_expressions():
+                plain = Plain()
+                assert plain.value == 1
+                assert asked == [plain]
+            sort = _Sort()
+            assert sort.bounds is sort.bounds
+            assert asked == [plain], "the lock came back while someone needs it gone"
         assert vars(cached_property)["__get__"] is get
         assert SingletonExpr.__new__ is made_by
     finally:
