@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import contextlib
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from dask.typing import Key
 from distributed.http.utils import RequestHandler
+from tornado.web import HTTPError
 
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.shuffle import RunState, ShuffleId, barrier_key, runs_of
@@ -58,6 +60,9 @@ MAX_DECISIONS = 500
 MAX_DETAILS = 8
 #: How long to wait for the details of workers, in seconds.
 DETAILS_TIMEOUT_S = 10.0
+#: The length of a key's text, in which a literal cannot be nested deeply enough to exhaust the parser, and
+#: how much of a wrong text an error repeats.
+MAX_KEY_LENGTH, MAX_ECHO = 1_000, 100
 #: The fields of a worker that has left.
 DEPARTED = ("address", "name", "left", "silent")
 
@@ -82,14 +87,14 @@ class Query(NamedTuple):
     by
         ``tier`` or ``prefix``: how to group memory.
     key
-        The key of a task.
+        The key of a task; None if not given.
     """
 
     offset: int = 0
     limit: int = MAX_LIMIT
     worker: tuple[str, ...] = ()
     by: str = "tier"
-    key: str | None = None
+    key: Key | None = None
 
     @classmethod
     def of(cls, given: dict[str, list[str]], allowed: Sequence[str]) -> Query:
@@ -101,18 +106,17 @@ class Query(NamedTuple):
             If an argument is unknown or invalid.
         """
         if unknown := given.keys() - set(allowed):
-            raise Refused(
-                HTTPStatus.BAD_REQUEST, f"{', '.join(sorted(unknown))}: expected one of {', '.join(allowed)}"
-            )
+            names = ", ".join(sorted(unknown))[:MAX_ECHO]
+            raise Refused(HTTPStatus.BAD_REQUEST, f"{names}: expected one of {', '.join(allowed)}")
         found = cls(
             offset=_number(given, "offset", 0),
             limit=min(_number(given, "limit", MAX_LIMIT), MAX_LIMIT),
             worker=tuple(given.get("worker", ())),
             by=given.get("by", ["tier"])[-1],
-            key=given["key"][-1] if "key" in given else None,
+            key=_key(given["key"][-1]) if "key" in given else None,
         )
         if found.by not in ("tier", "prefix"):
-            raise Refused(HTTPStatus.BAD_REQUEST, f"by={found.by}: expected tier or prefix")
+            raise Refused(HTTPStatus.BAD_REQUEST, f"by={found.by[:MAX_ECHO]}: expected tier or prefix")
         if len(found.worker) > MAX_DETAILS:
             raise Refused(HTTPStatus.BAD_REQUEST, f"expected at most {MAX_DETAILS} workers")
         return found
@@ -177,7 +181,8 @@ class JsonApi:
 
     async def _details(self, workers: Sequence[str]) -> dict[str, Any]:
         if unknown := [worker for worker in workers if worker not in self._scheduler.workers]:
-            raise Refused(HTTPStatus.NOT_FOUND, f"no such worker: {', '.join(unknown)}")
+            names = ", ".join(worker[:MAX_ECHO] for worker in unknown)
+            raise Refused(HTTPStatus.NOT_FOUND, f"no such worker: {names}")
         try:
             async with asyncio.timeout(DETAILS_TIMEOUT_S):
                 replies = await self._scheduler.broadcast(
@@ -260,17 +265,26 @@ class JsonApi:
             **query.page(min(len(placement.history), MAX_DECISIONS)),
             "placement": True,
             "rows": as_json(placement.history.latest(last)[query.offset :]),
-            "candidates": [] if query.key is None else as_json(placement.explain(_key(query.key))),
+            "candidates": [] if query.key is None else as_json(placement.explain(query.key)),
         }
 
 
 def _key(text: str) -> Key:
     """Parse a key: a tuple as a Python literal, else a string."""
-    try:
-        found = ast.literal_eval(text) if text.startswith("(") else text
-    except (SyntaxError, ValueError):
+    if len(text) > MAX_KEY_LENGTH:
+        message = f"key={text[:MAX_ECHO]}…: expected at most {MAX_KEY_LENGTH} characters"
+        raise Refused(HTTPStatus.BAD_REQUEST, message)
+    if not text.startswith("("):
         return text
-    return found if isinstance(found, tuple) else text
+    with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        if isinstance(found := ast.literal_eval(text), tuple) and _is_key(found):
+            return found
+    message = f"key={text[:MAX_ECHO]}: expected a string, or a tuple of strings, numbers and tuples"
+    raise Refused(HTTPStatus.BAD_REQUEST, message)
+
+
+def _is_key(value: object) -> bool:
+    return all(map(_is_key, value)) if isinstance(value, tuple) else isinstance(value, (str, int, float))
 
 
 def _progress(done: Sequence[bool]) -> ProgressReply:
@@ -340,6 +354,11 @@ class _JsonHandler(RequestHandler):
         self.set_header("Content-Type", "application/json")
         self.set_header("Cache-Control", "no-store")
         self.write(json.dumps(value, allow_nan=False))
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Reply with the reason of an error that Tornado raises, as for a text that is not UTF-8."""
+        status, (_, error, _) = HTTPStatus(status_code), kwargs.get("exc_info", (None, None, None))
+        self.reply({"error": str(error) if isinstance(error, HTTPError) else status.phrase}, status)
 
 
 class IndexHandler(_JsonHandler):
