@@ -39,6 +39,7 @@ from dask_gpurt.exchange.traffic import IN_PLACE, Traffic
 from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table
 from dask_gpurt.memory.peer_copies import Loan
 from dask_gpurt.memory.store import TieredBuffer
+from dask_gpurt.memory.threads import is_exiting
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
@@ -365,8 +366,9 @@ class Exchange:
         try:
             if not self.closed:
                 return self.executor.submit(function, *args)
-        except RuntimeError:  # race: `close` has shut the executor down in another thread
-            if not self.closed:
+        except RuntimeError:
+            # Race: `close` has shut the executor down in another thread, or the interpreter has done so.
+            if not (self.closed or is_exiting()):
                 raise
         raise ExchangeClosed(f"the exchange of {self.worker.address} is closed")
 

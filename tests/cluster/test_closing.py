@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +13,24 @@ import dask_gpurt
 from dask_gpurt.exchange import PeerLost
 from dask_gpurt.plugins.tracing import WORKER_HANDLERS
 from dask_gpurt.shuffle.run import EVACUATE_HANDLER, NEW_OWNERS_OP
+from tests.helpers import commands
 from tests.helpers.in_process import gen_client_cluster
 
 WORKERS: list[Any] = [("127.0.0.1", 1)] * 2
+NEVER_CLOSED = """
+import numpy as np, pandas as pd
+import dask.dataframe as dd
+from dask.distributed import Client, LocalCluster
+import dask_gpurt
+
+if __name__ == "__main__":
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+    client = CLIENT
+    dask_gpurt.enable(client)
+    frame = dd.from_pandas(pd.DataFrame({"k": np.arange(1_000) % 10}), npartitions=4)
+    kept = frame.shuffle("k").persist()
+    print(len(kept))
+"""
 
 
 def calls(worker: Any) -> list[str]:
@@ -70,3 +87,13 @@ def test_the_runtime_is_switched_off_on_workers_that_stay() -> None:
         assert not any(map(calls, workers))
 
     run()
+
+
+@pytest.mark.parametrize("client", ["Client(LocalCluster(**options))", "Client(**options)"])
+def test_a_program_never_closes_its_cluster(tmp_path: Path, client: str) -> None:
+    """Python has ended the threads of executors when Dask closes the cluster, at exit."""
+    script = tmp_path / "job.py"
+    script.write_text(NEVER_CLOSED.replace("CLIENT", client))
+    done = commands.run(sys.executable, script)
+    assert done.stdout.split() == ["1000"]
+    assert "Traceback" not in done.stderr, done.stderr

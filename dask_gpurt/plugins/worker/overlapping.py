@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -23,6 +22,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import wrap_execute, wrap_submit
 from dask_gpurt.device import Device, PriorityError, SmsError
 from dask_gpurt.exchange import Exchange
+from dask_gpurt.memory.threads import in_thread
 from dask_gpurt.observe import Decisions, Fallback, Metrics
 from dask_gpurt.overlap.actuators import (
     Actuator,
@@ -209,7 +209,7 @@ class WorkerOverlap:
             return
         now = OverlapStatistics.of(self._governor.known.plain())  # a copy: they may change during the write
         try:
-            await asyncio.to_thread(write, self._path, self._cache_key, now)
+            await in_thread(write, self._path, self._cache_key, now)
         except (StatisticsFileError, OSError) as error:
             self._metrics.fallback(Fallback.OVERLAP_NOT_SAVED, str(error))
 

@@ -34,6 +34,7 @@ from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
 from dask_gpurt.memory.peer_copies import PeerCopies
+from dask_gpurt.memory.threads import in_thread, is_exiting
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.plugins.garbage import FROZEN
@@ -391,11 +392,12 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     async def _close_exchange(self) -> None:
         try:
-            stopped = await asyncio.to_thread(self.exchange.stop, CLOSE_TIMEOUT_S)
+            # At exit a task that waits for the event loop would wait for this call.
+            stopped = await in_thread(self.exchange.stop, 0.0 if is_exiting() else CLOSE_TIMEOUT_S)
             await self.exchange.calls.close()
             if stopped:
-                await asyncio.to_thread(self.exchange.close)
-            else:
+                await in_thread(self.exchange.close)
+            elif not is_exiting():
                 logger.error(
                     "tasks of shuffles still use the exchange's memory %s s after the runtime was switched "
                     "off, so it stays allocated until this worker ends",

@@ -26,6 +26,7 @@ from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.policy import next_use
 from dask_gpurt.memory.store import TieredBuffer
+from dask_gpurt.memory.threads import in_thread, is_exiting
 from dask_gpurt.memory.tiers import Limits, Tier, limits
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.worker.memory_reports import Reporter
@@ -163,7 +164,7 @@ class WorkerTiers:
         if self._guard is not None:
             self._guard.remove()
         self.reporter.close()
-        await self.offload(self.tiered_buffer.close)
+        await in_thread(self.tiered_buffer.close)
         self.executor.shutdown(wait=False)
 
     def _memory_limit(self) -> int:
@@ -219,7 +220,7 @@ class WorkerTiers:
 
     def in_background(self, function: Callable[..., Any], *args: Any) -> None:
         """Start a function on a thread of the tiers without waiting for it; errors are logged."""
-        if self.closed:
+        if self.closed or is_exiting():
             return
         self.executor.submit(function, *args).add_done_callback(_log_failure)
 
