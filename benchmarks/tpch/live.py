@@ -8,8 +8,8 @@ two passes over the queries:
 
 - ``priority``: communication streams of the workers have a higher priority than compute. Without a GPU there
   is nothing to prioritise, and both are alike: that rehearses the program, and shows its noise.
-- ``frozen``: objects of loaded libraries are frozen, so that garbage collections leave them out, in workers
-  and in the scheduler's process.
+- ``frozen``: all objects are frozen, so that garbage collections leave them out, in workers and in the
+  scheduler's process.
 - ``switching``: a thread that waits for the GIL asks for it after 0.5 ms, not after Python's 5, in all
   processes.
 - ``filter``: rows that match no key of a filtered side of their join are not moved
@@ -25,6 +25,7 @@ workers in place of each one.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -67,13 +68,10 @@ def freeze(client: Client, on: bool) -> None:
     """Freeze the objects of all processes, or thaw them."""
 
     def change() -> None:
-        from dask_gpurt.plugins.garbage import FROZEN  # the process's own: it cannot be sent along
-
+        gc.unfreeze()
         if on:
-            FROZEN.enter()
-            FROZEN.renew()
-        else:
-            FROZEN.leave()
+            gc.collect()
+            gc.freeze()
 
     client.run_on_scheduler(change)
     client.run(change)
@@ -115,7 +113,7 @@ FEATURES: dict[str, Callable[[Client, bool], None]] = {
     "partitions": choose_partitions,
 }
 #: Features that a new cluster has.
-ON_BY_DEFAULT = ("priority", "frozen", "local-groups", "partitions")
+ON_BY_DEFAULT = ("priority", "local-groups", "partitions")
 #: Features whose switch drops cached plans.
 REPLANNED = ("filter", "local-groups", "partitions")
 

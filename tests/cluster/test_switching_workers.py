@@ -5,23 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import dask
 import dask.dataframe as dd
 import pytest
-from distributed import Worker
+from distributed import Client, Worker
 from distributed.comm.core import CommClosedError
 
 import dask_gpurt
 from dask_gpurt.api import register_method
 from dask_gpurt.config import ConfigError
 from dask_gpurt.plugins import switching
-from dask_gpurt.plugins.garbage import MAX_FROZEN_BY_PYTHON
 from dask_gpurt.plugins.scheduler import silence
 from dask_gpurt.plugins.switching import LEFT_OP, JoinReply, Workers
 from dask_gpurt.plugins.worker.plugin import GpurtWorkerPlugin
+from tests.helpers.clusters import QUICK, processes
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
 from tests.helpers.slow import slow
 from tests.helpers.switching import (
@@ -377,31 +378,37 @@ def test_a_smaller_worker_that_joins_takes_part_with_default_limits() -> None:
     test()
 
 
-def test_objects_that_a_program_has_frozen_stay_frozen() -> None:
-    """As in a program whose workers are in its own process."""
-    gc.freeze()
+class Cycle:
+    """Refer to itself, so that only the garbage collector can free it."""
 
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        for worker in workers:
-            plugin = worker.plugins["gpurt"]
-            await plugin.exchange.offload(plugin._load_kernels, plugin.exchange.pools.devices)
-
-    run()
-    assert gc.get_freeze_count()
+    def __init__(self) -> None:
+        self.me = self
 
 
-def test_closed_servers_leave_nothing_frozen() -> None:
-    """As in a notebook that goes on once its cluster is closed, with the runtime still on."""
-    gc.unfreeze()  # what the test suite has frozen
-    try:
+#: What a program keeps in a process, as in a notebook.
+kept: list[Any] = []
 
-        @gen_client_cluster()
-        async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-            await dask_gpurt.enable(client)
-            assert gc.get_freeze_count() > MAX_FROZEN_BY_PYTHON
 
-        run()
-        assert gc.get_freeze_count() <= MAX_FROZEN_BY_PYTHON
-    finally:
-        gc.freeze()
+def keep() -> None:
+    kept.append(Cycle())
+
+
+def let_go() -> bool:
+    """Let go of what this process keeps, and return whether a collection frees it."""
+    gone = weakref.ref(kept.pop())
+    gc.collect()
+    return gone() is None
+
+
+def test_the_garbage_of_a_program_is_freed_although_it_lived_when_the_runtime_was_switched_on() -> None:
+    with dask.config.set(QUICK), processes(workers=1) as local, Client(local) as client:
+        keep()
+        client.run(keep)
+        client.run_on_scheduler(keep)
+        dask_gpurt.enable(client)
+        frame = dd.from_pandas(FRAME, npartitions=6)
+        assert len(frame.shuffle("key").compute()) == ROWS
+        # The scheduler runs in the process of the client.
+        assert let_go()
+        assert client.run_on_scheduler(let_go)
+        assert all(client.run(let_go).values())

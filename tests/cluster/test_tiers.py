@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from distributed import Client, wait
 
 import dask_gpurt
-from dask_gpurt.plugins.garbage import MAX_FROZEN_BY_PYTHON
 from tests.helpers.clusters import (
     Library,
     assert_same_partitions,
@@ -229,10 +227,3 @@ def test_files_go_with_the_cluster(library: Library, tmp_path: Path) -> None:
         wait(kept)
         assert [*tmp_path.rglob("gpurt-tier-*/*")]
     assert not [*tmp_path.rglob("gpurt-tier-*")]
-
-
-def test_loaded_objects_are_frozen_until_the_runtime_is_off() -> None:
-    with cluster("pandas", workers=1) as client:
-        until(lambda: on_workers(client, gc.get_freeze_count)[0] > MAX_FROZEN_BY_PYTHON)
-        dask_gpurt.disable(client)
-        assert on_workers(client, gc.get_freeze_count)[0] <= MAX_FROZEN_BY_PYTHON

@@ -15,7 +15,6 @@ from dask.typing import Key
 from distributed import SchedulerPlugin
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
-from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
@@ -30,7 +29,6 @@ from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.plugins import json_api
-from dask_gpurt.plugins.garbage import FROZEN, POLL_INTERVAL_S
 from dask_gpurt.plugins.json_api import JsonApi
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.scheduler.asking import Requests, make_room
@@ -99,7 +97,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
                 return  # the other one is on; Dask drops this idempotent plugin
         scheduler.extensions[NAME] = self
         self.scheduler = scheduler
-        self._frozen = contextlib.ExitStack()
         self._spared = spare_tracebacks()
         self.switch = Switch(self._switch_on, self._switch_off)
         try:
@@ -112,7 +109,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         # The registry of metrics is global to the process and would keep the closed scheduler alive, and the
         # process may go on, as that of a notebook.
         self._hide()
-        self._frozen.close()
         self._spared.close()
 
     async def stop(self) -> None:
@@ -137,7 +133,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._listen()
             self._register(STARTING)
             self._undo.callback(self._unregister, STARTING)
-            await self._freeze()  # once registered: Dask closes only such plugins, with the scheduler
             self.place(self.settings.placement.enabled)
             self._undo.callback(self.place, False)
             self._undo.callback(self.workers.silent.close)
@@ -181,21 +176,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             LedgerHeadroom(self.cluster_memory, self.scheduler.workers),
         )
         self.json_api = JsonApi(self)
-
-    async def _freeze(self) -> None:
-        FROZEN.enter()
-        self._frozen.callback(FROZEN.leave)
-        polling = PeriodicCallback(self._freeze_libraries, POLL_INTERVAL_S * 1000)
-        polling.start()
-        self._frozen.callback(polling.stop)
-        self._undo.callback(self._frozen.close)
-        await asyncio.to_thread(FROZEN.renew)  # last: the scheduler may close meanwhile
-
-    async def _freeze_libraries(self) -> None:
-        """Freeze what programs have loaded since, such as cudf for their plans, while no task runs."""
-        if FROZEN.is_due() and not any(worker.processing for worker in self.scheduler.workers.values()):
-            with contextlib.suppress(RuntimeError):  # the process exits, and starts no thread any more
-                await asyncio.to_thread(FROZEN.renew)
 
     def _listen(self) -> None:
         self.requests = Requests()

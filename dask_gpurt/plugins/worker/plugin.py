@@ -27,7 +27,6 @@ from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing, put_results
-from dask_gpurt.device import Device
 from dask_gpurt.device.discover import kinds
 from dask_gpurt.exchange import Exchange, ExchangeClosed
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
@@ -37,7 +36,6 @@ from dask_gpurt.memory.peer_copies import PeerCopies
 from dask_gpurt.memory.threads import in_thread, is_exiting
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.plugins.garbage import FROZEN
 from dask_gpurt.plugins.messages import PromptStreams
 from dask_gpurt.plugins.scheduler.reports import REPORT_HANDLER
 from dask_gpurt.plugins.scheduler.silence import ASK_STATUS_OP, STATUS_OP
@@ -184,7 +182,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if reason := os.environ.get(ALONE_VARIABLE):
             self.metrics.fallback(Fallback.DEVICE_NOT_SHARED, reason)
         self.data: WorkerData | None = None
-        self._leave_frozen = contextlib.ExitStack()
         self._checked = 0.0
         await asyncio.to_thread(self._build, worker, settings, reply)
         self.tiers.start()
@@ -243,8 +240,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self._remove_outdated()
         else:
             await self.exchange.run_housekeeping()
-            if not (self.worker.state.executing or self.worker.state.long_running):
-                await asyncio.to_thread(FROZEN.renew)
 
     async def _is_outdated(self) -> bool:
         """Ask the scheduler, at intervals, whether this plugin's runtime is not on any more."""
@@ -274,17 +269,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
         devices, offload = self.exchange.pools.devices, self.exchange.offload
         with contextlib.suppress(ExchangeClosed):
             await asyncio.gather(
-                offload(self._load_kernels, devices),
+                offload(warm_up, devices),
                 # A close waits for the threads of the exchange.
                 offload(warm_up_operators, devices, lambda: self.exchange.closed),
             )
-
-    def _load_kernels(self, devices: Mapping[str, Device]) -> None:
-        """Load the kernels that a first shuffle needs, then freeze the objects that exist."""
-        warm_up(devices)
-        FROZEN.enter()
-        self._leave_frozen.callback(FROZEN.leave)
-        FROZEN.renew()
 
     def _watch_removed_workers(self, remove_worker: Callable[..., Any]) -> Callable[..., Any]:
         def on_worker_removed(worker: str, **kwargs: Any) -> Any:
@@ -391,20 +379,17 @@ class GpurtWorkerPlugin(WorkerPlugin):
             await self.data.uninstall()
 
     async def _close_exchange(self) -> None:
-        try:
-            # At exit a task that waits for the event loop would wait for this call.
-            stopped = await in_thread(self.exchange.stop, 0.0 if is_exiting() else CLOSE_TIMEOUT_S)
-            await self.exchange.calls.close()
-            if stopped:
-                await in_thread(self.exchange.close)
-            elif not is_exiting():
-                logger.error(
-                    "tasks of shuffles still use the exchange's memory %s s after the runtime was switched "
-                    "off, so it stays allocated until this worker ends",
-                    CLOSE_TIMEOUT_S,
-                )
-        finally:
-            self._leave_frozen.close()  # only now: closing the exchange has ended the warm-up on its threads
+        # At exit a task that waits for the event loop would wait for this call.
+        stopped = await in_thread(self.exchange.stop, 0.0 if is_exiting() else CLOSE_TIMEOUT_S)
+        await self.exchange.calls.close()
+        if stopped:
+            await in_thread(self.exchange.close)
+        elif not is_exiting():
+            logger.error(
+                "tasks of shuffles still use the exchange's memory %s s after the runtime was switched "
+                "off, so it stays allocated until this worker ends",
+                CLOSE_TIMEOUT_S,
+            )
 
     def transition(self, key: Key, start: str, finish: str, **kwargs: Any) -> None:
         if self.is_on and finish == "executing":

@@ -160,6 +160,6 @@ def test_an_unusual_key_is_a_key(text: str) -> None:
 
 @pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
 def test_what_is_no_key_is_refused_with_what_is_expected(text: str) -> None:
-    with pytest.raises(Refused, match="key=.*: expected (at most|a string, or a tuple)") as refused:
+    with pytest.raises(Refused, match=r"key=.*: expected (at most|a string, or a tuple)") as refused:
         Query.of({"key": [text]}, ("key",))
     assert refused.value.status == 400
