@@ -155,7 +155,7 @@ def disable(client: Client | None = None) -> Client:
     Running shuffles of clients with the runtime fail with an error that gives the reason. Shuffles of other
     clients, which the runtime has taken over, restart with Dask's own ``p2p``. Collections that were built
     while the runtime was on are computed with Dask's default method, unless their graphs were already made:
-    by ``optimize()``, ``to_delayed()`` or ``__dask_graph__()``. These need the runtime.
+    by ``optimize()``, ``to_delayed()`` or ``__dask_graph__()``. These need the runtime, or a local scheduler.
 
     Parameters
     ----------

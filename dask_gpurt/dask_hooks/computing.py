@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
+import dask
 from dask.base import compute, get_scheduler, persist
 from dask.dataframe.dask_expr._collection import FrameBase
 from distributed import Client
 
 __all__ = ["chosen_client", "cluster_size", "runs_locally"]
 
+#: Values of Dask's setting ``scheduler`` that mean the current client.
+_DISTRIBUTED = ("dask.distributed", "distributed")
 #: Dask's functions that choose a scheduler, then plan, then compute. Unwrapped, since wrappers call them.
 _COMPUTING = frozenset(inspect.unwrap(function).__code__ for function in (compute, persist))
 #: The function that plans first, and passes the name of a scheduler on.
@@ -33,9 +36,12 @@ def runs_locally() -> bool:
 
     ``compute(scheduler="threads")`` chooses one by an argument that neither expressions nor the configuration
     record. But the function is on the call stack while it plans. If there are several, as when planning
-    itself computes something, the innermost one counts.
+    itself computes something, the innermost one counts. If there is none, as in ``optimize()``, the
+    configured scheduler does.
     """
-    scheduler = _scheduler_on_the_stack()
+    scheduler = _scheduler_on_the_stack() or _owner(dask.config.get("scheduler", None))
+    if isinstance(scheduler, str):
+        return scheduler.lower() not in _DISTRIBUTED
     return scheduler is not None and not isinstance(scheduler, Client)
 
 

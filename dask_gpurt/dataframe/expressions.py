@@ -32,19 +32,14 @@ from dask_gpurt.dask_hooks.expr import (
 )
 from dask_gpurt.dask_hooks.graph import Task, TaskRef
 from dask_gpurt.dask_hooks.planning import set_metadata
-from dask_gpurt.dask_hooks.shuffle import (
-    DataFrameShuffleSpec,
-    P2PBarrierTask,
-    run_barrier,
-    shuffle_unpack,
-    transfer,
-)
+from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, run_barrier
 from dask_gpurt.frames import Hashed, Ranged, column_names
 from dask_gpurt.frames.join_keys import Keys, all_keys, distinct_keys
 from dask_gpurt.frames.key_values import partitions_by_value
 from dask_gpurt.planning.fusing import OWN_COMPUTATION
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.joins import LEFT, matching_rows, merge_aligned, merge_frames, merge_unpack
+from dask_gpurt.shuffle.local import BarrierTask, shuffle_unpack, transfer
 
 #: The option of a shuffle whose outputs keep the order of the inputs, although they are sorted later.
 IN_ORDER = "gpurt-in-order"
@@ -99,13 +94,13 @@ class GpurtShuffle(P2PShuffle):
             computation=self.computation,
             any_columns=self._any_columns,
         )
-        ours = {"_shuffle_transfer": transfer, "shuffle_unpack": shuffle_unpack}
-        for task in [task for task in layer.values() if task.func.__name__ in ours]:
-            function: Any = ours[task.func.__name__]
-            moved = layer[task.key] = Task(task.key, function, *task.args)
-            if targets is not None and function is transfer:
+        for key, task in layer.items():
+            if task.func.__name__ == "shuffle_unpack":
+                layer[key] = Task(key, shuffle_unpack, *task.args)
+            elif task.func.__name__ == "_shuffle_transfer":
                 (producer,) = task.dependencies
-                layer[task.key] = Task.fuse(task_of(self.frame, producer, producer[1]), moved, key=task.key)
+                assign = () if targets is None else (task_of(self.frame, producer, producer[1]),)
+                layer[key] = Task.fuse(*assign, Task(key, transfer, *task.args), key=key)
         return layer
 
 
@@ -260,8 +255,9 @@ def _hash_join_transfer(
         assign = partial(_by_columns, names, name, npartitions, known)
         hashed = Hashed(frame, tuple(names) if set(names) <= columns else None, frame, known, assign)
     else:
-        of_dask = create_assign_index_merge_transfer()
-        return of_dask(frame, by, name, npartitions, id, input_partition, by_index)
+        return create_assign_index_merge_transfer()(
+            frame, by, name, npartitions, id, input_partition, by_index
+        )
     return transfer(hashed, id, input_partition)
 
 
@@ -397,7 +393,7 @@ def _with_our_spec(layer: dict[Any, Any], **options: Any) -> dict[Any, Any]:
     for task in barriers:
         assert isinstance(task.spec, DataFrameShuffleSpec)
         spec = ShuffleSpec.of(task.spec, **options)
-        layer[task.key] = P2PBarrierTask(task.key, run_barrier, *task.args, spec=spec)
+        layer[task.key] = BarrierTask(task.key, run_barrier, *task.args, spec=spec)
     return layer
 
 

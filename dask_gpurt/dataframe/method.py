@@ -65,7 +65,7 @@ from dask_gpurt.dataframe.expressions import (
     RearrangeByValues,
 )
 from dask_gpurt.dataframe.join_filters import filtering_side
-from dask_gpurt.dataframe.takeover import DISTRIBUTED, METHOD, TASKS, choose_method
+from dask_gpurt.dataframe.takeover import METHOD, P2P, TASKS, choose_method
 from dask_gpurt.frames import library
 from dask_gpurt.observe import MethodChoice
 from dask_gpurt.planning.fusing import needed_tasks
@@ -273,13 +273,12 @@ class Lowering:
         """Return the choice for an expression; None if the runtime is off, and for ``p2p``."""
         if not self._is_usable():
             return None
-        scheduler = dask.config.get("scheduler", None)
         choice = choose_method(
             asked,
             dask.config.get("dataframe.shuffle.method", None),
             config.takeover(),
             explicit_comms=bool(dask.config.get("explicit-comms", False)),
-            local=(isinstance(scheduler, str) and scheduler not in DISTRIBUTED) or runs_locally(),
+            local=runs_locally(),
         )
         if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
             return MethodChoice.UNSUPPORTED_FRAMES
@@ -378,11 +377,11 @@ def _as_dask_knows(expr: Any, parameter: str) -> Any:
 
 
 def _dasks_default() -> str:
-    """Return the method that Dask would use if none had been set."""
+    """Return the method that Dask would use if none had been set; ``tasks`` where p2p has no workers."""
     from distributed import default_client
 
     try:
         default_client()
     except ValueError:
         return "disk"
-    return "p2p"
+    return TASKS if runs_locally() else P2P

@@ -12,8 +12,6 @@ from dask_gpurt.observe.methods import MethodChoice
 
 METHOD = "gpurt"
 TASKS, P2P = "tasks", "p2p"
-#: Values of Dask's setting ``scheduler`` that mean the current client.
-DISTRIBUTED = ("dask.distributed", "distributed")
 
 
 def choose_method(

@@ -12,16 +12,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from distributed import get_worker
-
 from dask_gpurt.dask_hooks.expr import convert_to_list
 from dask_gpurt.dask_hooks.graph import concat, merge_chunk
-from dask_gpurt.dask_hooks.shuffle import output_of
 from dask_gpurt.frames import column_names, halves
 from dask_gpurt.frames.join_keys import Keys, rows_with_keys
 from dask_gpurt.frames.semi_joins import rows_that_may_match
 from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
+from dask_gpurt.shuffle.local import output_of, runtime_here
 
 LEFT, RIGHT, SEMI = "left", "right", "leftsemi"
 #: The side that can be joined in pieces, by kind of join.
@@ -31,7 +29,7 @@ PROBE_SIDES = {"inner": LEFT, "left": LEFT, SEMI: LEFT, "right": RIGHT}
 def matching_rows(frame: Any, on: Any, keys: Keys) -> Any:
     """Return the rows of a side of a join that may match a key of the other side; count the others."""
     kept = rows_with_keys(frame, convert_to_list(on) or (), keys)
-    runtime: Any = get_worker().plugins.get("gpurt")
+    runtime = runtime_here()
     if runtime is not None and len(kept) < len(frame):
         runtime.metrics.add("shuffle.rows.filtered", len(frame) - len(kept))
     return kept
@@ -68,9 +66,8 @@ def merge_unpack(
     right = output_of(shuffle_id_right, barrier_right, output_partition)
     # Only a join on columns renumbers its rows. If index values are kept, Dask may sort the result.
     on_columns = not (left_index or right_index) and _has(left, left_on) and _has(right, right_on)
-    runtime: Any = get_worker().plugins.get("gpurt")
-    if (exchange := getattr(runtime, "exchange", None)) is None:
-        return join(left, right)  # the runtime is off, and the shuffles were Dask's own
+    if (exchange := getattr(runtime_here(), "exchange", None)) is None:
+        return join(left, right)  # the shuffles were Dask's own, since the runtime is off, or local
 
     def on_split(error: MemoryError) -> None:
         reason = (
