@@ -5,6 +5,10 @@ may write to them. Whoever can write there can run code as the user in other way
 
 The file starts with an index, which has the place and the checksum of each result; only results that are
 asked for are read. A writer replaces the file, and a process that has opened it keeps the previous one.
+
+The head has the index's own checksum, so that nothing is parsed or allocated by what a damaged file says. The
+file begins and ends with the runtime's name: one that is damaged at either is still known to be the runtime's
+and may be replaced, and a file of the user's that a setting names by mistake is not.
 """
 
 from __future__ import annotations
@@ -21,18 +25,22 @@ from typing import BinaryIO, NamedTuple
 
 from dask_gpurt.config import cache_files
 
-#: The start of a file; the number is that of the format.
-MAGIC = b"dask-gpurt planning 1\n"
+#: The start of a file of any format, and the start and the end of one of this format.
+NAME = b"dask-gpurt planning "
+MAGIC = NAME + b"2\n"
 #: The most bytes of all results of a file, beyond which those that were not used for longest are dropped.
 FILE_LIMIT_BYTES = 32 * 2**20
+#: The most bytes of an index that is read.
+INDEX_LIMIT_BYTES = 128 * 2**20
 #: How long to wait for another process that is writing.
 WRITING_TIMEOUT_S = 1.0
 
 _CHECKSUM_BYTES, _LENGTH_BYTES = 16, 8
+_HEAD_BYTES = len(MAGIC) + _CHECKSUM_BYTES + _LENGTH_BYTES
 
 
 class ResultsFileError(Exception):
-    """A file has been damaged; the message says how. It may be replaced."""
+    """A file has been damaged or has an older format; the message says how. It may be replaced."""
 
 
 class UntrustedFileError(ResultsFileError):
@@ -61,17 +69,21 @@ class ResultsFile:
         self._handle = handle
         weakref.finalize(self, os.close, handle)
         size = os.fstat(handle).st_size
-        head = os.pread(handle, len(MAGIC) + _LENGTH_BYTES, 0)
+        head = os.pread(handle, _HEAD_BYTES, 0)
+        end = os.pread(handle, len(MAGIC), max(0, size - len(MAGIC)))
         # A shorter file is one of which the rest was not on the disk yet as the host lost power.
-        if not MAGIC.startswith(head[: len(MAGIC)]):
-            raise UntrustedFileError("it is not a file of the runtime's planning, or of another version")
-        length = int.from_bytes(head[len(MAGIC) :], "little")
-        try:
-            index = json.loads(os.pread(handle, min(length, size), len(head)))
-            self.places = {bytes.fromhex(digest): Place(*place) for digest, place in index.items()}
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ResultsFileError(f"its index is damaged ({error})") from error
-        self._start = len(head) + length
+        if not (NAME.startswith(head[: len(NAME)]) or end == MAGIC):
+            raise UntrustedFileError("it is not a file of the runtime's planning")
+        if not head.startswith(MAGIC):
+            raise ResultsFileError("its head is damaged, or of another version")
+        checksum, length = head[len(MAGIC) : -_LENGTH_BYTES], int.from_bytes(head[-_LENGTH_BYTES:], "little")
+        if len(head) < _HEAD_BYTES or length > min(size - _HEAD_BYTES, INDEX_LIMIT_BYTES):
+            raise ResultsFileError("its head is damaged, or it has been cut")
+        index = os.pread(handle, length, _HEAD_BYTES)
+        if _checksum(index) != checksum.hex():
+            raise ResultsFileError("its index is damaged")
+        self._start = _HEAD_BYTES + length
+        self.places = _places(index, size - self._start)
 
     @classmethod
     def open(cls, path: Path) -> ResultsFile | None:
@@ -115,6 +127,20 @@ class ResultsFile:
         return found
 
 
+def _places(index: bytes, room: int) -> dict[bytes, Place]:
+    """Parse an index of results in so many bytes. Whoever wrote it has also written its checksum."""
+    try:
+        places = {bytes.fromhex(digest): Place(*place) for digest, place in json.loads(index).items()}
+        for place in places.values():
+            if not all(map(isinstance, place, (int, int, str, int | float))):
+                raise TypeError("a place has values of other types")
+            if not 0 <= place.start <= place.start + place.length <= room:
+                raise ValueError("a result is outside of the file")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ResultsFileError(f"its index is damaged ({error})") from error
+    return places
+
+
 def check_folder(folder: Path) -> None:
     """Check that only the user of this process may write to a folder.
 
@@ -141,7 +167,7 @@ def add(path: Path, results: Mapping[bytes, bytes], used: Collection[bytes], now
     Parameters
     ----------
     path
-        The file. A damaged one is replaced.
+        The file. One that is damaged, or of an older format, is replaced.
     results
         Results by digest.
     used
@@ -199,9 +225,9 @@ def _write(file: BinaryIO, results: Mapping[bytes, bytes], times: Mapping[bytes,
         places[digest.hex()] = Place(start, len(pickled), _checksum(pickled), times[digest])
         start += len(pickled)
     index = json.dumps(places).encode()
-    file.write(MAGIC + len(index).to_bytes(_LENGTH_BYTES, "little") + index)
-    file.writelines(results.values())
+    head = MAGIC + bytes.fromhex(_checksum(index)) + len(index).to_bytes(_LENGTH_BYTES, "little")
+    file.writelines((head, index, *results.values(), MAGIC))
 
 
-def _checksum(pickled: bytes) -> str:
-    return hashlib.blake2b(pickled, digest_size=_CHECKSUM_BYTES).hexdigest()
+def _checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).hexdigest()

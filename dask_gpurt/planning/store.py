@@ -13,7 +13,7 @@ from dask_gpurt.config import cache_files
 from dask_gpurt.dask_hooks import parquet_files
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.planning import results_file
-from dask_gpurt.planning.results_file import ResultsFile, ResultsFileError
+from dask_gpurt.planning.results_file import ResultsFile, ResultsFileError, UntrustedFileError
 
 #: The most bytes of one result, and of all results that wait to be written.
 RESULT_LIMIT_BYTES, WAITING_LIMIT_BYTES = 2 * 2**20, 16 * 2**20
@@ -51,6 +51,8 @@ class Store:
         self._lock = threading.Lock()
         self._file: ResultsFile | None = None
         self._was_opened = False
+        #: Whether the file is to be replaced, even if there is nothing to add.
+        self._is_damaged = False
         #: Results of this process that are not in the file, with their bytes in all.
         self._waiting: OrderedDict[bytes, bytes] = OrderedDict()
         self._waiting_bytes = 0
@@ -64,6 +66,9 @@ class Store:
             # Outside of the lock: unpickling an expression may look for other results.
             return None if pickled is None else pickle.loads(pickled)
         except Exception as error:  # unpickling may raise anything
+            self._is_damaged |= isinstance(error, ResultsFileError) and not isinstance(
+                error, UntrustedFileError
+            )
             self._metrics.fallback(Fallback.PLANNING_STORE_UNREADABLE, f"{self._path}: {error}")
             return None
 
@@ -97,7 +102,7 @@ class Store:
                 self._waiting_bytes -= len(self._waiting.popitem(last=False)[1])
 
     def save(self) -> None:
-        """Add the results of this process to the file. Blocks."""
+        """Add the results of this process to the file, and replace a damaged one. Blocks; never raises."""
         now = time.time()
         with self._lock:
             results, self._waiting, self._waiting_bytes = self._waiting, OrderedDict(), 0
@@ -105,9 +110,12 @@ class Store:
             used = {digest for digest in self._used if places[digest].used < now - USED_ANEW_S}
             self._used = set()
             self._file, self._was_opened = None, False
-        if not results and not used:
+            damaged, self._is_damaged = self._is_damaged, False
+        if not (results or used or damaged):
             return
         try:
             results_file.add(self._path, results, used, now)
-        except (OSError, ResultsFileError) as error:
-            self._metrics.fallback(Fallback.PLANNING_NOT_STORED, str(error))
+        # As the interpreter exits, a traceback would be all that the user sees of a program that is right.
+        except Exception as error:
+            reason = str(error) if isinstance(error, OSError | ResultsFileError) else repr(error)
+            self._metrics.fallback(Fallback.PLANNING_NOT_STORED, reason)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import dask
@@ -26,6 +27,8 @@ import pytest
 from dask.dataframe.dask_expr.io import parquet
 from dask.tokenize import tokenize
 from dask.utils import M
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dask_gpurt import api
 from dask_gpurt.config import cache_files
@@ -39,7 +42,7 @@ from dask_gpurt.planning.operands import frozen
 from dask_gpurt.planning.results_file import ResultsFile, add
 from dask_gpurt.planning.schemas import schema_of
 from dask_gpurt.planning.store import Store
-from tests.helpers.planned import Planner
+from tests.helpers.planned import Planner, some_programs
 
 ROOT = Path(__file__).parents[3]
 UNREADABLE, NOT_STORED = "planning.store-unreadable", "planning.not-stored"
@@ -180,7 +183,7 @@ def test_a_plan_that_cannot_be_pickled_is_counted_and_made_anew(path: Path, metr
 
 
 def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
+    os.truncate(path, path.stat().st_size - len(results_file.MAGIC) - 1)
 
 
 def empty(path: Path) -> None:
@@ -193,31 +196,120 @@ def empty_head(path: Path) -> None:
 
 def flip_result(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-9] ^= 1  # a letter of the result
+    content[-len(results_file.MAGIC) - 9] ^= 1  # a letter of the result
     path.write_bytes(content)
 
 
 def flip_index(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(results_file.MAGIC) + 8] ^= 1
+    content[results_file._HEAD_BYTES] ^= 1
     path.write_bytes(content)
 
 
 def lengthen_index(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(results_file.MAGIC) + 7] = 255
+    content[results_file._HEAD_BYTES - 1] = 255
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [cut, empty, empty_head, flip_result, flip_index, lengthen_index])
-def test_a_damaged_file_is_replaced(path: Path, metrics: Metrics, damage: Callable[[Path], None]) -> None:
+def flip_name(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[3] ^= 1
+    path.write_bytes(content)
+
+
+def older_format(path: Path) -> None:
+    path.write_bytes(b"dask-gpurt planning 1\n" + (2).to_bytes(8, "little") + b"{}")
+
+
+def with_index(index: str) -> Callable[[Path], None]:
+    """Return a damage that writes a made-up index with the right checksum."""
+
+    def damage(path: Path) -> None:
+        raw = index.encode()
+        checksum = bytes.fromhex(results_file._checksum(raw))
+        path.write_bytes(results_file.MAGIC + checksum + len(raw).to_bytes(8, "little") + raw)
+
+    return damage
+
+
+MADE_UP = [
+    "[" * 100_000,
+    "[]",
+    '{"00": 1}',
+    '{"00": [0, 9223372036854775808, "", 0]}',
+    '{"00": [-1, 1, "", 0]}',
+    '{"00": [0, 0.5, "", 0]}',
+    '{"00": [0, 0, "", "now"]}',
+    '{"00": [0, 0, ""]}',
+]
+DAMAGES = [cut, empty, empty_head, flip_name, flip_result, flip_index, lengthen_index, older_format]
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, *map(with_index, MADE_UP)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_damaged_file_is_replaced(
+    path: Path, metrics: Metrics, damage: Callable[[Path], None], adds: bool
+) -> None:
+    """Also by a process that has nothing to add."""
     write(path, metrics, "a" * 50)
     damage(path)
-    assert read(path, metrics, 1) == [None]
-    assert "is damaged" in reasons(metrics)[UNREADABLE]
-    write(path, metrics, "b")
-    assert read(path, metrics, 1) == ["b"]
+    finder = Store(path, metrics)
+    assert finder.get(KEYS[0]) is None
+    assert any(word in reasons(metrics)[UNREADABLE] for word in ("is damaged", "of another version"))
+    if adds:
+        finder.put(KEYS[0], "b")
+    finder.save()
+    found = ResultsFile.open(path)
+    assert found is not None
+    assert list(found.places) == [KEYS[0]] * adds
     assert NOT_STORED not in reasons(metrics)
+
+
+#: Results of a process, and the edits that may damage its file: where, how many bytes go, and which come.
+RESULTS = ["a" * 50, {"b": 1}, ["c", None]]
+EDITS = st.lists(
+    st.tuples(st.integers(0), st.integers(0, 40), st.binary(max_size=40)), min_size=1, max_size=3
+)
+
+
+@some_programs(200)
+@given(edits=EDITS, keep=st.none() | st.integers(0, 700))
+def test_whatever_is_damaged_results_are_right_or_made_anew(
+    edits: list[tuple[int, int, bytes]], keep: int | None
+) -> None:
+    with TemporaryDirectory() as folder:
+        path, metrics = Path(folder, "planning", "results"), Metrics()
+        write(path, metrics, *RESULTS)
+        content = path.read_bytes()
+        for where, goes, comes in edits:
+            where %= len(content) + 1
+            content = content[:where] + comes + content[where + goes :]
+        content = content[:keep]
+        path.write_bytes(content)
+        for found, right in zip(read(path, metrics), RESULTS, strict=True):
+            assert found in (None, right)
+        write(path, metrics, *RESULTS)
+        name = results_file.NAME
+        if name.startswith(content[: len(name)]) or content.endswith(results_file.MAGIC):
+            assert read(path, metrics) == RESULTS
+            assert NOT_STORED not in reasons(metrics)
+        else:  # nobody knows whose file it is
+            assert path.read_bytes() == content
+            assert "not a file of the runtime's" in reasons(metrics)[NOT_STORED]
+
+
+def test_a_program_ends_quietly_whatever_happens_to_its_store(
+    path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OverflowError("too large")
+
+    keeper = Store(path, metrics)
+    keeper.put(KEYS[0], "a")
+    monkeypatch.setattr(results_file, "add", fail)
+    keeper.save()
+    assert reasons(metrics) == {NOT_STORED: "OverflowError('too large')"}
 
 
 class Trap:
@@ -256,10 +348,6 @@ def other_kind(path: Path) -> None:
     path.write_text("text of the user's")
 
 
-def other_version(path: Path) -> None:
-    path.write_bytes(path.read_bytes().replace(b"planning 1", b"planning 0"))
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -269,7 +357,6 @@ def other_version(path: Path) -> None:
         (link, "symbolic link"),
         (pipe, "is not a file"),
         (other_kind, "is not a file of the runtime's planning"),
-        (other_version, "or of another version"),
     ],
 )
 def test_a_file_that_others_may_have_written_is_not_used(
