@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from distributed import SpecCluster
 from distributed.stealing import WorkStealing
@@ -12,7 +13,7 @@ from distributed.stealing import WorkStealing
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError
 from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, Wrap, guarded
 from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, RESULTS, RETIREMENT, STEALING
-from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerState, WorkerState
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerState, SchedulerTask, WorkerState
 
 
 class Unsuitable(Exception):
@@ -120,6 +121,36 @@ def replicate_since(policy: Any) -> None:
     if policy not in manager.policies and not policy.no_recipients:
         manager.add_policy(policy)
         manager.run_once()
+
+
+def allowed_workers(state: SchedulerState, task: SchedulerTask) -> AbstractSet[WorkerState] | None:
+    """Return the running workers that Dask may give a task to; None for all, an empty set for none.
+
+    A task may be restricted to workers, hosts and resources. Loose restrictions (``allow_other_workers``)
+    that no running worker meets are none, as in Dask's ``decide_worker``.
+    """
+    valid: AbstractSet[WorkerState] | None = state.valid_workers(task)
+    return None if task.loose_restrictions and not valid else valid
+
+
+def unpaused_later(state: SchedulerState, task: SchedulerTask) -> AbstractSet[WorkerState]:
+    """Return the workers that Dask would give a restricted task to if all of them were running."""
+    valid: AbstractSet[WorkerState] = type(state).valid_workers(cast(Any, _AsIfRunning(state)), task)
+    return valid
+
+
+class _AsIfRunning:
+    """Show a scheduler to one of its methods as if no worker were paused."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    @property
+    def running(self) -> AbstractSet[WorkerState]:
+        return set(self._state.workers.values())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
 
 
 def network_occupancy(ws: WorkerState) -> int:

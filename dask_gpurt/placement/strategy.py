@@ -8,7 +8,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable
+from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, allowed_workers
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.placement import cost
@@ -146,11 +146,9 @@ class Placement:
         state = self._state
         if not state.running or ts.actor:
             return self._dasks("decide_worker_non_rootish", ts)
-        valid = state.valid_workers(ts)
+        valid = allowed_workers(state, ts)
         if valid is not None and not valid:
-            if not ts.loose_restrictions:
-                return None
-            valid = None
+            return None
         if ts.dependencies or valid is not None:
             candidates = self._candidates.for_task(ts, valid)
         else:

@@ -21,7 +21,7 @@ from distributed.utils import sync
 import dask_gpurt
 from dask_gpurt.plugins.scheduler import silence
 from dask_gpurt.plugins.scheduler.recovery import Recovery
-from tests.helpers.clusters import Library, canonical, cluster, counters, partitions
+from tests.helpers.clusters import Library, canonical, cluster, counters, partitions, to_pandas
 from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
@@ -91,6 +91,38 @@ def test_a_worker_is_killed_during_transfer(own: Client, library: Library) -> No
     kill(own, Variable("go-worker", client=own).get())
     Event("go", client=own).set()
     assert_right(out)
+
+
+@pytest.mark.parametrize("when", ["never there", "before", "during"])
+def test_a_preferred_worker_that_is_lost_is_only_a_preference(
+    own: Client, library: Library, when: str
+) -> None:
+    """All tasks run on it until it is killed, if it is there, and on the others afterwards."""
+    worker = "tcp://127.0.0.1:1" if when == "never there" else next(iter(own.nthreads()))
+    if when == "before":
+        kill(own, worker)
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key")
+    future = own.compute(out, workers=[worker], allow_other_workers=True, optimize_graph=False)
+    Event("go-reached", client=own).wait(timeout=60)
+    if when == "during":
+        assert Variable("go-worker", client=own).get() == worker
+        kill(own, worker)
+    Event("go", client=own).set()
+    rows = canonical(to_pandas(future.result(timeout=60)), index=False)
+    pd.testing.assert_frame_equal(rows, canonical(pd.concat(frames()), index=False))
+    assert counters(own).get("shuffle.runs.restarted", 0) == 0
+
+
+def test_tasks_whose_only_worker_is_killed_wait_for_it(own: Client, library: Library) -> None:
+    """As in Dask: no other worker may run them, so they are not tried again and again."""
+    worker, scheduler = next(iter(own.nthreads())), own.cluster.scheduler
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key")
+    future = own.compute(out, workers=[worker])
+    Event("go-reached", client=own).wait(timeout=60)
+    kill(own, worker)
+    until(lambda: worker not in scheduler.workers and bool(scheduler.unrunnable))
+    assert not future.done()
+    assert counters(own)["shuffle.runs"] == 1
 
 
 def test_another_worker_is_killed_during_transfer(own: Client, library: Library) -> None:

@@ -8,7 +8,8 @@ from typing import cast
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.shuffle import RunState, ShuffleId, barrier_key, id_from_key
+from dask_gpurt.dask_hooks.scheduler import allowed_workers, unpaused_later
+from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, RunState, ShuffleId, barrier_key, id_from_key
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension
 from dask_gpurt.dask_hooks.worker import LEAVING
 from dask_gpurt.plugins.switching import Workers
@@ -37,14 +38,37 @@ def possible_owners(scheduler: SchedulerServer, workers: Workers, specs: Iterabl
 
 
 def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None:
-    """Return the workers that a barrier, and so its outputs, are restricted to; None if there are none."""
+    """Return the workers that a barrier, and so its outputs, may run on; None for all.
+
+    Paused workers are among them only if there are no others: they have no free memory for outputs.
+    """
     task = scheduler.tasks[barrier]
-    if not (task.host_restrictions or task.resource_restrictions):
-        return task.worker_restrictions or None
-    # valid_workers has only running workers; paused workers have no free memory for outputs anyway. If all
-    # are paused, fall back to the workers that run the transfers.
-    valid = scheduler.valid_workers(task) or {one.processing_on for one in task.dependencies}
-    return {ws.address for ws in valid if ws is not None}
+    allowed = allowed_workers(scheduler, task)
+    if allowed is None:
+        return None
+    return {ws.address for ws in allowed or unpaused_later(scheduler, task)}
+
+
+def require_allowed(scheduler: SchedulerServer, shuffle: ShuffleId) -> None:
+    """Check that a worker of the cluster may run the outputs of a shuffle, paused or not.
+
+    Raises
+    ------
+    P2PConsistencyError
+        If there is none: a run would assign outputs to workers that do not exist.
+    """
+    task = scheduler.tasks[barrier_key(shuffle)]
+    if (allowed := _allowed(scheduler, task.key)) is not None and not allowed:
+        asked = {
+            "workers": sorted(task.worker_restrictions or ()),
+            "hosts": sorted(task.host_restrictions or ()),
+            "resources": dict(task.resource_restrictions or {}),
+        }
+        what = ", ".join(f"{name} {value}" for name, value in asked.items() if value)
+        raise P2PConsistencyError(
+            f"no worker may run the outputs of shuffle {shuffle}: they are restricted to {what}, of which "
+            "the cluster has none. allow_other_workers=True makes that a preference"
+        )
 
 
 def is_unfinished(task: SchedulerTask) -> bool:

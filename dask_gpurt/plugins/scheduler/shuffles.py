@@ -48,6 +48,7 @@ from dask_gpurt.plugins.scheduler.run_outputs import (
     is_unfinished,
     needed_outputs,
     possible_owners,
+    require_allowed,
 )
 from dask_gpurt.plugins.scheduler.small_results import SmallResults
 from dask_gpurt.plugins.switching import Workers
@@ -231,6 +232,7 @@ class SchedulerShuffles:
             chosen: dict[Any, str] = original(spec)
             if not isinstance(spec, RunSpec):
                 return chosen
+            require_allowed(self._scheduler, spec.id)
             barrier = self._scheduler.tasks[barrier_key(spec.id)]
             chosen = self._among_possible(spec, chosen)
             wanted = needed_outputs(barrier, chosen)
