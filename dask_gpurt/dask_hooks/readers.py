@@ -30,7 +30,8 @@ class FileReader(NamedTuple):
     seam
         The function to wrap.
     called_by
-        The functions and classes in tasks that begin by calling it, as ``module:name``; empty for a writer.
+        The functions and classes in tasks that begin by calling it, or do nothing else if it is a writer, as
+        ``module:name``.
     calls_users
         Returns whether a call with these arguments calls user code. Such calls are not wrapped.
     """
@@ -54,7 +55,6 @@ def _names_files(writer: Any, *_: Any, **__: Any) -> bool:
 #: Dask's readers are listed in the seams too. Those of dask_cudf are compared once it has been imported.
 READERS = (
     FileReader(READ_PARQUET, ("dask.dataframe.io.parquet.core:ParquetFunctionWrapper",)),
-    FileReader(WRITE_PARQUET, (), _names_files),  # for cudf too
     FileReader(READS["_fragment_to_table"], (_EXPR + "parquet:ReadParquetPyarrowFS._fragment_to_table",)),
     FileReader(READS["_load_multiple_files"], (_EXPR + "io:FusedParquetIO._load_multiple_files",)),
     FileReader(READS["pandas_read_text"], (), _csv_calls_users),
@@ -69,6 +69,11 @@ READERS = (
             _DASK_CUDF + "CudfFusedParquetIO._load_multiple_files",
         ),
     ),
+)
+
+#: The functions by which tasks write files, with pandas and with cudf.
+WRITERS = (
+    FileReader(WRITE_PARQUET, ("dask.dataframe.io.parquet.core:ToParquetFunctionWrapper",), _names_files),
 )
 
 #: The function of libcudf that its Parquet readers call, with the CUDA stream to use.
@@ -104,9 +109,14 @@ class Readers:
         self._names: set[str] = set()
 
     def begins_with_read(self, spec: Any) -> bool:
-        """Return whether the first function that a task without dependencies calls is a reader."""
+        """Return whether the first function that a task calls is one of these."""
         self.wrap_imported()
         return _begins(spec, self._names) is True
+
+    def ends_with_write(self, spec: Any) -> bool:
+        """Return whether the last function that a task calls is one of these."""
+        self.wrap_imported()
+        return _last(spec) in self._names
 
     def wrap_imported(self) -> None:
         """Wrap the readers whose modules have been imported since the last call."""
@@ -143,7 +153,8 @@ def _begins(node: Any, names: Collection[str]) -> bool | None:
     if not isinstance(node, Task):
         return None
     if node.has_subgraph():
-        found = [_begins(inner, names) for inner in node.args[0].values() if not inner.dependencies]
+        graph, _, inputs = node.args[:3]
+        found = [_begins(inner, names) for inner in graph.values() if inner.dependencies <= {*inputs}]
     elif _name(node.func) in names:
         return True
     else:
@@ -152,6 +163,13 @@ def _begins(node: Any, names: Collection[str]) -> bool | None:
     if called:
         return all(called)
     return None if node.has_subgraph() or isinstance(node, NestedContainer) else False
+
+
+def _last(node: Any) -> str | None:
+    """Return ``module:name`` of the last function that a node calls, if there is one and it has a name."""
+    while isinstance(node, Task) and node.has_subgraph():
+        node = node.args[0][node.args[1]]
+    return _name(node.func) if isinstance(node, Task) else None
 
 
 def _name(function: Any) -> str | None:

@@ -143,6 +143,8 @@ READS = SeamGroup(
             "self ts compute_duration stimulus_id",
         ),
         Seam("distributed.threadpoolexecutor:ThreadPoolExecutor._adjust_thread_count", "self"),
+        Seam("distributed.threadpoolexecutor:rejoin"),
+        Seam("distributed.threadpoolexecutor:thread_state"),
     ),
     without="a task that reads keeps its slot",
 )

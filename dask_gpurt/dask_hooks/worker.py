@@ -14,7 +14,7 @@ from typing import Any, cast
 from dask.typing import Key
 from distributed.core import Status
 from distributed.metrics import time
-from distributed.threadpoolexecutor import ThreadPoolExecutor
+from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
 from distributed.worker_state_machine import SecedeEvent, UpdateDataEvent
 
 from dask_gpurt.dask_hooks.comparison import UnsupportedError
@@ -77,7 +77,7 @@ def widen_pool(worker: WorkerServer, by: int) -> Callable[[], None]:
     Returns
     -------
     Callable
-        Restores the size. Threads that have started remain.
+        Restores the size: as many threads as were added end once they are idle.
 
     Raises
     ------
@@ -91,13 +91,49 @@ def widen_pool(worker: WorkerServer, by: int) -> Callable[[], None]:
 
     def restore() -> None:
         pool._max_workers -= by
+        with pool._rejoin_lock:
+            for _ in range(len(pool._threads) - pool._max_workers):
+                leaver = _Leaver(pool)
+                pool._rejoin_list.insert(0, (leaver, leaver))  # the last entry is served first
 
     return restore
+
+
+class _Leaver:
+    """End one thread of a pool, as a thread that rejoins the pool does, without one that takes its place."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def set(self) -> None:
+        """Leave in place of the thread: called once the pool has replaced that thread by this object."""
+        self._pool._threads.discard(self)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Return: the pool may be shut down between these two."""
 
 
 def has_left_pool(worker: WorkerServer, thread: threading.Thread) -> bool:
     """Return whether a thread of a worker's tasks has seceded from its pool."""
     return thread not in cast(Any, worker.executors["default"])._threads
+
+
+def rejoin_pool(worker: WorkerServer) -> bool:
+    """Let the current thread rejoin its pool at once if it submits for ``rejoin``; return whether it does.
+
+    Dask would wait until another thread of the pool has ended its task. The caller may wait for something
+    else instead: ``rejoin`` goes on when this submission returns.
+    """
+    pool, thread = cast(Any, worker.executors["default"]), threading.current_thread()
+    if getattr(thread_state, "proceed", True):
+        return False  # it has not left the pool
+    with pool._rejoin_lock:
+        for entry in [one for one in pool._rejoin_list if one[0] is thread]:
+            pool._rejoin_list.remove(entry)
+            pool._threads.add(thread)
+            entry[1].set()
+        # Otherwise an idle thread has let it in already, or it submits something else.
+        return thread in pool._threads
 
 
 def leave_slot(worker: WorkerServer, key: Key) -> bool:

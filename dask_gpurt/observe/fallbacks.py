@@ -72,7 +72,6 @@ class Fallback(Enum):
 
     READS_KEEP_SLOT = "reads.keep-slot", "tasks that read files keep their slot"
     READS_SHARE_STREAM = "reads.share-stream", "reads wait for tasks that compute"
-    READS_OVERDUE = "reads.overdue", "an extra task runs beside tasks that seem to wait"
 
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask's own {method} decides"

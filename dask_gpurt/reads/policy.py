@@ -1,4 +1,4 @@
-"""Decide which tasks of a worker leave their slot to another task while they read. Pure."""
+"""Decide which tasks of a worker leave their slot, so that the next ones start and read ahead. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dask.typing import Key
 class ReadsAside:
     """Track the tasks that have left their slot, in which other tasks have started. Not thread-safe.
 
-    A task counts from when it leaves its slot until it ends, since its frame takes memory even after the
+    A task may leave its slot from when it reads, waits for its turn (:mod:`dask_gpurt.reads.turns`), or
+    writes. It counts from when it leaves its slot until it ends, since its frame takes memory even after the
     read. So a worker has at most ``limit`` more tasks started than threads. In a steady state, one task reads
     while another one, whose read is done, computes::
 
         A reads, and leaves its slot. B starts, and reads; the limit is reached, so B keeps its slot
-        A computes, and ends. B is now the oldest reader, and leaves its slot, whether it reads or computes
+        A computes, and ends. B is now the oldest candidate, and leaves its slot, whether it reads or computes
         C starts, and reads, while B computes
 
     Parameters
@@ -26,15 +27,20 @@ class ReadsAside:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._aside: set[Key] = set()
-        #: Tasks with a slot that have started to read, oldest first.
+        #: Tasks with a slot that may leave it, oldest first.
         self._keeping: dict[Key, None] = {}
 
     def __contains__(self, key: Key) -> bool:
         """Return whether a task has left its slot and has not ended."""
         return key in self._aside
 
-    def begin_read(self, key: Key) -> Key | None:
-        """Note that a task starts to read; return the task that should leave its slot, if any."""
+    @property
+    def count(self) -> int:
+        """Return the number of tasks that have left their slot and have not ended."""
+        return len(self._aside)
+
+    def add(self, key: Key) -> Key | None:
+        """Note that a task may leave its slot; return the task that should leave its slot, if any."""
         if key not in self._aside:
             self._keeping[key] = None
         return self.next()

@@ -1,17 +1,18 @@
-"""Limit the computing threads of a worker to its number of slots, even if more tasks have started.
+"""Limit the tasks that run user code on a worker to its number of slots, in the order in which they started.
 
-After a task has left its slot to read (:mod:`dask_gpurt.reads.policy`), both that task and the one started in
-its place may want to compute. So a thread computes only while it holds a turn, of which there are as many as
-the worker has slots. Waiting threads get turns in FIFO order.
+So that reads of files run ahead, a worker starts more tasks than it has slots
+(:mod:`dask_gpurt.reads.policy`). Dask alone would start these only later, when earlier ones have ended. So a
+task runs user code only while it holds a turn, of which there are as many as the worker has slots. A task
+queues for one when Dask starts it, gets it in FIFO order, and keeps it until it ends or leaves the worker's
+pool (``secede``, ``worker_client``). Without a turn it may only read, before any user code, and write, after
+all of it::
 
-No thread waits forever, even if tasks wait for each other (through an Event, a Queue, a Lock)::
+    A reads. B starts in A's slot, and will wait for an Event that A sets after its read
+    B waits for its turn until A has ended: only then would Dask have started it
 
-    A reads without a slot. B starts, and waits for an Event that A sets after its read
-    A has read, and requests the turn that B holds
-
-In Dask, B would start only after A has ended. So a turn is not worth waiting for if no thread uses it: if no
-thread with a turn has used CPU time for ``TURN_PATIENCE_S``, the first waiting thread continues without a
-turn. A thread that leaves the worker's pool (``secede``, ``worker_client``) gives up its turn.
+So the tasks with a turn are at any time those that Dask would run if it started the same tasks in the same
+order. Whatever they wait for (an Event, a Lock, a database), they block each other only if they would there,
+and a waiting task gets its turn once earlier ones end.
 """
 
 from __future__ import annotations
@@ -21,25 +22,45 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from dask_gpurt.observe import Fallback, Metrics
+from dask.typing import Key
+from distributed import Reschedule
 
-#: Seconds without CPU time of threads with a turn, after which a waiting thread continues without one.
-TURN_PATIENCE_S = 5.0
-#: Seconds between checks of the threads with a turn.
+from dask_gpurt.observe import Metrics
+
+#: Seconds between checks whether a thread with a turn has left the pool, of which nobody is notified.
 LOOK_INTERVAL_S = 0.25
-#: A thread counts as idle below this share of CPU time. Waiting threads may wake up occasionally, and
-#: computing threads get little CPU time on a busy host.
-IDLE_SHARE = 0.002
+
+
+class ClosedError(Reschedule):
+    """A task does not get a turn any more, since its worker closes. It may run on another one."""
+
+
+@dataclass(eq=False)
+class Turn:
+    """Represent a task among those that hold a turn or wait for one.
+
+    Attributes
+    ----------
+    thread
+        Its thread, once that may run user code, and so may leave the pool.
+    was_held
+        Whether the task has had its turn.
+    """
+
+    key: Key
+    thread: threading.Thread | None = None
+    was_held: bool = False
 
 
 class Turns:
-    """Hand out the turns of a worker's threads, at most one to each thread. Thread-safe.
+    """Hand out the turns of a worker. Thread-safe.
 
     Parameters
     ----------
     count
-        The number of threads that may compute at once.
+        The number of tasks that may run user code at once.
     has_left
         Returns whether a thread has left the worker's pool, and so needs no turn.
     """
@@ -49,89 +70,95 @@ class Turns:
         self._has_left = has_left
         self._metrics = metrics
         self._changed = threading.Condition()
-        self._computing: set[threading.Thread] = set()
-        self._waiting: deque[threading.Thread] = deque()
-        self._reading = 0
+        self._holders: set[Turn] = set()
+        self._waiting: deque[Turn] = deque()
+        self._reading: set[Turn] = set()
         self._closed = False
         self._looked = time.perf_counter()
 
-    def take(self) -> None:
-        """Block until this thread has a turn."""
-        thread = threading.current_thread()
-        with self._changed:
-            self._waiting.append(thread)
-            if not self._is_next(thread):
-                with self._metrics.seconds("reads.seconds.waiting"):
-                    self._wait(thread)
-            self._waiting.remove(thread)
-            self._count_beside()
-            self._computing.add(thread)
-            self._changed.notify_all()  # there may be a turn for the next one too
+    def queue(self, turn: Turn) -> None:
+        """Queue a task: behind all others, or before them if it has had its turn, as they started later.
 
-    def give(self) -> None:
-        """Give up this thread's turn; a no-op if it has none."""
+        It gets the turn once one is free, even while it reads. A no-op if it is queued or holds the turn.
+        """
+        with self._changing():
+            if turn not in self._holders and turn not in self._waiting:
+                (self._waiting.appendleft if turn.was_held else self._waiting.append)(turn)
+
+    def is_held(self, turn: Turn) -> bool:
+        """Return whether a task holds its turn, and so would not wait for it."""
         with self._changed:
-            self._count_beside()
-            self._computing.discard(threading.current_thread())
-            self._changed.notify_all()
+            return turn in self._holders
+
+    def wait(self, turn: Turn) -> None:
+        """Block until a task holds its turn; then the current thread may run user code.
+
+        Raises
+        ------
+        ClosedError
+            If the worker closes before.
+        """
+        with self._changing():
+            if turn not in self._holders:
+                with self._metrics.seconds("reads.seconds.waiting"):
+                    self._wait(turn)
+            turn.thread, turn.was_held = threading.current_thread(), True
+
+    def end(self, turn: Turn) -> None:
+        """Give up a turn, or the place in the queue; a no-op if there is neither."""
+        with self._changing():
+            self._holders.discard(turn)
+            if turn in self._waiting:
+                self._waiting.remove(turn)
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Give up the turn while the body reads, and wait for one afterwards."""
-        thread = threading.current_thread()
-        with self._changed:
-            self._count_beside()
-            self._reading += 1
-            self._computing.discard(thread)
-            self._changed.notify_all()
+    def reading(self, turn: Turn) -> Iterator[None]:
+        """Measure a read or write; with a turn or without."""
+        with self._changing():
+            self._reading.add(turn)
         try:
             with self._metrics.seconds("reads.seconds.reading"):
                 yield
         finally:
-            with self._changed:
-                self._count_beside()
-                self._reading -= 1
-            if not self._has_left(thread):
-                self.take()
+            with self._changing():
+                self._reading.discard(turn)
 
     def close(self) -> None:
-        """Let all threads continue without turns."""
+        """Raise in all threads that wait now or later; those with a turn continue."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     # ---- under the lock ----------------------------------------------------------------------------
 
-    def _is_next(self, thread: threading.Thread) -> bool:
-        self._computing -= {one for one in self._computing if self._has_left(one)}
-        return self._closed or (len(self._computing) < self._count and self._waiting[0] is thread)
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock, and hand out the turns that are free afterwards."""
+        with self._changed:
+            self._count_beside()
+            try:
+                yield
+            finally:
+                self._hand_out()
 
-    def _wait(self, thread: threading.Thread) -> None:
-        since, before = time.monotonic(), self._processor_seconds()
-        while not self._is_next(thread):
+    def _hand_out(self) -> None:
+        self._holders -= {turn for turn in self._holders if turn.thread and self._has_left(turn.thread)}
+        free = min(self._count - len(self._holders), len(self._waiting))
+        self._holders |= {self._waiting.popleft() for _ in range(free)}
+        if free > 0:
+            self._changed.notify_all()
+
+    def _wait(self, turn: Turn) -> None:
+        self._hand_out()
+        while turn not in self._holders:
+            if self._closed:
+                raise ClosedError(f"{turn.key!r} was waiting for its turn to compute when its worker closed")
             self._changed.wait(LOOK_INTERVAL_S)
-            now, used = time.monotonic(), self._processor_seconds()
-            if used.keys() != before.keys() or any(
-                used[one] - before[one] > IDLE_SHARE * (now - since) for one in used
-            ):
-                since, before = now, used
-            elif now - since >= TURN_PATIENCE_S and self._waiting[0] is thread:
-                self._metrics.fallback(
-                    Fallback.READS_OVERDUE,
-                    f"computing threads have used no CPU time for {TURN_PATIENCE_S} s, and seem to wait",
-                )
-                return
-
-    def _processor_seconds(self) -> dict[threading.Thread, float]:
-        # All of these threads are alive, since a thread needs the lock to give up its turn before it ends.
-        return {
-            thread: time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-            for thread in self._computing
-            if thread.ident is not None
-        }
+            self._count_beside()
+            self._hand_out()
 
     def _count_beside(self) -> None:
         now = time.perf_counter()
-        if self._reading and self._computing:
+        if self._reading and not self._holders <= self._reading:
             self._metrics.add("reads.seconds.beside", now - self._looked)
         self._looked = now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +13,12 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
-from distributed import get_worker, secede
+from distributed import get_worker, secede, worker_client
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 from pandas.testing import assert_frame_equal
 
 import dask_gpurt
 from dask_gpurt.observe import Fallback
-from dask_gpurt.reads import turns
 from tests.helpers.clusters import cluster
 from tests.helpers.gated_files import GATE
 from tests.helpers.in_process import gen_client_cluster, on_cluster, until
@@ -90,38 +90,35 @@ async def has_begun_aside(worker: Any) -> None:
     await until(lambda: bool(GATE.came) and bool(worker.state.long_running))
 
 
-def test_a_task_runs_to_its_end_while_another_one_reads(files: str) -> None:
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_task_reads_while_another_one_computes(kind: str, files: str, tmp_path: Path) -> None:
+    """And waits for its turn afterwards, until the other one has ended."""
+    pd.DataFrame({"a": range(ROWS)}).to_csv(tmp_path / "0.csv", index=False)
+    first = dd.read_parquet(files).partitions[0]
+    second = dd.read_csv(f"gated://{tmp_path}/0.csv") if kind == "csv" else first
+    total = total_of(second, noting, "computed")
+
     @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        total = dd.read_parquet(files).partitions[0].a.sum()
         GATE.close()
-        future = client.compute(total)
+        computing = client.compute(total_of(first, lambda frame: meet("computing", "go on", frame)))
         await has_begun_aside(worker)
-        assert await client.submit(sum, [1, 2]) == 3
         GATE.open()
-        assert await future == sum(range(ROWS))
+        await until(event("computing").is_set)
+        GATE.close()
+        reading = client.compute(total)
+        await until(lambda: bool(GATE.came))
+        GATE.open()
+        await until(lambda: bool(reads(worker).turns._waiting))
+        assert not event("computed").is_set()
+        event("go on").set()
+        assert await client.gather([computing, reading]) == [sum(range(ROWS))] * 2
         report = await dask_gpurt.report(client)
         assert report["workers"][worker.address]["reads"]["beside"] == 1
         counters = report["counters"]
-        assert counters["reads.aside"] == 1
+        assert counters["reads.aside"] >= 1
         assert 0 < counters["reads.seconds.beside"] <= counters["reads.seconds.reading"]
         assert not worker.state.long_running
-
-    run()
-
-
-def test_the_reader_of_csv_leaves_its_slot_too(tmp_path: Path) -> None:
-    pd.DataFrame({"a": range(ROWS)}).to_csv(tmp_path / "0.csv", index=False)
-
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        collection = dd.read_csv(f"gated://{tmp_path}/0.csv")
-        GATE.close()
-        future = client.compute(collection.a.sum())
-        await has_begun_aside(worker)
-        assert await client.submit(sum, [1, 2]) == 3
-        GATE.open()
-        assert await future == sum(range(ROWS))
 
     run()
 
@@ -163,41 +160,77 @@ def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, b
     run()
 
 
-def test_a_read_that_is_done_waits_until_no_other_task_computes(files: str) -> None:
+def test_a_task_that_starts_beside_a_read_waits_until_the_reader_has_ended(files: str) -> None:
+    """So it may wait for an event that the reader sets later, as if it had started only then."""
+
     @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
+        first = dd.read_parquet(files).partitions[0]
         GATE.close()
-        future = client.compute(total)
+        future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
         await has_begun_aside(worker)
-        other = client.submit(meet, "other", "go on")
-        await until(event("other").is_set)
-        GATE.open()
+        other = client.submit(meet, "other", "reader", 7)
         await until(lambda: bool(reads(worker).turns._waiting))
-        assert not event("computed").is_set()
+        assert not event("other").is_set()
+        GATE.open()
+        await until(event("reader").is_set)
+        assert not event("other").is_set()
         event("go on").set()
-        assert await future == sum(range(ROWS))
-        await other
+        assert await client.gather([future, other]) == [sum(range(ROWS)), 7]
 
     run()
 
 
-def test_a_task_waits_for_one_that_has_gone_on_after_its_read(files: str) -> None:
+_held = threading.Lock()
+
+
+def alone(frame: Any) -> Any:
+    """Fail if another task's code runs; read a file again with the lock held."""
+    assert _held.acquire(blocking=False)
+    with dask.config.set(scheduler="synchronous"):
+        assert dd.read_parquet(f"late://{_folder[0]}").a.sum().compute() == TOTAL
+    _held.release()
+    return frame
+
+
+_folder: list[str] = []
+
+
+def test_a_lock_may_be_held_across_a_read_and_no_task_runs_beside(files: str) -> None:
+    """Each task reads, and then again within user code."""
+    _folder[:] = [files.removeprefix("gated://")]
+
+    @on_reading_cluster(workers=1, **{"gpurt.reads.beside": 2})
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        table = dd.read_parquet(f"late://{_folder[0]}", storage_options={"delay_s": 0.01})
+        mapped = table.map_partitions(alone, meta=table._meta).map_partitions(alone, meta=table._meta)
+        assert await client.compute(mapped.a.sum()) == TOTAL
+        assert (await dask_gpurt.report(client))["counters"]["reads.aside"] > 0
+
+    run()
+
+
+def test_a_task_that_has_rejoined_the_pool_waits_for_its_turn(files: str) -> None:
+    """Its worker has more threads than turns, for reads."""
+
+    def waits_for_another() -> int:
+        with worker_client() as client:
+            found = client.submit(lambda: 6, pure=False).result()
+            client.submit(meet, "other", "go on", key="other")
+            assert event("other").wait(LIMIT_S)
+            event("leaving").set()
+        event("rejoined").set()
+        return int(found) + 1
+
     @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        first = dd.read_parquet(files).partitions[0]
-        total = total_of(first, lambda frame: meet("reader", "go on", frame))
-        GATE.close()
-        future = client.compute(total)
-        await has_begun_aside(worker)
-        GATE.open()
-        await until(event("reader").is_set)
-        other = client.submit(noting, 1, "other")
-        await until(lambda: bool(reads(worker).turns._waiting))
-        assert not event("other").is_set()
+        future = client.submit(waits_for_another)
+        await until(event("leaving").is_set)
+        turns = reads(worker).turns
+        await until(lambda: any(turn.was_held for turn in turns._waiting))
+        assert not event("rejoined").is_set()
         event("go on").set()
-        assert await other == 1
-        assert await future == sum(range(ROWS))
+        assert await future == 7
 
     run()
 
@@ -230,84 +263,78 @@ def test_a_task_is_cancelled_while_it_reads(files: str) -> None:
         await has_begun_aside(worker)
         (key,) = (task.key for task in worker.state.long_running)
         await future.cancel()
-        assert await client.submit(sum, [1, 2]) == 3
         GATE.open()
+        assert await client.submit(sum, [1, 2]) == 3
         await until(lambda: not reads(worker).is_aside(key) and not worker.state.tasks)
         assert await client.compute(collection.a.sum()) == TOTAL
 
     run()
 
 
-@pytest.mark.parametrize("how", ["switched off", "closed"])
-def test_nobody_waits_for_a_turn_when_it_is(how: str, files: str) -> None:
-    """The computing task waits for the one that has read; the end of the turns releases it."""
+def test_tasks_take_turns_until_they_have_ended_when_it_is_switched_off(files: str) -> None:
+    """Then the pool is Dask's again, with as many threads as it had."""
 
     @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
         await dask_gpurt.enable(client)
-        turns_of_worker = reads(worker).turns
-        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
+        pool, turns = worker.executor, reads(worker).turns
+        first = dd.read_parquet(files).partitions[0]
+        GATE.close()
+        future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
+        await has_begun_aside(worker)
+        other = client.submit(noting, 1, "other")
+        await until(lambda: bool(turns._waiting))
+        await dask_gpurt.disable(client)
+        GATE.open()
+        await until(event("reader").is_set)
+        assert not event("other").is_set()
+        event("go on").set()
+        assert await client.gather([future, other]) == [sum(range(ROWS)), 1]
+        await until(lambda: len(pool._threads) == pool._max_workers == 1)
+        assert "submit" not in vars(pool)
+        assert await client.submit(sum, [1, 2]) == 3
+
+    run()
+
+
+def test_a_task_that_waits_for_its_turn_does_not_run_when_its_worker_closes(files: str) -> None:
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        await dask_gpurt.enable(client)
+        turns, total = reads(worker).turns, dd.read_parquet(files).partitions[0].a.sum()
         GATE.close()
         future = client.compute(total)
         await has_begun_aside(worker)
-        other = client.submit(meet, "other", "computed", 7)
-        await until(event("other").is_set)
+        other = client.submit(noting, 1, "other")
+        await until(lambda: bool(turns._waiting))
+        closing = asyncio.ensure_future(worker.close(executor_wait=False))
+        await until(lambda: not turns._waiting)
+        assert not event("other").is_set()
         GATE.open()
-        await until(lambda: bool(turns_of_worker._waiting))
-        if how == "closed":
-            await worker.close()
-        else:
-            await dask_gpurt.disable(client)
-            assert await other == 7
-            assert await future == sum(range(ROWS))
-        assert event("computed").is_set()
+        await closing
+        assert not event("other").is_set()
+        assert not future.done()
+        assert not other.done()
         await dask_gpurt.disable(client)
 
     run()
 
 
-def test_a_task_that_secedes_keeps_no_turn(files: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "TURN_PATIENCE_S", LIMIT_S * 10)
-
-    def leave_and_meet() -> int:
-        meet("other", "leave")
+def test_a_task_that_secedes_keeps_no_turn(files: str) -> None:
+    def leave(frame: Any) -> Any:
         secede()
-        return int(meet("left", "computed", 7))
+        return meet("left", "other", frame)
 
     @on_reading_cluster(workers=1)
     async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
+        total = total_of(dd.read_parquet(files).partitions[0], leave)
         GATE.close()
         future = client.compute(total)
         await has_begun_aside(worker)
-        other = client.submit(leave_and_meet)
-        await until(event("other").is_set)
-        GATE.open()
+        other = client.submit(meet, "other", "left", 7)
         await until(lambda: bool(reads(worker).turns._waiting))
-        event("leave").set()
-        assert await future == sum(range(ROWS))
-        assert await other == 7
-
-    run()
-
-
-def test_a_task_that_waits_for_one_that_has_read_does_not_stop_it(
-    files: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(turns, "TURN_PATIENCE_S", 0.3)
-
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        total = total_of(dd.read_parquet(files).partitions[0], noting, "computed")
-        GATE.close()
-        future = client.compute(total)
-        await has_begun_aside(worker)
-        other = client.submit(meet, "other", "computed", 7)
-        await until(event("other").is_set)
         GATE.open()
         assert await client.gather([future, other]) == [sum(range(ROWS)), 7]
-        report = await dask_gpurt.report(client)
-        assert report["workers"][worker.address]["fallbacks"][Fallback.READS_OVERDUE.id]["count"] == 1
 
     run()
 

@@ -19,8 +19,8 @@ from dask.dataframe.dask_expr.io.io import FusedParquetIO
 from dask.dataframe.dask_expr.io.parquet import ReadParquetPyarrowFS
 
 from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.graph import Task
-from dask_gpurt.dask_hooks.readers import READERS, STREAM_READERS, Readers
+from dask_gpurt.dask_hooks.graph import Task, TaskRef
+from dask_gpurt.dask_hooks.readers import READERS, STREAM_READERS, WRITERS, Readers
 
 
 @pytest.fixture
@@ -37,6 +37,17 @@ def calls() -> list[str]:
 
 @pytest.fixture
 def readers(patches: PatchSet, calls: list[str]) -> Readers:
+    return wrapped(patches, calls, READERS)
+
+
+@pytest.fixture
+def writers(patches: PatchSet, calls: list[str]) -> Readers:
+    return wrapped(patches, calls, WRITERS)
+
+
+def wrapped(patches: PatchSet, calls: list[str], which: Any) -> Readers:
+    """Wrap functions, and note their calls."""
+
     def wrap(reader: Callable[..., Any]) -> Callable[..., Any]:
         def read(*args: Any, **kwargs: Any) -> Any:
             calls.append(reader.__qualname__)
@@ -44,7 +55,7 @@ def readers(patches: PatchSet, calls: list[str]) -> Readers:
 
         return read
 
-    found = Readers(patches, wrap, pytest.fail)
+    found = Readers(patches, wrap, pytest.fail, which)
     found.wrap_imported()
     return found
 
@@ -145,7 +156,7 @@ def test_any_callable_may_be_that_of_a_task(function: Any, folder: Path, readers
 
 
 def test_a_writer_is_wrapped_unless_it_calls_a_function_of_users(
-    tmp_path: Path, readers: Readers, calls: list[str]
+    tmp_path: Path, writers: Readers, calls: list[str]
 ) -> None:
     frame = dd.from_pandas(pd.DataFrame({"a": range(5)}), npartitions=1)
     frame.to_parquet(tmp_path, compute_kwargs={"scheduler": "sync"})
@@ -154,6 +165,29 @@ def test_a_writer_is_wrapped_unless_it_calls_a_function_of_users(
     frame.to_parquet(tmp_path, compute_kwargs={"scheduler": "sync"}, **named)
     assert len(calls) == 1
     assert (tmp_path / "named-0.parquet").exists()
+
+
+def test_a_task_ends_with_a_write_if_nothing_follows_it(tmp_path: Path, writers: Readers) -> None:
+    frame = dd.from_pandas(pd.DataFrame({"a": range(5)}), npartitions=2)
+    written = frame.to_parquet(tmp_path, compute=False).optimize()
+    fused = next(task for task in written.__dask_graph__().values() if isinstance(task, Task))
+    graph, last, *_ = fused.args
+    assert writers.ends_with_write(fused)
+    assert writers.ends_with_write(graph[last])
+    assert not writers.begins_with_read(fused)
+    after = Task("after", len, TaskRef(last))
+    assert not writers.ends_with_write(Task.fuse(*graph.values(), after))
+    assert not writers.ends_with_write(Task("after", len, graph[last]))
+
+
+def test_a_task_with_inputs_may_begin_with_a_read(folder: Path, readers: Readers) -> None:
+    """As one that reads, and joins with the partition of a small table."""
+    (reading,) = roots(dd.read_parquet(folder / "parquet").partitions[0].optimize())
+    joined = Task("joined", pd.merge, TaskRef(reading.key), TaskRef("small"))
+    assert readers.begins_with_read(Task.fuse(reading, joined))
+    prepared = Task("prepared", len, TaskRef("small"))
+    both = Task("both", pd.merge, TaskRef(reading.key), TaskRef("prepared"))
+    assert not readers.begins_with_read(Task.fuse(reading, prepared, both))
 
 
 def test_of_a_library_that_is_imported_later_the_reader_is_wrapped_then(

@@ -13,10 +13,10 @@ from dask_gpurt.reads.threads import NTHREADS, set_threads, threads_of
 
 def test_a_task_that_reads_leaves_its_slot_and_counts_until_it_ends() -> None:
     aside = ReadsAside(1)
-    assert aside.begin_read("a") == "a"
+    assert aside.add("a") == "a"
     assert "a" in aside
-    assert aside.begin_read("b") is None
-    assert aside.begin_read("a") is None  # a second read in the same task
+    assert aside.add("b") is None
+    assert aside.add("a") is None  # a second read in the same task
     assert aside.end("a") == "b"
     assert "a" not in aside
     assert "b" in aside
@@ -25,7 +25,7 @@ def test_a_task_that_reads_leaves_its_slot_and_counts_until_it_ends() -> None:
 
 def test_the_one_that_has_read_first_leaves_first() -> None:
     aside = ReadsAside(2)
-    assert [aside.begin_read(key) for key in "abcd"] == ["a", "b", None, None]
+    assert [aside.add(key) for key in "abcd"] == ["a", "b", None, None]
     assert aside.end("c") is None  # it ended in its slot
     assert aside.end("b") == "d"
     assert aside.end("a") is None
@@ -33,9 +33,9 @@ def test_the_one_that_has_read_first_leaves_first() -> None:
 
 def test_a_task_that_has_no_slot_to_leave_makes_way_for_the_next() -> None:
     aside = ReadsAside(1)
-    assert aside.begin_read("a") == "a"
-    aside.begin_read("cancelled")
-    aside.begin_read("b")
+    assert aside.add("a") == "a"
+    aside.add("cancelled")
+    aside.add("b")
     assert aside.end("a") == "cancelled"
     assert aside.end("cancelled") == "b"
 
@@ -52,7 +52,7 @@ def test_never_more_are_aside_than_the_limit_and_all_that_may_are(seed: int, lim
             told = aside.end(ends)
         else:
             begun.add(key)
-            told = aside.begin_read(key)
+            told = aside.add(key)
         assert told is None or told in aside
         assert sum(one in aside for one in begun) == min(limit, len(begun))
 

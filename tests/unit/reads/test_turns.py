@@ -1,17 +1,84 @@
-"""Take turns in computing on threads of this process, ordered by events only."""
+"""Take turns in running user code: by a state machine, and on threads of this process."""
 
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.strategies import data, integers
 
-from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.reads import turns as module
-from dask_gpurt.reads.turns import Turns
+from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.turns import ClosedError, Turn, Turns
+from tests.helpers.machines import settings_of
 from tests.helpers.waiting import LIMIT_S, until
+
+
+class Tasks(RuleBasedStateMachine):
+    """Start, end, secede and rejoin tasks, beside a model: Dask's slots, filled in order of start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: set[Any] = set()
+        self.started = 0
+        #: The tasks in their order, and those that run user code, which are the first ones.
+        self.order: list[Turn] = []
+        self.seceded: list[Turn] = []
+
+    @initialize(count=integers(1, 3))
+    def begin(self, count: int) -> None:
+        self.count = count
+        self.turns = Turns(count, self.left.__contains__, Metrics())
+
+    @rule()
+    def start(self) -> None:
+        self.started += 1
+        turn = Turn(self.started)
+        self.turns.queue(turn)
+        self.order.append(turn)
+
+    @precondition(lambda self: self.order)
+    @rule(data=data())
+    def end(self, data: Any) -> None:
+        """End any task: it has run, or was cancelled before."""
+        turn = data.draw(integers(0, len(self.order) - 1))
+        self.turns.end(self.order.pop(turn))
+
+    @precondition(lambda self: self.order)
+    @rule(data=data())
+    def secede(self, data: Any) -> None:
+        """Leave the pool, which nobody is notified of."""
+        turn = self.order.pop(data.draw(integers(0, min(self.count, len(self.order)) - 1)))
+        turn.thread, turn.was_held = threading.Thread(), True
+        self.left.add(turn.thread)
+        self.seceded.append(turn)
+        self.turns.end(Turn("anyone"))  # looks
+
+    @precondition(lambda self: self.seceded)
+    @rule()
+    def rejoin(self) -> None:
+        """Rejoin the pool: behind those that run, before those that have not."""
+        turn = self.seceded.pop()
+        turn.thread = None
+        self.turns.queue(turn)
+        self.order.insert(min(self.count, len(self.order)), turn)
+
+    @precondition(lambda self: self.order)
+    @rule(data=data())
+    def queue_twice(self, data: Any) -> None:
+        self.turns.queue(self.order[data.draw(integers(0, len(self.order) - 1))])
+
+    @invariant()
+    def those_hold_a_turn_that_dask_would_run(self) -> None:
+        if self.order:
+            held = [turn.key for turn in self.order if self.turns.is_held(turn)]
+            assert held == [turn.key for turn in self.order[: self.count]]
+
+
+TestTasks = Tasks.TestCase
+TestTasks.settings = settings_of(100, steps=40)
 
 
 class Crew:
@@ -23,142 +90,74 @@ class Crew:
         self.turns = Turns(turns, self.left.__contains__, self.metrics)
         self.pool = ThreadPoolExecutor(8)
 
-    def compute(self, ends: threading.Event) -> tuple[threading.Event, Future[None]]:
-        """Make a thread take a turn until an event; returns the event that it has begun, and its end."""
-        begun = threading.Event()
+    def compute(self, key: str) -> tuple[Turn, threading.Event, Any]:
+        """Have a thread wait for a turn; return the turn, the event that it has it, and its end."""
+        turn, begun = Turn(key), threading.Event()
+        self.turns.queue(turn)
 
         def run() -> None:
-            self.turns.take()
+            self.turns.wait(turn)
             begun.set()
-            assert ends.wait(LIMIT_S)
-            self.turns.give()
 
-        return begun, self.pool.submit(run)
-
-    def queue(self, length: int) -> None:
-        """Wait until this many threads are queued."""
-        until(lambda: len(self.turns._waiting) == length)
+        return turn, begun, self.pool.submit(run)
 
 
-@pytest.mark.parametrize("turns", [1, 2])
-def test_as_many_compute_as_there_are_turns_in_the_order_in_which_they_asked(turns: int) -> None:
-    crew, go_on = Crew(turns), [threading.Event() for _ in range(4)]
-    begun: list[tuple[threading.Event, Future[None]]] = []
-    for number, event in enumerate(go_on):
-        begun.append(crew.compute(event))
-        if number < turns:
-            assert begun[-1][0].wait(LIMIT_S)
-        else:
-            crew.queue(number + 1 - turns)
-    for number in range(4 - turns):
-        assert [one.is_set() for one, _ in begun] == [n < turns + number for n in range(4)]
-        go_on[number].set()
-        assert begun[turns + number][0].wait(LIMIT_S)
-    for event in go_on:
-        event.set()
-    for _, end in begun:
-        end.result(LIMIT_S)
+def test_a_task_waits_for_its_turn_until_an_earlier_one_ends() -> None:
+    crew = Crew(1)
+    first, begun, _ = crew.compute("first")
+    assert begun.wait(LIMIT_S)
+    _, second_begun, end = crew.compute("second")
+    until(lambda: bool(crew.pool._work_queue.empty()))
+    assert not second_begun.is_set()
+    crew.turns.end(first)
+    end.result(LIMIT_S)
     assert crew.metrics.snapshot()["counters"]["reads.seconds.waiting"] > 0
 
 
-def test_a_thread_that_reads_has_no_turn_and_waits_for_one_afterwards() -> None:
-    crew, read, done = Crew(1), threading.Event(), threading.Event()
-    reading, other_ends = threading.Event(), threading.Event()
-
-    def reader() -> None:
-        crew.turns.take()
-        with crew.turns.reading():
-            reading.set()
-            assert read.wait(LIMIT_S)
-        done.set()
-        crew.turns.give()
-
-    end = crew.pool.submit(reader)
-    assert reading.wait(LIMIT_S)
-    begun, other = crew.compute(other_ends)
-    assert begun.wait(LIMIT_S)
-    read.set()
-    crew.queue(1)
-    assert not done.is_set()
-    other_ends.set()
+def test_a_task_keeps_the_turn_that_it_gets_while_it_reads() -> None:
+    crew, reader = Crew(1), Turn("reader")
+    crew.turns.queue(reader)
+    with crew.turns.reading(reader):
+        other, begun, end = crew.compute("other")
+        assert crew.turns.is_held(reader)
+    crew.turns.wait(reader)
+    assert not begun.is_set()
+    crew.turns.end(reader)
     end.result(LIMIT_S)
-    other.result(LIMIT_S)
-    counters = crew.metrics.snapshot()["counters"]
-    assert 0 < counters["reads.seconds.beside"] <= counters["reads.seconds.reading"]
+    assert crew.turns.is_held(other)
 
 
-def test_a_read_that_fails_leaves_no_reader_behind() -> None:
-    crew = Crew(1)
-    crew.turns.take()
-    with pytest.raises(OSError, match="gone"), crew.turns.reading():
+def test_reads_beside_a_task_that_computes_are_counted_also_if_they_fail() -> None:
+    crew, reader = Crew(1), Turn("reader")
+    _, begun, _ = crew.compute("computing")
+    assert begun.wait(LIMIT_S)
+    crew.turns.queue(reader)
+    with pytest.raises(OSError, match="gone"), crew.turns.reading(reader):
         raise OSError("gone")
-    assert threading.current_thread() in crew.turns._computing
-    assert crew.turns._reading == 0
-    crew.turns.give()
-    assert not crew.turns._computing
+    counters = crew.metrics.snapshot()["counters"]
+    assert counters["reads.seconds.beside"] > 0
+    assert counters["reads.seconds.reading"] > 0
+    assert not crew.turns._reading
 
 
-def test_a_thread_that_has_left_the_pool_holds_nobody_up() -> None:
-    crew, ends = Crew(1), threading.Event()
-    begun, left = crew.compute(ends)
+def test_a_thread_that_leaves_the_pool_holds_nobody_up() -> None:
+    crew = Crew(1)
+    first, begun, _ = crew.compute("first")
     assert begun.wait(LIMIT_S)
-    next_ends = threading.Event()
-    next_begun, following = crew.compute(next_ends)
-    crew.queue(1)
-    crew.left |= set(crew.turns._computing)
-    assert next_begun.wait(LIMIT_S)
-    ends.set()
-    next_ends.set()
-    left.result(LIMIT_S)
-    following.result(LIMIT_S)
+    until(lambda: first.thread is not None)
+    _, _, end = crew.compute("second")
+    assert first.thread is not None
+    crew.left.add(first.thread)
+    end.result(LIMIT_S)
 
 
-def test_nobody_waits_once_they_are_closed() -> None:
-    crew, ends = Crew(1), threading.Event()
-    begun, first = crew.compute(ends)
+def test_who_waits_is_told_that_the_worker_closes() -> None:
+    crew = Crew(1)
+    first, begun, _ = crew.compute("first")
     assert begun.wait(LIMIT_S)
-    next_begun, second = crew.compute(ends)
-    crew.queue(1)
+    _, second_begun, end = crew.compute("second")
     crew.turns.close()
-    assert next_begun.wait(LIMIT_S)
-    ends.set()
-    first.result(LIMIT_S)
-    second.result(LIMIT_S)
-
-
-@pytest.mark.parametrize("busy", [True, False])
-def test_a_turn_of_which_nobody_makes_use_is_not_waited_for(
-    busy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The holder computes, or waits; the next thread polls it several times."""
-    monkeypatch.setattr(module, "TURN_PATIENCE_S", 1.0)
-    crew, ends, begun, looked = Crew(1), threading.Event(), threading.Event(), threading.Event()
-    look, looks = crew.turns._processor_seconds, count()
-
-    def counted() -> dict[threading.Thread, float]:
-        if next(looks) * module.LOOK_INTERVAL_S > 2 * module.TURN_PATIENCE_S:
-            looked.set()
-        return look()
-
-    monkeypatch.setattr(crew.turns, "_processor_seconds", counted)
-
-    def holder() -> None:
-        crew.turns.take()
-        begun.set()
-        while busy and not ends.is_set():
-            sum(range(10_000))
-        assert ends.wait(LIMIT_S)
-        crew.turns.give()
-
-    first = crew.pool.submit(holder)
-    assert begun.wait(LIMIT_S)
-    next_begun, second = crew.compute(ends)
-    if busy:
-        assert looked.wait(LIMIT_S)
-        assert not next_begun.is_set()
-    else:
-        assert next_begun.wait(LIMIT_S)
-    ends.set()
-    first.result(LIMIT_S)
-    second.result(LIMIT_S)
-    assert (Fallback.READS_OVERDUE.id in crew.metrics.snapshot()["fallbacks"]) is not busy
+    with pytest.raises(ClosedError, match="'second' was waiting"):
+        end.result(LIMIT_S)
+    assert not second_begun.is_set()
+    assert crew.turns.is_held(first)
