@@ -62,6 +62,7 @@ class WorkerStateMachine(Protocol):
     """Type the tasks of a worker and their order: ``distributed.worker_state_machine.WorkerState``."""
 
     data: MutableMapping[Key, object]
+    nbytes: int
 
     @property
     def address(self) -> str: ...
@@ -102,6 +103,7 @@ class MemoryManager(Protocol):
     memory_limit: int | None
     memory_target_fraction: float | Literal[False]
     memory_spill_fraction: float | Literal[False]
+    memory_pause_fraction: float | Literal[False]
 
 
 class Monitor(Protocol):

@@ -235,6 +235,8 @@ class Device(Protocol):
     codecs_missing: str
     #: The default share of its memory for a pool: enough for producers to run ahead.
     pool_share: float
+    #: The most bytes of host memory in its buffers for copies and files.
+    buffers: int
     #: Whether the runtime's streams have priority over those of user code. A change applies to later
     #: launches, and does not affect their order.
     prioritised: bool

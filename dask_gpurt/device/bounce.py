@@ -18,6 +18,8 @@ from dask_gpurt.device.base import PAGE, Fence
 
 #: Bytes of a bounce buffer, enough to keep a disk busy.
 BOUNCE_BUFFER_BYTES = 4 << 20
+#: The number of bounce buffers of a worker, about: its threads that move data to and from files.
+FILE_BUFFERS = 8
 
 
 class Chunk(NamedTuple):

@@ -44,6 +44,7 @@ from dask_gpurt.device.base import (
     wait_for_all,
     workers_of_device,
 )
+from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
 from dask_gpurt.device.cuda_guard import ResourceGuard
@@ -63,7 +64,7 @@ from dask_gpurt.device.pool import (
     PoolLimits,
     Ticket,
 )
-from dask_gpurt.device.staging import STAGED_FROM_BYTES, STAGING_CHUNK_BYTES, Staging
+from dask_gpurt.device.staging import STAGED_FROM_BYTES, STAGING_CHUNK_BYTES, STAGING_THREADS, Staging
 from dask_gpurt.topology.detect import host_id
 from dask_gpurt.topology.links import Link
 
@@ -169,6 +170,7 @@ class CudaDevice:
     host_links: tuple[Link, ...] = (Link.PAGEABLE,)
     codecs_missing = "nvCOMP for Python is not installed: pip install dask-gpurt[cuda13], or [cuda12]"
     pool_share = 0.12
+    buffers = 2 * (STAGING_THREADS * STAGING_CHUNK_BYTES + FILE_BUFFERS * BOUNCE_BUFFER_BYTES)
     prioritised = True
 
     def __init__(self) -> None:

@@ -22,7 +22,9 @@ from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.base import Codec, Fence, PriorityError, ReadingError, SmContexts, SmsError, passed
+from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.device.codecs import host_codecs
+from dask_gpurt.device.descriptors import advice
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
     Block,
@@ -33,6 +35,7 @@ from dask_gpurt.device.pool import (
     Pool,
     PoolFull,
     PoolLimits,
+    SharedMemoryFull,
     Ticket,
 )
 from dask_gpurt.device.ranges import Ranges
@@ -157,7 +160,7 @@ class HostPool(HostMapping):
             return block
         self.free(block)
         if nbytes > shm_memory()[1]:
-            raise MemoryError(no_room(nbytes))
+            raise SharedMemoryFull(no_room(nbytes))
         raise NoBacking(nbytes)
 
     def _back(self, block: Block) -> bool:
@@ -284,6 +287,7 @@ class HostDevice:
     host_links: tuple[Link, ...] = ()
     codecs_missing = "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
     pool_share = 0.25
+    buffers = FILE_BUFFERS * BOUNCE_BUFFER_BYTES
     prioritised = False
 
     def __init__(self, memory_limit: int):
@@ -332,7 +336,7 @@ class HostDevice:
             fd = os.open(f"/proc/{ticket['pid']}/fd/{ticket['fd']}", os.O_RDONLY | os.O_NONBLOCK)
         except OSError as error:
             raise MappingError(
-                f"shared memory of process {ticket['pid']} is out of reach: {error.strerror}"
+                f"shared memory of process {ticket['pid']} is out of reach: {error.strerror}{advice(error)}"
             ) from error
         try:
             if os.fstat(fd).st_size < ticket["nbytes"]:

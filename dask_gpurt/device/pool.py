@@ -58,6 +58,10 @@ class NoBacking(PoolFull):
     """
 
 
+class SharedMemoryFull(MemoryError):
+    """The host's shared memory has no room, whatever this worker spills; the message says what to do."""
+
+
 class MappingError(Exception):
     """A peer's pool cannot be mapped; the message has the reason."""
 

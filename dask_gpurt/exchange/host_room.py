@@ -31,7 +31,7 @@ from distributed.comm.addressing import get_address_host
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.device.host import SHM, no_room
-from dask_gpurt.device.pool import PoolFull
+from dask_gpurt.device.pool import PoolFull, SharedMemoryFull
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Seconds for which a producer waits while /dev/shm is full without any worker of this cluster using it.
@@ -103,7 +103,7 @@ class HostRoom:
         ------
         HostFull
             If waiting is futile, but smaller blocks might fit.
-        MemoryError
+        SharedMemoryFull
             If waiting is futile and the block is small.
         """
         now = time.monotonic()
@@ -115,7 +115,7 @@ class HostRoom:
         if self._foreign_since is not None and now - self._foreign_since > FOREIGN_PATIENCE_S:
             if nbytes > SMALLEST_BLOCK:
                 raise HostFull(nbytes, no_room(nbytes))
-            raise MemoryError(no_room(nbytes))
+            raise SharedMemoryFull(no_room(nbytes))
 
     async def _round(self) -> None:
         if self._asking or self._closed:

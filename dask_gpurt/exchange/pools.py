@@ -15,6 +15,7 @@ from dask_gpurt.device import Device, NoMemoryForPool, Pool
 from dask_gpurt.device.discover import discover, main_kind
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey
+from dask_gpurt.memory.budget import Claim
 from dask_gpurt.observe import Metrics
 
 #: The least automatic size in bytes, for a device that is full.
@@ -52,6 +53,8 @@ class Pools:
         #: The kind of device on which this worker computes.
         self.main = main_kind(self.devices)
         self._size = size
+        #: The most bytes of a pool of automatic size, by kind of device: its part of the worker's budget.
+        self.most: dict[str, int] = {}
         self._metrics = metrics
         self._outboxes: dict[str, Outbox] = {}
         #: Number of allocations at the last `trim_idle`, by kind.
@@ -115,12 +118,25 @@ class Pools:
         Raises
         ------
         ConfigError
+            As :meth:`claim`.
+        """
+        claim = self.claim(device)
+        if claim.asked is not None:
+            return claim.asked
+        return max(min(claim.automatic, self.most.get(device.kind, claim.automatic)), SMALLEST_POOL)
+
+    def claim(self, device: Device) -> Claim:
+        """Return the claim of a device's pool to the memory that it is part of.
+
+        Raises
+        ------
+        ConfigError
             If the setting exceeds the free memory.
         """
         limits = device.pool_limits()
         # On a worker with a GPU, the setting applies to the GPU only.
         if self._size is None or device.kind != self.main:
-            return int(max(limits.automatic, SMALLEST_POOL))
+            return Claim("gpurt.exchange.pool", None, int(limits.automatic))
         asked = self._size.of(limits.whole)
         if asked > limits.most:
             free, total = format_bytes(limits.free), format_bytes(limits.total)
@@ -128,7 +144,11 @@ class Pools:
                 f"'gpurt.exchange.pool' is {self._size} ({format_bytes(asked)}), but {limits.where} has "
                 f"{free} free of {total}: set it to less, or to 'auto'"
             )
-        return asked
+        return Claim("gpurt.exchange.pool", asked)
+
+    def use_automatic_size(self) -> None:
+        """Ignore the setting. Pools that exist keep their size."""
+        self._size = None
 
     def make_all(self) -> None:
         """Create all pools, so that an invalid setting raises early. Blocks."""
@@ -212,6 +232,10 @@ class Pools:
     def trim_host(self) -> int:
         """Trim all pools; return the bytes of host memory still in use by blocks. Blocks."""
         self.trim()
+        return self.host_pages()
+
+    def host_pages(self) -> int:
+        """Return the bytes of memory behind the pool in host memory. From any thread."""
         outbox = self._outboxes.get("host")
         return 0 if outbox is None else outbox.pool.backed
 

@@ -8,8 +8,12 @@ never wait. A request is admitted
 
 1. if there is room for it, and, for a fetch, if no other request is older (otherwise an endless series of
    fetches could starve it), or
-2. if nothing is running, whatever it needs, or
+2. if nothing is running, whatever it needs, except tasks that wait for something themselves, or
 3. if it has been the oldest request for ``ADMISSION_PATIENCE_S``, with or without room.
+
+A request waits because running ones may free memory. A task that waits for a result, an event or a lock does
+not, and may wait for the very task that waits here, which Dask would have started. So it does not count (see
+``plugins/worker/idle.py``). It keeps its reservation, and counts again when it goes on.
 
 No request waits forever. Requests wait in order of arrival. While the oldest one waits, either nothing is
 running, and rule 2 admits it at its next retry, or its time runs out, and rule 3 does. It retries whenever a
@@ -123,22 +127,34 @@ class Admission:
         self._waiting: deque[MemoryRequest] = deque()
         #: Time since which the first request in the queue has been the first.
         self._oldest_since = 0.0
-        #: The number of requests admitted because their patience ran out.
-        self.overdue = 0
+        #: The numbers of requests admitted because their patience ran out, and because all running tasks
+        #: waited for something.
+        self.overdue = self.past_idle = 0
 
-    def ask(self, request: MemoryRequest, fits: bool, now: float) -> bool:
+    def ask(
+        self,
+        request: MemoryRequest,
+        fits: bool,
+        now: float,
+        is_idle: Callable[[MemoryRequest], bool] = lambda _: False,
+    ) -> bool:
         """Admit a request, or queue it for a later retry; return whether it is admitted.
 
         Parameters
         ----------
         fits
             Whether there is room for it.
+        is_idle
+            Returns whether a running request waits for something itself.
         """
-        if self._running and not (fits and self._may_pass(request)):
-            if not self._is_overdue(request, now):
+        if not (fits and self._may_pass(request)) and self._running:
+            if self.first in (None, request) and all([is_idle(other) for other in self._running]):
+                self.past_idle += 1
+            elif self._is_overdue(request, now):
+                self.overdue += 1
+            else:
                 self._queue(request, now)
                 return False
-            self.overdue += 1
         self._withdraw(request, now)
         self._running.add(request)
         return True
@@ -199,12 +215,19 @@ class AdmissionQueue:
         Returns whether a task has seceded, or is no longer known.
     reservations
         Reserves memory under each request.
+    is_idle
+        Returns whether a running task has been waiting for something.
     """
 
     def __init__(
-        self, has_seceded: Callable[[Key], bool], reservations: Reservations, metrics: Metrics
+        self,
+        has_seceded: Callable[[Key], bool],
+        reservations: Reservations,
+        metrics: Metrics,
+        is_idle: Callable[[Key], bool] = lambda key: False,
     ) -> None:
         self._has_seceded = has_seceded
+        self._is_idle = is_idle
         self._reservations = reservations
         self._metrics = metrics
         self._admission = Admission(ADMISSION_PATIENCE_S)
@@ -243,8 +266,10 @@ class AdmissionQueue:
                 await asyncio.wait_for(wake.wait(), RETRY_INTERVAL_S)
 
     def _is_admitted(self, request: MemoryRequest, fits: bool) -> bool:
-        before = self._admission.overdue
-        admitted = self._admission.ask(request, fits, time.monotonic())
+        before, past_idle = self._admission.overdue, self._admission.past_idle
+        admitted = self._admission.ask(request, fits, time.monotonic(), self._waits)
+        if self._admission.past_idle != past_idle:
+            self._metrics.add("memory.waits.past-idle")
         if self._admission.overdue != before:
             self._metrics.add("memory.waits.overdue")
             self._metrics.fallback(
@@ -253,6 +278,9 @@ class AdmissionQueue:
                 "tasks wait for each other, or run longer than that while memory is short",
             )
         return admitted
+
+    def _waits(self, request: MemoryRequest) -> bool:
+        return request.kind == TASK and self._is_idle(request.key)
 
     def waiting(self) -> dict[str, list[str]]:
         """Return the running and the waiting requests as plain values, to debug a cluster that hangs."""

@@ -112,6 +112,8 @@ class EntryTable:
         The device of the device tier.
     changed
         Called after each change of the ledger; must not block.
+    beside
+        Returns the bytes by which others reduce the live tier in host memory; must not block.
 
     Attributes
     ----------
@@ -133,10 +135,12 @@ class EntryTable:
         ledger: Ledger,
         metrics: Metrics,
         changed: Callable[[], None],
+        beside: Callable[[], int],
     ):
         self.limits = limits
         self.ledger = ledger
         self.device = device
+        self._beside = beside
         self.metrics = metrics
         self.changed = changed
         self.home = home
@@ -156,7 +160,16 @@ class EntryTable:
     def excess(self, nbytes: int, tier: Tier) -> int:
         """Return by how many bytes ``nbytes`` more would exceed a tier's limit; negative if there is room."""
         with self.lock:
-            return self.live.excess(tier, nbytes, self.lower.total(tier))
+            return self.live.excess(tier, nbytes, self.lower.total(tier) + self.beside(tier))
+
+    def beside(self, tier: Tier) -> int:
+        """Return the bytes by which others, such as pages of the exchange pool, reduce a live tier."""
+        return self._beside() if tier is self.host_tier else 0
+
+    @property
+    def host_tier(self) -> Tier:
+        """Return the live tier in host memory: the device tier itself on a worker without a GPU."""
+        return Tier.DEVICE if Tier.DEVICE in self.host_tiers else Tier.HOST
 
     # ---- one entry -------------------------------------------------------------------
 

@@ -95,9 +95,13 @@ class Reservations:
         """Return whether this many bytes more fit into a tier without spilling."""
         return self._table.excess(nbytes, tier) <= 0
 
+    def most(self, tier: Tier) -> int:
+        """Return the bytes that live objects of a tier may have now, with what others have beside them."""
+        return max(0, self._table.limits.live(tier) - self._table.beside(tier))
+
     def leaves_half(self, nbytes: int, tier: Tier) -> bool:
         """Return whether this many bytes take at most half of a tier."""
-        return 2 * nbytes <= self._table.limits.live(tier)
+        return 2 * nbytes <= self.most(tier)
 
     def bytes_added_by(self, key: Key, value: Any, tier: Tier) -> int:
         """Return the bytes that an object would add to a tier.
@@ -117,7 +121,7 @@ class Reservations:
     def overshoot(self) -> int:
         """Return by how many bytes live objects exceed the device tier's limit; 0 within the slack."""
         table = self._table
-        beyond = table.live.total(Tier.DEVICE) - table.limits.device
+        beyond = table.live.total(Tier.DEVICE) - self.most(Tier.DEVICE)
         return beyond if beyond > self._slack(Tier.DEVICE) else 0
 
     def _slack(self, tier: Tier) -> int:

@@ -70,6 +70,8 @@ class TieredBuffer(MutableMapping[Key, Any]):
         are none. Called from any thread.
     changed
         Called after each change of the ledger; must not block.
+    beside
+        Returns the bytes by which others reduce the live tier in host memory; must not block.
 
     Attributes
     ----------
@@ -88,12 +90,20 @@ class TieredBuffer(MutableMapping[Key, Any]):
         metrics: Metrics,
         priority_of: Callable[[Key], Priority],
         changed: Callable[[], None],
+        beside: Callable[[], int] = int,
     ):
         self.limits = limits
         self.ledger = ledger
         self._metrics = metrics
         self._table = EntryTable(
-            limits, lower, home=home, device=device, ledger=ledger, metrics=metrics, changed=changed
+            limits,
+            lower,
+            home=home,
+            device=device,
+            ledger=ledger,
+            metrics=metrics,
+            changed=changed,
+            beside=beside,
         )
         self._spiller = Spiller(self._table, priority_of)
         self.reservations = Reservations(self._table, self._spiller)
@@ -346,7 +356,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
     @property
     def host_tier(self) -> Tier:
         """Return the live tier in host memory: the device tier itself on a worker without a GPU."""
-        return Tier.DEVICE if Tier.DEVICE in self._table.host_tiers else Tier.HOST
+        return self._table.host_tier
 
     def live_bytes(self, tier: Tier) -> int:
         """Return the bytes of live objects in a tier, counting shared memory once."""

@@ -37,6 +37,7 @@ class Fallback(Enum):
     EXCHANGE_UNCOMPRESSED = "exchange.uncompressed", "shards to other hosts are not compressed"
     EXCHANGE_COMPRESSED_ON_HOST = "exchange.compressed-on-host", "shards are compressed in host memory"
     EXCHANGE_SHM_FULL = "exchange.shm-full", "producers wait for room in shared memory"
+    EXCHANGE_FEW_DESCRIPTORS = "exchange.few-descriptors", "transfers may fail for lack of file descriptors"
     EXCHANGE_SPILLED_ON_ARRIVAL = "exchange.spilled-on-arrival", "pulled shards do not fit on the device"
     EXCHANGE_REPLICA_CHOICE = (
         "exchange.replica-choice",

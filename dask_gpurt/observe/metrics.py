@@ -242,6 +242,10 @@ METRICS: Mapping[str, Metric] = {
         _counter("memory.unspill.unheld", "objects read from a lower tier while no task held them"),
         _counter("memory.waits", "tasks, fetches and sends that waited for others because memory was short"),
         _counter("memory.waits.overdue", "tasks and fetches that started without room after they had waited"),
+        _counter(
+            "memory.waits.past-idle",
+            "tasks and fetches that started without room, since all running tasks waited for something",
+        ),
         _counter("memory.retries", "tasks that ran out of memory and were retried"),
         _counter("memory.short", "requests of the device's allocator for room"),
         _counter(

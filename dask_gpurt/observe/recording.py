@@ -93,6 +93,7 @@ MARKED = frozenset(
         "exchange.messages.stale",
         "memory.retries",
         "memory.waits.overdue",
+        "memory.waits.past-idle",
         "shuffle.inputs.missing",
         "shuffle.lost.shards",
         "shuffle.outputs.moved",

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from dask.sizeof import sizeof
 
 from dask_gpurt.device import PoolFull
+from dask_gpurt.device.pool import SharedMemoryFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
 from dask_gpurt.exchange.host_room import HostFull
 from dask_gpurt.exchange.outgoing import Outbox
@@ -314,7 +315,7 @@ class _Packing:
             for part, packed in parts:
                 self._packed.setdefault(share, []).append((part, packed))
         except HostFull as full:
-            raise MemoryError(full.advice) from full
+            raise SharedMemoryFull(full.advice) from full
         except PoolFull as full:
             raise ValueError(
                 f"{self.sender.spec.smallest} takes {full.nbytes} bytes, "

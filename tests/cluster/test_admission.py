@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask.utils import key_split
-from distributed import Client, SchedulerPlugin, wait, worker_client
+from distributed import Client, Event, SchedulerPlugin, wait, worker_client
 
 import dask_gpurt
 from dask_gpurt.memory import admission
@@ -150,6 +150,22 @@ def test_tasks_that_wait_for_each_other_both_run_though_memory_is_short(
         await dask_gpurt.disable(client)
 
     run()
+
+
+def _await(mine: str, other: str) -> bool:
+    held = np.ones(5 * MIB, np.uint8)
+    Event(mine).set()
+    return bool(Event(other).wait(60)) and bool(held.all())
+
+
+def test_a_task_that_waits_for_another_does_not_keep_it_from_starting(two_threads: Client) -> None:
+    """As soon as it is found to wait, not when the patience has run out."""
+    two_threads.submit(wide, key="await-0").result()  # teaches the prefix's needs
+    pair = [("one", "two"), ("two", "one")]
+    both = [two_threads.submit(_await, *names, key=f"await-{names[0]}") for names in pair]
+    assert two_threads.gather(both) == [True, True]
+    assert counters(two_threads)["memory.waits.past-idle"] == 1
+    assert "memory.waits.overdue" not in counters(two_threads)
 
 
 def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> None:

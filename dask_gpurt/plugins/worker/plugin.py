@@ -32,6 +32,7 @@ from dask_gpurt.exchange import Exchange, ExchangeClosed
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
+from dask_gpurt.memory.budget import most_in_flight
 from dask_gpurt.memory.peer_copies import PeerCopies
 from dask_gpurt.memory.threads import in_thread, is_exiting
 from dask_gpurt.observe import Fallback, Metrics, prometheus
@@ -338,6 +339,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             device.prioritised &= settings.overlap.mode != "off"
         self.tiers = self._tiers(worker, settings, pools, reply)
         self._undo.push_async_callback(self.tiers.close)
+        most = most_in_flight(settings.exchange.inflight, self.tiers.host)
+        settings = replace(settings, exchange=replace(settings.exchange, inflight=most))
         self.exchange = Exchange(worker, pools, self.tiers.tiered_buffer, settings, self.metrics)
         self._undo.push_async_callback(self._close_exchange)
         on_gpu = not pools.device(pools.main).on_host
@@ -365,6 +368,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 raise
             self.metrics.fallback(Fallback.MEMORY_DEFAULT_LIMITS, str(error))
             memory = replace(settings.memory, device=None, pinned=None, host=None, disk=None)
+            pools.use_automatic_size()
             return WorkerTiers(worker, replace(settings, memory=memory), pools, self.metrics)
 
     async def teardown(self, worker: WorkerServer) -> None:

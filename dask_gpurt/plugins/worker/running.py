@@ -17,9 +17,11 @@ from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccess
 
 from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
+from dask_gpurt.device.pool import SharedMemoryFull
 from dask_gpurt.memory.admission import AdmissionQueue, MemoryEstimator, MemoryRequest, reservation
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.plugins.worker.idle import IdleTasks
 from dask_gpurt.plugins.worker.tiers import WorkerTiers
 
 #: How long memory is promised to a result, at least, in seconds. A result is stored at once or never.
@@ -57,7 +59,10 @@ class TaskRunner:
         #: Results with a promise of memory: made since the last expiry check, and before it.
         self._promised: list[Key] = []
         self._promised_before: list[Key] = []
-        self.admission = AdmissionQueue(self._has_seceded, tiers.tiered_buffer.reservations, metrics)
+        idle = IdleTasks(worker, is_aside)
+        self.admission = AdmissionQueue(
+            self._has_seceded, tiers.tiered_buffer.reservations, metrics, idle.is_idle
+        )
 
     async def run(self, key: Key, stimulus_id: str) -> StateMachineEvent:
         """Run a task, and return the event for Dask's state machine."""
@@ -160,7 +165,7 @@ class TaskRunner:
         if lower:  # inputs in lower tiers reserve their own memory when they are made live
             self._tiered_buffer.reservations.cancel(task)
             self._tiered_buffer.reservations.try_reserve(
-                task, min(need, self._tiered_buffer.limits.device), Tier.DEVICE
+                task, min(need, self._tiered_buffer.reservations.most(Tier.DEVICE)), Tier.DEVICE
             )
 
     def receiving(self, nbytes: int) -> AbstractAsyncContextManager[MemoryRequest]:
@@ -168,7 +173,7 @@ class TaskRunner:
         return self.admission.receiving(partial(self._reserve, nbytes=nbytes, inputs={}))
 
     async def _reserve(self, request: MemoryRequest, nbytes: int, inputs: Iterable[Key]) -> bool:
-        nbytes = min(nbytes, self._tiered_buffer.limits.device)
+        nbytes = min(nbytes, self._tiered_buffer.reservations.most(Tier.DEVICE))
         if not nbytes or self._tiered_buffer.reservations.try_reserve(request, nbytes, Tier.DEVICE):
             return True
         # Do not spill the inputs: they would be read back at once.
@@ -190,20 +195,23 @@ class TaskRunner:
             error = _out_of_memory(event)
             if error is None or not self._is_wanted(task):
                 return event
+            if (full := _for_lack_of_shared_memory(error)) is not None:
+                return self._failure(full, key, task, stimulus_id)
             if attempt < self._settings.retries:
                 await self._spill_all()
                 await self._tiers.offload(self._reserve_all, key)
+        return self._failure(self._tiers.out_of_memory(error), key, task, stimulus_id)
+
+    @staticmethod
+    def _failure(error: MemoryError, key: Key, task: WorkerTask, stimulus_id: str) -> StateMachineEvent:
         return ExecuteFailureEvent.from_exception(
-            self._tiers.out_of_memory(error),
-            key=key,
-            run_id=task.run_id,
-            stimulus_id=f"gpurt-memory-{stimulus_id}",
+            error, key=key, run_id=task.run_id, stimulus_id=f"gpurt-memory-{stimulus_id}"
         )
 
     def _reserve_all(self, key: Key) -> None:
         # While everything is reserved, incoming shards and data go to lower tiers.
         self._tiered_buffer.reservations.reserve(
-            reservation(key), self._tiered_buffer.limits.device, Tier.DEVICE
+            reservation(key), self._tiered_buffer.reservations.most(Tier.DEVICE), Tier.DEVICE
         )
 
     async def _spill_all(self) -> None:
@@ -220,11 +228,22 @@ class TaskRunner:
                 self._tiers.in_background(self._tiered_buffer.prefetch, keys)
 
 
-def _out_of_memory(event: StateMachineEvent) -> BaseException | None:
-    """Return the ``MemoryError`` among the causes of a task's exception; None if there is none."""
-    error: BaseException | None = None
-    if isinstance(event, ExecuteFailureEvent):
-        _, error, _ = clean_exception(event.exception.data)
-    while error is not None and not isinstance(error, MemoryError):
-        error = error.__cause__  # Dask wraps errors of shuffles in one that names the phase
+def _out_of_memory(event: StateMachineEvent) -> MemoryError | None:
+    """Return the ``MemoryError`` of a task; None if it failed for another reason, or not at all.
+
+    Dask wraps errors of shuffles in one that names the phase. An error that the task itself has raised from a
+    ``MemoryError`` is the task's.
+    """
+    if not isinstance(event, ExecuteFailureEvent):
+        return None
+    _, error, _ = clean_exception(event.exception.data)
+    while isinstance(error, RuntimeError) and str(error).startswith("P2P "):
+        error = error.__cause__
+    return error if isinstance(error, MemoryError) else None
+
+
+def _for_lack_of_shared_memory(error: BaseException | None) -> SharedMemoryFull | None:
+    """Return the error among the causes that spilling cannot help against."""
+    while error is not None and not isinstance(error, SharedMemoryFull):
+        error = error.__cause__
     return error

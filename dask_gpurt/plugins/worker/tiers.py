@@ -18,16 +18,19 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device.base import DeviceFiles, Guard, passed, workers_of_device
+from dask_gpurt.device.descriptors import few_left
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
+from dask_gpurt.memory.budget import TASKS, Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import HostTier
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
+from dask_gpurt.memory.peer_copies import COPIES_BYTES, COPIES_OF_LIMIT
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.policy import next_use
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.threads import in_thread, is_exiting
-from dask_gpurt.memory.tiers import Limits, Tier, limits
+from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.plugins.worker.memory_reports import Reporter
 from dask_gpurt.topology.detect import memory_of_host, nvml_library
@@ -87,7 +90,10 @@ class WorkerTiers:
         self.pools = pools
         self.device = pools.device(pools.main)
         self.memory_limit: int = self._memory_limit()
-        self.limits = self._limits(worker.data)
+        self.host = self._host_memory()
+        shares = self._shares(worker.data)
+        self.limits, self._spare = shares.limits, shares.spare
+        pools.most = {"host": shares.shared_memory, pools.main: shares.pool}
         self.pinned = BlockPool(
             self.limits.pinned,
             register=self.device.pinning(),
@@ -107,6 +113,7 @@ class WorkerTiers:
             metrics=metrics,
             priority_of=self._priority_of,
             changed=self.reporter.changed,
+            beside=self._beside,
         )
         self.tiered_buffer.relieve = self._relieve_soon
         self._seen = threading.local()
@@ -124,6 +131,7 @@ class WorkerTiers:
         """Start polling the process and the disk. On the event loop."""
         self._watch.start()
         self._watch_disk.start()
+        self.in_background(self._poll_disk)
 
     def report_now(self) -> None:
         """Report all tiers and pools immediately. On the event loop."""
@@ -179,20 +187,42 @@ class WorkerTiers:
             self._metrics.fallback(Fallback.MEMORY_GPU_NODES_UNKNOWN, repr(error))
             return limit
 
-    def _limits(self, given: Any) -> Limits:
+    def _host_memory(self) -> Memory:
+        manager, process = self.worker.memory_manager, self.worker.monitor.get_process_memory()
+        data = self.worker.state.nbytes  # of which some may be on a GPU or on disk
+        pause = manager.memory_pause_fraction if manager.memory_limit else False
+        return host_memory(self.memory_limit, max(0, process - data), pause, self.device.buffers)
+
+    def _gpu_memory(self) -> Memory | None:
+        if (total := self.device.own_memory()) is None:
+            return None
+        copies = 0 if self.device.integrated else min(COPIES_BYTES, int(COPIES_OF_LIMIT * total))
+        return gpu_memory(total, copies, integrated=self.device.integrated)
+
+    def _shares(self, given: Any) -> Shares:
         given_device = getattr(getattr(given, "device_buffer", None), "n", None)
-        directory = os.statvfs(self.worker.local_directory)
-        return limits(
+        directory, on_host = os.statvfs(self.worker.local_directory), self.device.on_host
+        return share_out(
             self.settings.memory,
-            memory_limit=self.memory_limit,
-            device_memory=self.device.own_memory(),
+            self.pools.claim(self.device),
+            host=self.host,
+            gpu=self._gpu_memory(),
             # dask-cuda's limit is meant for one worker on the GPU.
             given_device=given_device and given_device // workers_of_device(),
             target=self.worker.memory_manager.memory_target_fraction,
             disk_free=directory.f_bavail * directory.f_frsize,
-            pool=0 if self.device.on_host else self.pools.size_for(self.device),
+            shared_memory=0 if on_host else self.pools.claim(self.pools.device("host")).automatic,
             integrated=self.device.integrated,
         )
+
+    def _beside(self) -> int:
+        """Return the bytes by which the live tier in host memory has to shrink. From any thread."""
+        return max(0, self.pools.host_pages() + self._dask_bytes() - self._spare)
+
+    def _dask_bytes(self) -> int:
+        """Return the bytes in host memory of data that Dask keeps, if the runtime leaves them to it."""
+        fast = None if self.settings.memory.tiers else getattr(self.worker.data, "fast", None)
+        return int(getattr(fast, "total_weight", 0))
 
     def _lower_tiers(self) -> dict[Tier, Any]:
         return {
@@ -247,7 +277,9 @@ class WorkerTiers:
             self._relieve_soon()
 
     def _poll_disk(self) -> None:
-        """Update the capacity of the disk tier: other processes write to the file system too."""
+        """Update the capacity of the disk tier, since others write there too; look at file descriptors."""
+        if (reason := few_left()) is not None:
+            self._metrics.fallback(Fallback.EXCHANGE_FEW_DESCRIPTORS, reason)
         try:
             limit = self.disk.limit()
         except OSError:  # the directory is gone
@@ -289,8 +321,24 @@ class WorkerTiers:
             if too_much := max(self.tiered_buffer.reservations.overshoot(), self._pressure(process)):
                 self.tiered_buffer.spill(too_much, self.tiered_buffer.host_tier)
                 self.tiered_buffer.make_room(0, Tier.DEVICE)
+            self._drain()
         finally:
             self._relieving = False
+
+    def _drain(self) -> None:
+        """Have the pool in host memory emptied if the process is still so large that it would start no tasks.
+
+        Otherwise it would keep the pages, and not start the tasks without which nobody reads them::
+
+            Worker                                    Owners
+            publishes shards until it is paused
+                                                      wait for the barrier
+            starts no more transfers, and so the
+            barrier waits for this worker
+        """
+        process = self.worker.monitor.get_process_memory()
+        if self.worker.memory_manager.memory_limit and process > self.host.total - self.host.taken[TASKS]:
+            self.pools.drain_host()
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:
         """Return the user's error for when nothing is left to spill."""

@@ -22,10 +22,11 @@ from dask_gpurt.config import ConfigError
 from dask_gpurt.device.base import MAX_CONTENTS, contents, lives_on_device
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
+from dask_gpurt.memory.budget import Claim, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.ledger import MAX_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
 from dask_gpurt.memory.policy import EvictionCandidate, choose, order
 from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
-from dask_gpurt.memory.tiers import Limits, NoRoom, Tier, limits
+from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from tests.helpers.objects import OBJECTS, same, scattered
 
 GIB = 2**30
@@ -74,16 +75,17 @@ def resolved(
     pool: int = 0,
     **settings: Any,
 ) -> Limits:
-    return limits(
+    whole = 100 * GIB if integrated else 140 * GIB
+    return share_out(
         config.load({"gpurt": {"memory": settings}}).memory,
-        memory_limit=100 * GIB,
-        device_memory=None if on_host else 100 * GIB if integrated else 140 * GIB,
+        Claim("gpurt.exchange.pool", pool),
+        host=host_memory(100 * GIB),
+        gpu=None if on_host else gpu_memory(whole, integrated=integrated),
         integrated=integrated,
         given_device=given_device,
         target=0.6,
         disk_free=1000 * GIB,
-        pool=pool,
-    )
+    ).limits
 
 
 def test_defaults() -> None:
@@ -137,8 +139,8 @@ def test_sizes_and_shares() -> None:
         (False, {"device": "141 GiB"}, r"'gpurt.memory.device' comes to 141.00 GiB.*140.00 GiB"),
         (True, {"device": "101 GiB"}, r"'gpurt.memory.device' comes to 101.00 GiB.*memory limit"),
         (False, {"pinned": "101 GiB"}, r"'gpurt.memory.pinned'.*100.00 GiB"),
-        (False, {"pinned": "60 GiB", "host": "50 GiB"}, r"'gpurt.memory.host' comes to 110.00 GiB"),
-        (True, {"pinned": "30 GiB", "host": "20 GiB"}, r"'gpurt.memory.host' comes to 110.00 GiB"),
+        (False, {"pinned": "60 GiB", "host": "50 GiB"}, r"'gpurt.memory.host' come to 110.00 GiB"),
+        (True, {"device": "60 GiB", "host": "50 GiB"}, r"'gpurt.memory.device' come to 110.00 GiB"),
         (False, {"disk": "2000 GiB"}, r"'gpurt.memory.disk'.*0.98 TiB"),
         (False, {"device": "120%"}, r"'gpurt.memory.device' is '120%'"),
         (False, {"device": 0}, r"'gpurt.memory.device' is 0"),
