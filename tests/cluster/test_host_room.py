@@ -208,6 +208,16 @@ def test_dask_sees_no_more_of_a_worker_than_its_own() -> None:
         assert not client.get_events("worker-restart-memory")
 
 
+@pytest.mark.slow
+def test_a_pool_of_half_the_memory_kills_no_worker() -> None:
+    """Each part is fine by itself: Dask's target for data is 60%. Twice the workers' memory is shuffled."""
+    with cluster(workers=2, memory_limit="700 MiB", exchange__pool="50%") as client:
+        df = dd.from_map(part, range(128), meta=part(0).iloc[:0])
+        lengths = client.compute(df.shuffle("key").map_partitions(len))
+        assert sum(lengths.result(300)) == 128 * ROWS
+        assert not client.get_events("worker-restart-memory")
+
+
 def numbered(number: int) -> pd.DataFrame:
     rows = np.arange(ROWS) + number * ROWS
     return pd.DataFrame({"key": part(number).key, "row": rows, "twice": rows * 2.0})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ def new_tiered_buffer(
     needed: dict[Any, tuple[int, ...]] | None = None,
     *,
     device: HostDevice | None = None,
+    beside: Callable[[], int] = int,
 ) -> TieredBuffer:
     capacity = {Tier.DEVICE: limits.device, Tier.PINNED: limits.pinned, Tier.HOST: limits.host}
     return TieredBuffer(
@@ -39,6 +41,7 @@ def new_tiered_buffer(
         metrics=Metrics(),
         priority_of=(needed or {}).get,
         changed=lambda: None,
+        beside=beside,
     )
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from dask.typing import Key
+from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
@@ -21,7 +22,7 @@ from dask_gpurt.device.base import DeviceFiles, Guard, passed, workers_of_device
 from dask_gpurt.device.descriptors import few_left
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
-from dask_gpurt.memory.budget import TASKS, Memory, Shares, gpu_memory, host_memory, share_out
+from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import HostTier
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
@@ -326,9 +327,9 @@ class WorkerTiers:
             self._relieving = False
 
     def _drain(self) -> None:
-        """Have the pool in host memory emptied if the process is still so large that it would start no tasks.
+        """Have the pool in host memory emptied if the process is so large that Dask has paused the worker.
 
-        Otherwise it would keep the pages, and not start the tasks without which nobody reads them::
+        Otherwise it would keep the pages, and start no tasks without which nobody reads them::
 
             Worker                                    Owners
             publishes shards until it is paused
@@ -336,8 +337,7 @@ class WorkerTiers:
             starts no more transfers, and so the
             barrier waits for this worker
         """
-        process = self.worker.monitor.get_process_memory()
-        if self.worker.memory_manager.memory_limit and process > self.host.total - self.host.taken[TASKS]:
+        if self.worker.status is Status.paused:
             self.pools.drain_host()
 
     def out_of_memory(self, error: BaseException | None) -> MemoryError:

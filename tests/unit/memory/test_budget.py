@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 from dask.utils import parse_bytes
+from distributed.core import Status
 from hypothesis import given
 
 from dask_gpurt import config
@@ -21,6 +24,9 @@ from dask_gpurt.memory.budget import (
     most_in_flight,
     share_out,
 )
+from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.plugins.worker.tiers import WorkerTiers
+from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
 
 MIB, GIB = 2**20, 2**30
 POOL = "gpurt.exchange.pool"
@@ -126,3 +132,31 @@ def test_a_tier_has_the_part_of_the_pool_until_it_has_pages() -> None:
 def test_pulls_in_flight_are_part_of_what_tasks_have() -> None:
     assert most_in_flight(GIB, host_memory(700 * MIB)) == 70 * MIB
     assert most_in_flight(GIB, host_memory(64 * GIB)) == GIB
+
+
+def test_pages_of_the_pool_leave_a_live_tier_less_room(tmp_path: Path) -> None:
+    pages = 0
+    tiered_buffer = new_tiered_buffer(str(tmp_path), Limits(20 * KIB, 0, 0, None), beside=lambda: pages)
+    reservations = tiered_buffer.reservations
+    put(tiered_buffer, "data", array(1, 10))
+    assert reservations.has_room(10 * KIB, Tier.DEVICE)
+    pages = 15 * KIB
+    assert not reservations.try_reserve("more", 5 * KIB, Tier.DEVICE)
+    assert (reservations.most(Tier.DEVICE), reservations.overshoot()) == (5 * KIB, 5 * KIB)
+    tiered_buffer.make_room(0, Tier.DEVICE)
+    assert tiered_buffer.tier("data") is Tier.DISK
+    pages = 100 * KIB
+    assert reservations.most(Tier.DEVICE) == 0
+    tiered_buffer.close()
+
+
+@pytest.mark.parametrize(("status", "emptied"), [(Status.paused, 1), (Status.running, 0)])
+def test_a_worker_paused_for_its_memory_has_its_pool_emptied(status: Status, emptied: int) -> None:
+    """Its pages would keep it paused, and tasks that it does not start keep others from reading them."""
+    drained: list[None] = []
+    worker = SimpleNamespace(status=status)
+    tiers: Any = SimpleNamespace(
+        worker=worker, pools=SimpleNamespace(drain_host=lambda: drained.append(None))
+    )
+    WorkerTiers._drain(tiers)
+    assert len(drained) == emptied
