@@ -15,6 +15,7 @@ FEW_LEFT = 32
 _USED = "/proc/self/fd"
 #: Errors of a process and of a system without descriptors.
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
+_RIGHT = "raise the limit (ulimit -n) before workers start, or close files in tasks"
 
 
 def few_left() -> str | None:
@@ -32,9 +33,6 @@ def few_left() -> str | None:
         f"{used} of {limit} file descriptors of this worker are in use, and connections to its peers, their "
         f"shared memory and spilled data need some: {_RIGHT}"
     )
-
-
-_RIGHT = "raise the limit (ulimit -n) before workers start, or close files in tasks"
 
 
 def advice(error: OSError) -> str:
