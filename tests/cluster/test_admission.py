@@ -162,7 +162,7 @@ def test_a_task_that_waits_for_another_does_not_keep_it_from_starting(two_thread
     """As soon as it is found to wait, not when the patience has run out."""
     two_threads.submit(wide, key="await-0").result()  # teaches the prefix's needs
     pair = [("one", "two"), ("two", "one")]
-    both = [two_threads.submit(_await, *names, key=f"await-{names[0]}") for names in pair]
+    both = [two_threads.submit(_await, *names, key=f"await-{i}") for i, names in enumerate(pair, 1)]
     assert two_threads.gather(both) == [True, True]
     assert counters(two_threads)["memory.waits.past-idle"] == 1
     assert "memory.waits.overdue" not in counters(two_threads)
