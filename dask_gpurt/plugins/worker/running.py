@@ -231,13 +231,13 @@ class TaskRunner:
 def _out_of_memory(event: StateMachineEvent) -> MemoryError | None:
     """Return the ``MemoryError`` of a task; None if it failed for another reason, or not at all.
 
-    Dask wraps errors of shuffles in one that names the phase. An error that the task itself has raised from a
-    ``MemoryError`` is the task's.
+    Dask wraps errors of shuffles in a ``RuntimeError`` that names the phase. An error of another type that was
+    raised from a ``MemoryError`` is the task's own.
     """
     if not isinstance(event, ExecuteFailureEvent):
         return None
     _, error, _ = clean_exception(event.exception.data)
-    while isinstance(error, RuntimeError) and str(error).startswith("P2P "):
+    while type(error) is RuntimeError:
         error = error.__cause__
     return error if isinstance(error, MemoryError) else None
 

@@ -83,7 +83,7 @@ def test_only_a_lack_of_memory_counts_as_one() -> None:
     assert isinstance(running._out_of_memory(failed(short)), MemoryError)
     assert isinstance(running._out_of_memory(failed(of_shuffle)), MemoryError)
     assert running._out_of_memory(failed(raised(ValueError("bad file"), short))) is None
-    assert running._out_of_memory(failed(raised(RuntimeError("bad file"), short))) is None
+    assert running._out_of_memory(failed(RuntimeError("bad file"))) is None
 
 
 def test_a_lack_of_shared_memory_is_not_retried_and_says_what_to_do(tmp_path: Path) -> None:
