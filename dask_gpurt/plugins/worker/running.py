@@ -231,8 +231,8 @@ class TaskRunner:
 def _out_of_memory(event: StateMachineEvent) -> MemoryError | None:
     """Return the ``MemoryError`` of a task; None if it failed for another reason, or not at all.
 
-    Dask wraps errors of shuffles in a ``RuntimeError`` that names the phase. An error of another type that was
-    raised from a ``MemoryError`` is the task's own.
+    Dask wraps errors of shuffles in a ``RuntimeError`` that names the phase. An error of another type is the
+    task's own, also if it was raised from a ``MemoryError``.
     """
     if not isinstance(event, ExecuteFailureEvent):
         return None
