@@ -254,7 +254,7 @@ def _is_number_of_values(expr: Any) -> bool:
 
 _ARITHMETIC_METHODS = frozenset(["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"])
 _DIVISIONS = frozenset([_expr.FloorDiv, _expr.Mod])
-_ACCESSORS = frozenset([_accessor.FunctionMap, _accessor.PropertyMap])
+_ACCESSORS = (_accessor.FunctionMap, _accessor.PropertyMap)
 #: The operations that compute values, each with a function that returns whether its dtypes are fixed with
 #: pandas. With cudf, where any column may have nulls, those of all are but of divisions.
 COMPUTING: dict[type, Callable[[Any], bool]] = {
