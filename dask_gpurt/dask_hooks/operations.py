@@ -265,19 +265,25 @@ COMPUTING: dict[type, Callable[[Any], bool]] = {
     **dict.fromkeys([_expr.Add, _expr.Sub, _expr.Mul, _expr.Div, _expr.Neg, _expr.Pos], _always),
     **dict.fromkeys([_expr.FloorDiv, _expr.Mod], _division),
     **dict.fromkeys([_expr.Where, _expr.Mask], _replacement),
-    **dict.fromkeys(_ACCESSORS, _accessor_method),
+    **dict.fromkeys(_ACCESSORS, _always),
     _expr.Abs: _always,
     _expr.ArrowStringConversion: _always,
-    _expr.AsType: _conversion,
+    _expr.AsType: _always,
     _expr.Between: _always,
     _expr.Clip: _bounds,
     _expr.Fillna: _filling,
     _expr.IsNa: _always,
     _expr.Isin: _always,
-    _expr.MethodOperator: _method,
+    _expr.MethodOperator: _always,
     _expr.NotNull: _always,
     _expr.Pow: _power,
     _expr.Round: _always,
+}
+#: Those that are row by row for some arguments only.
+_ONLY_IF = {
+    _expr.AsType: _conversion,
+    _expr.MethodOperator: _method,
+    **dict.fromkeys(_ACCESSORS, _accessor_method),
 }
 #: Those that make no nulls of times and strings.
 _MAKING_NO_NULLS = frozenset([_expr.Add, _expr.Sub, _expr.Mul, _expr.Round, *_ACCESSORS])
@@ -332,6 +338,8 @@ def is_on_rows(expr: Any) -> bool:
     kind = type(expr)
     if kind in KEEPING:
         return all(map(_is_plain, expr.vals)) if kind is _expr.Assign else _names_by_values(expr)
+    if kind in _ONLY_IF and not _ONLY_IF[kind](expr):
+        return False
     return kind in COMPUTING and all(map(_is_plain, expr.operands))
 
 
@@ -356,11 +364,8 @@ def after_operation(expr: Any, known: Known) -> Columns | None:
     are_fixed = COMPUTING[kind](expr) if is_of_pandas(expr) or kind in _DIVISIONS else True
     inputs = [each for each in expr.dependencies() if getattr(each, "ndim", 0)]
     have_no_nulls = all(known(each).without_nulls >= set(each.columns) for each in inputs)
-    if kind in _ACCESSORS:
-        if not _accessor_method(expr):
-            return None
-        if is_of_pandas(expr) and _is_number_of_values(expr):
-            are_fixed = have_no_nulls
+    if kind in _ACCESSORS and is_of_pandas(expr) and _is_number_of_values(expr):
+        are_fixed = have_no_nulls
     names = frozenset(expr.columns) if expr.ndim else frozenset[Any]()
     nothing = frozenset[Any]()
     return Columns(

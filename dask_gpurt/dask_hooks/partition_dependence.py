@@ -175,12 +175,12 @@ def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None
     """Describe the rows of an expression, given those of its inputs; None if they depend on partitions."""
     if type(expr).__module__.partition(".")[0] not in _LIBRARIES and type(expr) is not FewerPartitions:
         return None
+    if inputs and is_on_rows(expr):
+        return _rows_of_operation(expr, inputs)
     if not isinstance(expr, _expr._DelayedExpr) and has_categories(expr):
         return None
     if not inputs:
         return _rows_of_source(expr, files)
-    if is_on_rows(expr):
-        return _rows_of_operation(expr, inputs)
     columns = _columns_of(expr, inputs)
     if columns is None:
         return None
@@ -308,6 +308,8 @@ def _shared_keys(join: Any) -> set[Any]:
 def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None:
     if left.varying & _named(join.left_on) or right.varying & _named(join.right_on):
         return None
+    if any(len(set(side.columns)) < len(side.columns) for side in (join.left, join.right)):
+        return None
     shared = _shared_keys(join)
     in_both = (set(join.left.columns) & set(join.right.columns)) - shared
     sides = []
@@ -383,7 +385,7 @@ def _is_unordered(expr: Any) -> bool:
         return type(expr).__name__.lower() in _AGGREGATIONS
     if isinstance(expr, _reductions.DropDuplicates):
         return expr.subset is None
-    if isinstance(expr, _reductions.Max) and is_of_pandas(expr):  # or Min
+    if isinstance(expr, _reductions.Max) and is_of_pandas(expr.frame):  # or Min
         # That of a partition without rows is null, by which integers become floats.
         return has_kinds(expr.frame, "fmM")
     return isinstance(expr, _REDUCTIONS)
