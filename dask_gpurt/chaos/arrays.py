@@ -11,6 +11,7 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 
+from dask_gpurt.chaos.operation import Operation
 from dask_gpurt.chaos.plan import FrameSpec, OperationSpec
 
 Sizes = tuple[int, ...]
@@ -25,7 +26,7 @@ def array(spec: FrameSpec, backend: str) -> Any:
     return da.map_blocks(_chunk, chunks=(rows, (COLUMNS,)), dtype="f8", meta=meta, spec=spec, backend=backend)
 
 
-class Rechunk:
+class Rechunk(Operation):
     """Rechunk an array by columns, by other rows, or by both, optionally after a transposition."""
 
     def build(self, spec: OperationSpec, backend: str) -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import dask.dataframe as dd
 import pandas as pd
 
 from dask_gpurt.chaos.arrays import Rechunk
 from dask_gpurt.chaos.compare import difference
+from dask_gpurt.chaos.files import Files
 from dask_gpurt.chaos.frames import KEY, OTHER_ROW, ROW, make_partition, whole_frame
+from dask_gpurt.chaos.operation import Operation
 from dask_gpurt.chaos.plan import FrameSpec, OperationSpec
 
 Frame = Any
@@ -21,20 +23,8 @@ How = Literal["inner", "left", "right", "outer"]
 HOWS: tuple[How, ...] = ("inner", "left", "right", "outer")
 
 
-class Operation(Protocol):
-    """Define an operation."""
-
-    def build(self, spec: OperationSpec, backend: str) -> Any:
-        """Build the collection; its inputs are created on the workers."""
-        ...
-
-    def check(self, spec: OperationSpec, parts: Sequence[pd.DataFrame], backend: str) -> str | None:
-        """Describe the difference of a result from the expected one; return None if it is right."""
-        ...
-
-
 @dataclass(frozen=True)
-class FrameOperation:
+class FrameOperation(Operation):
     """Define an operation on frames.
 
     Attributes
@@ -204,4 +194,5 @@ OPERATIONS: dict[str, Operation] = {
     "groupby": FrameOperation(_groupby, _check_groupby, _sortable),
     "drop_duplicates": FrameOperation(_drop_duplicates, _check_drop_duplicates),
     "rechunk": Rechunk(),
+    "files": Files(),
 }

@@ -13,15 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
-from dask.delayed import delayed
 from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.chaos import leftovers, watchdog
 from dask_gpurt.chaos.faults import CHECKS_THE_CHECKER, FAULTS, Fault, Site
-from dask_gpurt.chaos.frames import to_pandas
+from dask_gpurt.chaos.operation import chain_of, forget_frames
 from dask_gpurt.chaos.operations import OPERATIONS
 from dask_gpurt.chaos.plan import FaultSpec, OperationSpec, Plan, Step
 from dask_gpurt.chaos.report import Ending, Outcome, Report
@@ -63,18 +61,17 @@ class _RunningOperation:
         try:
             return self._compute()
         except Exception as error:
-            failed = Failed(_chain(error), "".join(traceback.format_exception(error)))
-            _forget_frames(error)
+            failed = Failed(chain_of(error), "".join(traceback.format_exception(error)))
+            forget_frames(error)
             raise failed from None
 
     def _compute(self) -> list[pd.DataFrame]:
         with self.client.as_current():
-            collection = OPERATIONS[self.spec.kind].build(self.spec, self.backend)
+            operation = OPERATIONS[self.spec.kind]
+            built = operation.build(self.spec, self.backend)
             self.built.set()
             self.submit.wait()
-            persisted = collection.persist(retries=self.spec.retries)
-            parts = [delayed(to_pandas)(part) for part in _flat(persisted.to_delayed())]
-            return list(self.client.gather(self.client.compute(parts, retries=self.spec.retries)))
+            return operation.compute(self.spec, built, self.client)
 
 
 class Chaos:
@@ -267,30 +264,9 @@ class Chaos:
         self.report.dumps.append(str(path))
 
 
-def _flat(parts: Any) -> list[Any]:
-    """Return the partitions of a collection as a flat list, also for arrays."""
-    return parts.ravel().tolist() if isinstance(parts, np.ndarray) else list(parts)
-
-
 def _without_a_row(parts: list[pd.DataFrame]) -> list[pd.DataFrame]:
     at = max(range(len(parts)), key=lambda number: len(parts[number]))
     return [part.iloc[1:] if number == at else part for number, part in enumerate(parts)]
-
-
-def _chain(error: BaseException | None) -> str:
-    """Describe an error and its chain of causes."""
-    named = []
-    while error is not None:
-        named.append(f"{type(error).__name__}: {error}")
-        error = error.__cause__ or error.__context__
-    return "\n  because of ".join(named)
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Drop the stack frames of an error: Dask's client keeps the error, and the frames keep futures alive."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def _on_thread(function: Callable[[], Any], name: str) -> Future[Any]:

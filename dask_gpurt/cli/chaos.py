@@ -110,13 +110,15 @@ def chaos(
 ) -> None:
     """Break a cluster while it computes, and check every result against pandas.
 
-    Shuffles, joins, sorts and groupbys of random frames run while workers are killed, replaced and stopped,
-    messages are late, repeated or lost, and memory, disk and /dev/shm are full. The exit code is 1 if a
-    result is wrong, an operation hangs, or a resource is left behind.
+    Shuffles, joins, sorts and groupbys of random frames, and queries of files that are replaced, run while
+    workers are killed, replaced and stopped, messages are late, repeated or lost, and memory, disk and
+    /dev/shm are full. The exit code is 1 if a result is wrong, an operation hangs, or a resource is left
+    behind.
     """
     backend = choose_backend(backend)
     possible = chosen_faults(faults, scheduler, on_gpus=backend == "cudf")
-    plan = Plan(seed, chosen("--only", only, OPERATIONS), possible, rows, tight, comms)
+    operations = [name for name, one in OPERATIONS.items() if not (scheduler and one.own_cluster)]
+    plan = Plan(seed, chosen("--only", only, operations), possible, rows, tight, comms)
     if plan_only:
         click.echo(plan.setup)
         for number in range(steps or 1):
