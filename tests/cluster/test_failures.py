@@ -97,7 +97,7 @@ def test_a_worker_is_killed_during_transfer(own: Client, library: Library) -> No
 def test_a_preferred_worker_that_is_lost_is_only_a_preference(
     own: Client, library: Library, when: str
 ) -> None:
-    """All tasks run on it until it is killed, if it is there, and on the others afterwards."""
+    """Tasks run on it until it is killed, if it is there and they are not stolen; then on the others."""
     worker = "tcp://127.0.0.1:1" if when == "never there" else next(iter(own.nthreads()))
     if when == "before":
         kill(own, worker)
@@ -105,7 +105,6 @@ def test_a_preferred_worker_that_is_lost_is_only_a_preference(
     future = own.compute(out, workers=[worker], allow_other_workers=True, optimize_graph=False)
     Event("go-reached", client=own).wait(timeout=60)
     if when == "during":
-        assert Variable("go-worker", client=own).get() == worker
         kill(own, worker)
     Event("go", client=own).set()
     rows = canonical(to_pandas(future.result(timeout=60)), index=False)
