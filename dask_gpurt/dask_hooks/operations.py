@@ -227,8 +227,16 @@ def _bounds(expr: Any) -> bool:
 
 
 def _conversion(expr: Any) -> bool:
-    """Return whether values are converted by themselves: not to categories, nor to texts of times."""
-    return not any(word in str(expr.dtypes) for word in ("category", "str", "object"))
+    """Return whether values are converted by themselves: to numbers or times.
+
+    Categories would be those of a partition, and so would the format of times as text.
+    """
+    chosen = expr.operand("dtypes")
+    dtypes = chosen.values() if isinstance(chosen, Mapping) else [chosen]
+    try:
+        return all(getattr(pd.api.types.pandas_dtype(each), "kind", "O") in "iufbmM" for each in dtypes)
+    except TypeError:  # a dtype that pandas does not know
+        return False
 
 
 def _method(expr: Any) -> bool:

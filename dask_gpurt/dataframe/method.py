@@ -265,8 +265,13 @@ class Lowering:
 
     def needs_shuffle(self, original: Callable[[Any], bool], expr: Any) -> bool:
         """Return whether groups are not yet together in partitions; Dask's note of it may be false."""
-        if not self._is_usable() or expr.frame.npartitions == 1:
+        if not self._is_usable():
             return original(expr)
+        if expr.frame.npartitions == 1:
+            try:
+                return original(expr)
+            except (KeyError, TypeError):  # Dask cannot follow its note through a renaming
+                return True
         return groups_need_shuffle(expr) if isinstance(expr, GroupByApply) else not are_together(expr)
 
     def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:

@@ -73,7 +73,6 @@ def test_tasks_compute_dataframes_on_workers_with_several_threads() -> None:
         assert client.run_on_scheduler(meet)
         run_tasks(client)
         dask_gpurt.disable(client)
-        assert client.run_on_scheduler(_reads_as_python_does)
         assert all(client.run(_reads_as_python_does).values())
 
 

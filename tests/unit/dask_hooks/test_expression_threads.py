@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,6 +14,7 @@ import pandas as pd
 import pytest
 from dask._expr import Expr, SingletonExpr
 
+from dask_gpurt.dask_hooks import expression_threads
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.seams import PLANNING
@@ -73,6 +75,18 @@ def test_planning_is_kept_beside_it() -> None:
             assert not metrics.snapshot()["fallbacks"]
         finally:
             cache.remove()
+
+
+@pytest.fixture(autouse=True)
+def _without_users() -> Iterator[None]:
+    """Begin as in a process without the runtime, which a cluster of other tests may have switched on."""
+    sharing = expression_threads._sharing
+    users, sharing._users = sharing._users, 1
+    sharing.end()
+    yield
+    if users:
+        sharing.begin()
+        sharing._users = users
 
 
 class _Sort(Expr):

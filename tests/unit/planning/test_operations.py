@@ -173,7 +173,13 @@ PROGRAMS: dict[str, list[Program]] = {
     ],
     "Abs": [lambda t: t.i.abs(), lambda t: t.f.abs(), lambda t: t[["i", "f"]].abs()],
     "ArrowStringConversion": [lambda t: t.w, lambda t: t.s],
-    "AsType": [lambda t: t.i.astype(float), lambda t: t.j.astype("int64"), lambda t: t.f.astype(str)],
+    "AsType": [
+        lambda t: t.i.astype(float),
+        lambda t: t[["i", "j"]].astype({"j": "int64"}),
+        lambda t: t.f.astype(str),
+        lambda t: t.u.astype("O"),
+        lambda t: t.j.astype("category"),
+    ],
     "Between": [lambda t: t.i.between(0, LARGE - 1), lambda t: t.n.between(0, LARGE - 1)],
     "Clip": [lambda t: t.i.clip(0, 7), lambda t: t.i.clip(upper=2.5), lambda t: t.f.clip(-1, 1)],
     "Fillna": [

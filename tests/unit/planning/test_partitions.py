@@ -19,7 +19,9 @@ from dask._expr import optimize_until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.fused_reads import FewerPartitions, lower
+from dask_gpurt.dataframe.method import Lowering, lower_with
 from dask_gpurt.observe import Metrics
 from dask_gpurt.planning import PlanningCache
 from dask_gpurt.planning.footers import Column, Footer
@@ -374,6 +376,15 @@ NOTED: dict[str, Callable[[Callable[[str], Any]], Any]] = {
 }
 
 
+@pytest.fixture
+def lowered_as_with_the_runtime() -> Iterator[None]:
+    """Have Dask rely on no wrong notes, as it does while the runtime is on and tables are read by size."""
+    patches = PatchSet()
+    lower_with(Lowering(lambda: True, lambda name, choice: None), patches)
+    yield
+    patches.restore()
+
+
 #: Sizes with which reads get numbers of partitions for which such notes matter.
 HUGE = 1 << 30
 
@@ -391,6 +402,7 @@ HUGE = 1 << 30
         ("no note to follow", PartitionSizes(1, 2, HUGE, HUGE)),
     ],
 )
+@pytest.mark.usefixtures("lowered_as_with_the_runtime")
 def test_no_row_is_sought_where_it_is_not(
     tables: Callable[[str], Any], name: str, sizes: PartitionSizes
 ) -> None:
@@ -444,9 +456,10 @@ def test_a_query_that_cannot_be_planned_by_size_is_planned_by_dask(
     metrics = Metrics()
     cache = PlanningCache(lambda: None, metrics, sizes=lambda: WHOLE)
     expr = dd.read_parquet(folder / "large").key.sum().expr.finalize_compute()
-    by_size = cache._optimise(optimize_until, expr, "simplified-physical")
-    monkeypatch.setattr("dask_gpurt.planning.cache.with_chosen_partitions", fail)
-    by_dask = cache._optimise(optimize_until, expr, "simplified-physical")
+    with dask.config.set(scheduler=None):
+        by_size = cache._optimise(optimize_until, expr, "simplified-physical")
+        monkeypatch.setattr("dask_gpurt.planning.cache.with_chosen_partitions", fail)
+        by_dask = cache._optimise(optimize_until, expr, "simplified-physical")
     assert by_size._name != by_dask._name == optimize_until(expr, "simplified-physical")._name
     assert metrics.snapshot()["counters"] == {"planning.reads.by-size": 1}
     assert list(metrics.snapshot()["fallbacks"]) == ["planning.as-dask"]
