@@ -78,9 +78,13 @@ linters() {
 # Two minutes, on seeds that are always the same: the defaults and comms only, little memory, and nothing but lost workers.
 chaos() {
     local options=(--workers 3 --limit 120 --dumps "$scratch")
-    timeout 300 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 1 --roomy &&
-        timeout 300 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 2 --tight &&
-        timeout 300 python -m dask_gpurt chaos "${options[@]}" --seconds 40 --seed 3 --faults "kill*,replace,stop" && return
+    # The steps of a seed depend on the operations that there are, so those on files have seeds of their own.
+    local rows=(--only "shuffle,join,set_index,sort_values,groupby,drop_duplicates,rechunk")
+    timeout 300 python -m dask_gpurt chaos "${options[@]}" "${rows[@]}" --seconds 40 --seed 1 --roomy &&
+        timeout 300 python -m dask_gpurt chaos "${options[@]}" "${rows[@]}" --seconds 40 --seed 2 --tight &&
+        timeout 300 python -m dask_gpurt chaos "${options[@]}" "${rows[@]}" --seconds 30 --seed 3 \
+            --faults "kill*,replace,stop" &&
+        timeout 300 python -m dask_gpurt chaos "${options[@]}" --only files --seconds 20 --seed 5 --roomy && return
     cat "$scratch"/gpurt-chaos-*.txt 2> /dev/null
     return 1
 }
