@@ -121,6 +121,12 @@ class Memory:
 
     def _refusal(self, asked: list[Claim], together: int, beyond: int) -> str:
         total = sum(claim.least for claim in asked)
+        for claim in asked:
+            if claim.least > self.total:  # in the same words on all workers, whatever their processes take
+                return (
+                    f"{claim.setting!r} comes to {format_bytes(claim.least)}, which is more than all of "
+                    f"{self.name}, {format_bytes(self.total)}: set it to less, or to 'auto'"
+                )
         parts = [f"{format_bytes(nbytes)} for {what}" for what, nbytes in self.taken.items() if nbytes]
         if rest := together - total:
             parts.append(f"at least {format_bytes(rest)} for the other parts")
