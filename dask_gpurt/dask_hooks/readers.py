@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 from dask._task_spec import NestedContainer, Task
@@ -155,7 +155,7 @@ def _begins(node: Any, names: Collection[str]) -> bool | None:
     if node.has_subgraph():
         graph, _, inputs = node.args[:3]
         found = [_begins(inner, names) for inner in graph.values() if inner.dependencies <= {*inputs}]
-    elif _name(node.func) in names:
+    elif _name(node.func) in names and _is_as_imported(node.func):
         return True
     else:
         found = [_begins(value, names) for value in (*node.args, *node.kwargs.values())]
@@ -172,12 +172,28 @@ def _last(node: Any) -> str | None:
     return _name(node.func) if isinstance(node, Task) else None
 
 
-def _name(function: Any) -> str | None:
-    """Return ``module:name`` of a function, or of the class of another callable; None if it has none."""
+def _is_as_imported(function: Any) -> bool:
+    """Return whether a call of this reader is a call of what its module has now, and so passes the wrapper.
+
+    A task may hold the function from before it was wrapped: by reference where client and worker share a
+    process, or as a copy, since cloudpickle sends a function whose module has another one by value.
+    """
+    named = _named(function)
+    module, _, path = f"{named.__module__}:{named.__qualname__}".partition(":")
+    return bool(reduce(getattr, path.split("."), sys.modules[module]) == named)
+
+
+def _named(function: Any) -> Any:
+    """Return what has the name of a callable: itself, or its class."""
     while isinstance(function, partial):
         function = function.func
+    return function if hasattr(function, "__qualname__") else type(function)
+
+
+def _name(function: Any) -> str | None:
+    """Return ``module:name`` of a function, or of the class of another callable; None if it has none."""
     try:
-        named = function if hasattr(function, "__qualname__") else type(function)
+        named = _named(function)
         return f"{named.__module__}:{named.__qualname__}"
     # Methods of built-in types have no module, and attributes of users' callables may raise anything. All
     # readers have both names.

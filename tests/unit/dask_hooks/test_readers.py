@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -125,6 +126,20 @@ def test_a_task_that_calls_something_else_first_does_not(folder: Path, readers: 
     both = Task("both", max, reading, Task("first", sum, [1]))
     assert not readers.begins_with_read(both)
     assert readers.begins_with_read(Task("partial", partial(reading.func), *reading.args))
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_reader_from_before_it_was_wrapped_is_none(
+    sent: bool, folder: Path, patches: PatchSet, calls: list[str]
+) -> None:
+    """Its calls pass no wrapper, after which the task would wait before it runs code of users."""
+    nodes = roots(made(folder, "csv").optimize())
+    readers = wrapped(patches, calls, READERS)
+    if sent:
+        nodes = cloudpickle.loads(cloudpickle.dumps(nodes))
+    assert not any(readers.begins_with_read(node) for node in nodes)
+    patches.restore()
+    assert all(readers.begins_with_read(node) for node in roots(made(folder, "csv").optimize()))
 
 
 class Proxy:
