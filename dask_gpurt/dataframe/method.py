@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import dask
@@ -79,6 +80,8 @@ _name, _default = PatchSet(), PatchSet()
 _sharing = contextlib.ExitStack()
 #: Choices for ``tasks``: p2p, which is Dask's default where there is a client, fails too.
 FOR_TASKS = (MethodChoice.COLUMN_LEVELS, MethodChoice.COLUMN_TAKEN)
+#: What Dask calls an index without a name among the keys of a join.
+_INDEX = "_index"
 #: Set once the runtime has been on in this process.
 _was_on = threading.Event()
 
@@ -224,6 +227,8 @@ class Lowering:
         """Lower a join; if both sides need a shuffle, join in the unpack tasks."""
         if type(expr) is not Merge:
             return original(expr)
+        if self._is_usable():
+            expr, original = _with_keys_listed(expr), partial(_lower_shuffling_all, original)
         choice = self._choose(expr.shuffle_method, expr.left, expr.right)
         if self._is_usable() and not hash_alike(expr):
             lowered = _with_hashed_values(
@@ -350,6 +355,34 @@ def _as_we_join(lowered: Any, *, is_ours: bool = False) -> Any:
     kinds: dict[type, Any] = {BlockwiseMerge: GpurtSemiMerge, BroadcastJoin: GpurtBroadcastSemiJoin}
     kind = kinds.get(type(lowered))
     return kind(*lowered.operands) if kind is not None and lowered.how == SEMI else lowered
+
+
+def _with_keys_listed(join: Any) -> Any:
+    """List keys that are labelled "" or 0, which Dask takes for none, and so shuffles no rows by."""
+    labels = {name: getattr(join, name) for name in ("left_on", "right_on")}
+    return join.substitute_parameters(
+        {name: [label] for name, label in labels.items() if _looks_absent(label)}
+    )
+
+
+def _lower_shuffling_all(original: Callable[[Any], Any], join: Any) -> Any:
+    """Lower a join, and shuffle by an index that is labelled "" or 0, which Dask takes for none."""
+    lowered = original(join)
+    by_divisions = join.merge_indexed_left and join.merge_indexed_right
+    if type(lowered) is not BlockwiseMerge or by_divisions or join._is_single_partition_broadcast:
+        return lowered
+    number = join.operand("_npartitions") or max(join.left.npartitions, join.right.npartitions)
+    sides = {name: getattr(join, name) for name in ("left", "right")}
+    shuffles = {
+        name: RearrangeByColumn(side, _INDEX, number, method=join.shuffle_method, index_shuffle=True)
+        for name, side in sides.items()
+        if getattr(join, f"{name}_index") and _looks_absent(meta(side).index.name)
+    }
+    return lowered.substitute_parameters(shuffles)
+
+
+def _looks_absent(label: Any) -> bool:
+    return label is not None and not isinstance(label, (list, tuple)) and not label
 
 
 def _with_hashed_values(lowered: Any, join: Any) -> Any:
