@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from dask._expr import Expr
@@ -15,6 +16,9 @@ from dask.dataframe.dask_expr._expr import Literal
 from dask.dataframe.dask_expr.io import parquet
 from dask.tokenize import TokenizationError, tokenize
 from pyarrow.fs import FileInfo
+
+from dask_gpurt.dask_hooks.patch import Method, PatchSet
+from dask_gpurt.dask_hooks.seams import READS
 
 #: Operands in which an expression caches facts about files; its name follows from the files themselves.
 OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
@@ -127,6 +131,34 @@ def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
     files = facts["ds"].files
     state: Mapping[str, Any] | None = facts["fs"].info(files[0]) if files else None
     return state
+
+
+def renew_files(patches: PatchSet) -> None:
+    """Have the tasks of workers in this process read each file on Arrow's file systems as it is then.
+
+    Arrow keeps the footer of a file with its fragment. A task that shares the process of its client reads
+    with the client's fragment, or with that of a plan that is kept, though the file may be another one by
+    then. Dask pickles each plan, which empties the fragments, for each computation.
+    """
+    if (seam := READS["_fragment_to_table"]).difference() is None:
+        patches.put(seam.owner(), seam.attribute, _renewing)
+
+
+def _renewing(read: Method) -> Method:
+    @wraps(read)
+    def renewed(fragment_wrapper: Any, filters: Any, columns: Any, schema: Any) -> Any:
+        return read(_renewed(fragment_wrapper), filters, columns, schema)
+
+    return renewed
+
+
+def _renewed(fragment: Any) -> Any:
+    """Return the wrapper of a file as another process would receive it; unchanged if this one has."""
+    if type(fragment) is not parquet.FragmentWrapper or fragment._fragment is None:
+        return fragment
+    # Made of a copy, since packing empties a wrapper, which other threads may use.
+    unpickle, packed = parquet.FragmentWrapper(fragment.fragment, fragment._filesystem).__reduce__()
+    return unpickle(*packed)
 
 
 # ---- pickling -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, Event
+from distributed import Client, Event, LocalCluster
 
 import dask_gpurt
 from dask_gpurt import api
@@ -265,3 +265,16 @@ def test_a_file_is_replaced_before_it_is_read(
 def _wait(name: str, at: int) -> int:
     Event(name).wait()
     return at
+
+
+def test_tasks_in_the_process_of_the_client_read_files_as_they_are(tmp_path: Path) -> None:
+    """Arrow keeps the footer of a file that such a task has read with what the client knows of the file."""
+    pd.DataFrame({"key": range(10)}).to_parquet(tmp_path / "0.parquet")
+    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
+    with LocalCluster(**options, dashboard_address=":0") as local, Client(local) as client:
+        dask_gpurt.enable(client)
+        kept = dd.read_parquet(tmp_path, filesystem="arrow")
+        for rows in (10, 1_000, 20):
+            table = pd.DataFrame({"key": range(rows)})
+            table.to_parquet(tmp_path / "0.parquet")
+            assert [*kept[kept.key != 3].compute().key] == [*table[table.key != 3].key]

@@ -24,6 +24,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt import config, dask_hooks, testing
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
+from dask_gpurt.dask_hooks.parquet_files import renew_files
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing, put_results
@@ -50,6 +51,7 @@ from dask_gpurt.plugins.switching import (
     REFUSED_OP,
     TOKEN_HANDLER,
     JoinReply,
+    Layer,
     spare_tracebacks,
 )
 from dask_gpurt.plugins.tracing import WorkerTracing
@@ -189,6 +191,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         patches = dask_hooks.PatchSet()
         undo.callback(self._stand_ins.install)
         undo.callback(patches.restore)
+        undo.callback((of_files := dask_hooks.PatchSet(Layer.READS)).restore)
+        renew_files(of_files)
         patches.add_item(worker.handlers, REPORT_HANDLER, self.exchange.until_closed(self.report))
         patches.add_item(worker.handlers, EVACUATE_HANDLER, self.evacuate)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
