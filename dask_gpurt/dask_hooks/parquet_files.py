@@ -5,10 +5,11 @@ Dask collects them as it plans a read: paths, sizes, statistics and a checksum.
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from dask._expr import Expr
@@ -173,8 +174,6 @@ class _Pickler(pickle.Pickler):
         if type(value) is parquet.FragmentWrapper:
             # A copy, since pickling would empty it for a moment; see `copy_of_facts`.
             return parquet.FragmentWrapper(value.fragment, value._filesystem).__reduce__()
-        if type(value) is FileInfo:  # Arrow pickles none
-            return _file_info, (value.path, value.type, value.size, value.mtime_ns)
         return NotImplemented
 
 
@@ -200,8 +199,12 @@ def _with_statistics(
     return reconstruct(*operands)
 
 
-def _file_info(path: str, kind: Any, size: int | None, mtime_ns: int | None) -> FileInfo:
-    return FileInfo(path, kind, size=size, mtime_ns=mtime_ns)
+def _reduced_info(info: FileInfo) -> Any:
+    return partial(FileInfo, size=info.size, mtime_ns=info.mtime_ns), (info.path, info.type)
+
+
+# Arrow pickles none, so cloudpickle failed, by which Dask sends plans that call functions of ``__main__``.
+copyreg.pickle(FileInfo, _reduced_info)
 
 
 def pickled(value: Any) -> bytes:

@@ -174,6 +174,12 @@ def test_only_plans_without_data_and_functions_of_the_user_are_packed(
     pd.testing.assert_frame_equal(*(pd.DataFrame(result(plan)) for plan in plans))
 
 
+def test_cloudpickle_takes_what_is_known_of_files_on_arrows_file_systems(table: str) -> None:
+    """With it Dask sends a plan that calls functions of ``__main__``, whoever has made the plan."""
+    read = dd.read_parquet(table, filesystem="arrow")
+    assert read.npartitions == cloudpickle.loads(cloudpickle.dumps(read.expr)).npartitions
+
+
 def test_a_plan_that_cannot_be_pickled_is_left_to_dask(
     planner: Planner, table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
