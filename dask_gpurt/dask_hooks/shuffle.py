@@ -228,8 +228,6 @@ def errors_of_data() -> Iterator[None]:
     """Have :func:`transfer` and :func:`shuffle_unpack` raise what the body raises as it is."""
     try:
         yield
-    except MemoryError:  # is retried with fewer rows
-        raise
     except Exception as error:
         setattr(error, _OF_DATA, True)
         raise
@@ -246,11 +244,15 @@ def shuffle_unpack(shuffle_id: ShuffleId, partition: int, run_id: int) -> Any:
 
 
 def _keeping_types(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function of Dask, which raises RuntimeErrors only; raise the errors of data as they were."""
+    """Call a function of Dask, which raises RuntimeErrors only.
+
+    Errors of data are raised as they were, and every lack of memory as a MemoryError.
+    """
     try:
         return function(*args)
     except RuntimeError as error:
-        if (cause := error.__cause__) is None or not hasattr(cause, _OF_DATA):
+        cause = error.__cause__
+        if cause is None or not (hasattr(cause, _OF_DATA) or isinstance(cause, MemoryError)):
             raise
     raise cause  # with its own causes only
 

@@ -78,7 +78,7 @@ class Input(Protocol):
         ...
 
     def empty(self) -> bytes | None:
-        """Return a pickled output without rows, made of this input; None if the spec has all of it."""
+        """Return a pickled output without rows, made of this input; None if it is as the spec has it."""
         ...
 
 
@@ -279,6 +279,8 @@ class ShuffleSpec(RunSpec):
         missing = sorted(map(str, set(expected) - set(names)))
         extra = sorted(map(str, set(names) - set(expected)))
         if (missing or extra) and not self.any_columns:
+            if not len(frame):  # has nothing to shuffle: some functions return other columns for no rows
+                return frame
             raise ValueError(
                 f"input partition {source} of shuffle {self.id} does not have the columns of its collection: "
                 f"missing {missing}, unexpected {extra}. All partitions need the columns of `df._meta`"
@@ -327,6 +329,8 @@ class FrameInput:
 
     def split(self, groups: Sequence[Sequence[int]]) -> list[Piece | None]:
         spec = self.spec
+        if not len(self.data):
+            return [None] * len(groups)
         with errors_of_data():
             return self.packer.split(
                 self.frame,
@@ -342,13 +346,25 @@ class FrameInput:
 
     def empty(self) -> bytes | None:
         spec, frame = self.spec, self.frame
-        if not spec.is_open:
+        (names, dtypes), (known, expected) = (
+            _described(each, spec.column, index=not spec.ignore_index)
+            for each in (self.data, pickle.loads(spec.meta))
+        )
+        if names != known or (dtypes == expected and not spec.is_open):
             return None
         with errors_of_data():
             rows = frame.between(0, 0).assigned() if isinstance(frame, Routed) else frame.iloc[:0]
         if spec.drop_column:
             rows = rows.drop(columns=spec.column)
         return pickle.dumps(rows.reset_index(drop=True) if spec.ignore_index else rows)
+
+
+def _described(frame: Any, but: str, *, index: bool) -> tuple[list[Any], list[Any]]:
+    """Return the names of all columns but one, and their dtypes with those and the names of the index."""
+    columns = zip(_comparable(column_names(frame)), frame.dtypes, strict=True)
+    kept = [(name, dtype) for name, dtype in columns if name != but]
+    levels = [*frame.index.names, *getattr(frame.index, "dtypes", [frame.index.dtype])] if index else []
+    return [name for name, _ in kept], [dtype for _, dtype in kept] + levels
 
 
 @dataclass(frozen=True)

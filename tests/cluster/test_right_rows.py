@@ -68,6 +68,22 @@ def test_frames_without_columns() -> None:
 
 
 @pytest.mark.usefixtures("client")
+@pytest.mark.parametrize("method", [None, "tasks"])
+@pytest.mark.parametrize("sizes", [[30, 30, 0], [0, 30, 30], [0, 0]])
+def test_partitions_without_rows_in_which_a_function_returns_other_columns(
+    sizes: list[int], method: str | None
+) -> None:
+    """Dask counts the values of no rows as a series without keys."""
+    ends = np.cumsum(sizes)
+    parts = [LEFT.assign(flag=LEFT.x > 20)[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    expected = pd.concat(parts).groupby("k").flag.value_counts()
+    with dask.config.set({"dataframe.shuffle.method": method}):
+        frame = dd.from_map(lambda part: part, parts)
+        found = frame.groupby("k").flag.value_counts(split_out=True).compute()
+    assert found.sort_index().to_dict() == expected.sort_index().to_dict()
+
+
+@pytest.mark.usefixtures("client")
 @pytest.mark.parametrize("operation", ["shuffle", "merge", "set_index", "groupby", "sort_values"])
 @pytest.mark.parametrize("has", ["more", "less"])
 def test_partitions_with_other_columns_are_shuffled_as_by_tasks(operation: str, has: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -10,7 +11,9 @@ import pytest
 from distributed.shuffle._core import ShuffleId
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 
-from dask_gpurt.frames import column_names
+from dask_gpurt.device.host import HostDevice
+from dask_gpurt.frames import Hashed, column_names
+from dask_gpurt.frames.pandas import PandasTable
 from dask_gpurt.shuffle import ShuffleSpec
 from tests.helpers.clusters import Library
 
@@ -52,3 +55,40 @@ def test_labels_may_be_anything_and_be_equal(labels: list[Any]) -> None:
     spec = ShuffleSpec.of(described(frame))
     assert spec.columns == tuple(labels)
     pd.testing.assert_frame_equal(output(spec), frame.drop(columns=TARGET)[:0])
+
+
+# ---- partitions without rows, and outputs without rows ------------------------------------------------
+
+TABLES: Any = SimpleNamespace(table=lambda frame: PandasTable(HostDevice(1 << 20)))
+META = pd.DataFrame({"k": pd.Series(dtype="int64"), TARGET: pd.Series(dtype="int64")})
+
+
+def test_an_input_without_rows_may_have_any_columns() -> None:
+    """Some functions return other columns for no rows, as in the chunks of ``groupby().value_counts()``."""
+    spec, other = ShuffleSpec.of(described(META)), pd.DataFrame({"index": [1.5]})
+    hashed = Hashed(other[:0], ("k",), other[:0], META[["k"]], lambda rows: rows[["k"]])
+    for data in (other[:0], hashed):
+        found = spec.input(data, 0, TABLES)
+        assert found.split([[0], [1]]) == [None, None]
+        assert found.empty() is None
+    with pytest.raises(ValueError, match=r"missing .*'k'.*, unexpected \['index'\]"):
+        spec.input(other, 0, TABLES)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32", "float64", "Int64", "str", object, "category"])
+@pytest.mark.parametrize("ignore_index", [True, False])
+def test_an_output_without_rows_has_the_dtypes_of_the_first_input(dtype: Any, ignore_index: bool) -> None:
+    """As with ``tasks``; that of the collection may be a guess of the user's."""
+    spec = ShuffleSpec.of(described(META), ignore_index=ignore_index)
+    rows = pd.DataFrame({"k": pd.Series([1, 2]).astype(dtype)}).set_index(pd.Index([7.5, 8], name="label"))
+    empty = spec.input(rows.assign(**{TARGET: 0}), 0, TABLES).empty()
+    found, _ = spec.assembler(TABLES).assemble([], empty)
+    expected = rows[:0].reset_index(drop=True) if ignore_index else rows[:0]
+    pd.testing.assert_frame_equal(found, expected)
+    assert (empty is None) == (dtype == "int64" and ignore_index), "what the spec tells is not sent"
+
+
+def test_an_output_without_rows_has_all_columns_though_the_first_input_lacks_one() -> None:
+    spec = ShuffleSpec.of(described(META.assign(v=0.5)), any_columns=True)
+    lacking = pd.DataFrame({"k": ["text"], TARGET: [0]})
+    assert spec.input(lacking, 0, TABLES).empty() is None
