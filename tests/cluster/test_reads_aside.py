@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 from distributed import get_worker, secede, worker_client
+from distributed.core import Status
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 from pandas.testing import assert_frame_equal
 
@@ -317,6 +318,27 @@ def test_a_task_that_waits_for_its_turn_does_not_run_when_its_worker_closes(file
         assert not future.done()
         assert not other.done()
         await dask_gpurt.disable(client)
+
+    run()
+
+
+def test_a_worker_is_paused_while_tasks_wait_for_their_turns(files: str) -> None:
+    """Those that have started end; the others run once it is resumed."""
+
+    @on_reading_cluster(workers=1, **{"distributed.worker.memory.pause": False})
+    async def run(client: Any, scheduler: Any, worker: Any) -> None:
+        total = total_of(dd.read_parquet(files), lambda frame: meet("reader", "go on", frame))
+        future = client.compute(total)
+        await until(event("reader").is_set)
+        await until(lambda: bool(reads(worker).turns._waiting))
+        worker.status = Status.paused
+        await until(lambda: scheduler.workers[worker.address].status == Status.paused)
+        event("go on").set()
+        await until(lambda: not worker.state.executing and not worker.state.long_running)
+        assert worker.state.ready
+        assert not future.done()
+        worker.status = Status.running
+        assert await future == TOTAL
 
     run()
 
