@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, Event, Variable, get_worker, wait
+from distributed import Client, Event, Variable, futures_of, get_worker, wait
 from distributed.core import Status
 from distributed.shuffle._core import id_from_key
 from distributed.shuffle._exceptions import P2PConsistencyError
@@ -287,6 +287,38 @@ def test_outputs_whose_shards_were_let_go_are_made_again(own: Client, library: L
 def _outputs_in_memory(dask_scheduler: Any) -> int:
     states = [ts.state for ts in dask_scheduler.tasks.values() if ts.prefix.name == "gpurtshuffle"]
     return states.count("memory")
+
+
+def test_a_shuffle_whose_barrier_has_failed_keeps_nothing_and_can_be_retried(
+    own: Client, library: Library
+) -> None:
+    """Although the client keeps the error: other shuffles need the memory of its shards."""
+
+    def fail_barriers(fail: bool) -> None:
+        from dask_gpurt.shuffle.sealing import Sealing
+
+        async def failing(self: Any, results: Any) -> Any:
+            if fail:
+                raise ValueError("a test")
+            return await self.kept(results)
+
+        Sealing.kept = getattr(Sealing, "kept", Sealing.seal)
+        Sealing.seal = failing
+
+    def kept(dask_worker: Any) -> int:
+        pools = dask_worker.plugins["gpurt"].exchange.pools.describe().values()
+        runs = dask_worker.plugins["shuffle"].shuffle_runs._active_runs
+        return len(runs) + sum(pool["used"] for pool in pools)
+
+    own.run(fail_barriers, True)
+    out = build(library).shuffle("key").persist()
+    with pytest.raises(RuntimeError, match="failed during barrier phase"):
+        out.compute()
+    until(lambda: not any(own.run(kept).values()))
+    own.run(fail_barriers, False)
+    with suppress(KeyError):  # of the barrier, which the scheduler retries, but the client does not know
+        own.retry(futures_of(out))
+    assert_right(out)
 
 
 def test_after_too_many_runs_the_shuffle_says_so(library: Library) -> None:

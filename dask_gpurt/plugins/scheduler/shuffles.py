@@ -247,8 +247,21 @@ class SchedulerShuffles:
             # Dask ends a shuffle when its barrier is released. Skip that if the barrier is about to rerun.
             if finish != "released" or not self._is_needed_again(key):
                 original(key, start, finish, *args, **options)
+            if finish == "erred":
+                self._end_failed(key)
 
         return transition
+
+    def _end_failed(self, key: Key) -> None:
+        """End the run of a barrier that has failed.
+
+        Dask ends it only if the cause is another task. Workers would keep its shards until the client forgets
+        the error.
+        """
+        shuffle_id = id_from_key(key) if isinstance(key, str) else None
+        if shuffle_id is not None and self._is_ours(shuffle_id):
+            run = self._extension.active_shuffles[shuffle_id]
+            end_run(self._extension, run, f"{run} has failed", f"gpurt-failed-{time()}")
 
     def _is_needed_again(self, key: Key) -> bool:
         shuffle_id = id_from_key(key) if isinstance(key, str) else None
