@@ -12,6 +12,7 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.pulling import Puller
+from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe.waiting import coroutine_stacks, queued, thread_stacks
 
 if TYPE_CHECKING:
@@ -166,11 +167,16 @@ def _published(pools: Pools) -> dict[str, dict[str, Any]]:
     return {
         kind: {
             "by owner": dict(Counter(_readers(outbox))),
+            "by run": dict(Counter(f"{shuffle}[{run_id}]" for shuffle, run_id in _runs(outbox))),
             "producers that wait": outbox.waiting,
             "used": outbox.pool.used,
         }
         for kind, outbox in list(pools._outboxes.items())
     }
+
+
+def _runs(outbox: Outbox) -> Iterable[RunKey]:
+    return (entry.run for entry in list(outbox._entries.values()))
 
 
 def _readers(outbox: Outbox) -> Iterable[str]:

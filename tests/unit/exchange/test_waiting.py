@@ -23,6 +23,7 @@ def test_published_shards_count_for_each_owner_that_may_read_them() -> None:
         told = waiting(SimpleNamespace(exchange=SimpleNamespace(pools=pools)))
         published = told["published"]["host"]
         assert published["by owner"] == {"one": 2, "two": 1}
+        assert published["by run"] == {"a shuffle[1]": 2}
         assert (published["producers that wait"], published["used"]) == (0, 2 * 2**10)
     finally:
         pools.close()
