@@ -21,6 +21,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.device import PoolFull
+from dask_gpurt.exchange.active_runs import ActiveRuns
 from dask_gpurt.exchange.calls import Calls, closes, is_off
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
@@ -104,8 +105,7 @@ class Exchange:
         self._incoming: defaultdict[Peer, set[IncomingShard]] = defaultdict(set)
         self._asked: dict[Peer, float] = {}
         self._publishing: set[RunKey] = set()
-        #: The runs that are active here, each with the producers that have ended their part of it.
-        self._receiving: dict[RunKey, set[Peer]] = {}
+        self._receiving = ActiveRuns()
         #: The runs without outputs left to read here.
         self._read: set[RunKey] = set()
         #: Bytes of the shards accepted by this worker.
@@ -129,7 +129,7 @@ class Exchange:
     def run_begins(self, run: RunKey) -> None:
         """Note that a run starts to publish and to receive on this worker."""
         self._publishing.add(run)
-        self._receiving[run] = set()
+        self._receiving.begins(run)
         self._tell_in_flight()
 
     def _goes_on(self, run: RunKey) -> bool:
@@ -157,7 +157,7 @@ class Exchange:
         """Note that a run has ended on this worker. Idempotent."""
         self.run_published(run)
         self._read.discard(run)
-        self._receiving.pop(run, None)  # its blocks are no longer retained from here on
+        self._receiving.ends(run)  # its blocks are no longer retained from here on
         self.pools.end(run)
 
     def _tell_in_flight(self) -> None:
@@ -206,8 +206,7 @@ class Exchange:
         PeerLost
             If the producer has left.
         """
-        withdrawn = self._receiving.get(run)
-        if withdrawn is None or shard.producer in withdrawn:
+        if not self._receiving.takes_from(shard.producer, run):
             address = shard.producer.address
             raise ExchangeClosed(f"shard {shard.id} of {address} was offered after the end of its run")
         device = self.pools.device(shard.device)
@@ -314,8 +313,7 @@ class Exchange:
         only the producer closes, shards that have not landed are lost.
         """
         peer, key = Peer(*producer), (run[0], run[1])
-        if key in self._receiving:  # offers of the producer may still be in flight
-            self._receiving[key].add(peer)
+        self._receiving.withdraws(peer, key)  # its offers may still be in flight
         incoming_shards = [incoming for incoming in list(self._incoming[peer]) if incoming.run == key]
         for incoming in incoming_shards:
             if incoming.state in (ShardState.PRODUCER, ShardState.MOVING):

@@ -84,6 +84,7 @@ class ShuffleRun:
         self.span_id = span_id
         self.closed = False
         self._exception: Exception | None = None
+        self._ending: asyncio.Future[None] | None = None
         self._worker = worker
         self._exchange = exchange
         self._owners = owners
@@ -114,7 +115,8 @@ class ShuffleRun:
         self._note_what_is_left()
 
     def __repr__(self) -> str:
-        return f"<{self}, closed={self.closed}, epoch={self._owners.epoch}>"
+        error = "" if self._exception is None else f", error={self._exception!r}"
+        return f"<{self}, closed={self.closed}, epoch={self._owners.epoch}{error}>"
 
     def __str__(self) -> str:
         return f"ShuffleRun<{self.id}[{self.run_id}]> on {self._worker.address}"
@@ -162,14 +164,9 @@ class ShuffleRun:
             self._exception = exception
         self._exchange.pools.wake()
         # Peers learn of the failure from the reply to their next offer. A producer that waits for room in its
-        # pool sends no offers, and the shards received here would never be read: release them, so that it
-        # can continue.
-        call_soon(self._worker, self._release_shards)
-
-    async def _release_shards(self) -> None:
-        """Release all received shards."""
-        with contextlib.suppress(ExchangeClosed):  # a closed exchange has released them
-            await self._exchange.offload(self._receiver.close)
+        # pool sends no offers, and the shards received here would never be read. Nor would those published
+        # here whose offers have failed: their owners do not know of them, and so never release them.
+        call_soon(self._worker, self._end)
 
     async def close(self) -> None:
         """Release everything that the run holds, on this worker and in the pools of peers. Idempotent."""
@@ -179,6 +176,15 @@ class ShuffleRun:
         self._exchange.run_published(self._key)
         self._exchange.pools.wake()
         self._offers.cancel()
+        await self._end()
+
+    async def _end(self) -> None:
+        """Release all received shards, and withdraw all published ones; once, however often it is called."""
+        if self._ending is None:
+            self._ending = asyncio.ensure_future(self._release_all())
+        await asyncio.shield(self._ending)
+
+    async def _release_all(self) -> None:
         with contextlib.suppress(ExchangeClosed):  # a closed exchange has released everything
             try:
                 await self._exchange.offload(self._receiver.close)
@@ -291,7 +297,7 @@ class ShuffleRun:
         if sizes is not None:
             note_sizes(metadata, result, sizes)
 
-    async def evacuate(self, epoch: int) -> int:
+    async def evacuate(self, epoch: int) -> int | None:
         """Have owners copy the shards that this worker has published, since it is about to leave.
 
         Waits for at most ``EVACUATION_STEP_S``.
@@ -303,8 +309,8 @@ class ShuffleRun:
 
         Returns
         -------
-        int
-            The number of shards that are yet to be copied.
+        int | None
+            The number of shards that are yet to be copied. None if the run has ended: it has withdrawn them.
         """
         with contextlib.suppress(TimeoutError, ShuffleClosedError):
             async with asyncio.timeout(EVACUATION_STEP_S):
@@ -312,7 +318,7 @@ class ShuffleRun:
                     await self._catch_up()
                 await self._offers.sent()
                 await self._exchange.requests.evacuate(self._key)
-        return self._exchange.pools.unread(self._key, self._worker.address)
+        return self._exchange.pools.unread(self._key, self._worker.address) if self.is_open else None
 
     def _offer(self, owner: str, offer: Shard | Commit) -> None:
         self._worker.loop.add_callback(self._offers.add, owner, offer)
@@ -479,5 +485,5 @@ class ShuffleRun:
 
     def _note_what_is_left(self) -> None:
         """Tell the exchange whether outputs are left to read here; if not, retained blocks may be reused."""
-        if not self.closed:
+        if self.is_open:
             self._exchange.run_is_read(self._key, self._receiver.is_read)

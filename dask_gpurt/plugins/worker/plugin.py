@@ -328,7 +328,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         """
         mine = {id: (run, epoch) for id, run_id, epoch in runs if (run := self._run(id, run_id)) is not None}
         left = await asyncio.gather(*(run.evacuate(epoch) for run, epoch in mine.values()))
-        return dict(zip(mine, left, strict=True))
+        return {id: each for id, each in zip(mine, left, strict=True) if each is not None}
 
     def _run(self, id: ShuffleId, run_id: int) -> ShuffleRun | None:
         """Return this worker's part of a run; None if it is not active, or not the runtime's."""

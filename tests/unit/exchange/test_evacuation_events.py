@@ -116,6 +116,22 @@ async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner() ->
 
 
 @in_process
+async def test_a_run_fails_while_its_worker_is_evacuated() -> None:
+    """Its shards are withdrawn, not copied: the worker is still needed."""
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    await cluster.transfer("a shuffle", 0, a)
+    called = never_answering(cluster, "gpurt_drain", B)
+    run: Any = a.run_of("a shuffle")
+    evacuating = asyncio.ensure_future(run.evacuate(0))
+    await called.wait()
+    run.fail(MemoryError("no memory"))
+    assert await evacuating is None
+    cluster.close()
+
+
+@in_process
 async def test_owners_do_not_copy_the_shards_of_a_worker_that_is_evacuated() -> None:
     cluster = Cluster(A, B)
     cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))

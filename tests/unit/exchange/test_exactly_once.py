@@ -3,9 +3,10 @@
 In this state machine three workers transfer the inputs of two shuffles, one after the other. Messages wait
 until the machine delivers them, in any order, or loses them, before or after they have arrived, or delivers
 them after their sender has given up. Attempts fail in the middle, since a pool is full, and are retried
-elsewhere. Outputs move to other workers, with and without a loss. Processes are killed, replaced at the same
-address, and join at a new one. In the end all pending messages are delivered: then every row has arrived
-once, no shard is held, and no task is blocked.
+elsewhere. Runs fail, since an owner has no memory for an offer, and begin again. Outputs move to other
+workers, with and without a loss. Processes are killed, replaced at the same address, and join at a new one.
+In the end all pending messages are delivered: then every row has arrived once, no shard is held, and no
+task is blocked.
 """
 
 from __future__ import annotations
@@ -174,8 +175,8 @@ class ExactlyOnce(RuleBasedStateMachine):
             run: Any = await process.shuffles.shuffle_runs.get_most_recent(self.shuffle, results)
             await run.barrier(results)
             active.done = active.sealed  # False if the scheduler has restarted the barrier meanwhile
-        except (Reschedule, P2PConsistencyError, asyncio.CancelledError):
-            active.sealed = False  # to rerun, on another worker if this one has died
+        except (Reschedule, P2PConsistencyError, MemoryError, asyncio.CancelledError):
+            active.sealed = False  # to rerun, on another worker if this one has died or failed
         except AsyncTaskGroupClosedError:
             assert not process.alive  # only in this test a task continues on a dead worker
             active.sealed = False
@@ -205,7 +206,7 @@ class ExactlyOnce(RuleBasedStateMachine):
         key = f"unpack-{output}"
         try:
             self.active.outputs[output] = process.address, run.get_output_partition(output, key)
-        except (Reschedule, P2PConsistencyError):
+        except (Reschedule, P2PConsistencyError, MemoryError):
             return
         run.task_done(key)
 
@@ -223,6 +224,18 @@ class ExactlyOnce(RuleBasedStateMachine):
         if alive:
             self.scheduler.balance(self.shuffle, outputs, alive[where % len(alive)].address)
             self._settle()
+
+    @rule(where=st.integers(0, 2))
+    def owner_without_memory(self, where: int) -> None:
+        """Let a worker run out of memory when it takes its next shard: the run fails at the producer."""
+        alive = self._alive()
+        exchange: Any = alive[where % len(alive)].exchange if alive else SimpleNamespace()
+
+        def take(*_: Any) -> None:
+            del exchange.take
+            raise MemoryError("no memory for a shard")
+
+        exchange.take = take
 
     # ---- messages --------------------------------------------------------------------
 
@@ -383,6 +396,9 @@ class ExactlyOnce(RuleBasedStateMachine):
         """Take the next step of a cluster without faults, whenever nothing is in flight."""
         self._until(self._nothing_waits, self._deliver_all)
         alive = self._alive()
+        if any(list(map(self._has_failed, alive))):
+            self.scheduler.restart(self.shuffle)
+            return
         for source in range(INPUTS):
             if source not in self.active.transferred and not self.active.sealed:
                 self._do(self._transfer(alive[source % len(alive)], self.active, source))
@@ -395,6 +411,14 @@ class ExactlyOnce(RuleBasedStateMachine):
         if self.active.done:
             for output in range(OUTPUTS):
                 self._unpack_if_there(output)
+
+    def _has_failed(self, process: Process) -> bool:
+        """Return whether the run has failed on a worker; assert that it then holds no block."""
+        run = process.run_of(self.shuffle)
+        if run is None or run.is_open:
+            return False
+        assert not process.exchange.pools.owners(run._key), "a failed run holds blocks"
+        return True
 
     def _make_room(self, alive: list[Process]) -> None:
         """Free the room that a transfer would have got by waiting for a full pool.

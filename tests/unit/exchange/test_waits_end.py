@@ -236,6 +236,25 @@ async def test_an_owner_fails_while_it_is_asked_to_let_go_of_shares() -> None:
     cluster.close()
 
 
+@in_process
+async def test_an_owner_has_no_memory_for_an_offer() -> None:
+    """The run fails where the offer came from, and so does every further offer: nobody reads its blocks."""
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer("a shuffle", 0, a)
+
+    def take(*_: Any) -> None:
+        raise MemoryError("no memory for a shard")
+
+    b.exchange.take = take  # type: ignore[method-assign]
+    await cluster.transfer("a shuffle", 1, a)
+    with pytest.raises(MemoryError, match="no memory for a shard"):
+        await cluster.transfer("a shuffle", 2, a)
+    assert a.outbox.pool.used == 0, "tasks of other shuffles wait for this memory"
+    cluster.close()
+
+
 # ---- runs --------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from distributed.comm import CommClosedError
 from distributed.core import AsyncTaskGroup, Status
 
 from dask_gpurt import config
-from dask_gpurt.exchange import Exchange, Shard, requests
+from dask_gpurt.exchange import Exchange, ExchangeClosed, Shard, requests
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
@@ -264,6 +264,20 @@ def test_an_owner_that_has_left_keeps_nothing() -> None:
         pair.owner.worker.leaves()
         await pair.producer.withdraw(RUN)
         assert not pair.outbox.pool.used
+        for end in (pair.producer, pair.owner):
+            await asyncio.to_thread(end.close)
+
+    session(test())
+
+
+def test_the_first_offer_of_a_run_arrives_after_its_producer_has_ended_it() -> None:
+    async def test() -> None:
+        pair = Pair("shared-memory", "comms")
+        await pair.owner.forget(list(pair.producer.me), list(NEXT))
+        pair.owner.run_begins(NEXT)
+        path = await pair.owner.path(pair.shard)
+        with pytest.raises(ExchangeClosed, match="after the end of its run"):
+            pair.owner.take(NEXT, pair.shard, path, pair.failed.append)
         for end in (pair.producer, pair.owner):
             await asyncio.to_thread(end.close)
 

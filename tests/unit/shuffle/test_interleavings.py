@@ -2,8 +2,8 @@
 
 A transfer or an unpack task runs on a thread, the messages of its run on the event loop. Here the thread
 stops on entering its n-th function of the package, until an event is over: a new run begins, a peer is
-replaced, outputs move, the input is transferred elsewhere, or the worker closes. Then the shuffle is
-finished: every row has to arrive exactly once, and no shard may be held.
+replaced, outputs move, the input is transferred elsewhere, the worker closes, or the run fails. Then the
+shuffle is finished: every row has to arrive exactly once, and no shard may be held.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import dask_gpurt
 from dask_gpurt.shuffle import run as run_module
 from tests.helpers.exchange_processes import Process
 from tests.helpers.exchange_scheduler import Active, frame_of, spec_of
-from tests.helpers.exchanges import Cluster, without_pauses
+from tests.helpers.exchanges import Cluster, quiet, without_pauses
 from tests.helpers.slow import slow
 
 A, B, C = (f"tcp://{name}:1" for name in "abc")
@@ -75,7 +75,16 @@ async def worker_closes(cluster: Wide, process: Process) -> None:
     await cluster.hear()
 
 
-EVENTS = [new_run, peer_replaced, outputs_move, transferred_elsewhere, worker_closes]
+async def owner_fails(cluster: Wide, process: Process) -> None:
+    """From here on an owner has no memory for offers: the run of the worker that sends them fails."""
+
+    def fails(*_: Any) -> None:
+        raise MemoryError("no memory for a shard")
+
+    cluster.network.processes[B].exchange.take = fails  # type: ignore[method-assign]
+
+
+EVENTS = [new_run, peer_replaced, outputs_move, transferred_elsewhere, worker_closes, owner_fails]
 
 
 class Stop:
@@ -137,7 +146,7 @@ async def transfer(cluster: Wide, source: int, process: Process, stop: Any = NEV
                 return run.add_partition(frame_of(cluster.rows(source), cluster.OUTPUTS), source)
 
         result = await asyncio.to_thread(task)
-    except AGAIN:
+    except (*AGAIN, MemoryError):
         return
     # A result counts if its worker is alive, and the input was not transferred elsewhere meanwhile.
     latest = active.transferred.get(source)
@@ -225,6 +234,22 @@ async def interrupt_transfer(position: int, event: Event, pool: int) -> bool:
     return reached
 
 
+async def interrupt_transfer_of_a_run_that_fails(position: int, event: Event, pool: int) -> bool:
+    """Return whether a transfer task has that many positions; the scheduler does not end the run."""
+    cluster = await start(pool)
+    process = cluster.network.processes[A]
+    stop = Stop(position, lambda: event(cluster, process))
+    await transfer(cluster, 1, process, stop)
+    reached = await stop.is_over()
+    await quiet()
+    run: Any = process.run_of(SHUFFLE)
+    assert run.is_open or process.outbox.pool.used == 0, "a block of a failed run is held"
+    vars(cluster.network.processes[B].exchange).pop("take", None)
+    cluster.scheduler.restart(SHUFFLE)
+    await finish(cluster)
+    return reached
+
+
 async def interrupt_unpack(position: int, event: Event, pool: int) -> bool:
     """Return whether an unpack task has that many positions."""
     cluster = await start(pool)
@@ -258,12 +283,21 @@ each_stride = pytest.mark.parametrize("stride", STRIDES)
 
 @each_stride
 @pytest.mark.parametrize("pool", [2**12, 2**17])
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("event", [each for each in EVENTS if each is not owner_fails])
 def test_while_an_input_is_transferred(event: Event, pool: int, stride: int) -> None:
     assert stop_everywhere(interrupt_transfer, event, pool, stride) > 300
 
 
 @each_stride
-@pytest.mark.parametrize("event", [each for each in EVENTS if each is not transferred_elsewhere])
+@pytest.mark.parametrize("pool", [2**12, 2**17])
+def test_while_an_input_of_a_run_that_fails_is_transferred(pool: int, stride: int) -> None:
+    """Other shuffles wait for the room of its blocks, which no owner would release."""
+    assert stop_everywhere(interrupt_transfer_of_a_run_that_fails, owner_fails, pool, stride) > 100
+
+
+@each_stride
+@pytest.mark.parametrize(
+    "event", [each for each in EVENTS if each not in (transferred_elsewhere, owner_fails)]
+)
 def test_while_an_output_is_read(event: Event, stride: int) -> None:
     assert stop_everywhere(interrupt_unpack, event, 2**17, stride) > 100
