@@ -126,10 +126,18 @@ class Exchange:
 
     # ---- active runs -----------------------------------------------------------------
 
-    def run_begins(self, run: RunKey) -> None:
-        """Note that a run starts to publish and to receive on this worker."""
+    def run_begins(self, run: RunKey, unclaimed: Callable[[str], None] | None = None) -> None:
+        """Note that a run starts to publish and to receive on this worker.
+
+        Parameters
+        ----------
+        unclaimed
+            See :meth:`UnclaimedShards.begins`.
+        """
         self._publishing.add(run)
         self._receiving.begins(run)
+        if unclaimed is not None:
+            self.requests.unclaimed.begins(run, unclaimed)
         self._tell_in_flight()
 
     def _goes_on(self, run: RunKey) -> bool:
@@ -157,6 +165,7 @@ class Exchange:
         """Note that a run has ended on this worker. Idempotent."""
         self.run_published(run)
         self._read.discard(run)
+        self.requests.unclaimed.ends(run)
         self._receiving.ends(run)  # its blocks are no longer retained from here on
         self.pools.end(run)
 
@@ -297,14 +306,19 @@ class Exchange:
         else:  # for a former worker at this address, whose shard ids mean nothing here
             self.metrics.add("exchange.messages.stale")
 
-    def drain(self, producer: list[str]) -> None:
-        """Make room in the pool of a producer: pull the shards that were left there to be read in place."""
+    def drain(self, producer: list[str]) -> int:
+        """Make room in the pool of a producer: pull the shards that were left there to be read in place.
+
+        Returns the number of its shards whose release has yet to arrive.
+        """
         peer = Peer(*producer)
         self._asked[peer] = self.worker.loop.time()
         self.metrics.add("exchange.drains")
         for incoming in sorted(tuple(self._incoming[peer]), key=lambda incoming: incoming.shard.id):
             if self.puller.pull_soon(incoming):  # it was counted as read in place
                 self.traffic.note(peer.address, IN_PLACE, -incoming.shard.nbytes, 0.0)
+        held = sum(not incoming.let_go.done() for incoming in tuple(self._incoming[peer]))
+        return held + self.requests.are_releasing(peer)
 
     async def forget(self, producer: list[str], run: list[Any]) -> None:
         """Handle the end of a producer's part of a run.
@@ -375,6 +389,7 @@ class Exchange:
         self.links.forget([address])
         self.peers.forget([address])
         self.calls.on_worker_removed(address)
+        self.requests.unclaimed.forget(address)
         for peer in [peer for peer in self._asked if peer.address == address]:
             del self._asked[peer]
         for peer in list(self._incoming):

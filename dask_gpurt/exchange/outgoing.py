@@ -2,7 +2,9 @@
 
 A producer that finds the pool full waits here. A full pool cannot deadlock: the waiting producer holds no
 unpublished block, and owners can always free published ones. They copy shards that they would read in place
-into their own memory, in the worst case to disk, and so never wait for a pool.
+into their own memory, in the worst case to disk, and so never wait for a pool. Blocks of which no
+owner knows, since their offers have failed, are withdrawn: their run has failed too. `UnclaimedShards`
+watches that.
 """
 
 from __future__ import annotations
@@ -222,6 +224,16 @@ class Outbox:
 
     def _readers(self) -> set[str]:
         return {owner for entry in self._entries.values() for owner in entry.readers.values()}
+
+    def published(self, owner: str) -> dict[tuple[int, int], RunKey]:
+        """Return the shards that an owner may still read, as pairs of shard and share, each with its run."""
+        with self._changed:
+            return {
+                (shard, share): entry.run
+                for shard, entry in self._entries.items()
+                for share, reader in entry.readers.items()
+                if reader == owner
+            }
 
     def drop(self, run: RunKey, owner: str) -> None:
         """Release all shards of a run on behalf of an owner."""

@@ -15,6 +15,7 @@ from dask_gpurt.device import Device, NoMemoryForPool, Pool
 from dask_gpurt.device.discover import discover, main_kind
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey
+from dask_gpurt.exchange.unclaimed import Published
 from dask_gpurt.memory.budget import Claim
 from dask_gpurt.observe import Metrics
 
@@ -162,6 +163,14 @@ class Pools:
     def unread(self, run: RunKey, me: str) -> int:
         """Return the number of shards of a run that workers other than ``me`` may still read."""
         return sum(outbox.unread(run, me) for outbox in list(self._outboxes.values()))
+
+    def published(self, owner: str) -> dict[Published, RunKey]:
+        """Return the shards that an owner may still read, each with its run."""
+        return {
+            (kind, *shard): run
+            for kind, outbox in list(self._outboxes.items())
+            for shard, run in outbox.published(owner).items()
+        }
 
     def end(self, run: RunKey) -> None:
         """Free the retained blocks of a run that has ended."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.outgoing import ROOM_RETRY_INTERVAL_S, Outbox
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
+from dask_gpurt.exchange.unclaimed import UnclaimedShards
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Handlers(Protocol):
 
     def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None: ...
 
-    def drain(self, producer: list[str]) -> None: ...
+    def drain(self, producer: list[str]) -> int: ...
 
     async def forget(self, producer: list[str], run: list[Any]) -> None: ...
 
@@ -53,12 +54,18 @@ class PeerRequests:
         self._is_released = asyncio.Event()
         #: The owners that are being asked for room.
         self._draining: set[str] = set()
+        #: Watches the shards that fill the pools while producers wait.
+        self.unclaimed = UnclaimedShards()
 
     # ---- from an owner to the producers of its shards --------------------------------
 
     def release_soon(self, producer: Peer, kind: str, shard: int, share: int) -> None:
         """Release a shard at its producer, batched with other releases. From any thread."""
         self._end.worker.loop.add_callback(self._note_release, producer, kind, shard, share)
+
+    def are_releasing(self, producer: Peer) -> bool:
+        """Return whether releases to a producer have yet to arrive."""
+        return any(peer == producer for peer, _ in self._released)
 
     async def _note_release(self, producer: Peer, kind: str, shard: int, share: int) -> None:
         to = (producer, kind)
@@ -114,19 +121,27 @@ class PeerRequests:
         await asyncio.gather(*map(self._send_drain_to, owners))
 
     async def _send_drain_to(self, owner: str) -> None:
-        if owner == self._end.me.address:
-            self._here.drain(producer=list(self._end.me))
-            return
         if owner in self._draining:  # it is silent: further requests would only take connections
             return
         self._draining.add(owner)
-        me = list(self._end.me)
         try:
             # Best effort: the request is repeated while room is short.
             with contextlib.suppress(OSError, PeerLost, ExchangeClosed):
-                await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+                self._note_held(owner, await self._drain(owner))
         finally:
             self._draining.discard(owner)
+
+    async def _drain(self, owner: str) -> object:
+        me = list(self._end.me)
+        if owner == self._end.me.address:
+            return self._here.drain(producer=me)
+        return await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+
+    def _note_held(self, owner: str, held: object) -> None:
+        """Note how many shards an owner holds. An owner that is closing, or switched off, does not tell."""
+        if isinstance(held, int):
+            unclaimed = {} if held else self._end.pools.published(owner)
+            self.unclaimed.answers(owner, unclaimed, self._end.worker.loop.time())
 
     def note_released(self) -> None:
         """Note that a peer has released shards of this worker."""

@@ -44,8 +44,7 @@ class Offers:
     def add(self, owner: str, offer: Shard | Commit) -> None:
         """Queue an offer, and start sending unless a message to that owner is in flight."""
         self._queued[owner].append(offer)
-        sender = self._senders.get(owner)
-        if sender is None or sender.done():
+        if not self.is_sending(owner):
             self._senders[owner] = asyncio.create_task(self._send(owner))
 
     async def _send(self, owner: str) -> None:
@@ -68,6 +67,11 @@ class Offers:
                 await asyncio.wait(pending)
         finally:
             self._waiting -= 1
+
+    def is_sending(self, owner: str) -> bool:
+        """Return whether offers to an owner have yet to be delivered."""
+        sender = self._senders.get(owner)
+        return sender is not None and not sender.done()
 
     @property
     def are_awaited(self) -> bool:

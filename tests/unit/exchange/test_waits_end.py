@@ -15,7 +15,7 @@ from distributed.core import Status
 
 from dask_gpurt.device.base import CodecError
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange import ExchangeClosed
+from dask_gpurt.exchange import ExchangeClosed, unclaimed
 from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.exchange.landing import Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
@@ -25,7 +25,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.messages import RunInterrupted
 from tests.helpers.exchange_processes import Process
 from tests.helpers.exchange_scheduler import spec_of
-from tests.helpers.exchanges import Cluster, in_process, intercept, quiet
+from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet
 from tests.helpers.tiered_buffers import new_tiered_buffer
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
@@ -252,6 +252,53 @@ async def test_an_owner_has_no_memory_for_an_offer() -> None:
     with pytest.raises(MemoryError, match="no memory for a shard"):
         await cluster.transfer("a shuffle", 2, a)
     assert a.outbox.pool.used == 0, "tasks of other shuffles wait for this memory"
+    cluster.close()
+
+
+async def ask_for_room(process: Process) -> None:
+    """Ask owners twice for room, as a waiting producer does all the time."""
+    for _ in range(2):
+        process.exchange.requests.ask_for_room(process.outbox.readers())
+        await quiet()
+
+
+async def ask_for_room_without_patience(process: Process) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unclaimed, "UNCLAIMED_PATIENCE_S", 0.0)
+        await ask_for_room(process)
+
+
+@in_process
+async def test_shards_that_an_owner_does_not_know_of_fill_a_pool() -> None:
+    """No such error of the protocol is known. The run begins again."""
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    answered = {"status": "OK", "missing": []}
+
+    async def drop(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
+        return answered if op == "shuffle_receive" else await handle(to, op, content)
+
+    intercept(cluster, drop)
+    await cluster.transfer("a shuffle", 0, a)
+    await ask_for_room(a)
+    assert cluster.scheduler.restarts == 0, "a shard may be late"
+    await ask_for_room_without_patience(a)
+    assert cluster.scheduler.restarts == 1
+    assert a.outbox.pool.used == 0
+    cluster.close()
+
+
+@in_process
+async def test_offers_are_on_their_way_while_their_shards_fill_a_pool() -> None:
+    cluster = Cluster(A, B)
+    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    a = cluster.network.processes[A]
+    called = never_answering(cluster, "shuffle_receive", B)
+    await cluster.transfer("a shuffle", 0, a)
+    await called.wait()
+    await ask_for_room_without_patience(a)
+    assert cluster.scheduler.restarts == 0
     cluster.close()
 
 
