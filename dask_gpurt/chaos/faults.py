@@ -329,7 +329,7 @@ class FullShm(OnWorkers):
     """
 
     kind = "full"
-    explains = OUT_OF_MEMORY
+    explains = (*OUT_OF_MEMORY, r"SharedMemoryFull")
     _file: int | None = None
 
     def options(self) -> dict[str, Any]:
