@@ -61,17 +61,19 @@ def has_unknown_categories(meta: Frame) -> bool:
 
     They may be unknown to Dask. And there may be none: a file's dictionary is not read for the meta.
     """
-    from dask.dataframe.utils import has_known_categories  # imports dask.dataframe
-
     categorical = [at for at, dtype in enumerate(meta.dtypes) if str(dtype) == "category"]
     columns = [meta.iloc[:, at] for at in categorical]
     if hasattr(meta.index, "categories"):
         columns.append(meta.index)
-    return not all(has_known_categories(each) and _has_categories(each.dtype) for each in columns)
+    return any(map(is_of_unknown_categories, columns))
 
 
-def _has_categories(dtype: Any) -> bool:
-    return dtype.categories is not None and len(dtype.categories) > 0
+def is_of_unknown_categories(column: Any) -> bool:
+    """Return whether the categories of a categorical column, or of an index, are unknown, or none."""
+    from dask.dataframe.utils import has_known_categories  # imports dask.dataframe
+
+    categories = column.dtype.categories
+    return categories is None or len(categories) == 0 or not has_known_categories(column)
 
 
 def column_names(frame: Frame) -> tuple[Any, ...]:

@@ -16,6 +16,7 @@ from dask_gpurt.dask_hooks.expr import convert_to_list
 from dask_gpurt.dask_hooks.graph import concat, merge_chunk
 from dask_gpurt.frames import column_names, halves
 from dask_gpurt.frames.join_keys import Keys, rows_with_keys
+from dask_gpurt.frames.registry import is_of_unknown_categories
 from dask_gpurt.frames.semi_joins import rows_that_may_match
 from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
@@ -100,10 +101,11 @@ def merge_frames(left: Any, right: Any, **options: Any) -> Any:
 
 
 def with_categories_of(other: Any, side: Any) -> Any:
-    """Return ``side`` with the categories of ``other``, if ``side`` is empty.
+    """Return ``side`` with the categories of ``other`` in place of unknown ones, if ``side`` is empty.
 
     An empty partition equals the collection's meta, whose categories may be unknown. Dask represents unknown
-    categories as strings, and would unite them with those of the other side, which may be of any type.
+    categories as strings, and would unite them with those of the other side, which may be of any type. Known
+    ones stay: a column that is no key has nothing in common with another one of its name.
     """
     if len(side) or not len(other) or not side.ndim == other.ndim == 2:
         return side
@@ -113,6 +115,7 @@ def with_categories_of(other: Any, side: Any) -> Any:
         if name in other.columns
         and _is_categorical(side.dtypes[name])
         and _is_categorical(other.dtypes[name])
+        and is_of_unknown_categories(side[name])
     ]
     if not shared:
         return side

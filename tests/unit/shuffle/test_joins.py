@@ -162,3 +162,9 @@ def test_a_side_without_rows_has_the_categories_of_the_other(how: str) -> None:
     joined = join(with_categories_of(right, left), with_categories_of(left, right))
     assert sorted(joined["key"]) == [3, 3, 5]
     assert joined["key"].dtype == rows["key"].dtype
+
+
+def test_a_side_without_rows_keeps_the_categories_that_it_has() -> None:
+    rows = pd.DataFrame({"key": [1, 2], "kind": pd.Categorical(["a", "b"])})
+    none = pd.DataFrame({"key": [3], "kind": pd.Categorical(["c"])}).iloc[:0]
+    assert with_categories_of(rows, none) is none
