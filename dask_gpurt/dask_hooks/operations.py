@@ -62,7 +62,8 @@ _TESTS_OF_STRINGS = frozenset(
 )
 _NUMBERS_OF_STRINGS = frozenset(["count", "find", "len", "rfind"])
 #: Methods and properties of the accessor ``dt`` on each time by itself, by what they return.
-_TIMES = frozenset(["as_unit", "ceil", "date", "floor", "normalize", "round", "time", "tz_convert"])
+_TIMES = frozenset(["as_unit", "ceil", "floor", "normalize", "round", "tz_convert"])
+_OBJECTS_OF_TIMES = frozenset(["date", "time"])
 _TEXTS_OF_TIMES = frozenset(["day_name", "month_name", "strftime"])
 _TESTS_OF_TIMES = frozenset(
     ["is_leap_year", "is_month_end", "is_month_start", "is_quarter_end", "is_quarter_start", "is_year_end"]
@@ -251,12 +252,18 @@ def _accessor_method(expr: Any) -> bool:
         if expr.attr in _TESTS_OF_STRINGS:  # what they return for nulls may be given
             return type(expr) is _accessor.PropertyMap or (len(expr.args) <= 1 and "na" not in expr.kwargs)
         return expr.attr in _STRINGS | _NUMBERS_OF_STRINGS
-    known = _TIMES | _TEXTS_OF_TIMES | _TESTS_OF_TIMES | _NUMBERS_OF_TIMES
+    known = _TIMES | _OBJECTS_OF_TIMES | _TEXTS_OF_TIMES | _TESTS_OF_TIMES | _NUMBERS_OF_TIMES
     return expr.accessor == "dt" and expr.attr in known
 
 
-def _is_number_of_values(expr: Any) -> bool:
-    """Return whether the result of an accessor is an integer where there is no null, and else a float."""
+def _changes_with_nulls(expr: Any) -> bool:
+    """Return whether the dtype of what an accessor returns depends on nulls.
+
+    Numbers are integers where there is no null, and else floats. Dates and times of day are objects, but
+    times where all are null.
+    """
+    if expr.attr in _OBJECTS_OF_TIMES:
+        return any(map(_is_object, _dtypes_of(expr)))
     return expr.attr in _NUMBERS_OF_STRINGS | _NUMBERS_OF_TIMES and has_kinds(expr, "iu")
 
 
@@ -372,7 +379,7 @@ def after_operation(expr: Any, known: Known) -> Columns | None:
     are_fixed = COMPUTING[kind](expr) if is_of_pandas(expr) or kind in _DIVISIONS else True
     inputs = [each for each in expr.dependencies() if getattr(each, "ndim", 0)]
     have_no_nulls = all(known(each).without_nulls >= set(each.columns) for each in inputs)
-    if kind in _ACCESSORS and is_of_pandas(expr) and _is_number_of_values(expr):
+    if kind in _ACCESSORS and is_of_pandas(expr) and _changes_with_nulls(expr):
         are_fixed = have_no_nulls
     names = frozenset(expr.columns) if expr.ndim else frozenset[Any]()
     nothing = frozenset[Any]()
