@@ -64,6 +64,8 @@ _COUNTS = (_reductions.Count, _reductions.Len, _reductions.Size, _groupby.Count,
 _COUNTS_BY_NAME = frozenset(["count", "size"])
 #: Operations on several rows that leave them their labels.
 _KEEPING_LABELS = (Concat, SortValues, Repartition, _reductions.NLargest, _reductions.DropDuplicates)
+#: Expressions of Delayed objects, whose results may be anything.
+_WITHOUT_META = (_expr._DelayedExpr, _expr.DelayedsExpr)
 #: Subclasses by other libraries may do anything.
 _LIBRARIES = frozenset(["dask", "dask_cudf"])
 
@@ -177,7 +179,7 @@ def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None
         return None
     if inputs and is_on_rows(expr):
         return _rows_of_operation(expr, inputs)
-    if not isinstance(expr, _expr._DelayedExpr) and has_categories(expr):
+    if not isinstance(expr, _WITHOUT_META) and has_categories(expr):
         return None
     if not inputs:
         return _rows_of_source(expr, files)
