@@ -23,7 +23,15 @@ from dask.dataframe.utils import UNKNOWN_CATEGORIES
 
 from dask_gpurt.dask_hooks.operations import is_no_operation
 
-__all__ = ["Division", "are_together", "divisions", "groups_need_shuffle", "hash_alike", "is_aligned"]
+__all__ = [
+    "Division",
+    "are_together",
+    "divisions",
+    "groups_need_shuffle",
+    "hash_alike",
+    "is_aligned",
+    "needs_no_shuffle",
+]
 
 #: Stands for the whole index among the columns of a division.
 INDEX: Any = "<index>", object()
@@ -88,6 +96,11 @@ def is_aligned(join: Any, side: Any, on: Any) -> bool:
     own, other = hashes_of_keys(join)
     hashed = other if is_left else own
     return any(found == Division(columns, hashed) for found in divisions(side) if found.hashed is not None)
+
+
+def needs_no_shuffle(join: Any) -> bool:
+    """Return whether Dask joins as partitions are: by known divisions, or since one side is one partition."""
+    return bool(join._is_single_partition_broadcast or (join.merge_indexed_left and join.merge_indexed_right))
 
 
 def are_together(expr: Any) -> bool:

@@ -50,7 +50,13 @@ from dask_gpurt.dask_hooks.expr import (
 )
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.graph import convert_legacy_graph
-from dask_gpurt.dask_hooks.partition_notes import are_together, groups_need_shuffle, hash_alike, is_aligned
+from dask_gpurt.dask_hooks.partition_notes import (
+    are_together,
+    groups_need_shuffle,
+    hash_alike,
+    is_aligned,
+    needs_no_shuffle,
+)
 from dask_gpurt.dask_hooks.planning import keys_of
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dataframe.expressions import (
@@ -368,8 +374,7 @@ def _with_keys_listed(join: Any) -> Any:
 def _lower_shuffling_all(original: Callable[[Any], Any], join: Any) -> Any:
     """Lower a join, and shuffle by an index that is labelled "" or 0, which Dask takes for none."""
     lowered = original(join)
-    by_divisions = join.merge_indexed_left and join.merge_indexed_right
-    if type(lowered) is not BlockwiseMerge or by_divisions or join._is_single_partition_broadcast:
+    if type(lowered) is not BlockwiseMerge or needs_no_shuffle(join):
         return lowered
     number = join.operand("_npartitions") or max(join.left.npartitions, join.right.npartitions)
     sides = {name: getattr(join, name) for name in ("left", "right")}

@@ -175,7 +175,9 @@ def received(answer: Any) -> Any:
     if isinstance(answer, dict) and answer.get("data"):
         return {**answer, "data": [bytes(one.data) for one in answer["data"]]}
     if isinstance(answer, dict) and answer.get("status") == "error":
-        return {**answer, "exception": answer["exception"].data, "traceback": answer["traceback"].data}
+        # A long traceback is not sent.
+        sent = {name: each and each.data for name in ("exception", "traceback") for each in [answer[name]]}
+        return {**answer, **sent}
     return answer
 
 
