@@ -517,4 +517,4 @@ def _given(plan: bytes | Exception) -> bytes:
 
 
 TestChangingFiles = ChangingFiles.TestCase
-TestChangingFiles.settings = settings(some_programs(25), stateful_step_count=15)
+TestChangingFiles.settings = settings(some_programs(20), stateful_step_count=15)
