@@ -223,13 +223,18 @@ async def start(pool: int) -> Wide:
     return cluster
 
 
-async def interrupt_transfer(position: int, event: Event, pool: int) -> bool:
-    """Return whether a transfer task has that many positions."""
-    cluster = await start(pool)
+async def stopped_transfer(cluster: Wide, position: int, event: Event) -> bool:
+    """Transfer an input with an event in the middle; return whether there are that many positions."""
     process = cluster.network.processes[A]
     stop = Stop(position, lambda: event(cluster, process))
     await transfer(cluster, 1, process, stop)
-    reached = await stop.is_over()
+    return await stop.is_over()
+
+
+async def interrupt_transfer(position: int, event: Event, pool: int) -> bool:
+    """Return whether a transfer task has that many positions."""
+    cluster = await start(pool)
+    reached = await stopped_transfer(cluster, position, event)
     await finish(cluster)
     return reached
 
@@ -237,11 +242,9 @@ async def interrupt_transfer(position: int, event: Event, pool: int) -> bool:
 async def interrupt_transfer_of_a_run_that_fails(position: int, event: Event, pool: int) -> bool:
     """Return whether a transfer task has that many positions; the scheduler does not end the run."""
     cluster = await start(pool)
-    process = cluster.network.processes[A]
-    stop = Stop(position, lambda: event(cluster, process))
-    await transfer(cluster, 1, process, stop)
-    reached = await stop.is_over()
+    reached = await stopped_transfer(cluster, position, event)
     await quiet()
+    process = cluster.network.processes[A]
     run: Any = process.run_of(SHUFFLE)
     assert run.is_open or process.outbox.pool.used == 0, "a block of a failed run is held"
     vars(cluster.network.processes[B].exchange).pop("take", None)
