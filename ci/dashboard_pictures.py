@@ -24,8 +24,8 @@ from distributed import Client, LocalCluster
 from PIL import Image
 
 import dask_gpurt
-from dask_gpurt.cli.flights import load_tables
-from dask_gpurt.dashboard.collector import NAME
+from dask_gpurt.monitor.dashboard.collector import NAME
+from dask_gpurt.tools.demo.flights import load_tables
 from tests.helpers import browser
 from tests.helpers.in_process import until
 

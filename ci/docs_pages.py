@@ -22,9 +22,9 @@ PACKAGE = ROOT / "dask_gpurt"
 #: The modules whose public names the API reference lists, with its headings.
 API = {
     "dask_gpurt": "On and off",
-    "dask_gpurt.bench": "Bench",
+    "dask_gpurt.tools.bench": "Bench",
     "dask_gpurt.overlap": "Residency caps",
-    "dask_gpurt.simulate": "Simulator",
+    "dask_gpurt.tools.simulate": "Simulator",
 }
 
 SETTINGS_INTRODUCTION = """\
@@ -201,10 +201,10 @@ what the scheduler knows from heartbeats: no worker is asked, but for the detail
 
 **Access.** A client that reaches the dashboard reaches this; it changes nothing. It has the prefix of the
 dashboard's pages, and comes and goes with the runtime. A scheduler whose setting
-`distributed.scheduler.http.routes` names `dask_gpurt.plugins.json_api` besides Dask's own modules has it from
+`distributed.scheduler.http.routes` names `dask_gpurt.monitor.json_api` besides Dask's own modules has it from
 its start, and answers 503 while the runtime is off.
 
-This page is written from the types of the replies, `dask_gpurt/observe/json_replies.py`.
+This page is written from the types of the replies, `dask_gpurt/monitor/json_replies.py`.
 """
 
 
@@ -236,8 +236,8 @@ def _json_fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
 
 def json_api_page() -> str:
     """Return the reference of the JSON API, from the types of its replies."""
-    from dask_gpurt.observe.json_replies import schemas
-    from dask_gpurt.plugins.json_api import RESOURCES
+    from dask_gpurt.monitor.json_api import RESOURCES
+    from dask_gpurt.monitor.json_replies import schemas
 
     resources = {one.name: one for one in RESOURCES}
     sections = [JSON_API_INTRODUCTION]

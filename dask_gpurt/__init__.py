@@ -12,7 +12,7 @@ from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
     from dask_gpurt.api import disable, enable, explain, is_enabled, memory_usage, report
-    from dask_gpurt.traces import performance_report, trace
+    from dask_gpurt.client.traces import performance_report, trace
 
 __all__ = [
     "__version__",
@@ -35,7 +35,7 @@ _PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report
 
 def __getattr__(name: str) -> Any:
     if name in _OF_TRACES:
-        from dask_gpurt import traces
+        from dask_gpurt.client import traces
 
         return getattr(traces, name)
     if name in __all__:

@@ -48,9 +48,9 @@ async def dask_setup(server: Any) -> None:
         logger.error("the shuffle method 'gpurt' is unavailable: %s", unsupported)
     elif named:
         # Otherwise Dask would reject the unknown method. Without the runtime it means Dask's default.
-        from dask_gpurt import api
+        from dask_gpurt.client import session
 
-        api.register_method()
+        session.register_method()
 
 
 def _say_stays_off(server: Any, problems: str) -> None:
@@ -74,7 +74,7 @@ async def dask_teardown(server: Any) -> None:
     from distributed import Nanny
 
     if isinstance(server, Nanny):
-        from dask_gpurt.plugins.worker import colocation
+        from dask_gpurt.worker import colocation
 
         await colocation.separate(server)
 
@@ -112,16 +112,17 @@ async def _activate(server: Any) -> None:
     import dask
     from distributed import Client, Nanny, Scheduler, Worker
 
-    from dask_gpurt import api, dashboard
-    from dask_gpurt.plugins.scheduler.plugin import GpurtSchedulerPlugin
-    from dask_gpurt.plugins.worker import colocation, residency
+    from dask_gpurt.client import session
+    from dask_gpurt.monitor import dashboard
+    from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
+    from dask_gpurt.worker import colocation, residency
 
     settings = dict(dask.config.get("gpurt", {}))
     plugin = GpurtSchedulerPlugin(settings, dashboard.observe)
     if isinstance(server, Scheduler):
         await server.register_scheduler_plugin(plugin, idempotent=True)
     elif isinstance(server, Client):
-        await api.activate(server)
+        await session.activate(server)
     elif isinstance(server, (Worker, Nanny)):
         if isinstance(server, Nanny):
             residency.preload_into(server)

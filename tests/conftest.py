@@ -94,7 +94,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Among the tests without clusters those of simulate take longest: start them early, as they would finish
     # last.
-    items.sort(key=lambda item: "tests/unit/" in item.nodeid and "tests/unit/simulate/" not in item.nodeid)
+    items.sort(
+        key=lambda item: "tests/unit/" in item.nodeid and "tests/unit/tools/simulate/" not in item.nodeid
+    )
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not cuda_devices():
         for item in gpu:

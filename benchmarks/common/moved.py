@@ -6,7 +6,7 @@ from typing import Any
 
 from distributed import Client
 
-from dask_gpurt.cli.demo import exchange_bytes
+from dask_gpurt.tools.demo.command import exchange_bytes
 
 
 def moved(client: Client) -> int:

@@ -15,7 +15,7 @@ from distributed.utils import sync
 
 from benchmarks.common.processes import Barrier
 from benchmarks.common.rows import ROW_BYTES, make_random
-from dask_gpurt.dataframe.expressions import HashTargets
+from dask_gpurt.client.expressions import HashTargets
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.run import ShuffleRun
 

@@ -17,8 +17,8 @@ from distributed import Scheduler, Worker
 
 from dask_gpurt.memory.ledger import KINDS, PARTITIONS, Label, Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.plugins.worker import tiers
-from dask_gpurt.plugins.worker.memory_reports import Reporter
+from dask_gpurt.worker import tiers
+from dask_gpurt.worker.memory_reports import Reporter
 
 #: By worker and tier: bytes by kind, and by prefix.
 Truth = dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]]

@@ -28,18 +28,18 @@ from distributed.protocol.core import dumps, loads
 
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
-from dask_gpurt.dashboard.components import MAX_SHARE as PART_SHARE
-from dask_gpurt.dashboard.pages import PARTS
-from dask_gpurt.dashboard.series import MAX_POINTS
-from dask_gpurt.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.monitor.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
+from dask_gpurt.monitor.dashboard.components import MAX_SHARE as PART_SHARE
+from dask_gpurt.monitor.dashboard.pages import PARTS
+from dask_gpurt.monitor.dashboard.series import MAX_POINTS
+from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
+from dask_gpurt.overlap.stats_sync import SharedStatistics
 from dask_gpurt.placement.cost import Candidate, Terms
 from dask_gpurt.placement.history import MAX_KEYS, History
-from dask_gpurt.plugins.stats_sync import SharedStatistics
-from dask_gpurt.plugins.worker.progress_reports import PROGRESS_METRIC
+from dask_gpurt.protocol import PROGRESS_METRIC
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20

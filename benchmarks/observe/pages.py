@@ -32,11 +32,11 @@ import dask_gpurt
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.cluster import local_cluster
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
 from dask_gpurt.memory.ledger import Label, Ledger
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
+from dask_gpurt.monitor.json_api import RESOURCES, JsonApi, Query
 from dask_gpurt.observe.progress import Figures
-from dask_gpurt.plugins.json_api import RESOURCES, JsonApi, Query
 
 #: Task prefixes with partitions on each worker, and tasks of each kind in the shuffle.
 PREFIXES, PARTITIONS = 20, 200

@@ -35,8 +35,8 @@ from dask_gpurt.overlap.control import Control
 from dask_gpurt.overlap.governor import Fixed, Governor, Policy, rows
 from dask_gpurt.overlap.interposer import NotLoadedError, redirect_context
 from dask_gpurt.overlap.samples import PRIORITY, Setting
-from dask_gpurt.plugins.stats_sync import StatsSync
-from dask_gpurt.plugins.worker.overlapping import cache_key
+from dask_gpurt.overlap.stats_sync import StatsSync
+from dask_gpurt.worker.overlap import cache_key
 
 Frame = Any
 #: Settings with which nannies preload the interposer.

@@ -39,11 +39,11 @@ from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.routes import Routes
 from dask_gpurt.placement.strategy import Placement
-from dask_gpurt.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
-from dask_gpurt.simulate.clock import Stuck
-from dask_gpurt.simulate.placements import PLACEMENTS
-from dask_gpurt.simulate.simulation import WorkloadFailed
-from dask_gpurt.simulate.workloads import Graph, Scale, varied
+from dask_gpurt.tools.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
+from dask_gpurt.tools.simulate.clock import Stuck
+from dask_gpurt.tools.simulate.placements import PLACEMENTS
+from dask_gpurt.tools.simulate.simulation import WorkloadFailed
+from dask_gpurt.tools.simulate.workloads import Graph, Scale, varied
 
 #: Virtual seconds of a decision, by Dask and by placement.
 DECISION_S = {"stock": 25e-6, "gpurt": 110e-6}

@@ -36,8 +36,8 @@ from dask_gpurt.memory.ledger import ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import FreeMemory, LedgerHeadroom, Placement
-from dask_gpurt.simulate.clock import Clock
-from dask_gpurt.simulate.scheduler import VirtualScheduler
+from dask_gpurt.tools.simulate.clock import Clock
+from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST = 8

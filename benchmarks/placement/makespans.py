@@ -24,10 +24,10 @@ import click
 
 from benchmarks.common.commandline import split_list, write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.simulate import SHAPES, WORKLOADS, Result, build_cluster, build_workload
-from dask_gpurt.simulate.clock import Stuck
-from dask_gpurt.simulate.placements import charged, simulate
-from dask_gpurt.simulate.simulation import WorkloadFailed
+from dask_gpurt.tools.simulate import SHAPES, WORKLOADS, Result, build_cluster, build_workload
+from dask_gpurt.tools.simulate.clock import Stuck
+from dask_gpurt.tools.simulate.placements import charged, simulate
+from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 
 #: Dask as shipped, the runtime with Dask's choices, and the runtime with placement.
 SIDES = ("stock", "tiers", "gpurt")

@@ -55,9 +55,9 @@ from benchmarks.placement.one_host_cells import (
 from benchmarks.placement.one_host_figures import Run, figures, table
 from benchmarks.skew.frames import Size
 from benchmarks.two_hosts.clusters import SIDES
-from dask_gpurt.bench.counters import difference, read_counters
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.tools.bench.counters import difference, read_counters
 
 #: Bytes of the left frame, by backend.
 DEFAULT_SIZE = {"pandas": "128MiB", "cudf": "8GiB"}

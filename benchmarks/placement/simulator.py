@@ -28,8 +28,17 @@ from distributed import Client, LocalCluster, wait
 
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.simulate import WORKLOADS, Capacity, Cluster, Machine, Overheads, Simulation, Work, Workload
-from dask_gpurt.simulate.workloads import Scale
+from dask_gpurt.tools.simulate import (
+    WORKLOADS,
+    Capacity,
+    Cluster,
+    Machine,
+    Overheads,
+    Simulation,
+    Work,
+    Workload,
+)
+from dask_gpurt.tools.simulate.workloads import Scale
 from dask_gpurt.topology import Link, Place, Speed
 
 #: Bytes of the transfers that measure the speed.

@@ -49,8 +49,8 @@ import dask_gpurt
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.dask_hooks.expr import find_in_one_step
+from dask_gpurt.monitor.waiting import describe_scheduler, describe_worker
 from dask_gpurt.observe.waiting import Watchdog, arm, signalled_stacks, thread_stacks
-from dask_gpurt.plugins.waiting import describe_scheduler, describe_worker
 
 SWITCHES = ("config", "preload", "enable", "off")
 HOOK = "dask_gpurt.preload"

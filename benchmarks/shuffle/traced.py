@@ -33,9 +33,9 @@ from benchmarks.common.commandline import in_bytes, write
 from benchmarks.common.rows import ROW_BYTES, make_random
 from dask_gpurt.cli.cluster import default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.client.traces import Collector
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import Recording
-from dask_gpurt.traces import Collector
 
 #: Events to time together.
 EVENTS = 20_000

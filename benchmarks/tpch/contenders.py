@@ -12,8 +12,8 @@ import dask
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.bench.budget import TaskLog
 from dask_gpurt.cli.cluster import local_cluster
+from dask_gpurt.tools.bench.budget import TaskLog
 
 from .gpu import Utilisation, wait_until_idle
 

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 from distributed.metrics import time
 
-from dask_gpurt.bench.budget import budget, take_log
-from dask_gpurt.bench.counters import difference, read_counters
-from dask_gpurt.bench.measure import forget
+from dask_gpurt.tools.bench.budget import budget, take_log
+from dask_gpurt.tools.bench.counters import difference, read_counters
+from dask_gpurt.tools.bench.measure import forget
 
 from .contenders import ClusterOptions, Contender, start
 from .gpu import begin_trace, can_trace, end_trace, take_utilisation

@@ -24,8 +24,8 @@ import dask
 from rich.console import Console
 
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.client.planning import PlanningCache
 from dask_gpurt.observe import Metrics
-from dask_gpurt.planning import PlanningCache
 
 from ..common.commandline import write
 from .figures import rounded, spread

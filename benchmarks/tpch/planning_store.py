@@ -29,9 +29,9 @@ import dask
 from rich.console import Console
 
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.client.planning import PlanningCache
+from dask_gpurt.client.planning.store import Store
 from dask_gpurt.observe import Metrics
-from dask_gpurt.planning import PlanningCache
-from dask_gpurt.planning.store import Store
 
 from ..common.commandline import write
 from ..common.processes import SPAWN

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dask_gpurt.bench.budget import PHASES
+from dask_gpurt.tools.bench.budget import PHASES
 
 #: ``computing`` is split by whether task threads are busy or idle.
 PARTS = (*PHASES[:4], "busy", "idle", PHASES[5])

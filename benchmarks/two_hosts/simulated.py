@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from benchmarks.two_hosts.hosts import host_of
 from benchmarks.two_hosts.recorded import Recording, replayed
 from benchmarks.two_hosts.speeds import Speeds
-from dask_gpurt.simulate import Capacity, Cluster, Machine, Overheads
-from dask_gpurt.simulate.placements import charged, simulate
+from dask_gpurt.tools.simulate import Capacity, Cluster, Machine, Overheads
+from dask_gpurt.tools.simulate.placements import charged, simulate
 from dask_gpurt.topology import Link, Place, Speed
 
 #: Simulated placement by side: the runtime is on in both.

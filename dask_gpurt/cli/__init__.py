@@ -10,17 +10,17 @@ import click
 
 from dask_gpurt import __version__
 
-#: The commands, and the name of each command object in the module named after the command.
+#: The commands: the module and the name of each command object.
 COMMANDS: Mapping[str, str] = {
-    "bench": "bench",
-    "calibrate": "calibrate",
-    "chaos": "chaos",
-    "demo": "demo",
-    "doctor": "doctor",
-    "overlap": "overlap",
-    "simulate": "simulation",
-    "topology": "topology",
-    "trace": "trace",
+    "bench": "tools.bench.command:bench",
+    "calibrate": "cli.calibrate:calibrate",
+    "chaos": "tools.chaos.command:chaos",
+    "demo": "tools.demo.command:demo",
+    "doctor": "cli.doctor:doctor",
+    "overlap": "cli.overlap:overlap",
+    "simulate": "tools.simulate.command:simulation",
+    "topology": "cli.topology:topology",
+    "trace": "cli.trace:trace",
 }
 
 #: The exit code after ctrl-C, 128 and the number of the signal.
@@ -52,7 +52,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        found: click.Command = getattr(import_module(f"dask_gpurt.cli.{cmd_name}"), COMMANDS[cmd_name])
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        found: click.Command = getattr(import_module(f"dask_gpurt.{module}"), name)
         return found
 
 

@@ -19,7 +19,7 @@ from distributed import Client, LocalCluster
 from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml
 
-from dask_gpurt.addresses import require_scheduler
+from dask_gpurt.client.addresses import require_scheduler
 
 #: Timeout for closing a connection to a scheduler, in seconds.
 CLOSE_TIMEOUT_S = 2.0

@@ -12,10 +12,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from dask_gpurt import traces
 from dask_gpurt.cli.cluster import connected
-from dask_gpurt.observe.performance import lacks
-from dask_gpurt.observe.trace import StepSummary, Trace
+from dask_gpurt.client import traces
+from dask_gpurt.monitor.performance import lacks
+from dask_gpurt.monitor.trace import StepSummary, Trace
 
 #: Maximum number of printed steps; the longest come first.
 PRINTED_STEPS = 20

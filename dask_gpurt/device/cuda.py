@@ -47,9 +47,9 @@ from dask_gpurt.device.base import (
 from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
+from dask_gpurt.device.cuda_copies import copy_on_device
 from dask_gpurt.device.cuda_guard import ResourceGuard
 from dask_gpurt.device.cuda_memory import DeviceSpan, behind, bounce_buffers, copy_async, cut, is_pageable
-from dask_gpurt.device.cuda_ranges import copy_on_device
 from dask_gpurt.device.cuda_reads import READ_MEMORY
 from dask_gpurt.device.green import GreenContexts, is_confined, usual_context
 from dask_gpurt.device.pool import (

@@ -26,6 +26,7 @@ from dask_gpurt.exchange.links import PeerClass
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.shard import PeerLost, RunKey
 from dask_gpurt.observe import Fallback
+from dask_gpurt.protocol import FETCH_HANDLER
 
 
 class Comms:
@@ -90,7 +91,7 @@ class Comms:
         start = perf_counter()
         reply: dict[str, Any] | None = await self._end.calls.call(
             producer.address,
-            "gpurt_fetch",
+            FETCH_HANDLER,
             check=incoming.check_wanted,
             awaited_by=lambda: incoming.run,
             kind=shard.device,

@@ -44,6 +44,14 @@ from dask_gpurt.memory.threads import is_exiting
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
+from dask_gpurt.protocol import (
+    DRAIN_HANDLER,
+    FETCH_HANDLER,
+    FORGET_HANDLER,
+    MAKE_ROOM_HANDLER,
+    RELEASE_HANDLER,
+    TICKET_HANDLER,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +123,12 @@ class Exchange:
         self.closed = False
         self._users = PoolUsers(worker.address)
         self._handlers: dict[str, Callable[..., Any]] = {
-            "gpurt_ticket": self.until_closed(self.ticket),
-            "gpurt_fetch": self.until_closed(self.comms.serve),
-            "gpurt_release": self.release,
-            "gpurt_drain": self.drain,
-            "gpurt_forget": self.forget,
-            "gpurt_make_room": self.host_room.make_room,
+            TICKET_HANDLER: self.until_closed(self.ticket),
+            FETCH_HANDLER: self.until_closed(self.comms.serve),
+            RELEASE_HANDLER: self.release,
+            DRAIN_HANDLER: self.drain,
+            FORGET_HANDLER: self.forget,
+            MAKE_ROOM_HANDLER: self.host_room.make_room,
         }
         worker.handlers.update(self._handlers)
 
@@ -481,7 +489,7 @@ class Exchange:
         for name in self._handlers:
             if not is_closing(self.worker):
                 self.worker.handlers[name] = is_off
-            elif name != "gpurt_make_room":  # its handler checks for that itself
+            elif name != MAKE_ROOM_HANDLER:  # its handler checks for that itself
                 self.worker.handlers[name] = closes
 
 

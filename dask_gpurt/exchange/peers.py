@@ -14,6 +14,7 @@ from dask_gpurt.exchange.mappings import HeldMapping
 from dask_gpurt.exchange.paths import Between, Path
 from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
 from dask_gpurt.observe import Fallback
+from dask_gpurt.protocol import TICKET_HANDLER
 
 #: Bytes of a typical shard on a GPU, for which the selected path is reported.
 USUAL_SHARD_BYTES = 2**24
@@ -83,7 +84,7 @@ class Peers:
     async def _ticket(self, address: str, kind: str, incarnation: str | None) -> dict[str, Any]:
         """Request the ticket of a worker's pool: of one incarnation, or of the current one for None."""
         reply: dict[str, Any] | None = await self._end.calls.call(
-            address, "gpurt_ticket", check=_never, kind=kind, to=incarnation
+            address, TICKET_HANDLER, check=_never, kind=kind, to=incarnation
         )
         if reply is None:  # Dask's reply to an unknown operation
             raise PeerError(

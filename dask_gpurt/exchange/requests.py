@@ -16,6 +16,7 @@ from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.outgoing import ROOM_RETRY_INTERVAL_S, Outbox
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
 from dask_gpurt.exchange.unclaimed import UnclaimedShards
+from dask_gpurt.protocol import DRAIN_HANDLER, FORGET_HANDLER, RELEASE_HANDLER
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class PeerRequests:
     async def _has_taken(self, producer: str, message: dict[str, Any]) -> bool:
         """Send a release to a producer; return False if it has to be repeated."""
         try:
-            await self._end.calls.call(producer, "gpurt_release", check=self._check_open, **message)
+            await self._end.calls.call(producer, RELEASE_HANDLER, check=self._check_open, **message)
         except ExchangeClosed:
             pass
         except PeerLost:
@@ -135,7 +136,7 @@ class PeerRequests:
         me = list(self._end.me)
         if owner == self._end.me.address:
             return self._here.drain(producer=me)
-        return await self._end.calls.once(owner, "gpurt_drain", check=self._check_open, producer=me)
+        return await self._end.calls.once(owner, DRAIN_HANDLER, check=self._check_open, producer=me)
 
     def _note_held(self, owner: str, held: object) -> None:
         """Note how many shards an owner holds. An owner that is closing, or switched off, does not tell."""
@@ -176,7 +177,7 @@ class PeerRequests:
             return True
         message: dict[str, Any] = {"producer": list(self._end.me), "run": list(run)}
         try:
-            await self._end.calls.once(owner, "gpurt_forget", check=self._check_open, **message)
+            await self._end.calls.once(owner, FORGET_HANDLER, check=self._check_open, **message)
         except PeerLost:
             pass
         except OSError:

@@ -315,7 +315,9 @@ METRICS: Mapping[str, Metric] = {
         _counter("overlap.confined", "times that compute was confined"),
         _counter("overlap.forgotten", "measurements dropped because the kernel has changed"),
         _counter("overlap.agreed", "replies of the scheduler with the combined measurements of all workers"),
-        _counter("overlap.handovers", "checks of memory handovers, with `dask_gpurt.testing.Instruments`"),
+        _counter(
+            "overlap.handovers", "checks of memory handovers, if `tools.testing.Instruments` is registered"
+        ),
         _counter("residency.{outcome}", "kernel launches while residency caps applied, by outcome"),
     )
 }

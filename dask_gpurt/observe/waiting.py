@@ -2,7 +2,7 @@
 
 Any process may be the one that hangs, so there are three ways to inspect it. A coroutine on its event loop
 gives the fullest description (``describe_worker`` and ``describe_scheduler`` of
-:mod:`dask_gpurt.plugins.waiting`). If the loop is blocked, a signal writes the stacks of all threads without
+:mod:`dask_gpurt.monitor.waiting`). If the loop is blocked, a signal writes the stacks of all threads without
 the loop or the GIL, provided that :func:`arm` was called before. :class:`Watchdog` detects from its own
 thread that nothing happens.
 """

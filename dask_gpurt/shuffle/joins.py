@@ -18,9 +18,9 @@ from dask_gpurt.frames import column_names, halves
 from dask_gpurt.frames.join_keys import Keys, rows_with_keys
 from dask_gpurt.frames.registry import is_of_unknown_categories
 from dask_gpurt.frames.semi_joins import rows_that_may_match
-from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
 from dask_gpurt.shuffle.local import output_of, runtime_here
+from dask_gpurt.shuffle.splitting import split_and_retry
 
 LEFT, RIGHT, SEMI = "left", "right", "leftsemi"
 #: The side that can be joined in pieces, by kind of join.
@@ -157,7 +157,7 @@ def join_in_pieces(
     probe
         The side that may be split; None for neither.
     make_room, on_split
-        See :func:`~dask_gpurt.memory.splitting.split_and_retry`.
+        See :func:`~dask_gpurt.shuffle.splitting.split_and_retry`.
     """
 
     def joined(piece: Any) -> Any:

@@ -27,6 +27,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from dask_gpurt.protocol import OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
 from dask_gpurt.shuffle.dask_figures import DaskFigures
 from dask_gpurt.shuffle.messages import GONE, Message, Retire, RunInterrupted, Seal, error_of
 from dask_gpurt.shuffle.offers import Offers
@@ -40,18 +41,8 @@ from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 
 logger = logging.getLogger(__name__)
 
-#: Names of scheduler handlers; see `dask_gpurt.plugins.scheduler.recovery`.
-OWNERS_HANDLER, RECOVER_HANDLER = "gpurt_owners", "gpurt_recover"
-#: Stream message from a worker to the scheduler: a barrier has sealed its run.
-SEALED_OP = "gpurt-sealed"
-#: Message from the scheduler to workers: the owners have changed.
-NEW_OWNERS_OP = "gpurt-renew"
-#: Message from the scheduler to a worker: the result of a task that has assembled outputs is accepted.
-ACCEPTED_OP = "gpurt-accepted"
 #: Key in the metadata of a task that has assembled outputs.
 ASSEMBLED_KEY = "gpurt-assembled"
-#: Handler of workers: have shards copied by their owners, since this worker is about to leave.
-EVACUATE_HANDLER = "gpurt_evacuate"
 #: How long a worker waits for owners to copy its shards until it reports how many are left, in seconds.
 EVACUATION_STEP_S = 10.0
 

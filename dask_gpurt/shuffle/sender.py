@@ -19,12 +19,12 @@ from dask_gpurt.exchange.host_room import HostFull
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Packed, Packer, Piece
-from dask_gpurt.memory.splitting import split_and_retry
 from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.progress import RunProgress
 from dask_gpurt.shuffle.balance import InputSizes
 from dask_gpurt.shuffle.owners import Owners, Share
 from dask_gpurt.shuffle.spec import Input, RunSpec
+from dask_gpurt.shuffle.splitting import split_and_retry
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from distributed.core import _expects_comm
 
-from dask_gpurt.plugins.scheduler import recovery
+from dask_gpurt.scheduler import recovery
 
 
 @pytest.fixture(autouse=True)

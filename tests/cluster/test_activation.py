@@ -15,7 +15,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.api import register_method
+from dask_gpurt.client.session import register_method
 from dask_gpurt.config import ConfigError
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import state
@@ -44,7 +44,7 @@ def main():
     with Client(address) if address else Client(LocalCluster(**local)) as client:
         right = shuffled()
         runs = list(client.run(count).values())
-        knows = "dask_gpurt.dataframe" in sys.modules
+        knows = "dask_gpurt.client" in sys.modules
     print(json.dumps({"right": right, "runs": runs, "knows": knows, "AFTER": AFTER}))
 
 if __name__ == "__main__":
@@ -91,7 +91,7 @@ def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: 
 def test_setting_it_before_the_client_switches_on(tmp_path: Path) -> None:
     report = "__import__('dask_gpurt').report(client)['counters']['shuffle.runs']"
     script = write(tmp_path, before='dask.config.set({"gpurt.enabled": True})')
-    script.write_text(script.read_text().replace('"dask_gpurt.dataframe" in sys.modules', report))
+    script.write_text(script.read_text().replace('"dask_gpurt.client" in sys.modules', report))
     said = answer(script)
     assert said["right"]
     assert said["knows"] == 1
@@ -190,7 +190,7 @@ def test_shuffles_that_are_not_taken_over_are_reported(
     plain: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Simulate a future Dask with frames of another library."""
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.shuffles.library", lambda frame: None)
+    monkeypatch.setattr("dask_gpurt.scheduler.shuffles.library", lambda frame: None)
     dask_gpurt.enable(plain)
     try:
         with dask.config.set({"dataframe.shuffle.method": "p2p"}):

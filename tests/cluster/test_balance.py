@@ -15,7 +15,7 @@ import pytest
 from distributed import futures_of, wait
 from distributed.shuffle._core import id_from_key
 
-from dask_gpurt.plugins.scheduler.recovery import Recovery
+from dask_gpurt.scheduler.recovery import Recovery
 from dask_gpurt.shuffle.balance import InputSizes
 from dask_gpurt.shuffle.sender import Sender
 from tests.helpers.in_process import on_cluster, until

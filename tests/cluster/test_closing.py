@@ -11,8 +11,8 @@ import pytest
 
 import dask_gpurt
 from dask_gpurt.exchange import PeerLost
-from dask_gpurt.plugins.tracing import WORKER_HANDLERS
-from dask_gpurt.shuffle.run import EVACUATE_HANDLER, NEW_OWNERS_OP
+from dask_gpurt.protocol import EVACUATE_HANDLER, NEW_OWNERS_OP
+from dask_gpurt.worker.tracing import WORKER_HANDLERS
 from tests.helpers import commands
 from tests.helpers.in_process import gen_client_cluster
 

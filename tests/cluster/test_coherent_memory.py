@@ -12,7 +12,7 @@ from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import pools
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.worker import tiers
+from dask_gpurt.worker import tiers
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml
 from tests.helpers.far_device import Integrated
 from tests.helpers.in_process import gen_client_cluster

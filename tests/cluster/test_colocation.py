@@ -21,7 +21,7 @@ import dask_gpurt
 from dask_gpurt.device import mps
 from dask_gpurt.device.mps import CONTROL
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.worker.colocation import divided_size
+from dask_gpurt.worker.colocation import divided_size
 from tests.helpers.clusters import QUICK
 
 MEMORY = 2**30

@@ -23,10 +23,10 @@ from distributed.dashboard.components.scheduler import Shuffling, TaskProgress
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
-from dask_gpurt.dashboard.collector import NAME, Collector
-from dask_gpurt.dashboard.pages import PAGE, PARTS, pages
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.seams import DASHBOARD
+from dask_gpurt.monitor.dashboard.collector import NAME, Collector
+from dask_gpurt.monitor.dashboard.pages import PAGE, PARTS, pages
 from dask_gpurt.observe import Fallback
 from tests.helpers import browser
 from tests.helpers.clusters import QUICK

@@ -289,7 +289,7 @@ def test_another_version_on_a_worker_and_a_scheduler_without_the_package(
     ],
 )
 def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.client.addresses.TIMEOUT_S", 0.5)
     assert_one_line(address, said)
 
 
@@ -297,7 +297,7 @@ def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytes
     ("answer", "said"), [(b"", "no answer within 0.5 s"), (b"HTTP/1.1 400 Bad Request\r\n", "another server")]
 )
 def test_something_else_listens_there(answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.client.addresses.TIMEOUT_S", 0.5)
     taken = []
 
     def answer_once(listener: socket.socket) -> None:

@@ -19,8 +19,8 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.utils import sync
 
 import dask_gpurt
-from dask_gpurt.plugins.scheduler import silence
-from dask_gpurt.plugins.scheduler.recovery import Recovery
+from dask_gpurt.scheduler import silence
+from dask_gpurt.scheduler.recovery import Recovery
 from tests.helpers.clusters import Library, canonical, cluster, counters, partitions, to_pandas
 from tests.helpers.slow import slow
 from tests.helpers.waiting import until

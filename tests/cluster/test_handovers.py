@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.testing import COMPUTE, HandoverChecker, overlap
+from dask_gpurt.tools.testing import COMPUTE, HandoverChecker, overlap
 from tests.helpers.clusters import (
     Library,
     assert_same_partitions,
@@ -177,7 +177,7 @@ def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
 
 def forget_to_settle() -> None:
     """Make producers publish blocks that may not have been written yet."""
-    from dask_gpurt import testing
+    from dask_gpurt.tools import testing
 
     watch_table = testing.watch_table
 

@@ -18,7 +18,7 @@ from dask_gpurt.exchange.host_room import HostFull
 from dask_gpurt.exchange.incoming import IncomingShard, reading
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import Section
-from dask_gpurt.plugins.scheduler import asking
+from dask_gpurt.scheduler import worker_calls as asking
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import on_cluster
 from tests.helpers.shared_memory import PAGE, Shm, filled, held, resident

@@ -19,13 +19,13 @@ from tornado.httpclient import AsyncHTTPClient
 import dask_gpurt
 from dask_gpurt.memory.ledger import ClusterMemory, Label, Ledger
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.monitor import json_api
+from dask_gpurt.monitor.json_api import MAX_LIMIT, MAX_LIMIT_BY_PREFIX, RESOURCES, JsonApi, Query
+from dask_gpurt.monitor.json_replies import REPLIES, schemas
 from dask_gpurt.observe import Fallback
-from dask_gpurt.observe.json_replies import REPLIES, schemas
-from dask_gpurt.plugins import json_api
-from dask_gpurt.plugins.json_api import MAX_LIMIT, MAX_LIMIT_BY_PREFIX, RESOURCES, JsonApi, Query
 from tests.helpers.in_process import all_placed, on_cluster, on_plain_cluster, until
 
-MODULE = "dask_gpurt.plugins.json_api"
+MODULE = "dask_gpurt.monitor.json_api"
 
 
 async def ask(scheduler: Any, resource: str = "", prefix: str = "", **arguments: Any) -> tuple[int, Any]:

@@ -12,13 +12,11 @@ import pytest
 from distributed.protocol.serialize import ToPickle
 
 import dask_gpurt
-from dask_gpurt import api
+from dask_gpurt.client import session
 from dask_gpurt.exchange import ExchangeClosed
-from dask_gpurt.plugins.scheduler.silence import ASK_STATUS_OP
-from dask_gpurt.plugins.scheduler.small_results import SEND_RESULTS_OP
-from dask_gpurt.plugins.switching import Workers
-from dask_gpurt.plugins.worker.overlapping import WorkerOverlap
-from dask_gpurt.shuffle.run import ACCEPTED_OP, NEW_OWNERS_OP
+from dask_gpurt.protocol import ACCEPTED_OP, ASK_STATUS_OP, NEW_OWNERS_OP, SEND_RESULTS_OP
+from dask_gpurt.scheduler.switching import Workers
+from dask_gpurt.worker.overlap import WorkerOverlap
 from tests.helpers.in_process import on_plain_cluster
 from tests.helpers.switching import Gate, another, begun
 
@@ -187,5 +185,5 @@ def test_another_client_has_switched_it_off_already(
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         with without_warnings(caplog), monkeypatch.context() as patch:
-            patch.setattr(api, "_is_on", was_on)
+            patch.setattr(session, "_is_on", was_on)
             await dask_gpurt.disable(client)

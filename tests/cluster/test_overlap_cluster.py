@@ -16,7 +16,7 @@ from dask_gpurt.cli import main
 from dask_gpurt.overlap.samples import OverlapSample, SoloSample, StepSample
 from dask_gpurt.overlap.statistics import OverlapStatistics
 from dask_gpurt.overlap.statistics_file import CacheKey, load, write
-from dask_gpurt.plugins.worker.overlapping import COMMUNICATION_PREFIXES
+from dask_gpurt.worker.overlap import COMMUNICATION_PREFIXES
 from tests.helpers.overlap_cluster import FRAME, Starting, assert_right, doubled, shuffled
 from tests.helpers.overlap_cluster import start as start  # a fixture
 from tests.helpers.shared_cluster import SharedCluster
@@ -67,7 +67,7 @@ async def share(dask_worker: Any) -> None:
 
 
 def test_workers_decide_from_what_all_have_learnt(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.plugins.stats_sync.AVERAGE_MAX_AGE_S", 0.0)
+    monkeypatch.setattr("dask_gpurt.overlap.stats_sync.AVERAGE_MAX_AGE_S", 0.0)
     client = start(mode="adaptive", learned="auto")
     for _ in range(2):  # in the first round no other worker may have reported yet
         client.run(learn, "join")

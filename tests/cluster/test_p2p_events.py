@@ -19,11 +19,11 @@ from distributed.core import Status
 from distributed.shuffle._core import id_from_key
 from distributed.shuffle._shuffle import DataFrameShuffleRun
 
-from dask_gpurt.plugins.scheduler import recovery
-from dask_gpurt.plugins.scheduler.recovery import Recovery
-from dask_gpurt.plugins.scheduler.small_results import SmallResults
+from dask_gpurt.protocol import NEW_OWNERS_OP
+from dask_gpurt.scheduler import recovery
+from dask_gpurt.scheduler.recovery import Recovery
+from dask_gpurt.scheduler.small_results import SmallResults
 from dask_gpurt.shuffle.receiver import Receiver
-from dask_gpurt.shuffle.run import NEW_OWNERS_OP
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from tests.helpers.gated_runs import (
     FRAME,

@@ -14,9 +14,9 @@ import pytest
 from distributed import Client, Event, LocalCluster
 
 import dask_gpurt
-from dask_gpurt import api
-from dask_gpurt.planning import packed
-from dask_gpurt.planning.table_facts import FilesChangedError
+from dask_gpurt.client import session
+from dask_gpurt.client.planning import packed
+from dask_gpurt.client.planning.table_facts import FilesChangedError
 from tests.helpers.clusters import Library, canonical, cluster, counters, to_pandas
 from tests.helpers.planned import tables
 
@@ -101,8 +101,8 @@ def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, 
             with cluster("pandas", workers=1) as client:
                 found = result(path, "pandas")
                 counted.append(dask_gpurt.report(client).counters)
-            api._store_of(str(store)).save()  # as the process ends
-            api._store_of.cache_clear()
+            session._store_of(str(store)).save()  # as the process ends
+            session._store_of.cache_clear()
     with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
         assert found.equals(result(path, "pandas"))
     first, second = counted
@@ -115,7 +115,7 @@ def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, 
 def test_nothing_is_written_if_that_is_off(path: Path) -> None:
     with dask.config.set({"gpurt.planning.store": False}), cluster("pandas", workers=1):
         result(path, "pandas")
-        assert api._planning_store() is None
+        assert session._planning_store() is None
 
 
 def tasks(client: Client) -> int:

@@ -11,7 +11,7 @@ import pytest
 from distributed import Worker, futures_of, wait
 from distributed.shuffle._core import barrier_key, id_from_key
 
-from dask_gpurt.plugins.scheduler import recovery
+from dask_gpurt.scheduler import recovery
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from tests.helpers.gated_runs import (
     FRAME,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.worker.replica_selector import ReplicaSelector, farness
+from dask_gpurt.worker.replica_selector import ReplicaSelector, farness
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import all_placed, on_cluster
 

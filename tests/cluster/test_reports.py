@@ -16,7 +16,7 @@ from distributed import Client, default_client
 import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.observe import Fallback
-from dask_gpurt.plugins.worker.heartbeats import COUNTERS_METRIC
+from dask_gpurt.protocol import COUNTERS_METRIC
 from tests.helpers.clusters import cluster
 from tests.helpers.waiting import until
 
@@ -73,8 +73,8 @@ def test_totals_outlive_a_killed_worker_and_the_loss_is_said(client: Client) -> 
 
 
 def test_a_worker_that_stands_still_is_said_to(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.reports.CONNECT_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("dask_gpurt.plugins.scheduler.reports.REPLY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("dask_gpurt.scheduler.reports.CONNECT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("dask_gpurt.scheduler.reports.REPLY_TIMEOUT_S", 0.3)
     client.wait_for_workers(2)
     stopped, pid = next(iter(client.run(os.getpid).items()))
     os.kill(pid, signal.SIGSTOP)
@@ -119,7 +119,7 @@ def test_a_client_that_cannot_switch_it_on_does_not_stay_the_current_one(
         opened.append(connected)
         raise RuntimeError("not here")
 
-    monkeypatch.setattr("dask_gpurt.api.activate", refuse)
+    monkeypatch.setattr("dask_gpurt.client.session.activate", refuse)
     before = default_client()
     with pytest.raises(RuntimeError, match="not here"):
         dask_gpurt.enable(client.scheduler.address)

@@ -13,7 +13,7 @@ from distributed import wait
 from distributed.utils_comm import gather_from_workers
 
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.plugins.worker.worker_data import RESULT_BYTES
+from dask_gpurt.worker.data import RESULT_BYTES
 from tests.helpers.in_process import on_cluster, until
 
 

@@ -15,11 +15,11 @@ from distributed import Client, LocalCluster, wait
 from distributed.core import Status
 
 import dask_gpurt
-from dask_gpurt.api import register_method
+from dask_gpurt.client.session import register_method
 from dask_gpurt.exchange.pulling import Puller
-from dask_gpurt.plugins.scheduler import retirement
-from dask_gpurt.plugins.scheduler.recovery import Recovery
-from dask_gpurt.plugins.scheduler.retirement import Retirement
+from dask_gpurt.scheduler import retirement
+from dask_gpurt.scheduler.recovery import Recovery
+from dask_gpurt.scheduler.retirement import Retirement
 from dask_gpurt.shuffle import run as shuffle_run
 from dask_gpurt.shuffle.receiver import Receiver
 from tests.helpers.gated_runs import (

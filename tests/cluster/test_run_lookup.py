@@ -9,8 +9,8 @@ import dask.dataframe as dd
 import pandas as pd
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.worker.run_lookup import RunLookup
 from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.worker.lookups import RunLookup
 from tests.helpers.clusters import cluster
 
 

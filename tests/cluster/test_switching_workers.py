@@ -16,12 +16,12 @@ from distributed import Client, Worker
 from distributed.comm.core import CommClosedError
 
 import dask_gpurt
-from dask_gpurt.api import register_method
+from dask_gpurt.client.session import register_method
 from dask_gpurt.config import ConfigError
-from dask_gpurt.plugins import switching
-from dask_gpurt.plugins.scheduler import silence
-from dask_gpurt.plugins.switching import LEFT_OP, JoinReply, Workers
-from dask_gpurt.plugins.worker.plugin import GpurtWorkerPlugin
+from dask_gpurt.protocol import LEFT_OP, JoinReply
+from dask_gpurt.scheduler import silence, switching
+from dask_gpurt.scheduler.switching import Workers
+from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from tests.helpers.clusters import QUICK, processes
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
 from tests.helpers.slow import slow
@@ -259,7 +259,7 @@ def test_a_worker_is_silent_while_it_goes_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hears: bool
 ) -> None:
     """It does not hear of that until it looks it up, or its last message is not heard."""
-    monkeypatch.setattr("dask_gpurt.plugins.worker.plugin.TRIM_INTERVAL_S", 0.1)
+    monkeypatch.setattr("dask_gpurt.worker.plugin.TRIM_INTERVAL_S", 0.1)
     say, silent = GpurtWorkerPlugin._send, set[str]()
 
     def unheard(self: GpurtWorkerPlugin, what: str, **more: str) -> None:

@@ -12,10 +12,10 @@ import pytest
 from distributed import Worker
 
 import dask_gpurt
+from dask_gpurt.client.traces import Collector
+from dask_gpurt.monitor.trace import ProcessTrace
 from dask_gpurt.observe.recording import Event, Recording
-from dask_gpurt.observe.trace import ProcessTrace
-from dask_gpurt.plugins import tracing
-from dask_gpurt.traces import Collector
+from dask_gpurt.worker import tracing
 from tests.helpers.in_process import on_cluster, until
 
 

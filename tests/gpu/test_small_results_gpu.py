@@ -11,7 +11,7 @@ from distributed.protocol.serialize import Serialized
 
 import dask_gpurt
 from dask_gpurt.memory.peer_copies import COPIES_BYTES
-from dask_gpurt.plugins.worker.worker_data import RESULT_BYTES
+from dask_gpurt.worker.data import RESULT_BYTES
 from tests.helpers.clusters import cluster
 from tests.helpers.objects import OBJECTS, same
 

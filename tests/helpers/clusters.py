@@ -17,7 +17,7 @@ from distributed.utils import get_mp_context
 
 import dask_gpurt
 from dask_gpurt.observe import Fallback
-from dask_gpurt.testing import Instruments
+from dask_gpurt.tools.testing import Instruments
 from tests.helpers import caps
 from tests.helpers.gpus import cuda_devices
 
@@ -28,7 +28,7 @@ FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
 #: Configuration key of the method by which Dask starts worker processes.
 METHOD = "distributed.worker.multiprocessing-method"
 #: Modules that every worker of a test imports, which are most of its startup time.
-IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.plugins.worker.plugin", "dask_gpurt.shuffle.spec"]
+IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.worker.plugin", "dask_gpurt.shuffle.spec"]
 QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,

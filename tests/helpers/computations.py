@@ -23,7 +23,7 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._shuffle import shuffle_unpack
 
-from dask_gpurt.shuffle.run import RECOVER_HANDLER
+from dask_gpurt.protocol import RECOVER_HANDLER
 from tests.helpers.exchange_scheduler import frame_of, spec_of
 from tests.helpers.scheduled import DaskScheduler, ScheduledWorker
 

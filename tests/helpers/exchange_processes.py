@@ -30,8 +30,9 @@ from dask_gpurt.exchange import Exchange, PeerLost, Shard
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
+from dask_gpurt.protocol import NEW_OWNERS_OP
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.run import NEW_OWNERS_OP, ShuffleRun
+from dask_gpurt.shuffle.run import ShuffleRun
 
 
 class Inline(Executor):

@@ -14,9 +14,9 @@ from distributed.core import Status, error_message
 from distributed.shuffle._core import ShuffleId, ShuffleRunSpec
 from distributed.shuffle._exceptions import P2PConsistencyError
 
+from dask_gpurt.protocol import NEW_OWNERS_OP, SEALED_OP
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.owners import Owners, deal
-from dask_gpurt.shuffle.run import NEW_OWNERS_OP, SEALED_OP
 from tests.helpers.exchange_processes import Network, Process, received
 
 #: Column with the output of each row, and the schema of the tests' frames.

@@ -21,7 +21,7 @@ from distributed.core import Status
 from distributed.shuffle._core import barrier_key, id_from_key
 
 import dask_gpurt
-from dask_gpurt.api import register_method
+from dask_gpurt.client.session import register_method
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import ShuffleRun
@@ -167,7 +167,7 @@ def gate(monkeypatch: pytest.MonkeyPatch, phase: str) -> Gate:
         return original(self, *args, **kwargs)
 
     # A worker that closes waits for its tasks so long, and tests open the gate once it has left.
-    monkeypatch.setattr("dask_gpurt.plugins.worker.plugin.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("dask_gpurt.worker.plugin.CLOSE_TIMEOUT_S", 0.1)
     stops = stops_coroutine if asyncio.iscoroutinefunction(original) else stops_thread
     monkeypatch.setattr(owner, name, stops)
     return gate

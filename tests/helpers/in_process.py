@@ -17,10 +17,10 @@ from distributed import LocalCluster, Nanny, Worker
 from distributed.utils_test import gen_cluster
 
 import dask_gpurt
-from dask_gpurt.api import register_method
+from dask_gpurt.client.session import register_method
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.plugins.scheduler.topology import SchedulerTopology
+from dask_gpurt.scheduler.topology import SchedulerTopology
 from dask_gpurt.topology import Topology
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S

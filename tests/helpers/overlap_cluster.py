@@ -41,7 +41,7 @@ Starting = Callable[..., Client]
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Starting]:
     """Start a cluster in this process with the test's own interposer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("dask_gpurt.plugins.worker.residency.Interposer", Launches)
+    monkeypatch.setattr("dask_gpurt.worker.residency.Interposer", Launches)
     options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
     opened: list[Any] = []
 

@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from pyarrow.fs import LocalFileSystem
 
+from dask_gpurt.client.planning import PlanningCache
+from dask_gpurt.client.planning.rules.partition_size import PartitionSizes
+from dask_gpurt.client.planning.store import Store
 from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices
-from dask_gpurt.planning import PlanningCache
-from dask_gpurt.planning.partitions import PartitionSizes
-from dask_gpurt.planning.store import Store
 
 #: Columns of :func:`tables`; every frame has all of them, in its own order.
 COLUMNS = ("key", "small", "ratio", "name", "kind", "when", "count", "flag", "text")

@@ -43,17 +43,25 @@ from distributed.worker_state_machine import (
 from dask_gpurt import config
 from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.observe import Metrics
-from dask_gpurt.plugins.scheduler.plugin import GpurtSchedulerPlugin
-from dask_gpurt.plugins.scheduler.recovery import SHUFFLE_TOPIC
-from dask_gpurt.plugins.scheduler.shuffles import SchedulerShuffles
-from dask_gpurt.plugins.scheduler.silence import SilentWorkers
-from dask_gpurt.plugins.scheduler.small_results import CONFIRM_RESULTS_OP, SEND_RESULTS_OP
-from dask_gpurt.plugins.switching import READY_OP, Workers
-from dask_gpurt.plugins.worker.plugin import GpurtWorkerPlugin
-from dask_gpurt.shuffle.run import ACCEPTED_OP, NEW_OWNERS_OP, OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
-from dask_gpurt.simulate.clock import Clock
-from dask_gpurt.simulate.scheduler import VirtualScheduler
-from dask_gpurt.simulate.worker import EVENTS
+from dask_gpurt.protocol import (
+    ACCEPTED_OP,
+    CONFIRM_RESULTS_OP,
+    NEW_OWNERS_OP,
+    OWNERS_HANDLER,
+    READY_OP,
+    RECOVER_HANDLER,
+    SEALED_OP,
+    SEND_RESULTS_OP,
+)
+from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
+from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
+from dask_gpurt.scheduler.shuffles import SchedulerShuffles
+from dask_gpurt.scheduler.silence import SilentWorkers
+from dask_gpurt.scheduler.switching import Workers
+from dask_gpurt.tools.simulate.clock import Clock
+from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
+from dask_gpurt.tools.simulate.worker import EVENTS
+from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from tests.helpers.exchange_processes import Network, Process
 from tests.helpers.turns import Turns
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 from distributed.core import Status
 
-from dask_gpurt.plugins.scheduler import recovery, silence
+from dask_gpurt.scheduler import recovery, silence
 from tests.helpers.computations import Computation, Witness
 from tests.helpers.exchange_processes import Message
 from tests.helpers.exchanges import without_pauses

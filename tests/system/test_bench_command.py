@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.bench.queries import QUERIES
 from dask_gpurt.cli import main
+from dask_gpurt.tools.bench.queries import QUERIES
 from tests.helpers.commands import cluster_of_commands, run
 
 SMALL = ("--scale", "0.005", "--rounds", "1", "--backend", "pandas")
@@ -55,7 +55,7 @@ def test_on_a_cluster_that_runs() -> None:
 def test_impossible_arguments_are_reported(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
 ) -> None:
-    monkeypatch.setattr("dask_gpurt.addresses.TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dask_gpurt.client.addresses.TIMEOUT_S", 0.5)
     done = CliRunner().invoke(main, ["bench", *arguments])
     assert done.exit_code == code
     assert said in done.output

@@ -22,23 +22,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dask_gpurt
-from dask_gpurt.chaos import FAULTS, OPERATIONS, Plan
-from dask_gpurt.chaos.cluster import restart_given_up
-from dask_gpurt.chaos.compare import difference
-from dask_gpurt.chaos.faults import MESSAGES
-from dask_gpurt.chaos.frames import ROW, make_partition, whole_frame
-from dask_gpurt.chaos.leftovers import Probe, growth, of_probes, of_threads
-from dask_gpurt.chaos.report import Ending, Outcome, Report
-from dask_gpurt.chaos.runner import Chaos
-from dask_gpurt.chaos.worker_side import (
+from dask_gpurt.cli import main
+from dask_gpurt.device import PoolFull
+from dask_gpurt.exchange import Exchange
+from dask_gpurt.tools.chaos import FAULTS, OPERATIONS, Plan
+from dask_gpurt.tools.chaos.cluster import restart_given_up
+from dask_gpurt.tools.chaos.compare import difference
+from dask_gpurt.tools.chaos.faults import MESSAGES
+from dask_gpurt.tools.chaos.frames import ROW, make_partition, whole_frame
+from dask_gpurt.tools.chaos.leftovers import Probe, growth, of_probes, of_threads
+from dask_gpurt.tools.chaos.report import Ending, Outcome, Report
+from dask_gpurt.tools.chaos.runner import Chaos
+from dask_gpurt.tools.chaos.worker_side import (
     ChaosWorkerPlugin,
     FullFileSystem,
     OfferFaultInjector,
     TransferFaultInjector,
 )
-from dask_gpurt.cli import main
-from dask_gpurt.device import PoolFull
-from dask_gpurt.exchange import Exchange
 from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.shared_memory import alone_in_shm
 

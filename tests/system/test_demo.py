@@ -21,7 +21,7 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.cli.demo import (
+from dask_gpurt.tools.demo.command import (
     NEXT,
     OperationTiming,
     all_passed,
@@ -30,9 +30,9 @@ from dask_gpurt.cli.demo import (
     preview,
     print_results,
 )
-from dask_gpurt.cli.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
-from dask_gpurt.cli.report import render_report, speedups
-from dask_gpurt.cli.tier_view import TierSampler
+from dask_gpurt.tools.demo.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
+from dask_gpurt.tools.demo.report import render_report, speedups
+from dask_gpurt.tools.demo.tier_view import TierSampler
 from tests.helpers.clusters import Library
 from tests.helpers.flights import write_tables
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from dask_gpurt.simulate.placements import PLACEMENTS
+from dask_gpurt.tools.simulate.placements import PLACEMENTS
 from tests.helpers.commands import answer
 
 SCRIPT = """\
 import json, sys
-from dask_gpurt.simulate import build_cluster, build_workload
-from dask_gpurt.simulate.placements import PLACEMENTS, simulate
+from dask_gpurt.tools.simulate import build_cluster, build_workload
+from dask_gpurt.tools.simulate.placements import PLACEMENTS, simulate
 
 def figures(placement, seed):
     cluster = build_cluster("mixed", 16)

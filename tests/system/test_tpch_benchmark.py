@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dask_gpurt.bench.budget import PHASES
+from dask_gpurt.tools.bench.budget import PHASES
 from tests.helpers.tpch import SCALE, small_tables
 
 pytestmark = pytest.mark.slow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.overlap.between_tasks import Run, compare, gaps
-from dask_gpurt.bench.budget import Step
+from dask_gpurt.tools.bench.budget import Step
 
 ONE, OTHER = ("a", 1), ("b", 1)
 

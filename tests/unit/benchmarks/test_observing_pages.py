@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from benchmarks.observe.pages import PREFIXES, populate
-from dask_gpurt.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.memory.ledger import ClusterMemory
+from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 
 
 def test_workers_are_told_of_with_tiers_of_their_own() -> None:

@@ -14,7 +14,7 @@ from benchmarks.tpch.cudf_polars import read_records
 from benchmarks.tpch.figures import ratios, spread, summarise
 from benchmarks.tpch.measure import Run
 from benchmarks.tpch.pauses import take
-from dask_gpurt.bench.budget import Logged, Step, budget, gaps
+from dask_gpurt.tools.bench.budget import Logged, Step, budget, gaps
 
 durations = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=8)
 

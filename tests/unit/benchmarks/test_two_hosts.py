@@ -11,7 +11,7 @@ from benchmarks.two_hosts.recorded import Recorded, Recording, replayed
 from benchmarks.two_hosts.simulated import seconds
 from benchmarks.two_hosts.speeds import Speeds
 from benchmarks.two_hosts.workloads import uneven
-from dask_gpurt.simulate import Overheads
+from dask_gpurt.tools.simulate import Overheads
 from dask_gpurt.topology import Speed
 
 WORKERS = ["tcp://a:1", "tcp://a:2", "tcp://b:1", "tcp://b:2"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.cli.trace import print_trace
+from dask_gpurt.monitor.trace import Clock, ProcessTrace, Trace
 from dask_gpurt.observe.recording import Event, Kind
-from dask_gpurt.observe.trace import Clock, ProcessTrace, Trace
 
 
 def test_a_trace_of_an_idle_cluster_says_so(capsys: pytest.CaptureFixture[str]) -> None:

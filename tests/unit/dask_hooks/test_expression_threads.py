@@ -14,12 +14,12 @@ import pandas as pd
 import pytest
 from dask._expr import Expr, SingletonExpr
 
+from dask_gpurt.client.planning import PlanningCache
 from dask_gpurt.dask_hooks import expression_threads
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.seams import PLANNING
 from dask_gpurt.observe import Metrics
-from dask_gpurt.planning import PlanningCache
 from tests.helpers.waiting import THREAD_LIMIT_S
 
 

@@ -25,7 +25,7 @@ from dask_gpurt.memory.budget import (
     share_out,
 )
 from dask_gpurt.memory.tiers import Limits, Tier
-from dask_gpurt.plugins.worker.tiers import WorkerTiers
+from dask_gpurt.worker.tiers import WorkerTiers
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
 
 MIB, GIB = 2**20, 2**30

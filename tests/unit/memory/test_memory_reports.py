@@ -10,7 +10,7 @@ import pytest
 
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.plugins.worker.memory_reports import REPORT_INTERVAL_S, Reporter
+from dask_gpurt.worker.memory_reports import REPORT_INTERVAL_S, Reporter
 
 
 class FakeWorker:

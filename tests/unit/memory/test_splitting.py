@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.splitting import MAX_HALVINGS, split_and_retry
+from dask_gpurt.shuffle.splitting import MAX_HALVINGS, split_and_retry
 
 Rows = range
 

@@ -17,7 +17,7 @@ PACKAGE = Path(dask_gpurt.__file__).parent
 SAYS = """
 import logging
 import distributed
-for name in ("dask_gpurt.memory.disk", "dask_gpurt.plugins.worker.plugin", "dask_gpurt.shuffle.run"):
+for name in ("dask_gpurt.memory.disk", "dask_gpurt.worker.plugin", "dask_gpurt.shuffle.run"):
     logging.getLogger(name).info("said by %s", name)
 """
 
@@ -30,7 +30,7 @@ def test_the_logger_of_a_module_has_its_name() -> None:
                 case ast.Assign(targets=[ast.Name(id="logger")], value=ast.Call(args=[named])):
                     found[str(path.relative_to(PACKAGE))] = ast.unparse(named)
     # One silences another package's logger, the other reports fallbacks under the room they occur in.
-    others = {"simulate/simulation.py", "observe/counting.py"}
+    others = {"tools/simulate/simulation.py", "observe/counting.py"}
     assert {path for path, named in found.items() if named != "__name__"} == others
     assert len(found) > 10
 

@@ -17,7 +17,7 @@ from dask_gpurt.overlap.statistics import (
     overlaid,
     significant,
 )
-from dask_gpurt.plugins.stats_sync import AVERAGE_MAX_AGE_S, SharedStatistics
+from dask_gpurt.overlap.stats_sync import AVERAGE_MAX_AGE_S, SharedStatistics
 from tests.helpers.shuffling_worker import CANDIDATES, STEPS, TASKS, Worker
 
 samples = st.lists(st.floats(0.1, 10), max_size=30)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_gpurt.shuffle.recovery import PendingLosses, common_owners
+from dask_gpurt.shuffle.losses import PendingLosses, common_owners
 
 
 def test_losses_of_the_same_outputs_are_repaired_together() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.plugins.worker.colocation import default_count
 from dask_gpurt.topology.detect import memory_of
+from dask_gpurt.worker.colocation import default_count
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml
 
 GIB = 2**30

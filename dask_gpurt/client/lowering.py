@@ -1,0 +1,430 @@
+"""Add the shuffle method "gpurt" to dask-expr, which has no registry of methods.
+
+There are two sets of patches. Each handles only shuffles that go through the runtime, as decided in
+:mod:`dask_gpurt.client.takeover`, and passes all others to the original:
+
+- the *name* of the method, from the first :func:`register_shuffle_method` on, permanently: a collection that
+  was built while the runtime was on may name it, and is computed with Dask's default method once the runtime
+  is off;
+- the *default* of dask-expr, which is "gpurt" between :func:`choose` and :func:`leave`. Dask's configuration
+  stays unchanged, since ``dask.bag`` reads the same key and does not know "gpurt". In that time, threads
+  share expressions without the lock by which Dask can deadlock on Python 3.11.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import dask
+from dask.core import flatten
+from dask.typing import Key
+
+from dask_gpurt import config
+from dask_gpurt.client.expressions import (
+    IN_ORDER,
+    GpurtBlockwiseMerge,
+    GpurtBroadcastSemiJoin,
+    GpurtHashJoin,
+    GpurtSemiMerge,
+    GpurtShuffle,
+    GpurtTaskShuffle,
+    HashTargets,
+    RangeTargets,
+    RearrangeByValues,
+)
+from dask_gpurt.client.join_filters import filtering_side
+from dask_gpurt.client.planning.fusing import needed_tasks
+from dask_gpurt.client.planning.rules.partition_notes import (
+    are_together,
+    groups_need_shuffle,
+    hash_alike,
+    is_aligned,
+    needs_no_shuffle,
+)
+from dask_gpurt.client.takeover import METHOD, P2P, TASKS, choose_method
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.computing import runs_locally
+from dask_gpurt.dask_hooks.expr import (
+    Assign,
+    AssignPartitioningIndex,
+    BlockwiseMerge,
+    BroadcastJoin,
+    GroupByApply,
+    HashJoinP2P,
+    Merge,
+    Projection,
+    RearrangeByColumn,
+    RenameFrame,
+    ResetIndex,
+    SetIndexBlockwise,
+    SetPartitionsPreSetIndex,
+    Shuffle,
+    default_shuffle_method,
+    meta,
+    name_of,
+    parameters,
+    replace_default_method,
+    replace_lowering,
+)
+from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
+from dask_gpurt.dask_hooks.graph import convert_legacy_graph
+from dask_gpurt.dask_hooks.planning import keys_of
+from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
+from dask_gpurt.frames import library
+from dask_gpurt.observe import MethodChoice
+from dask_gpurt.shuffle import ShuffleSpec
+from dask_gpurt.shuffle.joins import LEFT, SEMI
+
+#: Called with the name of an expression and the choice for it, each time that it is lowered.
+OnChoice = Callable[[str, MethodChoice], None]
+
+_name, _default = PatchSet(), PatchSet()
+_sharing = contextlib.ExitStack()
+#: Choices for ``tasks``: p2p, which is Dask's default where there is a client, fails too.
+FOR_TASKS = (MethodChoice.COLUMN_LEVELS, MethodChoice.COLUMN_TAKEN)
+#: What Dask calls an index without a name among the keys of a join.
+_INDEX = "_index"
+#: Set once the runtime has been on in this process.
+_was_on = threading.Event()
+
+
+def register_shuffle_method(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
+    """Make the name of the method known, permanently. Idempotent.
+
+    Parameters
+    ----------
+    is_usable
+        Returns whether the runtime is on for the current client. If not, Dask's default method is used.
+    on_choice
+        Called for each choice of a method for a shuffle or join while the runtime is usable.
+    """
+    if not _name:
+        lower_with(Lowering(is_usable, on_choice), _name)
+
+
+def lower_with(lowering: Lowering, patches: PatchSet) -> None:
+    """Have expressions lowered by a :class:`Lowering`."""
+    replace_lowering(
+        patches,
+        shuffle=lowering.shuffle,
+        sort=lowering.sort,
+        reduction=lowering.reduction,
+        merge=lowering.merge,
+        is_broadcast_join=lowering.is_broadcast_join,
+        is_aligned=lowering.is_aligned,
+        needs_shuffle=lowering.needs_shuffle,
+        graph=_graph,
+    )
+
+
+def choose(is_usable: Callable[[], bool]) -> None:
+    """Make it the default method of shuffles, where the runtime is usable.
+
+    Parameters
+    ----------
+    is_usable
+        See :func:`register_shuffle_method`.
+    """
+    _was_on.set()
+    if _default:
+        return
+
+    def is_ours() -> bool:
+        return dask.config.get("dataframe.shuffle.method", None) is None and is_usable()
+
+    def default_method(original: Callable[[], str]) -> str:
+        return METHOD if is_ours() else original()
+
+    def preferring_order(original: Callable[[Any], Any], method: Any) -> Any:
+        # Decide at lowering, as for all others, since the runtime may be off by then.
+        return method if is_ours() else original(method)
+
+    replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
+    _sharing.enter_context(sharing_expressions())
+
+
+def leave() -> None:
+    """Restore the default method of dask-expr."""
+    _default.restore()
+    _sharing.close()
+
+
+class Lowering:
+    """Lower the shuffles, shuffling reductions and joins that go through the runtime.
+
+    Parameters
+    ----------
+    is_usable, on_choice
+        See :func:`register_shuffle_method`.
+    """
+
+    def __init__(self, is_usable: Callable[[], bool], on_choice: OnChoice):
+        self._is_usable = is_usable
+        self._on_choice = on_choice
+
+    def shuffle(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower a shuffle, deferring a preceding expression that just adds output partitions."""
+        # Subclasses that do not override `_lower` are concrete methods.
+        if type(expr) is not Shuffle:
+            return original(expr)
+        choice = self._choose(expr.method, expr.frame)
+        if choice is not None:
+            self._on_choice(name_of(expr), choice)
+        if choice in FOR_TASKS:
+            return original(expr.substitute_parameters({"method": TASKS}))
+        if choice is None or not choice.taken:
+            return original(_as_dask_knows(expr, "method"))
+        frame = expr.frame
+        if (
+            type(frame) is AssignPartitioningIndex
+            and frame.frame.ndim == 2
+            and isinstance(frame.partitioning_index, list)
+        ):
+            frame = HashTargets(*frame.operands, None)
+        elif type(frame) is Assign:
+            frame = RangeTargets.of(frame)
+        kind: Any = GpurtTaskShuffle if expr.method == TASKS else GpurtShuffle
+        return kind(
+            frame,
+            expr.partitioning_index,
+            expr.npartitions_out,
+            expr.ignore_index,
+            expr.options,
+            expr.original_partitioning_index,
+        )
+
+    def sort(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower ``sort_values``; a function of the user gets rows in the same order as with ``tasks``."""
+        lowered = original(expr)
+        choice = self._choose(expr.shuffle_method, expr.frame)
+        if choice is None or not choice.taken or _sorts_by_columns(expr):
+            return lowered
+        if type(projected := lowered.frame) is not Projection or type(projected.frame) is not Shuffle:
+            return lowered  # nothing is shuffled
+        options = {**(projected.frame.operand("options") or {}), IN_ORDER: True}
+        shuffle = projected.frame.substitute_parameters({"options": options})
+        return lowered.substitute_parameters({"frame": projected.substitute_parameters({"frame": shuffle})})
+
+    def reduction(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower a reduction, and drop the row numbers in the shuffle of a groupby.
+
+        Dask resets the index before the shuffle, to make the keys columns, and sets it again afterwards. The
+        row numbers in between would be shuffled for nothing: 8 bytes a row.
+        """
+        lowered = original(expr)
+        choice = self._choose(expr.shuffle_method, expr.frame)
+        if choice is None or not choice.taken:
+            return lowered
+        node = lowered
+        while not isinstance(node, (SetIndexBlockwise, RearrangeByColumn)) and hasattr(node, "frame"):
+            node = node.frame
+        if not isinstance(node, SetIndexBlockwise):
+            return lowered
+        shuffle = _but_names(node.frame)
+        if type(shuffle) is not RearrangeByColumn or type(_but_names(shuffle.frame)) is not ResetIndex:
+            return lowered
+        return lowered.substitute(shuffle, shuffle.substitute_parameters({"ignore_index": True}))
+
+    def merge(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower a join; if both sides need a shuffle, join in the unpack tasks."""
+        if type(expr) is not Merge:
+            return original(expr)
+        if self._is_usable():
+            expr, original = _with_keys_listed(expr), partial(_lower_shuffling_all, original)
+        choice = self._choose(expr.shuffle_method, expr.left, expr.right)
+        if self._is_usable() and not hash_alike(expr):
+            lowered = _with_hashed_values(
+                original(expr.substitute_parameters({"shuffle_method": TASKS})), expr
+            )
+            return _as_we_join(lowered, is_ours=choice is not None and choice.taken)
+        if choice in FOR_TASKS:
+            return original(expr.substitute_parameters({"shuffle_method": TASKS}))
+        if choice is None or not choice.taken:
+            return original(_as_dask_knows(expr, "shuffle_method"))
+        for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on)):
+            if is_aligned(expr, side, on):  # at most the other side is shuffled
+                return _as_we_join(original(expr), is_ours=True)
+        lowered = original(expr.substitute_parameters({"shuffle_method": "p2p"}))
+        if type(lowered) is not HashJoinP2P:
+            return _as_we_join(lowered)
+        self._on_choice(name_of(expr), choice)
+        filtered_by = filtering_side(expr) if config.filters_joins() else None
+        return GpurtHashJoin(*lowered.operands, filtered_by, expr.shuffle_method == TASKS)
+
+    def is_broadcast_join(self, original: Callable[[Any], bool], expr: Any) -> bool:
+        """Return whether a join sends one side to all partitions of the other, as decided by Dask.
+
+        Not if rows of that side are kept, which would repeat: Dask forgets semi joins. Nor where Dask divides
+        the other side by a hash that differs from that of the keys it meets.
+        """
+        if "shuffle_method" in parameters(type(expr)) and _names_ours(expr.shuffle_method):
+            expr = expr.substitute_parameters({"shuffle_method": "p2p"})
+        if self._is_usable() and type(expr) is Merge:
+            if expr.how == SEMI and expr.broadcast_side == LEFT:
+                return False
+            if expr.how != "inner" and not hash_alike(expr):
+                return False
+        return original(expr)
+
+    def is_aligned(self, original: Callable[[Any, Any, Any], bool], expr: Any, side: Any, on: Any) -> bool:
+        """Return whether a side of a join is partitioned by its keys already."""
+        return is_aligned(expr, side, on) if self._is_usable() else original(expr, side, on)
+
+    def needs_shuffle(self, original: Callable[[Any], bool], expr: Any) -> bool:
+        """Return whether groups are not yet together in partitions; Dask's note of it may be false."""
+        if not self._is_usable():
+            return original(expr)
+        if expr.frame.npartitions == 1:
+            try:
+                return original(expr)
+            except (KeyError, TypeError):  # Dask cannot follow its note through a renaming
+                return True
+        return groups_need_shuffle(expr) if isinstance(expr, GroupByApply) else not are_together(expr)
+
+    def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:
+        """Return the choice for an expression; None if the runtime is off, and for ``p2p``."""
+        if not self._is_usable():
+            return None
+        choice = choose_method(
+            asked,
+            dask.config.get("dataframe.shuffle.method", None),
+            config.takeover(),
+            explicit_comms=bool(dask.config.get("explicit-comms", False)),
+            local=runs_locally(),
+        )
+        if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
+            return MethodChoice.UNSUPPORTED_FRAMES
+        if choice is not None and choice.taken and any(map(_has_column_levels, frames)):
+            return MethodChoice.COLUMN_LEVELS
+        if choice is not None and choice.taken and any(map(_overwrites_a_column, frames)):
+            return MethodChoice.COLUMN_TAKEN
+        return choice
+
+
+def _has_column_levels(frame: Any) -> bool:
+    """Return whether columns have levels: Dask then labels the column of targets ("_partitions", "")."""
+    return bool(frame.ndim == 2 and meta(frame).columns.nlevels > 1)
+
+
+def _sorts_by_columns(expr: Any) -> bool:
+    """Return whether ``sort_values`` sorts by its columns, and not by a function of the user."""
+    options = expr.operand("sort_function_kwargs") or {}
+    return expr.operand("sort_function") is None and options.get("key") is None
+
+
+def _overwrites_a_column(frame: Any) -> bool:
+    """Return whether the range of each row, by which Dask sorts, replaces a column of the user's."""
+    if type(frame) is not Assign or len(frame.operands) != 3:
+        return False
+    assigned, name, targets = frame.operands
+    return type(targets) is SetPartitionsPreSetIndex and name in assigned.columns
+
+
+def _but_names(expr: Any) -> Any:
+    """Return the expression without a renaming of columns."""
+    return expr.frame if type(expr) is RenameFrame else expr
+
+
+def _graph(original: Callable[[Any], dict[Key, Any]], expr: Any) -> dict[Key, Any]:
+    """Return the graph of an expression, without the tasks that are fused into transfers.
+
+    No task depends on these. But if dataframes are computed together with a Delayed or an array, Dask merges
+    their graphs, and treats every task without dependents as a result.
+    """
+    graph = original(expr)
+    if not any(
+        isinstance(task, P2PBarrierTask) and isinstance(task.spec, ShuffleSpec) for task in graph.values()
+    ):
+        return graph
+    return needed_tasks(convert_legacy_graph(graph), flatten(keys_of(expr)))
+
+
+def _names_ours(asked: str | None) -> bool:
+    """Return whether the method of an expression, or the default if it has none, is ours."""
+    return (asked or default_shuffle_method()) == METHOD
+
+
+def _as_we_join(lowered: Any, *, is_ours: bool = False) -> Any:
+    """Replace a join of aligned partitions, or a semi join, by ours; return any other expression unchanged.
+
+    Parameters
+    ----------
+    is_ours
+        Whether a side may be the output of a shuffle through the runtime.
+    """
+    if is_ours and type(lowered) is BlockwiseMerge:
+        return GpurtBlockwiseMerge(*lowered.operands)
+    kinds: dict[type, Any] = {BlockwiseMerge: GpurtSemiMerge, BroadcastJoin: GpurtBroadcastSemiJoin}
+    kind = kinds.get(type(lowered))
+    return kind(*lowered.operands) if kind is not None and lowered.how == SEMI else lowered
+
+
+def _with_keys_listed(join: Any) -> Any:
+    """List keys that are labelled "" or 0, which Dask takes for none, and so shuffles no rows by."""
+    labels = {name: getattr(join, name) for name in ("left_on", "right_on")}
+    return join.substitute_parameters(
+        {name: [label] for name, label in labels.items() if _looks_absent(label)}
+    )
+
+
+def _lower_shuffling_all(original: Callable[[Any], Any], join: Any) -> Any:
+    """Lower a join, and shuffle by an index that is labelled "" or 0, which Dask takes for none."""
+    lowered = original(join)
+    if type(lowered) is not BlockwiseMerge or needs_no_shuffle(join):
+        return lowered
+    number = join.operand("_npartitions") or max(join.left.npartitions, join.right.npartitions)
+    sides = {name: getattr(join, name) for name in ("left", "right")}
+    shuffles = {
+        name: RearrangeByColumn(side, _INDEX, number, method=join.shuffle_method, index_shuffle=True)
+        for name, side in sides.items()
+        if getattr(join, f"{name}_index") and _looks_absent(meta(side).index.name)
+    }
+    return lowered.substitute_parameters(shuffles)
+
+
+def _looks_absent(label: Any) -> bool:
+    return label is not None and not isinstance(label, (list, tuple)) and not label
+
+
+def _with_hashed_values(lowered: Any, join: Any) -> Any:
+    """Divide those sides of a lowered join that are shuffled by the values of its keys."""
+    sides = {name: getattr(lowered, name) for name in ("left", "right")}
+    shuffles = {
+        name: RearrangeByValues(*side.substitute_parameters({"method": join.shuffle_method}).operands)
+        for name, side in sides.items()
+        if type(side) is RearrangeByColumn and side is not getattr(join, name)
+    }
+    return lowered.substitute_parameters(shuffles)
+
+
+def _as_dask_knows(expr: Any, parameter: str) -> Any:
+    """Replace our method by one of Dask's, in an expression that does not go through the runtime."""
+    asked = getattr(expr, parameter)
+    if not _names_ours(asked):
+        return expr
+    if (
+        asked == METHOD
+        and not _was_on.is_set()
+        and dask.config.get("dataframe.shuffle.method", None) != METHOD
+    ):
+        raise ValueError(
+            "the shuffle method 'gpurt' needs the runtime, which has not been switched on: call "
+            "dask_gpurt.enable(client), or set 'gpurt.enabled' to true before creating the client, or leave "
+            "the method out"
+        )
+    return expr.substitute_parameters({parameter: _dasks_default()})
+
+
+def _dasks_default() -> str:
+    """Return the method that Dask would use if none had been set; ``tasks`` where p2p has no workers."""
+    from distributed import default_client
+
+    try:
+        default_client()
+    except ValueError:
+        return "disk"
+    return TASKS if runs_locally() else P2P

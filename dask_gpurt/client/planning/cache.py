@@ -1,0 +1,394 @@
+"""Cache the results of planning across queries.
+
+There are four caches, each for a different computation that Dask repeats:
+
+- *expressions*, by name. Dask shares one instance of equal expressions only as long as it is referenced. Each
+  step of an optimisation drops most expressions, and the next step creates them again, with their cached
+  properties;
+- *metadata* of operations, by the operation and the schemas of its inputs. The same projection of two
+  expressions that differ only in a filter is computed once;
+- *plans*: the optimised form of an expression, as long as the files that it reads do not change;
+- *files*: facts about the Parquet files of a read, as long as the files do not change.
+
+The name of an expression depends on operations, parameters and the checksums of files, but not on settings.
+If a setting that influences planning changes, all caches are cleared.
+
+Metadata, plans and facts about files are also kept in a store, from which other processes load them
+(:mod:`~dask_gpurt.client.planning.store`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+from dask_gpurt.client.planning.files import FileStates, has_version, source_of
+from dask_gpurt.client.planning.footers import FilesSeen
+from dask_gpurt.client.planning.fusing import fuse
+from dask_gpurt.client.planning.kept import LOADED, Found, Generation, Kept
+from dask_gpurt.client.planning.lru import LRU
+from dask_gpurt.client.planning.operands import Plain, frozen, own
+from dask_gpurt.client.planning.packed import forget_plans, pack
+from dask_gpurt.client.planning.reads import LOWERED, local_files, lower
+from dask_gpurt.client.planning.rules.local_groups import with_local_groups
+from dask_gpurt.client.planning.rules.partition_size import PartitionSizes, with_chosen_partitions
+from dask_gpurt.client.planning.schemas import schema_of
+from dask_gpurt.client.planning.store import Store
+from dask_gpurt.client.planning.table_facts import TableFacts
+from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
+from dask_gpurt.dask_hooks.computing import runs_locally
+from dask_gpurt.dask_hooks.parquet_files import (
+    checksum_of_files,
+    copy_of_facts,
+    counts_rows,
+    files_read,
+    forget_lengths,
+    known_of_files,
+    note_state_of_files,
+    state_of_a_file,
+    tell_of_files,
+)
+from dask_gpurt.dask_hooks.planning import (
+    Expr,
+    change_operands,
+    content_of,
+    described_by,
+    is_computation,
+    metadata,
+    name_of,
+    operands_of,
+    reads_more_than_operands,
+    replace_planning,
+    set_token,
+    settings,
+    token_of,
+)
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics
+from dask_gpurt.observe.methods import Choices
+
+#: The sizes of the caches. The 22 queries of TPC-H create 7,000 expressions.
+EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
+
+
+class Plan(NamedTuple):
+    """Hold the optimised form of an expression.
+
+    Attributes
+    ----------
+    expr
+        The optimised expression.
+    choices
+        The choices of shuffle methods that were made for it.
+    files
+        The files on file systems of this host that it reads, as they were before it was made. Dask plans by
+        their footers, too: the length of a table is a constant in the plan.
+    """
+
+    expr: Expr
+    choices: list[tuple[str, MethodChoice]]
+    files: FilesSeen
+
+
+class PlanningCache:
+    """Cache expressions, metadata, plans and facts about files while the runtime is on. Thread-safe.
+
+    Parameters
+    ----------
+    current_client
+        Returns a key of the current client; None if Dask should plan without the cache. Results of one client
+        are not used for another.
+    metrics
+        Counts uses of the caches.
+    is_fused
+        Returns whether computations of the current client are fused.
+    store
+        Returns the store for results of the current client; None if they are not kept for other processes.
+    choices
+        Receives the choices of shuffle methods in plans that another process has made.
+    sizes
+        Returns what the number of partitions of reads depends on; None to leave them to Dask.
+    """
+
+    def __init__(
+        self,
+        current_client: Callable[[], Hashable | None],
+        metrics: Metrics,
+        is_fused: Callable[[], bool] = lambda: False,
+        store: Callable[[], Store | None] = lambda: None,
+        choices: Choices | None = None,
+        sizes: Callable[[], PartitionSizes | None] = lambda: None,
+    ):
+        self._current_client = current_client
+        self._is_fused = is_fused
+        self._metrics = metrics
+        self._patches = PatchSet()
+        self._lock = threading.Lock()
+        self._choices = choices or Choices(lambda expression, choice: None)
+        self._sizes = sizes
+        self._settings: tuple[Any, ...] | None = None
+        self._changes = 0
+        self._plain = Plain(self._may_change)
+        self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
+        self._metadata: Kept[Any] = Kept("metadata", METADATA_LIMIT, store)
+        self._plans: Kept[Plan] = Kept("plans", PLANS_LIMIT, store)
+        self._files: Kept[tuple[FileStates, dict[str, Any]]] = Kept("files", FILES_LIMIT, store)
+        self._versioned: LRU[bool] = LRU(FILES_LIMIT)
+        self._tokens: LRU[str] = LRU(TOKENS_LIMIT)
+
+    def install(self) -> None:
+        """Replace Dask's planning, if this version of Dask is supported. Idempotent."""
+        if self._patches:
+            return
+        try:
+            replace_planning(
+                self._patches,
+                made=self._made,
+                optimise=self._optimise,
+                describe=self._describe,
+                look_at_files=self._look_at_files,
+                name_read=self._name_read,
+                file_plans=FILES_LIMIT,
+            )
+        except UnsupportedError as error:
+            self._metrics.fallback(Fallback.PLANNING_UNSUPPORTED, str(error))
+
+    def remove(self) -> None:
+        """Restore Dask's planning, and clear all caches."""
+        self._patches.restore()
+        self.clear()
+
+    def clear(self) -> None:
+        """Clear all caches."""
+        for kept in (self._expressions, self._metadata, self._plans, self._files):
+            kept.clear()
+        self._versioned.clear()
+        self._tokens.clear()
+        forget_plans()
+
+    def _next_generation(self, generation: Generation) -> Generation:
+        """Begin another generation: files have changed, but not the names of expressions that read them."""
+        with self._lock:
+            if generation.number != self._changes:  # another thread has begun one
+                return generation
+            self._changes += 1
+            begun = Generation(self._changes, generation.settings)
+        self.clear()
+        return begun
+
+    def _generation(self) -> Generation | None:
+        """Return the current generation, clearing the caches if it is a new one; None without a client.
+
+        The number is part of cache keys. If thread 1 optimises, thread 2 changes a setting and clears the
+        caches, and then thread 1 stores its plan, the plan has the previous generation and is never found.
+        """
+        if (client := self._current_client()) is None:
+            return None
+        current = settings()
+        found = (client, *current)
+        with self._lock:
+            changed = found != self._settings
+            self._settings = found
+            self._changes += changed
+            generation = Generation(self._changes, current)
+        if changed:
+            self.clear()
+        return generation
+
+    def _keep(
+        self, kept: Kept[Any], generation: Generation, key: Hashable, value: Any, sought: Found[Any]
+    ) -> None:
+        """Keep a result, in the store only if no setting has changed since its generation was taken.
+
+        If thread 1 plans while thread 2 changes a setting, the plan may be partly of either. In memory it has
+        the previous generation, and is never found. But another process may have these settings again. Even
+        if thread 2 restores the setting, the number differs: each expression that a thread makes compares.
+        """
+        kept.put(generation, key, value, sought if self._generation() == generation else Found(None, LOADED))
+
+    # ---- replacements of Dask's functions -----------------------------------------------------------
+
+    def _made(self, original: Callable[..., Expr], kind: type, *operands: Any, **keywords: Any) -> Expr:
+        expr = original(kind, *operands, **keywords)
+        if self._generation() is None:
+            return expr
+        name = name_of(expr)
+        # Dask finds a cached expression by itself; the lookup here counts as a use for the LRU.
+        if self._expressions.get(name) is not None:
+            forget_lengths(expr)  # Dask would make it anew, unless the user has kept it
+            outcome = "reused"
+        elif self._plain.note(expr):
+            change_operands(expr, own)
+            # Cache only its operands. The expression itself is cached once it becomes an operand or is
+            # optimised, which one with failing metadata never does. Such an expression must not be kept:
+            # after a failed cast Dask uses the metadata of the base class, and the next use would not raise.
+            for operand in operands_of(expr):
+                if isinstance(operand, Expr):
+                    self._expressions.put(name_of(operand), operand)
+            outcome = "kept"
+        else:
+            outcome = "not-kept"
+        self._metrics.add("planning.expressions.{outcome}", 1, outcome)
+        return expr
+
+    def _optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
+        fused = is_computation(expr) and self._is_fused()
+        local = runs_locally()
+        sizes = self._sizes() if is_computation(expr) and stage in LOWERED and not local else None
+
+        def plan_anew() -> Expr:
+            found = original(expr, stage) if sizes is None else self._by_size(original, expr, stage, sizes)
+            return fuse(found) if fused else found
+
+        generation = self._generation()
+        if generation is None or expr not in self._plain:
+            return plan_anew()
+        self._expressions.put(name_of(expr), expr)
+        way = (stage, fused, local, sizes and astuple(sizes))
+
+        def content() -> Hashable | None:
+            return None if (token := content_of(expr)) is None else (token, way)
+
+        key = (name_of(expr), way)
+        found = self._plans.get(generation, key, content)
+        known = found.value
+        if known is None or not known.files.are_the_same():
+            files = FilesSeen.now(local_files(expr))  # before planning: they may change meanwhile
+            with self._choices.recorded() as chosen:
+                plan = plan_anew()
+            if fused and not local:  # it is sent to a scheduler as it is
+                plan = self._packed(plan)
+            if files.paths or not counts_rows(plan, expr):
+                self._keep(self._plans, generation, key, Plan(plan, chosen, files), found)
+            self._metrics.add("planning.plans.{outcome}", 1, "computed")
+            return plan
+        if found.how == LOADED:
+            self._choices.report_again(known.choices)
+        self._metrics.add("planning.plans.{outcome}", 1, found.how)
+        return known.expr
+
+    def _packed(self, plan: Expr) -> Expr:
+        try:
+            return pack(plan)
+        except Exception as error:  # Dask may know how to send what cannot be pickled
+            self._metrics.fallback(Fallback.PLANNING_PICKLED_ANEW, repr(error))
+            return plan
+
+    def _by_size(
+        self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, sizes: PartitionSizes
+    ) -> Expr:
+        """Return a plan whose reads have as many partitions as their sizes call for, and local groups."""
+        tuned = original(expr, "tuned-logical")
+        facts = TableFacts()
+        try:
+            changed = with_chosen_partitions(tuned, sizes, self._count_reads, facts)
+            if sizes.local_groups:
+                changed = with_local_groups(changed, self._count_local, facts)
+            return lower(facts.checked(changed), stage)
+        except Exception as error:  # expressions of Dask may raise anything
+            found = lower(tuned, stage)  # raises too if it is the program that is wrong
+            self._metrics.fallback(Fallback.PLANNING_AS_DASK, repr(error))
+            return found
+
+    def _count_reads(self, outcome: str, number: int) -> None:
+        if number:
+            self._metrics.add("planning.reads.{outcome}", number, outcome)
+
+    def _count_local(self, what: str, number: int) -> None:
+        self._metrics.add("planning.local.{what}", number, what)
+
+    def _describe(self, original: Callable[[Expr], Any], expr: Expr) -> Any:
+        generation = self._generation()
+        if generation is None or (operation := _operation_key(expr)) is None:
+            return original(expr)
+        found = self._metadata.get(generation, operation, lambda: operation)
+        frame = found.value
+        if frame is None:
+            frame = original(expr)
+            self._keep(self._metadata, generation, operation, frame, found)
+        self._metrics.add("planning.metadata.{outcome}", 1, "computed" if found.value is None else found.how)
+        # Give each expression its own frame, as Dask does, since index names may be set in place.
+        return frame.copy(deep=False) if hasattr(frame, "iloc") else frame
+
+    def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
+        if (known := known_of_files(expr)) is not None:
+            return known
+        generation = self._generation()
+        if generation is None:
+            return original(expr)
+        read = files_read(expr)
+        operands, source = frozen(read), source_of(read)
+        if operands is None or source is None:
+            return original(expr)
+        # Taken before reading: if files change meanwhile, the states differ on the next lookup.
+        states = source.states()
+        if states is None:
+            return original(expr)
+        key = (type(expr), operands)
+
+        def content() -> Hashable | None:
+            return None if source.has_options else key  # which may be secrets
+
+        found = self._files.get(generation, key, content)
+        if found.value is not None and found.value[0] == states:
+            known = copy_of_facts(found.value[1])
+            tell_of_files(expr, known)
+            self._metrics.add("planning.files.{outcome}", 1, found.how)
+            return known
+        known = original(expr)
+        note_state_of_files(expr, known, states)
+        if found.value is not None and found.value[1]["checksum"] == known["checksum"]:
+            generation = self._next_generation(generation)
+        self._keep(self._files, generation, key, (states, copy_of_facts(known)), found)
+        self._metrics.add("planning.files.{outcome}", 1, "read")
+        return known
+
+    def _name_read(self, original: Callable[[Expr], str], expr: Expr) -> str:
+        """Return the token of a read, which Dask computes from all that it knows of the files."""
+        if (token := token_of(expr)) is not None:
+            return token
+        operands = frozen(list(operands_of(expr)))
+        checksum = checksum_of_files(expr)  # looks at the files, which may begin another generation
+        generation = self._generation()
+        if generation is None or operands is None or checksum is None:
+            return original(expr)
+        key = (generation.number, type(expr), operands, checksum)
+        if (token := self._tokens.get(key)) is None:
+            token = original(expr)
+            self._tokens.put(key, token)
+        set_token(expr, token)
+        return token
+
+    def _may_change(self, expr: Expr) -> bool:
+        """Return whether an expression with plain operands may change although its name stays the same."""
+        if reads_more_than_operands(expr):
+            return True
+        if (checksum := checksum_of_files(expr)) is None:
+            return False
+        versioned = self._versioned.get(checksum)
+        if versioned is None:
+            versioned = _has_versions(expr)
+            self._versioned.put(checksum, versioned)
+        return not versioned
+
+
+def _has_versions(expr: Expr) -> bool:
+    """Return whether the name of a read changes whenever its files are written."""
+    try:
+        state = state_of_a_file(expr)  # one file represents the whole table
+    except FileNotFoundError:  # removed since Dask listed it
+        return False
+    return state is not None and has_version(state)
+
+
+def _operation_key(expr: Expr) -> Hashable | None:
+    """Return a key for everything that an operation's metadata depend on; None if that is unknown."""
+    kind, operands = described_by(expr)
+    parts: list[Hashable] = [kind]
+    for operand in operands:
+        part = schema_of(metadata(operand)) if isinstance(operand, Expr) else frozen(operand)
+        if part is None:
+            return None
+        parts.append((isinstance(operand, Expr), part))
+    return tuple(parts)

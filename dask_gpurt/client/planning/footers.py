@@ -1,0 +1,278 @@
+"""Read what the footers of local Parquet files tell, each as the file is at that moment.
+
+Arrow's datasets keep the first footer that they have read of a file. Here a footer is kept only as long as
+what the operating system tells of the file stays the same. That includes the time of its last change, which
+no program can set: a file of the same size and time of modification may be another one. Only a file that is
+written in place twice within a tick of the kernel's clock, at most 10 ms, may look the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dask_gpurt.client.planning.lru import LRU
+
+#: What tells whether a file is the same: device and inode, size, and times of modification and change.
+FileState = tuple[int, int, int, int, int]
+#: The least and the largest value of a column; nothing if there are no rows.
+Range = tuple[int, int] | tuple[()]
+
+#: The type of a column in Arrow, and the dtype that it had in the frame of pandas that was written.
+ColumnType = tuple[str, str | None]
+
+#: The most footers that a process keeps.
+FOOTERS_LIMIT = 1_024
+
+
+class ChangingFileError(OSError):
+    """A file is being written, or is no Parquet file."""
+
+
+def state_of(path: str) -> FileState:
+    """Return the state of a file.
+
+    Raises
+    ------
+    OSError
+        If there is no such file.
+    """
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _state_or_none(path: str) -> FileState | None:
+    try:
+        return state_of(path)
+    except OSError:
+        return None
+
+
+class FilesSeen(NamedTuple):
+    """Tell whether any of some files has changed since they were looked at.
+
+    Attributes
+    ----------
+    paths
+        The files.
+    digest
+        The digest of their states.
+    """
+
+    paths: tuple[str, ...]
+    digest: bytes
+
+    @classmethod
+    def now(cls, paths: Iterable[str]) -> FilesSeen:
+        """Look at files. One that is missing has a state, too."""
+        named = tuple(paths)
+        states = repr(list(map(_state_or_none, named))).encode()
+        return cls(named, hashlib.blake2b(states, digest_size=16).digest())
+
+    def are_the_same(self) -> bool:
+        """Return whether the files are as they were."""
+        return FilesSeen.now(self.paths).digest == self.digest
+
+
+class Column(NamedTuple):
+    """Hold what a footer says of a column of some rows: their number, and the bytes before compression."""
+
+    rows: int
+    encoded: int
+    has_fixed_width: bool
+
+
+class _Leaf(NamedTuple):
+    """Describe a column of primitive values as which a column, or a part of a nested one, is stored.
+
+    In pandas the values are an array, for a column or for each list, or single objects in a dictionary.
+    """
+
+    position: int
+    type: pa.DataType
+    is_array: bool
+    is_nested: bool
+
+
+class Footer:
+    """Hold the footer of a file. Created by :func:`footer_of`.
+
+    Columns are found by the order in which the schema lists their leaves. The paths of leaves do not tell
+    them apart: ``a.id`` is the path of a column of that name, and of the field ``id`` of a column ``a``.
+
+    Attributes
+    ----------
+    state
+        The state of the file.
+    """
+
+    def __init__(self, state: FileState, metadata: pq.FileMetaData):
+        self.state = state
+        self._metadata = metadata
+        schema = metadata.schema.to_arrow_schema()
+        self._names = schema.names
+        unique = [each for each in schema if self._names.count(each.name) == 1]
+        in_pandas = _dtypes_in_pandas(schema)
+        self._types = {each.name: (str(each.type), in_pandas.get(each.name)) for each in unique}
+        self._leaves = _leaves_of(schema, metadata)
+
+    def type_of(self, column: Any) -> ColumnType | None:
+        """Return the type of a column; None if the file has no such column, or several."""
+        return self._types.get(column)
+
+    def sizes_of(self, column: Any) -> list[Column] | None:
+        """Return what is known of the size of a column, by leaf; None if nothing is.
+
+        A column that the file does not have has nulls there.
+        """
+        if self._leaves is None or not isinstance(column, str):
+            return None
+        if column not in self._names:
+            return [Column(self._metadata.num_rows, 0, has_fixed_width=True)]
+        if column not in self._leaves:
+            return None
+        return [
+            Column(max(rows, chunk.num_values), chunk.total_uncompressed_size, _has_fixed_width(chunk))
+            for leaf in self._leaves[column]
+            for rows, chunk in self._chunks(leaf)
+        ]
+
+    def has_one_dtype(self, column: Any) -> bool:
+        """Return whether the dtype of a column in pandas follows from its type, and that of lists in it.
+
+        Integers with nulls are floats in all rows that are read together, and booleans are objects.
+        """
+        leaves = (self._leaves or {}).get(column)
+        if leaves is None:
+            return False
+        return not any(leaf.is_array and _is_exact(leaf.type) and self._has_nulls(leaf) for leaf in leaves)
+
+    def has_nulls(self, column: Any) -> bool:
+        """Return whether a column has nulls, or may have."""
+        leaves = (self._leaves or {}).get(column)
+        return leaves is None or any(leaf.is_nested or self._has_nulls(leaf) for leaf in leaves)
+
+    def range_of(self, column: Any) -> Range | None:
+        """Return the range of a column of integers without nulls; None if it is another, or unknown."""
+        leaf, *others = (self._leaves or {}).get(column, (None,))
+        if leaf is None or others or not pa.types.is_signed_integer(leaf.type) or leaf.is_nested:
+            return None
+        low, high = [], []
+        for rows, chunk in self._chunks(leaf):
+            facts = chunk.statistics
+            if not rows:
+                continue
+            if facts is None or not (facts.has_min_max and facts.has_null_count) or facts.null_count:
+                return None
+            low.append(facts.min)
+            high.append(facts.max)
+        return (min(low), max(high)) if low else ()
+
+    def _has_nulls(self, leaf: _Leaf) -> bool:
+        found = ((rows, chunk.statistics) for rows, chunk in self._chunks(leaf))
+        return any(
+            rows and (facts is None or not facts.has_null_count or bool(facts.null_count))
+            for rows, facts in found
+        )
+
+    def _chunks(self, leaf: _Leaf) -> Iterator[tuple[int, Any]]:
+        """Yield the chunks of a leaf, each with its number of rows."""
+        for at in range(self._metadata.num_row_groups):
+            group = self._metadata.row_group(at)
+            yield group.num_rows, group.column(leaf.position)
+
+
+def footer_of(path: str) -> Footer:
+    """Return the footer of a file as it is now.
+
+    Raises
+    ------
+    OSError
+        If there is no such file, or it is being written.
+    """
+    state = state_of(path)
+    kept = _KEPT.get(path)
+    if kept is not None and kept.state == state:
+        return kept
+    try:
+        metadata = pq.read_metadata(path)
+    except pa.ArrowInvalid as error:
+        raise ChangingFileError(f"{path}: {error}") from error
+    if state_of(path) != state:
+        raise ChangingFileError(f"{path} has changed while its footer was read")
+    footer = Footer(state, metadata)
+    _KEPT.put(path, footer)
+    return footer
+
+
+#: The footers that have been read last, by file.
+_KEPT: LRU[Footer] = LRU(FOOTERS_LIMIT)
+
+
+def _leaves_of(schema: pa.Schema, metadata: pq.FileMetaData) -> dict[str, tuple[_Leaf, ...]] | None:
+    """Return the leaves of each column whose name no other column has; None if they are not known.
+
+    They are stored depth first, in the order of the schema.
+    """
+    found: dict[str, tuple[_Leaf, ...]] = {}
+    position = 0
+    for field in schema:
+        kinds = _leaf_types(field.type)
+        if kinds is None:
+            return None
+        leaves = tuple(
+            _Leaf(position + at, *kind, pa.types.is_nested(field.type)) for at, kind in enumerate(kinds)
+        )
+        position += len(leaves)
+        if position > metadata.num_columns or not all(_is_of(metadata, leaf, field) for leaf in leaves):
+            return None
+        found[field.name] = leaves
+    if position != metadata.num_columns:
+        return None
+    return {name: leaves for name, leaves in found.items() if schema.names.count(name) == 1}
+
+
+def _is_of(metadata: pq.FileMetaData, leaf: _Leaf, field: pa.Field) -> bool:
+    path = metadata.schema.column(leaf.position).path
+    return bool(path == field.name or path.startswith(f"{field.name}."))
+
+
+def _leaf_types(kind: pa.DataType, is_array: bool = True) -> list[tuple[pa.DataType, bool]] | None:
+    """Return the types of the leaves of a type, each with whether it is an array; None if unknown."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _leaf_types(kind.storage_type, is_array)
+    if not pa.types.is_nested(kind):
+        return [(kind, is_array)]
+    if not (pa.types.is_struct(kind) or pa.types.is_map(kind) or _is_list(kind)):
+        return None
+    if pa.types.is_map(kind):
+        inner = [kind.key_type, kind.item_type]
+    else:
+        inner = [kind.field(at).type for at in range(kind.num_fields)]
+    found = [_leaf_types(each, _is_list(kind)) for each in inner]
+    known = [leaves for leaves in found if leaves]
+    return list(chain(*known)) if known and len(known) == len(found) else None
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return any(test(kind) for test in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def _is_exact(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind))
+
+
+def _has_fixed_width(chunk: Any) -> bool:
+    return chunk.physical_type not in ("BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY")
+
+
+def _dtypes_in_pandas(schema: pa.Schema) -> dict[str, str]:
+    """Return the dtypes that pandas gives columns as it reads the file, as far as it has noted them there."""
+    found = schema.pandas_metadata or {}
+    return {each.get("field_name"): each.get("numpy_type") for each in found.get("columns", ())}

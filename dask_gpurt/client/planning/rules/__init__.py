@@ -1,0 +1,1 @@
+"""Rules that change a plan, one a module."""

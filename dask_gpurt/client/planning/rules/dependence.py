@@ -1,0 +1,402 @@
+"""Find out whether the result of a plan depends on how its tables are divided into partitions.
+
+A result is the same if each operation of the plan is one of these, with the guarantees that it takes:
+
+- *on rows*: row by row, with fixed dtypes or nothing that depends on them (:mod:`.operations`);
+- a *join* on columns whose dtypes do not vary. It finds the same rows, in no order, however they are divided;
+- an *aggregation* of Dask's own whose value does not depend on the order of rows;
+- *rows one below the other*: concatenations, sorts, and repartitions into a single partition.
+
+No operation may have categorical data. Which labels and which order the rows of the result have is followed
+through the plan, too: if they depend on partitions, so does the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, cast
+
+from dask._expr import Expr, _ExprSequence
+from dask.dataframe.dask_expr import _expr, _groupby, _reductions
+from dask.dataframe.dask_expr._concat import Concat
+from dask.dataframe.dask_expr._merge import Merge, SemiMerge
+from dask.dataframe.dask_expr._repartition import Repartition
+from dask.dataframe.dask_expr._shuffle import SortValues, _contains_index_name
+from dask.dataframe.dask_expr.io.io import FromPandas, FusedIO
+
+from dask_gpurt.client.planning.operations import (
+    Columns,
+    after_operation,
+    has_categories,
+    has_kinds,
+    is_narrow,
+    is_of_pandas,
+    is_on_rows,
+)
+from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
+
+__all__ = ["columns_of_result", "depends_on_partitions", "joins_columns"]
+
+#: Operations that leave out rows.
+_CHOICES = (_expr.DropnaFrame, _expr.DropnaSeries, _expr.Filter)
+#: Reductions whose result does not depend on the order of rows.
+_REDUCTIONS = (
+    _reductions.All,
+    _reductions.Any,
+    _reductions.ArrayReduction,
+    _reductions.Count,
+    _reductions.DropDuplicates,
+    _reductions.Len,
+    _reductions.Max,
+    _reductions.Mean,
+    _reductions.NLargest,
+    _reductions.Size,
+    _reductions.Sum,
+    _reductions.ValueCounts,
+)
+#: The same for aggregations of a groupby, by name.
+_AGGREGATIONS = frozenset(
+    ["all", "any", "count", "max", "mean", "min", "nunique", "prod", "size", "std", "sum", "var"]
+)
+#: Reductions and aggregations whose value does not depend on the dtype of the rows.
+_COUNTS = (_reductions.Count, _reductions.Len, _reductions.Size, _groupby.Count, _groupby.Size)
+_COUNTS_BY_NAME = frozenset(["count", "size"])
+#: Operations on several rows that leave them their labels.
+_KEEPING_LABELS = (Concat, SortValues, Repartition, _reductions.NLargest, _reductions.DropDuplicates)
+#: Expressions of Delayed objects, whose results may be anything.
+_WITHOUT_META = (_expr._DelayedExpr, _expr.DelayedsExpr)
+#: Subclasses by other libraries may do anything.
+_LIBRARIES = frozenset(["dask", "dask_cudf"])
+
+
+class _Labels(IntEnum):
+    """Tell what the labels of an index are."""
+
+    #: The same for any partitions.
+    VALUES = 0
+    #: Numbers of rows within a partition, where rows have no order: after a join or a groupby.
+    OF_UNORDERED_ROWS = 1
+    #: Numbers of rows within a partition, in the order of files.
+    OF_ROWS = 2
+
+
+class _Order(IntEnum):
+    """Tell in which order the rows of the result would be."""
+
+    #: The same for any partitions: that of files, of groups that are sorted, or of sorted values.
+    FIXED = 0
+    #: None: after a join, or of groups of cudf.
+    NONE = 1
+    #: One for which users may take it, but which depends on partitions: that of groups of pandas.
+    OF_PARTITIONS = 2
+
+
+class _Rows(NamedTuple):
+    """Describe the rows of an expression.
+
+    Attributes
+    ----------
+    sources
+        The names of the expressions that determine the partitions; none for a single partition.
+    chosen_by
+        The names of the expressions that determine which rows there are, where labels are unique within a
+        partition, and would not be if it had several files.
+    labels
+        What the labels of the index are.
+    order
+        The order of the rows.
+    columns
+        What is known of the columns.
+    """
+
+    sources: frozenset[str]
+    chosen_by: frozenset[str]
+    labels: _Labels
+    order: _Order
+    columns: Columns
+
+
+def depends_on_partitions(plan: Expr, files: Mapping[str, Columns] | None = None) -> bool:
+    """Return whether a result of a tuned plan may be another one if reads have fewer partitions.
+
+    That is not so for a single partition in the end, computed by operations with the guarantees above. The
+    labels and the order of joined rows do not count, since these are in no order.
+
+    Parameters
+    ----------
+    plan
+        The tuned plan.
+    files
+        By name, what is known of the columns of reads of Parquet files. By default, all that would help: for
+        a first look, before footers are read.
+    """
+    results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
+    if not all(isinstance(each, _expr.Expr) and each.npartitions == 1 for each in results):
+        return True
+    if (found := _described(results, files)) is None:
+        return True
+    return any(_shows_partitions(found[each._name]) for each in results)
+
+
+def _shows_partitions(rows: _Rows) -> bool:
+    """Return whether labels, order or dtypes of a result depend on partitions.
+
+    Where they vary, the dtype of the result is that of the partitions that have rows.
+    """
+    is_numbered = rows.labels is _Labels.OF_ROWS
+    return is_numbered or rows.order is _Order.OF_PARTITIONS or bool(rows.columns.varying)
+
+
+def columns_of_result(plan: Expr, files: Mapping[str, Columns]) -> Columns | None:
+    """Describe the columns of the result of a plan; None if its rows may depend on partitions."""
+    found = _described([plan], files)
+    return None if found is None else found[plan._name].columns
+
+
+def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> dict[str, _Rows] | None:
+    """Describe the rows of each expression by its name; None if some depend on partitions."""
+    found: dict[str, _Rows] = {}
+    left = list(results)
+    while left:
+        expr = left[-1]
+        missing = [each for each in expr.dependencies() if each._name not in found]
+        if missing:
+            left.extend(missing)
+            continue
+        left.pop()
+        if expr._name not in found:
+            rows = _rows_of(expr, [found[each._name] for each in expr.dependencies()], files)
+            if rows is None:
+                return None
+            found[expr._name] = rows
+    return found
+
+
+def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None) -> _Rows | None:
+    """Describe the rows of an expression, given those of its inputs; None if they depend on partitions."""
+    if type(expr).__module__.partition(".")[0] not in _LIBRARIES and type(expr) is not FewerPartitions:
+        return None
+    if inputs and is_on_rows(expr):
+        return _rows_of_operation(expr, inputs)
+    if not isinstance(expr, _WITHOUT_META) and has_categories(expr):
+        return None
+    if not inputs:
+        return _rows_of_source(expr, files)
+    columns = _columns_of(expr, inputs)
+    if columns is None:
+        return None
+    none = frozenset[str]()
+    divided = frozenset([str(expr._name)]) if expr.npartitions != 1 else none
+    if type(expr) in (Merge, SemiMerge):
+        return _Rows(divided, none, _Labels.OF_UNORDERED_ROWS, _Order.NONE, columns)
+    labels = max(rows.labels for rows in inputs)
+    if getattr(expr, "ignore_index", False):
+        labels = _Labels.OF_ROWS
+    elif not isinstance(expr, _KEEPING_LABELS):
+        labels = _Labels.VALUES
+    return _Rows(divided, none, labels, _order_of(expr, inputs), columns)
+
+
+def _order_of(expr: Any, inputs: list[_Rows]) -> _Order:
+    """Return the order of the rows of an operation on several rows."""
+    order = max(rows.order for rows in inputs)
+    makes_groups = isinstance(expr, (_groupby.GroupByBase, _reductions.ValueCounts))
+    if not makes_groups and not isinstance(expr, _KEEPING_LABELS):
+        return _Order.FIXED  # a value, or one for each column
+    if makes_groups and expr.npartitions == 1 and _is_sorted_by_keys(expr):
+        return _Order.FIXED
+    is_shuffled = isinstance(expr, _reductions.DropDuplicates) and expr.should_shuffle
+    if not any(rows.sources for rows in inputs) or not (makes_groups or is_shuffled):
+        return order
+    # Each partition has its groups in the order of rows with pandas, and in none with cudf.
+    return _Order.OF_PARTITIONS if is_of_pandas(expr) and order is not _Order.NONE else _Order.NONE
+
+
+def _rows_of_source(expr: Any, files: Mapping[str, Columns] | None) -> _Rows:
+    none = frozenset[str]()
+    divided = frozenset([str(expr._name)]) if expr.npartitions != 1 else none
+    is_of_single_files = type(expr) in FUSED
+    is_of_files = is_of_single_files or isinstance(expr, FusedIO)
+    labels = _Labels.OF_ROWS if is_of_files and expr._meta.index.name is None else _Labels.VALUES
+    return _Rows(
+        divided,
+        divided if is_of_single_files else none,
+        labels,
+        _Order.FIXED,
+        _columns_of_source(expr, files),
+    )
+
+
+def _columns_of_source(expr: Any, files: Mapping[str, Columns] | None) -> Columns:
+    """Describe the columns of what has no inputs: files, or other data, of which little is known."""
+    if not getattr(expr, "ndim", 0):
+        return Columns()
+    names = frozenset(expr.columns)
+    if (read := read_of(expr)) is not None:
+        if files is None:
+            return Columns(frozenset(), names)
+        if (known := files.get(str(read._name))) is not None:
+            return known.only(names)
+    is_one_frame = isinstance(expr, FromPandas) or expr.npartitions == 1
+    return Columns() if is_one_frame or not is_of_pandas(expr) else Columns(names)
+
+
+def _rows_of_operation(expr: Any, inputs: list[_Rows]) -> _Rows | None:
+    """Describe the rows of an operation on each row by itself.
+
+    Its inputs must have the same rows: pandas aligns others by labels, and fails where some occur twice.
+    """
+    sources = frozenset[str]().union(*(rows.sources for rows in inputs))
+    if len(sources) > 1 or len({rows.chosen_by for rows in inputs if rows.sources}) > 1:
+        return None
+    labels = max(rows.labels for rows in inputs)
+    order = max(rows.order for rows in inputs)
+    known = dict(zip((each._name for each in expr.dependencies()), inputs, strict=True))
+    columns = after_operation(expr, lambda each: known[each._name].columns)
+    resets = type(expr) is _expr.ResetIndex
+    if columns is None or (resets and not expr.drop and labels is not _Labels.VALUES):
+        return None
+    if resets and (sources or order is _Order.OF_PARTITIONS):
+        labels = _Labels.OF_UNORDERED_ROWS if order is _Order.NONE else _Labels.OF_ROWS
+    chosen_by = frozenset[str]().union(*(rows.chosen_by for rows in inputs))
+    # Rows that are numbered within partitions, and others, would be aligned by labels that differ.
+    if (chosen_by and type(expr) in _CHOICES) or (resets and sources):
+        chosen_by = frozenset([str(expr._name)])
+    return _Rows(sources, chosen_by, labels, order, columns)
+
+
+# ---- operations on several rows -------------------------------------------------------------------
+
+
+def _columns_of(expr: Any, inputs: list[_Rows]) -> Columns | None:
+    """Describe the columns of an operation on several rows; None if its result depends on partitions."""
+    frame = inputs[0].columns
+    if type(expr) is Merge:
+        return _columns_of_join(expr, frame, inputs[1].columns) if joins_columns(expr) else None
+    if type(expr) is SemiMerge:
+        varying = frame.varying & _named(expr.left_on) or inputs[1].columns.varying & _named(expr.right_on)
+        return frame if joins_columns(expr) and not varying else None
+    if type(expr) is Concat:
+        return _columns_of_concat(expr, inputs) if expr.axis == 0 and not expr.interleave_partitions else None
+    if len(frozenset().union(*(rows.sources for rows in inputs))) > 1:
+        return None
+    if type(expr) is Repartition:  # not one that is lowered: it demands more partitions below
+        return frame if expr.new_partitions == 1 else None
+    if type(expr) is SortValues:
+        is_by_values = expr.operand("sort_function") is None
+        return frame if is_by_values and not frame.varying & _named(expr.by) else None
+    if not _is_unordered(expr) or (any(rows.columns.varying for rows in inputs) and not _counts(expr, frame)):
+        return None
+    if isinstance(expr, (_reductions.NLargest, _reductions.DropDuplicates)):
+        return frame
+    return Columns()
+
+
+def _listed(names: Any) -> list[Any]:
+    return list(names) if isinstance(names, (list, tuple)) else [names]
+
+
+def _named(names: Any) -> frozenset[Any]:
+    return frozenset(_listed(names))
+
+
+def _shared_keys(join: Any) -> set[Any]:
+    """Return the keys with the same name on both sides, which become one column."""
+    pairs = zip(_listed(join.left_on), _listed(join.right_on), strict=True)
+    return {one for one, other in pairs if one == other}
+
+
+def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None:
+    if left.varying & _named(join.left_on) or right.varying & _named(join.right_on):
+        return None
+    if any(len(set(side.columns)) < len(side.columns) for side in (join.left, join.right)):
+        return None
+    shared = _shared_keys(join)
+    in_both = (set(join.left.columns) & set(join.right.columns)) - shared
+    sides = []
+    for side, known, suffix, fills in (
+        (join.left, left, join.suffixes[0], join.how in ("right", "outer")),
+        (join.right, right, join.suffixes[1], join.how in ("left", "outer")),
+    ):
+        if fills:  # rows without a match get nulls
+            dtypes = zip(side.columns, side._meta.dtypes, strict=True)
+            narrow = {name for name, dtype in dtypes if is_narrow(dtype) and name not in shared}
+            known = Columns(known.varying | (narrow if is_of_pandas(join) else set()))
+        names = [f"{name}{suffix}" if name in in_both else name for name in side.columns]
+        sides.append(known.renamed(side.columns, names))
+    mixed = {
+        name
+        for name in shared
+        if join.left._meta.dtypes[name] != join.right._meta.dtypes[name] and is_of_pandas(join)
+    }
+    return Columns(
+        sides[0].varying | sides[1].varying | mixed, sides[0].without_nulls | sides[1].without_nulls
+    )
+
+
+def _columns_of_concat(expr: Any, inputs: list[_Rows]) -> Columns:
+    frames = expr.dependencies()
+    dtypes = [
+        dict(zip(each.columns, each._meta.dtypes if each.ndim == 2 else [each._meta.dtype], strict=True))
+        for each in frames
+    ]
+    differing = {
+        name for name in expr.columns if any(each.get(name) != dtypes[0].get(name) for each in dtypes)
+    }
+    known = [rows.columns for rows in inputs]
+    return Columns(
+        frozenset(differing if is_of_pandas(expr) else ()).union(*(each.varying for each in known)),
+        known[0].without_nulls.intersection(*(each.without_nulls for each in known)) - differing,
+    )
+
+
+def _counts(expr: Any, frame: Columns) -> bool:
+    """Return whether columns whose dtypes vary are only counted."""
+    if not isinstance(expr, _groupby.GroupByBase):
+        return isinstance(expr, _COUNTS)
+    if any(isinstance(key, Expr) for key in expr.by) or frame.varying & set(expr.by):
+        return False
+    if isinstance(expr, _groupby.GroupbyAggregationBase) and isinstance(expr.arg, Mapping):
+        return all(_names(expr.arg.get(name, ())) <= _COUNTS_BY_NAME for name in frame.varying)
+    return isinstance(expr, _COUNTS)
+
+
+def _is_sorted_by_keys(groups: Any) -> bool:
+    return isinstance(groups, _groupby.GroupByBase) and bool(cast(Any, groups).sort)
+
+
+def joins_columns(expr: Any) -> bool:
+    """Return whether a join is on columns, with its partitions left to Dask."""
+    given = (expr.operand("_npartitions"), expr.operand("broadcast"))
+    if expr.left_index or expr.right_index or given != (None, None):
+        return False
+    if any(isinstance(on, Expr) for side in (expr.left_on, expr.right_on) for on in _listed(side)):
+        return False
+    return not any(
+        _contains_index_name(side, on)
+        for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on))
+    )
+
+
+def _is_unordered(expr: Any) -> bool:
+    """Return whether an aggregation has the same result for rows in any order."""
+    if isinstance(expr, _groupby.GroupbyAggregationBase):
+        return _names(expr.arg) <= _AGGREGATIONS
+    if isinstance(expr, _groupby.GroupByBase):
+        return type(expr).__name__.lower() in _AGGREGATIONS
+    if isinstance(expr, _reductions.DropDuplicates):
+        return expr.subset is None
+    if isinstance(expr, _reductions.Max) and is_of_pandas(expr.frame):  # or Min
+        # That of a partition without rows is null, by which integers become floats.
+        return has_kinds(expr.frame, "fmM")
+    return isinstance(expr, _REDUCTIONS)
+
+
+def _names(spec: Any) -> set[Any]:
+    """Return the names of all aggregations of ``agg``; functions are no names."""
+    if isinstance(spec, Mapping):
+        return set().union(*map(_names, spec.values()))
+    if isinstance(spec, (list, tuple)):
+        return set().union(*map(_names, spec))
+    return {spec if isinstance(spec, str) else id(spec)}

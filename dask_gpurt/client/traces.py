@@ -1,0 +1,288 @@
+"""Record a trace of a cluster from a client, and write it to a file or into Dask's performance report."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import tempfile
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import distributed
+import fsspec
+from distributed import Client, default_client
+from fsspec.implementations.local import LocalFileSystem
+
+from dask_gpurt.client import session
+from dask_gpurt.monitor.chrome_trace import chrome_trace
+from dask_gpurt.monitor.performance import Observed, page
+from dask_gpurt.monitor.trace import ProcessTrace, Trace
+from dask_gpurt.observe.recording import RING_EVENTS, Event
+from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.shown_tiers import shown_tiers
+
+#: Seconds between two requests for events.
+INTERVAL_S = 0.5
+#: Events of all servers in one reply, and the least limit for a single server.
+BATCH_EVENTS, LEAST_EVENTS = 20_000, 200
+#: The most events of a trace; later ones are only counted.
+MAX_EVENTS = 5_000_000
+
+
+class Collector:
+    """Collect a trace in batches while it is recorded, on the event loop of a client.
+
+    Parameters
+    ----------
+    client
+        A client of the cluster.
+    """
+
+    def __init__(self, client: Client):
+        self._scheduler: Any = client.scheduler
+        self._token = uuid.uuid4().hex
+        self._ending = asyncio.Event()
+        self._collecting: asyncio.Task[None] | None = None
+        self._events = 0
+        self.trace = Trace()
+
+    async def begin(self) -> None:
+        """Start recording on all servers.
+
+        Raises
+        ------
+        RuntimeError
+            If another trace of the cluster is being recorded.
+        """
+        began = await self._scheduler.gpurt_trace_begin(token=self._token)
+        self.trace.began, self.trace.time = began["now"], began["time"]
+        self.trace.learn_clocks(began["clocks"])
+        self._collecting = asyncio.create_task(self._collect())
+
+    async def end(self) -> Trace:
+        """Stop recording; return the trace."""
+        assert self._collecting is not None
+        self._ending.set()
+        try:
+            await self._collecting
+        finally:
+            ended = await self._scheduler.gpurt_traces_end(token=self._token)
+        self.trace.learn_clocks(ended["clocks"])
+        return self.trace
+
+    async def _collect(self) -> None:
+        while not self._ending.is_set():
+            if not await self._take():
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), INTERVAL_S)
+        # This many rounds collect all events recorded up to now; later ones do not matter.
+        for _ in range(RING_EVENTS // LEAST_EVENTS):
+            if not await self._take():
+                return
+
+    async def _take(self) -> bool:
+        """Collect the next events of all servers; return whether there are more."""
+        limit = max(LEAST_EVENTS, BATCH_EVENTS // max(1, len(self.trace.processes)))
+        replies = await self._scheduler.gpurt_traces_take(token=self._token, limit=limit)
+        for gone in self.trace.processes.keys() - replies.keys():
+            self.trace.unanswered.setdefault(gone, "the worker has left")
+        for address, reply in replies.items():
+            if "error" in reply:
+                self.trace.unanswered[address] = reply["error"]
+            else:
+                self.trace.unanswered.pop(address, None)
+                self._add(self.trace.processes.setdefault(address, ProcessTrace()), reply)
+        return any(reply.get("more") for reply in replies.values())
+
+    def _add(self, process: ProcessTrace, reply: dict[str, Any]) -> None:
+        process.name, process.process = reply["name"], reply["process"]
+        process.threads |= {int(thread): name for thread, name in reply["threads"].items()}
+        events = [Event(*event) for event in json.loads(reply["events"])]
+        process.receive(reply["began"], len(events), reply["taken"], reply["lost"])
+        kept = events[: max(0, MAX_EVENTS - self._events)]
+        process.events += kept
+        self._events += len(kept)
+        self.trace.left_out += len(events) - len(kept)
+
+
+class trace:
+    """Record a trace of the cluster while the body runs, and write it to a file for https://ui.perfetto.dev.
+
+    The trace has tasks by thread, the steps of shuffles, spilling and unspilling, waits, decisions and
+    faults, of all workers and the scheduler on a common clock. An arrow connects the packing of each shard to
+    its reads. See ``docs/guides/traces.md``.
+
+    Parameters
+    ----------
+    path
+        The file; gzipped if its name ends in ``.gz``, which Perfetto reads too.
+    client
+        The client, by default the current one. With an asynchronous client, use ``async with``.
+
+    Raises
+    ------
+    RuntimeError
+        If the runtime is off on the cluster, or another trace of it is being recorded.
+    FileNotFoundError, IsADirectoryError
+        If the folder of the file does not exist, or the path is a folder.
+
+    Attributes
+    ----------
+    found
+        The trace, after the body has ended.
+
+    Examples
+    --------
+    >>> with dask_gpurt.trace("trace.json") as trace:  # doctest: +SKIP
+    ...     frame.merge(other, on="key").compute()
+    >>> trace.found.summary()  # doctest: +SKIP
+    """
+
+    def __init__(self, path: str | Path, client: Client | None = None):
+        self._path = Path(path)
+        self._client = client
+        self.found = Trace()
+
+    def __enter__(self) -> Self:
+        self._client = self._client or default_client()
+        self._client.sync(self.__aenter__)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._client is not None
+        self._client.sync(self.__aexit__, kind, error, traceback)
+
+    async def __aenter__(self) -> Self:
+        self._client = self._client or default_client()
+        _require_folder(self._path, "trace")
+        if not (await _report(self._client)).enabled:
+            raise RuntimeError(
+                "the runtime is off on this cluster, and records nothing: switch it on with "
+                "dask_gpurt.enable(client)"
+            )
+        self._collector = Collector(self._client)
+        await self._collector.begin()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.found = await self._collector.end()
+        await asyncio.to_thread(write, self.found, self._path)
+
+
+def _require_folder(path: Path, what: str) -> None:
+    """Raise an error early, not after the program whose trace or report would be lost."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} for the {what} does not exist")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file in it for the {what}")
+
+
+def write(found: Trace, path: Path) -> None:
+    """Write a trace in the Trace Event Format."""
+    text = json.dumps(chrome_trace(found), allow_nan=False).encode()
+    path.write_bytes(gzip.compress(text, 6) if path.suffix == ".gz" else text)
+
+
+async def _report(client: Client) -> RuntimeReport:
+    # On the client's event loop the result is awaitable, even if the client is not asynchronous.
+    found: RuntimeReport = await session.ask_report(client, connect=False)
+    return found
+
+
+class performance_report(distributed.performance_report):
+    """Write Dask's performance report, with a section on the runtime.
+
+    Use it like Dask's own ``performance_report``, with the same parameters. In addition to Dask's report, the
+    page shows the steps of the trace, transfers between workers, memory, faults and fallbacks, and has the
+    trace itself for https://ui.perfetto.dev. If the runtime is off, the page says so, and has only Dask's
+    part.
+
+    Parameters
+    ----------
+    filename
+        The HTML file: a path or URL that :func:`fsspec.open` can write.
+    stacklevel
+        The stack frame whose code is shown; 1 is the frame that enters the context.
+    mode
+        How to load Bokeh's scripts, such as ``"inline"``: see :func:`bokeh.io.output_file`.
+    storage_options
+        Additional arguments for :func:`fsspec.open`.
+
+    Raises
+    ------
+    RuntimeError
+        If another trace of the cluster is being recorded.
+    FileNotFoundError, IsADirectoryError
+        If the folder of a local file does not exist, or the path is a folder.
+
+    Examples
+    --------
+    >>> with dask_gpurt.performance_report("report.html"):  # doctest: +SKIP
+    ...     frame.merge(other, on="key").compute()
+    """
+
+    def __init__(
+        self,
+        filename: str = "dask-report.html",
+        stacklevel: int = 1,
+        mode: str | None = None,
+        storage_options: dict[str, Any] | None = None,
+    ):
+        super().__init__(filename, stacklevel, mode, storage_options)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> None:
+        system, path = fsspec.url_to_fs(self.filename, **self.storage_options)
+        if isinstance(system, LocalFileSystem):
+            _require_folder(Path(path), "report")
+        await super().__aenter__()  # type: ignore[no-untyped-call]
+        client = default_client()
+        self._before = await _report(client)
+        self._collector = Collector(client) if self._before.enabled else None
+        if self._collector is not None:
+            await self._collector.begin()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        code: str | None = None,
+    ) -> None:
+        observed = None if self._collector is None else await self._observed(self._collector)
+        target = self.filename
+        with tempfile.TemporaryDirectory() as folder:
+            self.filename = str(Path(folder) / "dask.html")
+            if code is None:  # the caller is one frame further away from Dask's method
+                self._stacklevel += 1
+            try:
+                await super().__aexit__(kind, error, traceback, code=code)  # type: ignore[no-untyped-call]
+            finally:
+                dask_report, self.filename = Path(self.filename), target
+            text = await asyncio.to_thread(lambda: page(dask_report.read_text(), observed))
+        with fsspec.open(target, mode="w", compression="infer", **self.storage_options) as file:
+            file.write(text)
+
+    async def _observed(self, collector: Collector) -> Observed:
+        client: Any = default_client()
+        found = await collector.end()
+        rows = await client.scheduler.gpurt_memory(by="tier")
+        return Observed(
+            trace=found,
+            before=self._before,
+            after=await _report(client),
+            memory=list(shown_tiers(rows, await client.scheduler.gpurt_shared_memory())),
+        )

@@ -1,0 +1,169 @@
+"""Feed a sampler from a scheduler: with events as they happen, and with a sample every second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from dask.typing import Key
+from distributed import SchedulerPlugin
+
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.shuffle import barrier_key
+from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.monitor.dashboard.sampler import Sampler
+from dask_gpurt.monitor.dashboard.traffic import MAX_ENDS
+from dask_gpurt.monitor.json_replies import PastShuffleReply
+from dask_gpurt.observe.shown_tiers import shown_tiers
+from dask_gpurt.protocol import PROGRESS_METRIC, TRAFFIC_OP
+from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
+from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
+from dask_gpurt.topology.links import Link, Speed
+
+#: Interval between two samples, in seconds.
+SAMPLE_INTERVAL_S = 1.0
+#: Maximum fraction of a core for sampling: after an expensive sample the next is delayed.
+MAX_SHARE = 0.005
+NAME = "gpurt-dashboard"
+
+
+class Collector(SchedulerPlugin):
+    """Keep a sampler up to date with a scheduler.
+
+    Parameters
+    ----------
+    runtime
+        The runtime's scheduler plugin, switched on.
+
+    Attributes
+    ----------
+    sampler
+        The collected data.
+    seconds
+        CPU time of the last sample, in seconds.
+    """
+
+    name = NAME
+
+    def __init__(self, runtime: GpurtSchedulerPlugin, clock: Callable[[], float] = time.time):
+        self.runtime = runtime
+        self.sampler = Sampler()
+        self.seconds = 0.0
+        self._scheduler: SchedulerServer = runtime.scheduler
+        self._clock = clock
+        self._patches = PatchSet()
+        self._timer: Any = None
+
+    # ---- on and off ----------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Start collecting."""
+        self._scheduler.add_plugin(self, name=NAME)
+        self._patches.put_item(self._scheduler.stream_handlers, TRAFFIC_OP, self._after_traffic)
+        self._tick()
+
+    def uninstall(self) -> None:
+        """Stop collecting, and keep the history."""
+        if self._timer is not None:
+            self._scheduler.loop.remove_timeout(self._timer)
+            self._timer = None
+        self._patches.restore()
+        if self._scheduler.plugins.get(NAME) is self:
+            del self._scheduler.plugins[NAME]
+
+    def _tick(self) -> None:
+        began = time.thread_time()
+        self.sampler.sample(self._clock(), self)
+        self.seconds = time.thread_time() - began
+        pause = max(SAMPLE_INTERVAL_S, self.seconds / MAX_SHARE)
+        self._timer = self._scheduler.loop.call_later(pause, self._tick)
+
+    # ---- the view of the sampler -----------------------------------------------------------
+
+    def names(self) -> Mapping[str, str]:
+        """Return the names of the current workers, by address."""
+        return {address: str(ws.name) for address, ws in self._scheduler.workers.items()}
+
+    def tiers(self) -> Iterable[Mapping[str, Any]]:
+        """Return a row for each worker and tier, with display names."""
+        memory = self.runtime.cluster_memory
+        return shown_tiers(memory.rows(), memory.shared_memory())
+
+    def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        """Yield the last report of each worker."""
+        for address, ws in self._scheduler.workers.items():
+            if (report := ws.metrics.get(PROGRESS_METRIC)) is not None:
+                yield address, report
+
+    # ---- events ----------------------------------------------------------------------------
+
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
+        """Handle a transition of a task."""
+        self.sampler.shuffles.transition(key, finish, self._clock())
+
+    def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
+        """Handle the removal of a worker."""
+        self.sampler.shuffles.removed(worker)
+        self.sampler.traffic.left(worker)
+
+    def restart(self, scheduler: SchedulerServer) -> None:
+        """Handle a restart, which forgets all tasks."""
+        self.sampler.shuffles.restart(self._clock())
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Handle events of shuffles."""
+        if topic != SHUFFLE_TOPIC:
+            return
+        if msg["action"] != "begins":
+            self.sampler.shuffles.event(msg["action"], msg["shuffle"], msg["reason"], msg.get("outputs", 0))
+        elif (barrier := self._scheduler.tasks.get(barrier_key(msg["shuffle"]))) is not None:
+            inputs = [task.key for task in barrier.dependencies]
+            outputs = [task.key for task in barrier.dependents]
+            at = self._clock()
+            self.sampler.shuffles.begins(msg["shuffle"], msg["run"], at, inputs, barrier.key, outputs)
+            for task in (*barrier.dependencies, *barrier.dependents):
+                if task.state == "memory":
+                    self.sampler.shuffles.transition(task.key, "memory", at)
+
+    def _after_traffic(self, original: Callable[..., None]) -> Callable[..., None]:
+        def on_traffic(worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
+            original(worker, totals)
+            self.take_traffic(worker, totals)
+
+        return on_traffic
+
+    def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
+        """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.traffic.Traffic`."""
+        for peer, path, nbytes, seconds, _ in totals:
+            self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
+
+    def _end(self, worker: str) -> str:
+        """Return a worker, or its host if there are too many workers to show separately."""
+        place = self.runtime.places.topology.place(worker)
+        if len(self._scheduler.workers) <= MAX_ENDS or place is None:
+            return worker
+        return f"host {place.host}"
+
+    # ---- look-ups of open pages and the JSON API ---------------------------------------------
+
+    def recorded_shuffles(self) -> list[Callable[[float], PastShuffleReply]]:
+        """List the last shuffles, the latest first: functions of the time that return the figures of one."""
+        return [record.reply for record in self.sampler.shuffles.latest()]
+
+    def way(self, source: str, target: str) -> tuple[Link, Speed] | None:
+        """Return the link between two workers and its estimated speed; None if it is unknown, or none."""
+        topology = self.runtime.places.topology
+        if source == target or topology.place(source) is None or topology.place(target) is None:
+            return None
+        way: tuple[Link, Speed] = topology.way(source, target)
+        return way
+
+    def decisions(self, most: int) -> list[dict[str, Any]]:
+        """Return the last placement decisions with their reasons, the latest first."""
+        placement = self.runtime.placement
+        return [] if placement is None else placement.latest(most)
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the workers' statistics of kernels beside communication."""
+        return self.runtime.learned.kernels()

@@ -1,0 +1,197 @@
+"""Draw the tiers of workers: over time with their limits, and their current levels."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from bokeh.models import (
+    ColumnDataSource,
+    DataRange1d,
+    FactorRange,
+    HoverTool,
+    LinearColorMapper,
+)
+from bokeh.models.widgets import Select
+from dask.utils import format_bytes
+
+from dask_gpurt.monitor.dashboard.collector import Collector
+from dask_gpurt.monitor.dashboard.components import (
+    DARK_SHARE,
+    HEAT,
+    Data,
+    FigureComponent,
+    Find,
+    bytes_axis,
+    labels,
+    put,
+    short_bytes,
+)
+from dask_gpurt.monitor.dashboard.sampler import ALL, SPILLED, UNSPILLED, Level, WorkerSample
+from dask_gpurt.observe.shown_tiers import SHOWN
+
+#: Maximum number of workers in a figure with a row for each; the fullest come first.
+MAX_WORKERS = 32
+TIER_COLOURS = dict(
+    zip(SHOWN, ("#e2803a", "#22a06b", "#64a5ab", "#d4a72c", "#3d7fc1", "#8a5bb5"), strict=True)
+)
+RATE_COLOURS = {SPILLED: "#c9475f", UNSPILLED: "#22a06b"}
+
+
+def worker_select() -> Any:
+    """Return a select of a worker, for :class:`OverTime`, which fills in the options."""
+    return Select(value=ALL, width=220)
+
+
+class OverTime(FigureComponent):
+    """Show series over time, for all workers or for a selected one, which may have left."""
+
+    def __init__(self, find: Find, colours: dict[str, str]):
+        tools, times = "pan,xwheel_zoom,reset", DataRange1d(range_padding=0)
+        super().__init__(find, x_axis_type="datetime", tools=tools, x_range=times)
+        self.source = ColumnDataSource({"time": [], **{name: [] for name in colours}})
+        bytes_axis(self.figure.yaxis[0])
+        self.lines = {
+            name: self.figure.line(
+                "time", name, source=self.source, color=colour, line_width=2, legend_label=name
+            )
+            for name, colour in colours.items()
+        }
+        hover = HoverTool(
+            renderers=list(self.lines.values())[:1],
+            tooltips=[("time", "@time{%H:%M:%S}"), *((name, f"@{{{name}}}{{0.00 b}}") for name in colours)],
+            formatters={"@time": "datetime"},
+            mode="vline",
+        )
+        self.figure.add_tools(hover)
+        self.figure.y_range = DataRange1d(
+            start=0, renderers=list(self.lines.values()), range_padding=0.3, min_interval=1e6
+        )
+        legend = self.figure.legend
+        legend.location, legend.orientation = "top_left", "horizontal"
+        legend.background_fill_alpha = 0.6
+        legend.padding = legend.margin = 4
+        self.select: Any = worker_select()
+        self.select.on_change("value", self._on_chosen)
+        self.root.children.insert(0, self.select)
+
+    def follow(self, select: Any) -> None:
+        """Show the worker that a select outside of this component chooses, instead of one of its own."""
+        self.root.children.remove(self.select)
+        select.options = self.select.options
+        self.select = select
+        select.on_change("value", self._on_chosen)
+
+    def _on_chosen(self, attr: str, old: str, new: str) -> None:
+        self.update_now()
+
+    def offer(self, collector: Collector) -> str:
+        """Offer current and past workers for selection; return the address of the selected one."""
+        options = [ALL, *labels(collector.sampler.workers).items()]
+        if self.select.options != options:
+            self.select.options = options
+        return str(self.select.value)
+
+
+class MemoryOverTime(OverTime):
+    """Show the bytes in each tier over time, and its limit as a dashed line."""
+
+    title = "Memory tiers"
+
+    def __init__(self, find: Find):
+        super().__init__(find, TIER_COLOURS)
+        self.limits = ColumnDataSource({"time": [], **{tier: [] for tier in TIER_COLOURS}})
+        for tier, colour in TIER_COLOURS.items():
+            self.figure.line("time", tier, source=self.limits, color=colour, line_dash="dashed", alpha=0.7)
+
+    def show(self, collector: Collector) -> None:
+        chosen, used = self.offer(collector), collector.sampler.used
+        times = _milliseconds(used.times)
+        data: Data = {"time": times, **{tier: used.values((chosen, tier)) for tier in TIER_COLOURS}}
+        limits: Data = {"time": times[:1] + times[-1:]}
+        shown = []
+        for tier, line in self.lines.items():
+            limit = collector.sampler.capacity(tier, chosen)
+            limits[tier] = [limit or math.nan] * len(limits["time"])
+            last = next((nbytes for nbytes in reversed(data[tier]) if not math.isnan(nbytes)), None)
+            line.visible = last is not None
+            if limit and last is not None:
+                shown.append(f"{tier} {short_bytes(last)} of {short_bytes(limit)}")
+        for item in self.figure.legend[0].items:  # hide legend items of lines without values
+            item.visible = item.renderers[0].visible
+        self.source.data, self.limits.data = data, limits
+        self.say(", ".join(shown))
+
+
+class SpillRates(OverTime):
+    """Show the bytes per second that are spilled and unspilled."""
+
+    title = "Spilling, bytes per second"
+
+    def __init__(self, find: Find):
+        super().__init__(find, RATE_COLOURS)
+
+    def show(self, collector: Collector) -> None:
+        chosen, sampler = self.offer(collector), collector.sampler
+        self.source.data = {
+            "time": _milliseconds(sampler.rates.times),
+            **{direction: sampler.rates.values((chosen, direction)) for direction in RATE_COLOURS},
+        }
+        down, up = (int(sampler.moved(direction, chosen)) for direction in RATE_COLOURS)
+        self.say(f"{format_bytes(down)} down, {format_bytes(up)} up so far")
+
+
+class TiersOfWorkers(FigureComponent):
+    """Show how full each tier is, for the fullest workers."""
+
+    title = "Tiers by worker, shares of their limits"
+
+    def __init__(self, find: Find):
+        super().__init__(find, tools="", y_range=FactorRange(), x_range=FactorRange())
+        self.source = ColumnDataSource({name: [] for name in ("worker", "tier", "share", "text", "colour")})
+        heat = {"field": "share", "transform": LinearColorMapper(palette=HEAT, low=0, high=1)}
+        where: dict[str, Any] = {"x": "tier", "y": "worker", "source": self.source}
+        self.figure.rect(**where, width=0.96, height=0.9, line_color="#cccccc", fill_color=heat)
+        centred = {"text_align": "center", "text_baseline": "middle"}
+        self.figure.text(**where, **centred, text="text", text_font_size="11px", text_color="colour")
+        self.figure.grid.grid_line_color = None
+
+    def show(self, collector: Collector) -> None:
+        workers = collector.sampler.workers
+        named = labels(workers)
+        fullest = sorted(workers, key=lambda address: -_fullness(workers[address]))[:MAX_WORKERS]
+        rows = [
+            (named[address], tier, level)
+            for address in fullest
+            for tier, level in workers[address].levels.items()
+        ]
+        put(
+            self.source,
+            {
+                "worker": [worker for worker, _, _ in rows],
+                "tier": [tier for _, tier, _ in rows],
+                "share": [_share(level) for _, _, level in rows],
+                "text": [f"{format_bytes(used)} of {format_bytes(limit)}" for _, _, (used, limit) in rows],
+                "colour": ["white" if _share(level) > DARK_SHARE else "black" for _, _, level in rows],
+            },
+        )
+        shown = [named[address] for address in reversed(fullest)]
+        tiers = [tier for tier in TIER_COLOURS if any(tier == of for _, of, _ in rows)]
+        if (self.figure.y_range.factors, self.figure.x_range.factors) != (shown, tiers):
+            self.figure.y_range.factors, self.figure.x_range.factors = shown, tiers
+        left = len(workers) - len(fullest)
+        self.say(f"the fullest {len(fullest)} of {len(workers)}" if left else "")
+
+
+def _share(level: Level) -> float:
+    return level.used / max(1, level.capacity)
+
+
+def _fullness(worker: WorkerSample) -> float:
+    """Return the fraction used of a worker's fullest tier; -1 for a worker that has left, to sort it last."""
+    return -1.0 if worker.gone_at is not None else max(map(_share, worker.levels.values()), default=0.0)
+
+
+def _milliseconds(times: Sequence[float]) -> list[float]:
+    return [1000 * at for at in times]

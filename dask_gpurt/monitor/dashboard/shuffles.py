@@ -1,0 +1,242 @@
+"""Track the shuffles of a cluster from events of the scheduler and reports of workers. Pure.
+
+Phases are derived from the scheduler's task states and so are always current; bytes, rows and seconds arrive
+with the workers' heartbeats, slightly later.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, cast
+
+from dask.typing import Key
+
+from dask_gpurt.monitor.json_replies import PastShuffleReply
+
+#: Maximum numbers of shuffles, and of reasons for each.
+MAX_SHUFFLES, MAX_REASONS = 100, 5
+#: States of tasks whose results have to be computed again.
+_AGAIN = ("waiting", "queued", "no-worker", "processing")
+_NOTHING_ASSEMBLED = {"outputs": 0, "rows": 0, "largest": -1, "largest_rows": -1}
+
+
+class ShuffleState(StrEnum):
+    """Define the states of a shuffle."""
+
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(eq=False)
+class ShuffleRecord:
+    """Hold the state of a shuffle over all its runs.
+
+    Attributes
+    ----------
+    shuffle, run
+        Its id, and the id of its current run.
+    began, ended
+        Seconds since the epoch; ``ended`` is None while it is running.
+    inputs, outputs
+        Numbers of transfer tasks and of outputs.
+    transferred, assembled
+        Keys of those tasks that have a result.
+    sealed
+        Whether the barrier has a result.
+    restarts, recoveries, moved
+        Numbers of restarts as a whole, of recoveries, and of outputs that moved to other owners in a recovery
+        or for balance.
+    reasons
+        The reasons of the last restarts, recoveries and moves.
+    workers
+        Fields of :class:`~dask_gpurt.observe.progress.Figures` in the current run, by worker.
+    """
+
+    shuffle: str
+    run: int
+    began: float
+    inputs: int
+    outputs: int
+    ended: float | None = None
+    state: ShuffleState = ShuffleState.RUNNING
+    transferred: set[Key] = field(default_factory=set)
+    assembled: set[Key] = field(default_factory=set)
+    sealed: bool = False
+    restarts: int = 0
+    recoveries: int = 0
+    moved: int = 0
+    reasons: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_REASONS))
+    workers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def row(self, now: float) -> dict[str, Any]:
+        """Return the figures summed over all workers, and derived figures.
+
+        Returns
+        -------
+        dict
+            Besides plain fields: ``seconds`` so far; the fractions of inputs ``sent``, of bytes ``received``
+            and of outputs ``done``; the ``bytes`` sent, and those of them that have ``arrived``; ``rows``;
+            and ``skew``, the ratio of the rows of the ``largest`` output to the mean, None before the first
+            output.
+        """
+        found = self.workers.values()
+        offered, received = (sum(w[name] for w in found) for name in ("offered_bytes", "received_bytes"))
+        outputs, rows = (sum(w[name] for w in found) for name in ("outputs", "rows"))
+        largest = max(found, key=lambda w: w["largest_rows"], default=None)
+        skew = largest["largest_rows"] * outputs / rows if largest is not None and rows else None
+        return {
+            "shuffle": self.shuffle,
+            "run": self.run,
+            "state": str(self.state),
+            "began": self.began,
+            "seconds": (now if self.ended is None else self.ended) - self.began,
+            "inputs": f"{len(self.transferred)} / {self.inputs}",
+            "outputs": f"{len(self.assembled)} / {self.outputs}",
+            "sent": _share(len(self.transferred), self.inputs),
+            "received": 1.0 if self.sealed else _share(received, offered),
+            "done": _share(len(self.assembled), self.outputs),
+            "bytes": offered,
+            "arrived": offered if self.sealed else min(received, offered),
+            "rows": rows,
+            "skew": skew,
+            "largest": largest["largest"] if skew is not None and largest is not None else None,
+            **{step: sum(w[step] for w in found) for step in ("splitting", "packing", "assembling")},
+            "restarts": self.restarts,
+            "recoveries": self.recoveries,
+            "moved": self.moved,
+            "reason": self.reasons[-1] if self.reasons else "",
+        }
+
+    def reply(self, now: float) -> PastShuffleReply:
+        """Return the figures for the JSON API."""
+        row = self.row(now)
+        figures = {
+            **{name: row[name] for name in PastShuffleReply.__annotations__ if name in row},
+            "id": self.shuffle,
+            "inputs": {"total": self.inputs, "done": len(self.transferred)},
+            "outputs": {"total": self.outputs, "done": len(self.assembled)},
+            "received": row["arrived"],
+        }
+        return cast(PastShuffleReply, figures)
+
+
+def _share(part: float, whole: float) -> float:
+    return min(1.0, part / whole) if whole else 0.0
+
+
+class ShuffleLog:
+    """Keep the last shuffles of a cluster, running and past."""
+
+    def __init__(self) -> None:
+        #: Records by shuffle and first run.
+        self._records: OrderedDict[tuple[str, int], ShuffleRecord] = OrderedDict()
+        self._latest: dict[str, ShuffleRecord] = {}
+        #: The shuffles of a task, with the phase that it belongs to there.
+        self._watched: dict[Key, list[tuple[ShuffleRecord, str]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def begins(
+        self,
+        shuffle: str,
+        run: int,
+        at: float,
+        inputs: Collection[Key],
+        barrier: Key,
+        outputs: Collection[Key],
+    ) -> None:
+        """Record the begin of a run, with the keys of its tasks."""
+        record = self._latest.get(shuffle)
+        if record is None or record.state is not ShuffleState.RUNNING:
+            record = ShuffleRecord(shuffle, run, at, len(inputs), len(outputs))
+            self._latest[shuffle] = self._records[shuffle, run] = record
+            self._forget_beyond()
+        record.run, record.inputs, record.outputs = run, len(inputs), len(outputs)
+        record.transferred.clear()
+        record.assembled.clear()
+        record.workers.clear()
+        record.sealed = False
+        for phase, keys in (("input", inputs), ("barrier", [barrier]), ("output", outputs)):
+            for key in keys:
+                watching = [(of, as_) for of, as_ in self._watched.get(key, ()) if of.shuffle != shuffle]
+                self._watched[key] = [*watching, (record, phase)]
+
+    def _forget_beyond(self) -> None:
+        while len(self._records) > MAX_SHUFFLES:
+            past = [at for at, of in self._records.items() if of.state is not ShuffleState.RUNNING]
+            forgotten = self._records.pop(past[0] if past else next(iter(self._records)))
+            if self._latest.get(forgotten.shuffle) is forgotten:
+                del self._latest[forgotten.shuffle]
+
+    def transition(self, key: Key, finish: str, at: float) -> None:
+        """Record a transition of a task."""
+        if (watching := self._watched.get(key)) is None:
+            return
+        for record, phase in watching:
+            self._apply(record, phase, key, finish, at)
+        if finish == "forgotten":
+            del self._watched[key]
+
+    def _apply(self, record: ShuffleRecord, phase: str, key: Key, finish: str, at: float) -> None:
+        if phase == "barrier":
+            if finish == "memory" or finish in _AGAIN:
+                record.sealed = finish == "memory"
+            elif finish == "forgotten" and record.state is ShuffleState.RUNNING:
+                record.state, record.ended = ShuffleState.CANCELLED, at
+        else:
+            done = record.transferred if phase == "input" else record.assembled
+            if finish == "memory":
+                done.add(key)
+            elif finish in _AGAIN:
+                done.discard(key)
+        if finish == "erred":
+            record.state, record.ended = ShuffleState.FAILED, at
+        elif phase == "output" and record.state in (ShuffleState.RUNNING, ShuffleState.DONE):
+            is_done = len(record.assembled) == record.outputs
+            if is_done and record.state is ShuffleState.RUNNING:
+                record.state, record.ended = ShuffleState.DONE, at
+            elif not is_done:  # an output was lost and is needed again
+                record.state, record.ended = ShuffleState.RUNNING, None
+
+    def event(self, action: str, shuffle: str, reason: str, outputs: int = 0) -> None:
+        """Record an event of a run that the scheduler has logged."""
+        if (record := self._latest.get(shuffle)) is None:
+            return
+        record.restarts += action == "begins-again"
+        record.recoveries += action == "recovers"
+        record.moved += outputs
+        record.reasons.append(reason)
+
+    def figures(self, worker: str, runs: Iterable[tuple[str, int, Mapping[str, Any]]]) -> None:
+        """Update the figures of a worker, given as shuffle, run and figures."""
+        for shuffle, run, figures in runs:
+            record = self._latest.get(shuffle)
+            if record is not None and record.run == run:
+                record.workers[worker] = figures
+
+    def removed(self, worker: str) -> None:
+        """Drop the assembled outputs of a worker that has left, since others assemble them again."""
+        for record in self._records.values():
+            if record.state is ShuffleState.RUNNING and worker in record.workers:
+                record.workers[worker] = {**record.workers[worker], **_NOTHING_ASSEMBLED}
+
+    def restart(self, at: float) -> None:
+        """Cancel running shuffles, since the scheduler has forgotten all tasks."""
+        self._watched.clear()
+        for record in self._records.values():
+            if record.state is ShuffleState.RUNNING:
+                record.state, record.ended = ShuffleState.CANCELLED, at
+
+    def rows(self, now: float, most: int = MAX_SHUFFLES) -> list[dict[str, Any]]:
+        """Return a row for each shuffle, the latest first."""
+        return [record.row(now) for record in self.latest()[:most]]
+
+    def latest(self) -> list[ShuffleRecord]:
+        """Return all records, the latest first."""
+        return list(reversed(self._records.values()))

@@ -1,0 +1,183 @@
+"""Describe everything that waits on a worker or a scheduler, to diagnose a hang, also without the runtime."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
+from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.exchange.pulling import Puller
+from dask_gpurt.exchange.shard import RunKey
+from dask_gpurt.observe.waiting import coroutine_stacks, queued, thread_stacks
+
+if TYPE_CHECKING:
+    from dask_gpurt.exchange import Exchange
+    from dask_gpurt.worker.plugin import GpurtWorkerPlugin
+
+#: Maximum number of keys listed per kind.
+MAX_NAMED = 50
+
+
+# ---- on the event loop of a worker or scheduler ----------------------------------------------
+
+
+async def describe_worker(dask_worker: WorkerServer) -> dict[str, Any]:
+    """Describe a worker's running and waiting tasks and its threads, as plain values. On its event loop.
+
+    For ``client.run``.
+    """
+    state = dask_worker.state
+    return {
+        "pid": os.getpid(),
+        "address": dask_worker.address,
+        "status": str(dask_worker.status),
+        "takes new tasks": state.running,
+        "tasks": Counter(task.state for task in state.tasks.values()),
+        "executing": _named(task.key for task in state.executing),
+        "long-running": _named(task.key for task in state.long_running),
+        "on threads": dict(dask_worker.active_threads),
+        "ready": _named(task.key for task in state.ready.sorted()),
+        "constrained": _named(task.key for task in state.constrained.sorted()),
+        "waiting": _named(
+            (task.key, [dependency.key for dependency in task.waiting_for_data]) for task in state.waiting
+        ),
+        "in flight": _named((task.key, task.coming_from) for task in state.in_flight_tasks),
+        "in flight from": {peer: _named(keys) for peer, keys in state.in_flight_workers.items()},
+        "data needed": {peer: _named(t.key for t in tasks) for peer, tasks in state.data_needed.items()},
+        "busy peers": sorted(state.busy_workers),
+        "missing": _named(task.key for task in state.missing_dep_flight),
+        "sending": dask_worker.transfer_outgoing_count,
+        "executors": {name: queued(each) for name, each in dask_worker.executors.items()},
+        "shuffles": _shuffles(dask_worker),
+        "runtime": _runtime(dask_worker.plugins.get("gpurt")),
+        "threads": thread_stacks(),
+        "coroutines": coroutine_stacks(),
+    }
+
+
+async def describe_scheduler(dask_scheduler: SchedulerServer) -> dict[str, Any]:
+    """Describe a scheduler's waiting tasks, workers and threads, as plain values. On its event loop.
+
+    For ``client.run_on_scheduler``.
+    """
+    scheduler = dask_scheduler
+    return {
+        "pid": os.getpid(),
+        "tasks": Counter(task.state for task in scheduler.tasks.values()),
+        "processing": {
+            address: _named(task.key for task in worker.processing)
+            for address, worker in scheduler.workers.items()
+        },
+        "status": {address: str(worker.status) for address, worker in scheduler.workers.items()},
+        "last seen": {address: worker.last_seen for address, worker in scheduler.workers.items()},
+        "queued": _named(task.key for task in scheduler.queued.sorted()),
+        "unrunnable": _named(task.key for task in scheduler.unrunnable),
+        "waiting": _named(
+            (task.key, [each.key for each in task.waiting_on or ()])
+            for task in scheduler.tasks.values()
+            if task.state == "waiting"
+        ),
+        "idle": _named(worker.address for worker in scheduler.idle_task_count),
+        "plugins": {name: repr(plugin) for name, plugin in scheduler.plugins.items()},
+        "threads": thread_stacks(),
+        "coroutines": coroutine_stacks(),
+    }
+
+
+def _named(things: Iterable[object]) -> list[str]:
+    named = [str(thing) for thing in things]
+    return named[:MAX_NAMED] + ([f"and {len(named) - MAX_NAMED} more"] if len(named) > MAX_NAMED else [])
+
+
+def _shuffles(worker: WorkerServer) -> list[str]:
+    # Imported late: this module must load in processes without Dask's shuffles, or with other versions.
+    from dask_gpurt.dask_hooks.shuffle import active_runs
+
+    plugin = worker.plugins.get("shuffle")
+    return [repr(run) for run in active_runs(plugin).values()] if plugin is not None else []
+
+
+def _runtime(plugin: GpurtWorkerPlugin | None) -> dict[str, Any] | None:
+    """Return the waiting lists of the runtime's parts on a worker; None if the runtime is off."""
+    if plugin is None:
+        return None
+    try:
+        return waiting(plugin)
+    # A part that is being set up may raise anything; still describe the rest of the worker.
+    except Exception as error:
+        return {"error": repr(error)}
+
+
+# ---- the runtime on a worker -----------------------------------------------------------------
+
+
+def waiting(plugin: GpurtWorkerPlugin) -> dict[str, Any]:
+    """Return the queues of each part of a worker's runtime, as plain values. On its event loop.
+
+    Parameters
+    ----------
+    plugin
+        The worker plugin; its setup may be incomplete.
+    """
+    parts: dict[str, Callable[[], Any]] = {
+        "admission": lambda: plugin.data.waiting() if plugin.data is not None else "tiers are off",
+        "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
+        "moving": lambda: list(map(str, plugin.tiers.tiered_buffer.moving())),
+        "exchange": lambda: queued(plugin.exchange.executor),
+        "pulls": lambda: _pulls(plugin.exchange.puller),
+        "shards": lambda: _shards(plugin.exchange),
+        "published": lambda: _published(plugin.exchange.pools),
+        "pools": lambda: plugin.exchange.pools.describe(),
+        "counters": lambda: plugin.metrics.snapshot(),
+    }
+    return {name: _described(part) for name, part in parts.items()}
+
+
+def _described(part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    # A part that is not set up yet, or closed already, must not hide the other parts.
+    except Exception as error:
+        return f"unknown: {error!r}"
+
+
+def _pulls(puller: Puller) -> dict[str, int]:
+    """Return the shards and bytes that are being pulled."""
+    return {"under way": puller.under_way, "bytes": puller.nbytes}
+
+
+def _shards(exchange: Exchange) -> dict[str, dict[str, int]]:
+    """Count the offered shards by producer and state."""
+    return {
+        f"{producer.address} ({producer.incarnation})": dict(
+            Counter(incoming.state.name for incoming in incoming_shards)
+        )
+        for producer, incoming_shards in list(exchange._incoming.items())
+        if incoming_shards
+    }
+
+
+def _published(pools: Pools) -> dict[str, dict[str, Any]]:
+    """Count the shards that owners may still read, and the producers that wait for memory, by pool."""
+    return {
+        kind: {
+            "by owner": dict(Counter(_readers(outbox))),
+            "by run": dict(Counter(f"{shuffle}[{run_id}]" for shuffle, run_id in _runs(outbox))),
+            "producers that wait": outbox.waiting,
+            "used": outbox.pool.used,
+        }
+        for kind, outbox in list(pools._outboxes.items())
+    }
+
+
+def _runs(outbox: Outbox) -> Iterable[RunKey]:
+    return (entry.run for entry in list(outbox._entries.values()))
+
+
+def _readers(outbox: Outbox) -> Iterable[str]:
+    return chain.from_iterable(set(entry.readers.values()) for entry in list(outbox._entries.values()))

@@ -1,1 +1,0 @@
-"""Install the runtime in Dask's schedulers, workers and nannies; hooks delegate to the other packages."""

@@ -1,0 +1,130 @@
+"""Name every message between clients, schedulers and workers, with its sender, receiver and payload.
+
+A *handler* is called and answers; a *stream operation* (``…_OP``) is sent on the stream that a worker and its
+scheduler keep open, in order and without an answer; a *metric* travels with a worker's heartbeats. To add a
+message: name it here, with what it carries, and register its handler where it is received
+(`scheduler/plugin.py`, `worker/plugin.py` or `exchange/exchange.py`); ``tests/cluster/test_protocol.py``
+compares this list with the handlers of a running cluster.
+
+Messages between the workers of one shuffle run are values of their own: `shuffle/messages.py`.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+#: The runtime's name among the plugins of schedulers and workers, and among a scheduler's extensions.
+NAME = "gpurt"
+
+# From clients, and from people's tools, to the scheduler.
+
+#: ``connect: bool`` → counters and fallbacks of all servers, departed workers included.
+CLUSTER_REPORT_HANDLER = "gpurt_report"
+#: ``by: str`` → rows of bytes per tier, worker or kind.
+MEMORY_HANDLER = "gpurt_memory"
+#: ``key`` → the decisions that placement made about a task, None if there are none.
+EXPLAIN_HANDLER = "gpurt_explain"
+#: → the links between workers, as the scheduler models them.
+TOPOLOGY_HANDLER = "gpurt_topology"
+#: ``token`` begins a trace on all servers, ``token, limit`` takes a batch of events, ``token`` ends it.
+BEGIN_TRACES_HANDLER = "gpurt_trace_begin"
+TAKE_TRACES_HANDLER = "gpurt_traces_take"
+END_TRACES_HANDLER = "gpurt_traces_end"
+
+# From workers to the scheduler: handlers.
+
+#: ``worker, token, devices, plugin`` → a `JoinReply`: may this worker switch on.
+JOIN_HANDLER = "gpurt_join"
+#: → the token of the runtime that is on.
+TOKEN_HANDLER = "gpurt_token"
+#: ``id, run_id`` → the owners of a run's outputs, with their epoch.
+OWNERS_HANDLER = "gpurt_owners"
+#: ``id, run_id, epoch, reason`` and what is missing: a barrier found lost inputs or owners.
+RECOVER_HANDLER = "gpurt_recover"
+#: ``id, run_id, worker`` → whether a run goes on without a worker that does not answer.
+SILENT_HANDLER = "gpurt_silent"
+#: ``peers: list, closing: bool`` → those of them that have left (or are closing).
+GONE_HANDLER = "gpurt_gone"
+#: ``worker, peers`` → speed and latency of the links from a worker to its peers.
+LINKS_HANDLER = "gpurt_links"
+#: ``host: str`` → bytes that the other workers of a host could free in shared memory.
+HOST_ROOM_HANDLER = "gpurt_host_room"
+#: → bytes of shared memory that each host's workers hold.
+SHARED_MEMORY_HANDLER = "gpurt_shared_memory"
+#: Statistics of a worker's kernels → those of all workers, averaged.
+STATISTICS_HANDLER = "gpurt_learned"
+
+# From workers to the scheduler: stream operations and metrics.
+
+#: ``token``: the plugin with this token has switched on; ``plugin`` as well: it has switched off.
+READY_OP = "gpurt-ready"
+LEFT_OP = "gpurt-left"
+#: ``token, reason``: the worker cannot switch on with its settings.
+REFUSED_OP = "gpurt-refused"
+#: ``keys``: results that a worker has lost.
+LOST_KEYS_OP = "gpurt-lost"
+#: Bytes of each tier; as a metric too, in case a message is lost.
+MEMORY_OP = "gpurt-memory"
+MEMORY_METRIC = "gpurt_memory"
+#: ``place, name, visible``: where on its host a worker runs.
+PLACE_OP = "gpurt-place"
+#: ``totals``: tuples of peer, path, bytes, seconds, transfers.
+TRAFFIC_OP = "gpurt-traffic"
+#: ``id, run_id, epoch``: a barrier has sealed its run.
+SEALED_OP = "gpurt-sealed"
+#: ``status``: the answer to `ASK_STATUS_OP`.
+STATUS_OP = "gpurt-status"
+#: ``keys``: results of `SEND_RESULTS_OP` that have arrived.
+CONFIRM_RESULTS_OP = "gpurt-results-confirmed"
+#: Counters of a worker; and how far its runs are.
+COUNTERS_METRIC = "gpurt_counters"
+PROGRESS_METRIC = "gpurt_progress"
+
+# From the scheduler to workers.
+
+#: ``connect: bool`` → a worker's counters and fallbacks.
+WORKER_REPORT_HANDLER = "gpurt_report"
+#: ``runs`` → how many shards of a retiring worker its owners have not copied yet.
+EVACUATE_HANDLER = "gpurt_evacuate"
+#: → the links of the worker's host.
+HOST_HANDLER = "gpurt_host"
+#: → bytes freed in shared memory, for another worker of the host.
+MAKE_ROOM_HANDLER = "gpurt_make_room"
+#: All workers have switched off.
+ALL_OFF_HANDLER = "gpurt_all_off"
+#: → the worker's clock; ``token, limit`` → a batch of its events; ``token`` ends its trace.
+CLOCK_HANDLER = "gpurt_clock"
+TAKE_EVENTS_HANDLER = "gpurt_trace_take"
+END_TRACE_HANDLER = "gpurt_trace_end"
+#: ``id, run_id, owners``: the owners of a run have changed.
+NEW_OWNERS_OP = "gpurt-renew"
+#: ``key``: the result of a task that has assembled outputs is accepted.
+ACCEPTED_OP = "gpurt-accepted"
+#: ``results``: small results that the worker's next tasks need.
+SEND_RESULTS_OP = "gpurt-results"
+#: Is this worker alive; it answers with `STATUS_OP`.
+ASK_STATUS_OP = "gpurt-ask-status"
+
+# Between workers: the exchange.
+
+#: ``kind, to`` → what a peer needs to map a pool.
+TICKET_HANDLER = "gpurt_ticket"
+#: A shard's block and incarnation → its bytes, where no pool is mapped.
+FETCH_HANDLER = "gpurt_fetch"
+#: ``kind, shards, to``: owners do not need these shards any more.
+RELEASE_HANDLER = "gpurt_release"
+#: ``producer`` → how many of its shards are still read here.
+DRAIN_HANDLER = "gpurt_drain"
+#: ``producer, run``: drop the shards of a run that has ended.
+FORGET_HANDLER = "gpurt_forget"
+
+
+class JoinReply(IntEnum):
+    """Tell a worker that has received the plugin what to do."""
+
+    #: Do not switch on: the runtime has been switched off.
+    STAY_OFF = 0
+    #: Switch on, and refuse settings that do not fit the worker.
+    AS_SET = 1
+    #: Switch on with defaults for sizes that do not fit the worker: shuffles of the others will reach it.
+    AS_FITS = 2

@@ -1,0 +1,456 @@
+"""Run the runtime on the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from dask.typing import Key
+from distributed import SchedulerPlugin
+from distributed.metrics import time
+from distributed.protocol.pickle import dumps
+
+from dask_gpurt import config, dask_hooks
+from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
+from dask_gpurt.dask_hooks.scheduler import require_load
+from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.dask_hooks.worker import CLOSING, call_soon
+from dask_gpurt.exchange.calls import is_off
+from dask_gpurt.memory.ledger import ClusterMemory
+from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
+from dask_gpurt.observe.methods import METHOD_TOPIC
+from dask_gpurt.observe.metrics import Server
+from dask_gpurt.overlap.stats_sync import SharedStatistics
+from dask_gpurt.placement import LedgerHeadroom
+from dask_gpurt.protocol import (
+    CLUSTER_REPORT_HANDLER,
+    CONFIRM_RESULTS_OP,
+    EXPLAIN_HANDLER,
+    GONE_HANDLER,
+    HOST_ROOM_HANDLER,
+    JOIN_HANDLER,
+    LEFT_OP,
+    LINKS_HANDLER,
+    LOST_KEYS_OP,
+    MEMORY_HANDLER,
+    MEMORY_METRIC,
+    MEMORY_OP,
+    NAME,
+    OWNERS_HANDLER,
+    PLACE_OP,
+    READY_OP,
+    RECOVER_HANDLER,
+    REFUSED_OP,
+    SEALED_OP,
+    SHARED_MEMORY_HANDLER,
+    SILENT_HANDLER,
+    STATISTICS_HANDLER,
+    STATUS_OP,
+    TOKEN_HANDLER,
+    TRAFFIC_OP,
+)
+from dask_gpurt.scheduler.placement import SchedulerPlacement
+from dask_gpurt.scheduler.reports import ClusterReports
+from dask_gpurt.scheduler.shuffles import SchedulerShuffles
+from dask_gpurt.scheduler.silence import SilentWorkers
+from dask_gpurt.scheduler.switching import Switch, Workers
+from dask_gpurt.scheduler.topology import SchedulerTopology
+from dask_gpurt.scheduler.tracing import SchedulerTracing
+from dask_gpurt.scheduler.worker_calls import Requests, make_room
+from dask_gpurt.worker.plugin import GpurtWorkerPlugin
+from dask_gpurt.worker.streams import PromptStreams
+from dask_gpurt.worker.tracebacks import spare_tracebacks
+
+logger = logging.getLogger(__name__)
+
+#: Starts observing a plugin that is on, and returns a function that stops it.
+Observer = Callable[["GpurtSchedulerPlugin"], Callable[[], None]]
+#: The plugin's name until it is on: Dask considers a plugin registered as soon as its name is known.
+STARTING = "gpurt-starting"
+#: How long a memory query waits for the first report of workers that have just switched on, in seconds.
+FIRST_REPORT_TIMEOUT_S = 2.0
+
+
+class GpurtSchedulerPlugin(SchedulerPlugin):
+    """Switch the runtime on for a cluster, including workers that join later.
+
+    Parts are switched on in the order listeners, placement, workers, shuffles, so that no shuffle reaches a
+    worker without the runtime. Each part pushes a callback that switches it off. The callbacks run in reverse
+    order, all of them even if one fails.
+
+    Parameters
+    ----------
+    settings
+        The section ``gpurt`` of the process that switches the runtime on. Settings of the scheduler's or a
+        worker's own configuration take precedence.
+    observer
+        Called once the runtime is on; its result is called when the runtime is switched off.
+    """
+
+    name = NAME
+    idempotent = True
+
+    def __init__(self, settings: Mapping[str, Any], observer: Observer | None = None):
+        self.given = settings
+        self.observer = observer
+
+    async def start(self, scheduler: SchedulerServer) -> None:
+        # Several clients or nannies may register the plugin at once, or while another client switches it off.
+        while (other := scheduler.extensions.get(NAME)) is not None:
+            if await other.switch.settled():
+                return  # the other one is on; Dask drops this idempotent plugin
+        scheduler.extensions[NAME] = self
+        self.scheduler = scheduler
+        self._spared = spare_tracebacks()
+        self.switch = Switch(self._switch_on, self._switch_off)
+        try:
+            await self.switch.on()
+        except BaseException:
+            scheduler.loop.add_callback(self._spared.close)  # once Dask has logged what this raises
+            raise
+
+    async def close(self) -> None:
+        # The registry of metrics is global to the process and would keep the closed scheduler alive, and the
+        # process may go on, as that of a notebook.
+        self._hide()
+        self._spared.close()
+
+    async def stop(self) -> None:
+        """Switch the runtime off and restore Dask, on the scheduler and on all workers."""
+        try:
+            await self.switch.off()
+        finally:
+            self._spared.close()
+
+    # ---- on and off ----------------------------------------------------------------------
+
+    async def _switch_on(self) -> None:
+        self._undo = AsyncExitStack()
+        self._undo.callback(self._end)
+        try:
+            dask_hooks.require()
+            self._undo.enter_context(sharing_expressions())
+            self._prepare(config.load_over(self.given))
+            self._show()
+            self.places.install()
+            self._undo.callback(self.places.uninstall)
+            self._listen()
+            self._register(STARTING)
+            self._undo.callback(self._unregister, STARTING)
+            self.place(self.settings.placement.enabled)
+            self._undo.callback(self.place, False)
+            self._undo.callback(self.workers.silent.close)
+            self._undo.push_async_callback(self.workers.off)
+            await self.workers.on()
+            self.shuffles.install()
+            self._undo.callback(self.shuffles.uninstall)
+            # Dask considers the plugin registered only under NAME, that is while all parts are on.
+            self._rename(STARTING, NAME)
+            self._undo.callback(self._rename, NAME, STARTING)
+            if self.observer is not None:
+                self._undo.callback(self.observer(self))
+        except BaseException:
+            try:
+                await self._switch_off()
+            except Exception:  # logged only: the error that is raised below is the cause
+                logger.exception("switching the runtime on failed, and so did undoing it")
+            raise
+
+    async def _switch_off(self) -> None:
+        await self._undo.aclose()
+
+    def _prepare(self, settings: config.Settings) -> None:
+        self.settings = settings
+        self.metrics = Metrics()
+        self.cluster_memory = ClusterMemory()
+        self._memory_reported = asyncio.Event()
+        self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
+        self.learned = SharedStatistics()
+        self.tracing = SchedulerTracing(self.scheduler, self.metrics)
+        self.placement: SchedulerPlacement | None = None
+        token = uuid.uuid4().hex
+        self.reports = ClusterReports(self.scheduler, self.metrics, token)
+        silent = SilentWorkers(self.scheduler, self.metrics)
+        self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token, silent)
+        self.shuffles = SchedulerShuffles(
+            self.scheduler,
+            settings,
+            self.metrics,
+            self.workers,
+            LedgerHeadroom(self.cluster_memory, self.scheduler.workers),
+        )
+
+    def _listen(self) -> None:
+        self.requests = Requests()
+        asking: dict[str, Callable[..., Awaitable[Any]]] = {
+            CLUSTER_REPORT_HANDLER: self.report,
+            HOST_ROOM_HANDLER: self.host_room,
+            **self.tracing.handlers(),
+        }
+        handlers = {
+            **{name: self.requests.counted(handler) for name, handler in asking.items()},
+            GONE_HANDLER: self.gone,
+            MEMORY_HANDLER: self.memory,
+            SHARED_MEMORY_HANDLER: self.shared_memory,
+            EXPLAIN_HANDLER: self.explain,
+            STATISTICS_HANDLER: self.learned.learned,
+            JOIN_HANDLER: self.workers.join,
+            TOKEN_HANDLER: lambda: self.workers.token,
+            OWNERS_HANDLER: self.shuffles.recovery.owners,
+            RECOVER_HANDLER: self.shuffles.recovery.recover,
+            SILENT_HANDLER: self.shuffles.abandoning.continues_without,
+        }
+        operations = {
+            MEMORY_OP: self.memory_changed,
+            LOST_KEYS_OP: self.lost,
+            READY_OP: self.is_ready,
+            LEFT_OP: self.workers.has_left,
+            REFUSED_OP: self.refused,
+            SEALED_OP: self.shuffles.recovery.sealed,
+            STATUS_OP: self.workers.silent.is_back,
+            CONFIRM_RESULTS_OP: self.shuffles.results.confirmed,
+        }
+        self._undo.push_async_callback(self._stand_in, [*handlers, LINKS_HANDLER])
+        self._undo.callback(self._ignore_unreachable)
+        self._undo.callback(self.tracing.close)
+        patches = dask_hooks.PatchSet()
+        self._undo.callback(patches.restore)
+        for name, handler in handlers.items():
+            patches.add_item(self.scheduler.handlers, name, handler)
+        for name, handler in operations.items():
+            patches.add_item(self.scheduler.stream_handlers, name, handler)
+        self.streams = PromptStreams()
+        self._undo.callback(self.streams.restore)
+        for stream in self.scheduler.stream_comms.values():
+            self.streams.add(stream)
+
+    def _end(self) -> None:
+        _forget_plans()
+        self._unregister(NAME)
+        if self.scheduler.extensions.get(NAME) is self:
+            del self.scheduler.extensions[NAME]
+
+    async def _stand_in(self, names: list[str]) -> None:
+        """Ignore calls until none may arrive any more; then workers need no stand-ins either.
+
+        Calls of unreachable workers may arrive at any time.
+        """
+        stand_ins = dask_hooks.PatchSet()
+        for name in names:
+            stand_ins.add_item(self.scheduler.handlers, name, is_off)
+        await self.requests.ended()
+        await self.workers.end()
+        if not self.workers.unreachable:
+            stand_ins.restore()
+
+    def _ignore_unreachable(self) -> None:
+        # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
+        # closes a worker that sends an unknown operation.
+        if self.workers.unreachable:
+            for name in (
+                MEMORY_OP,
+                LOST_KEYS_OP,
+                READY_OP,
+                REFUSED_OP,
+                PLACE_OP,
+                TRAFFIC_OP,
+                SEALED_OP,
+                STATUS_OP,
+                CONFIRM_RESULTS_OP,
+            ):
+                self.scheduler.stream_handlers[name] = _nothing
+            self.scheduler.stream_handlers[LEFT_OP] = self._left_late
+
+    def _left_late(self, worker: str, **_: Any) -> None:
+        """Note that an unreachable worker has been heard again and has switched off (stream handler)."""
+        call_soon(self.scheduler, self.workers.end_on, worker)
+
+    def _register(self, name: str) -> None:
+        self.scheduler.add_plugin(self, name=name)
+
+    def _unregister(self, name: str) -> None:
+        if self.scheduler.plugins.get(name) is self:
+            del self.scheduler.plugins[name]
+
+    def _rename(self, before: str, after: str) -> None:
+        self._unregister(before)
+        self._register(after)
+
+    def is_ready(self, worker: str, token: str) -> None:
+        """Note that a worker has switched on (stream handler)."""
+        self.workers.is_ready(worker, token)
+        if worker in self.workers.ready:
+            self.shuffles.recovery.joined(worker)
+
+    def refused(self, worker: str, token: str, reason: str) -> None:
+        """Note that a worker that joined later rejects its settings (stream handler).
+
+        If no worker has the runtime on, it is switched off, so that programs continue with plain Dask.
+        Workers that were present when the runtime was switched on reply with the error instead.
+        """
+        if token != self.workers.token or not self.switch.is_on:
+            return
+        if not self.workers.ready:
+            config.say_once(logger, reason)
+            self._stopping = asyncio.create_task(self.stop())
+        else:
+            logger.error("the runtime is not on at %s, and shuffles that reach it fail: %s", worker, reason)
+
+    def restart(self, scheduler: SchedulerServer) -> None:
+        self.shuffles.recovery.restart()
+
+    # ---- memory ------------------------------------------------------------------------
+
+    def memory_changed(self, worker: str, **message: Any) -> None:
+        """Apply a worker's report of changes in its tiers (stream handler)."""
+        if worker in self.scheduler.workers:
+            self.cluster_memory.apply(worker, message)
+            self._memory_reported.set()
+            if self.placement is not None:
+                self.placement.memory_changed(worker)
+
+    def lost(self, worker: str, keys: list[Key]) -> None:
+        """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""
+        state = self.scheduler.workers.get(worker)
+        recommendations = {}
+        for task in map(self.scheduler.tasks.get, keys):
+            if task is not None and state in (task.who_has or ()):
+                self.scheduler.remove_replica(task, state)
+                if not task.who_has:
+                    recommendations[task.key] = "released" if task.run_spec else "forgotten"
+        self.scheduler.transitions(recommendations, stimulus_id=f"gpurt-lost-{time()}")
+
+    def add_worker(self, scheduler: SchedulerServer, worker: str) -> None:
+        self.streams.add(scheduler.stream_comms[worker])
+        self.reports.add(worker)
+
+    def remove_worker(self, scheduler: SchedulerServer, worker: str, **_: Any) -> None:
+        self.cluster_memory.forget(worker)
+        self.reports.remove(worker)
+        self.workers.remove(worker)
+        self.places.remove(worker)
+        self.learned.remove(worker)
+        if self.placement is not None:
+            self.placement.remove(worker)
+
+    # ---- placement -----------------------------------------------------------------------
+
+    def place(self, on: bool) -> None:
+        """Switch placement on or off; while it is off, Dask chooses the workers of tasks."""
+        if on and self.placement is None and self._knows_loads():
+            topology = self.places.topology
+            self.placement = SchedulerPlacement(
+                self.scheduler, topology, self.cluster_memory, self.metrics, self.settings.placement.always
+            )
+            self.placement.install()
+        elif not on and self.placement is not None:
+            self.placement.uninstall()
+            self.placement = None
+
+    def _knows_loads(self) -> bool:
+        try:
+            require_load()
+        except dask_hooks.UnsupportedError as error:
+            self.metrics.fallback(Fallback.PLACEMENT_UNSUPPORTED, str(error))
+            return False
+        return True
+
+    def update_graph(self, scheduler: SchedulerServer, **_: Any) -> None:
+        if self.placement is not None:
+            self.placement.submitted()
+
+    def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
+        self.shuffles.transition(key, finish, kwargs.get("worker"), kwargs.get("metadata"))
+
+    def explain(self, key: Key) -> list[dict[str, Any]] | None:
+        """Return the last placement decision about a key; None if placement is off."""
+        return None if self.placement is None else self.placement.explain(key)
+
+    async def memory(self, by: str = "tier") -> list[dict[str, Any]]:
+        """Return memory in use, one row per worker and tier, and per prefix with ``by="prefix"``.
+
+        Waits for the first report of workers that have just switched on: their reply to being switched on
+        may overtake it.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_REPORT_TIMEOUT_S):
+                while not self.workers.ready <= set(self.reported_memory().workers()):
+                    self._memory_reported.clear()
+                    await self._memory_reported.wait()
+        memory = self.reported_memory()
+        return memory.rows_by_prefix() if by == "prefix" else memory.rows()
+
+    def reported_memory(self) -> ClusterMemory:
+        """Return the latest reported memory of all workers."""
+        for address, state in self.scheduler.workers.items():
+            if (whole := state.metrics.get(MEMORY_METRIC)) is not None:
+                self.cluster_memory.apply(address, whole)
+        return self.cluster_memory
+
+    # ---- metrics -------------------------------------------------------------------------
+
+    def _show(self) -> None:
+        """Register metrics."""
+        self._hide = prometheus.register(self.scheduler, Server.SCHEDULER, self.metrics, self._readings)
+        self._undo.callback(self._hide)
+
+    def _readings(self) -> list[prometheus.Reading]:
+        return [
+            ("workers.ready", (), len(self.workers.ready)),
+            ("shuffles.active", (), len(self.shuffles.active())),
+        ]
+
+    def shared_memory(self) -> dict[str, int]:
+        """Return the size limit of the exchange pools, in bytes, of each worker without a GPU."""
+        return self.cluster_memory.shared_memory()
+
+    # ---- calls from workers and clients ----------------------------------------------
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Count the choice of a shuffle method that a client reports."""
+        # A client of another version may report choices that are unknown here.
+        if topic == METHOD_TOPIC and msg in MethodChoice.__members__:
+            MethodChoice[msg].count(self.metrics)
+
+    def gone(self, peers: list[str], closing: bool = False) -> list[str]:
+        """Return which of these workers have left.
+
+        Parameters
+        ----------
+        closing
+            Include workers that are closing.
+        """
+        workers = self.scheduler.workers
+        return [
+            peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
+        ]
+
+    async def host_room(self, host: str) -> dict[str, int | None]:
+        """Make the workers of a host return memory; see :func:`.asking.make_room`."""
+        return await make_room(self.scheduler, host)
+
+    async def report(self, connect: bool = False) -> dict[str, Any]:
+        """Return a report on the whole cluster, for ``dask gpurt doctor`` and users.
+
+        Parameters
+        ----------
+        connect
+            Have the workers detect the paths to all of their peers first.
+        """
+        return {"takeover": self.settings.takeover, **await self.reports.collect(connect)}
+
+
+def _nothing(**_: Any) -> None:
+    """Ignore a message of a worker that could not be switched off."""
+
+
+def _forget_plans() -> None:
+    """Drop the plans that this process keeps. A scheduler that has received none need not import planning."""
+    if (packed := sys.modules.get("dask_gpurt.client.planning.packed")) is not None:
+        packed.forget_plans()

@@ -1,0 +1,69 @@
+"""Ask workers from the scheduler, each for itself and for a limited time, so that none delays the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import wraps
+from typing import Any
+
+from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.protocol import MAKE_ROOM_HANDLER
+
+#: Seconds for which a round for room waits for each worker; the next round follows twice a second.
+ROOM_TIMEOUT_S = 2.0
+
+
+class Requests:
+    """Count the calls of handlers that ask workers, so that their end can be awaited. On the event loop."""
+
+    def __init__(self) -> None:
+        self._in_progress = 0
+        self._ended = asyncio.Event()
+        self._ended.set()
+
+    def counted(self, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Return a handler whose calls are counted."""
+
+        @wraps(handler)
+        async def call(**message: Any) -> Any:
+            self._in_progress += 1
+            self._ended.clear()
+            try:
+                return await handler(**message)
+            finally:
+                self._in_progress -= 1
+                if not self._in_progress:
+                    self._ended.set()
+
+        return call
+
+    async def ended(self) -> None:
+        """Wait until none is in progress."""
+        await self._ended.wait()
+
+
+async def ask(scheduler: SchedulerServer, worker: str, message: Mapping[str, Any], timeout_s: float) -> Any:
+    """Call a handler of a worker; return its reply, or the error if it fails or takes too long."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            replies = await scheduler.broadcast(msg=dict(message), workers=[worker], on_error="return")
+    except TimeoutError:
+        return TimeoutError(f"no answer within {timeout_s:g} s")
+    return replies[worker]
+
+
+async def make_room(scheduler: SchedulerServer, host: str) -> dict[str, int | None]:
+    """Make the workers of a host return memory behind their pools.
+
+    Returns
+    -------
+    dict
+        The bytes that each worker still uses; None if it does not tell in time.
+    """
+    workers = [worker for worker, state in scheduler.workers.items() if state.host == host]
+    asked = (ask(scheduler, worker, {"op": MAKE_ROOM_HANDLER}, ROOM_TIMEOUT_S) for worker in workers)
+    replies = await asyncio.gather(*asked)
+    # Without the runtime a worker has no such handler. Dask then replies None, and it has no pool.
+    held = (None if isinstance(reply, Exception) else reply or 0 for reply in replies)
+    return dict(zip(workers, held, strict=True))

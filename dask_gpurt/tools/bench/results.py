@@ -1,0 +1,327 @@
+"""Define the result of a bench: its runs, their figures, the gain of the runtime, and advice."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import pandas as pd
+from dask.utils import format_bytes
+
+from dask_gpurt.tools.bench.advice import Advice, Findings, advise
+from dask_gpurt.tools.bench.budget import planning
+from dask_gpurt.tools.bench.parts import PARTS, Parts
+
+#: The contender with the runtime.
+GPURT = "gpurt"
+
+
+@dataclass(frozen=True)
+class Spent(Parts):
+    """Hold what a run spent: seconds, bytes and memory.
+
+    Parameters
+    ----------
+    read_bytes, moved_bytes
+        Bytes read from files, and moved to other processes, on all workers.
+    peak_bytes
+        The largest peak memory of a worker process; None if unknown.
+    """
+
+    read_bytes: float
+    moved_bytes: float
+    peak_bytes: int | None
+
+    @classmethod
+    def of(
+        cls, spent: Mapping[str, Any], counted: Mapping[str, float], peak: int | None, threads: int
+    ) -> Spent:
+        """Build it from a :func:`~dask_gpurt.tools.bench.budget.budget` and the differences of counters."""
+        seconds = spent["seconds"]
+        # The gaps of a worker that has left meanwhile would add up to more.
+        idle = min(spent["gaps"]["seconds_a_thread"], seconds["computing"])
+        busy = seconds["computing"] - idle
+        reading = min(busy, counted["read_seconds"] / threads)
+        return cls(
+            planning=planning(seconds),
+            starting=seconds["first_task"],
+            reading=reading,
+            computing=busy - reading,
+            idle=idle,
+            collecting=seconds["collect"],
+            tasks=sum(int(kind["count"]) for kind in spent["tasks"].values()),
+            longest_gap=spent["gaps"]["longest"],
+            read_bytes=counted["read_bytes"],
+            moved_bytes=counted["moved_bytes"],
+            spilled_bytes=counted["spilled_bytes"],
+            peak_bytes=peak,
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """Record a run of a query.
+
+    Parameters
+    ----------
+    query, contender
+        The names of the query and of the method.
+    round
+        The number of its round.
+    warm
+        Whether it is the second run of its round, which counts. The first run includes one-time costs.
+    seconds
+        Seconds from the first expression until the result is on the client.
+    """
+
+    query: str
+    contender: str
+    round: int
+    warm: bool
+    seconds: float
+    spent: Spent
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Hold the ratio of the other method's time to the runtime's.
+
+    Parameters
+    ----------
+    value
+        The median over the rounds of the geometric mean over the queries.
+    low, high
+        The smallest and the largest value of a round.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Describe the cluster that was measured.
+
+    Parameters
+    ----------
+    workers, threads, hosts
+        The number of each.
+    memory_limit
+        The smallest memory limit of a worker, in bytes; 0 if there is no limit.
+    backend
+        ``pandas`` or ``cudf``.
+    """
+
+    workers: int
+    threads: int
+    hosts: int
+    memory_limit: int
+    backend: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Hold the report of the runtime after its last round.
+
+    Parameters
+    ----------
+    counters, fallbacks
+        Metrics of the cluster by name, and counts of fallbacks by id.
+    departed
+        Number of workers that have left.
+    """
+
+    counters: Mapping[str, float]
+    fallbacks: Mapping[str, int]
+    departed: int
+
+
+@dataclass(frozen=True, repr=False)
+class BenchResult:
+    """Report what the runtime gains on a cluster, where the time goes, and what would help.
+
+    Parameters
+    ----------
+    machine
+        The cluster.
+    tables
+        A description of the tables.
+    from_files
+        Whether tables were read from files; otherwise each query generated them, which counts as reading.
+    contenders
+        ``gpurt`` and the shuffle method that it was compared with; only ``gpurt`` if the runtime was already
+        on before.
+    runs
+        All runs, in order. Each result was equal to the first result of its query.
+    observed
+        The report of the runtime.
+    """
+
+    machine: Machine
+    tables: str
+    from_files: bool
+    contenders: tuple[str, ...]
+    runs: tuple[Run, ...]
+    observed: Observed
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """Return the gain of the runtime; None if there is nothing to compare it with."""
+        if len(self.contenders) == 1:
+            return None
+        ours, theirs = (self._seconds(name) for name in self.contenders)
+        of_rounds = [
+            statistics.geometric_mean(theirs[query, number] / ours[query, number] for query in self.queries)
+            for number in sorted({number for _, number in ours})
+        ]
+        return Ratio(statistics.median(of_rounds), min(of_rounds), max(of_rounds))
+
+    def _seconds(self, contender: str) -> dict[tuple[str, int], float]:
+        """Return the seconds of warm runs, by query and round."""
+        return {(run.query, run.round): run.seconds for run in self.runs if self._is(run, contender)}
+
+    @staticmethod
+    def _is(run: Run, contender: str, *, warm: bool = True) -> bool:
+        return run.contender == contender and run.warm is warm
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of rounds."""
+        return len({run.round for run in self.runs})
+
+    @property
+    def queries(self) -> list[str]:
+        """Return the names of the queries, in order."""
+        return list(dict.fromkeys(run.query for run in self.runs))
+
+    def typical(self, query: str, contender: str) -> Run:
+        """Return the warm run with the median duration; as a whole run, so that its parts add up."""
+        mine = [run for run in self.runs if run.query == query and self._is(run, contender)]
+        return sorted(mine, key=lambda run: run.seconds)[(len(mine) - 1) // 2]
+
+    def first_seconds(self, query: str, contender: str) -> float:
+        """Return the median seconds of the first run of each round."""
+        return statistics.median(
+            run.seconds for run in self.runs if run.query == query and self._is(run, contender, warm=False)
+        )
+
+    @property
+    def findings(self) -> Findings:
+        """Return the figures of the runtime that advice is based on, summed over the queries."""
+        spent = [self.typical(query, GPURT).spent for query in self.queries]
+        limit = self.machine.memory_limit
+        peaks = [one.peak_bytes for one in spent if one.peak_bytes is not None]
+        return Findings(
+            **{name: sum(getattr(one, name) for one in spent) for name in PARTS},
+            tasks=sum(one.tasks for one in spent),
+            longest_gap=max(one.longest_gap for one in spent),
+            threads=self.machine.threads,
+            hosts=self.machine.hosts,
+            spilled_bytes=sum(one.spilled_bytes for one in spent),
+            peak_share=max(peaks) / limit if peaks and limit else 0.0,
+            counters=self.observed.counters,
+            fallbacks=self.observed.fallbacks,
+            departed=self.observed.departed,
+            from_files=self.from_files,
+            against=self.contenders[-1],
+            rounds=self.rounds,
+            ratio=None if self.ratio is None else (self.ratio.value, self.ratio.low, self.ratio.high),
+        )
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """Return advice, the most important first."""
+        return tuple(advise(self.findings))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a frame with a row for each query and contender, in seconds and bytes.
+
+        Returns
+        -------
+        pandas.DataFrame
+            Medians over rounds of the ``first`` and ``warm`` seconds, and the fields of :class:`Spent` of the
+            warm run with the median duration.
+        """
+        return pd.DataFrame(
+            [
+                {
+                    "query": query,
+                    "contender": contender,
+                    "first": self.first_seconds(query, contender),
+                    "warm": statistics.median(
+                        seconds for (of, _), seconds in self._seconds(contender).items() if of == query
+                    ),
+                    **asdict(self.typical(query, contender).spent),
+                }
+                for query in self.queries
+                for contender in self.contenders
+            ]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON-serialisable values."""
+        plain = {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
+        return plain | {"ratio": _plain(self.ratio), "advice": _plain(self.advice)}
+
+    def verdict(self) -> str:
+        """Return a sentence on the gain of the runtime."""
+        if self.ratio is None:
+            return "The runtime was already on, and was left on: there is nothing to compare it with."
+        ratio, other = self.ratio, self.contenders[-1]
+        of_rounds = (
+            f"{ratio.low:.2f} to {ratio.high:.2f} in {self.rounds} rounds; " if self.rounds > 1 else ""
+        )
+        return (
+            f"{other} takes {ratio.value:.2f} times as long as the runtime ({of_rounds}geometric mean of "
+            f"{len(self.queries)} queries)."
+        )
+
+    def heading(self) -> str:
+        """Return a line that describes what was measured."""
+        of = self.machine
+        return f"{of.workers} workers, {of.threads} threads, {of.backend}; {self.tables}"
+
+    def cells(self, parts: Sequence[str]) -> list[list[str]]:
+        """Return rows of text with query, contender, and columns of :meth:`to_pandas`."""
+        frame = self.to_pandas()[["query", "contender", *parts]]
+        return [
+            [readable(str(name), value) for name, value in row.items()] for row in frame.to_dict("records")
+        ]
+
+    def __repr__(self) -> str:
+        lines = [f"<BenchResult: {self.heading()}"]
+        for names in (SECONDS, SIZES):
+            frame = pd.DataFrame(self.cells(names), columns=["query", "contender", *names])
+            lines.append(frame.to_string(index=False))
+        lines += [self.verdict(), *(f"- {one}" for one in self.advice)]
+        return "\n".join(lines) + ">"
+
+
+#: The printed columns, in two tables that each fit into a terminal.
+SECONDS = ("first", "warm", *PARTS)
+SIZES = ("tasks", "read_bytes", "moved_bytes", "spilled_bytes", "peak_bytes")
+
+
+def readable(name: str, value: Any) -> str:
+    """Return a value of a column as text: seconds with two decimals, bytes with a unit."""
+    if value is None or value != value:
+        return "-"
+    if name.endswith("_bytes"):
+        return short_bytes(int(value))
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def short_bytes(nbytes: int) -> str:
+    """Return a number of bytes with three digits and a unit."""
+    number, unit = format_bytes(nbytes).split()
+    digits = 0 if unit == "B" else max(0, 3 - len(number.partition(".")[0]))
+    return f"{float(number):.{digits}f} {unit}"
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return asdict(value)
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value

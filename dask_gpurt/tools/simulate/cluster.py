@@ -1,0 +1,192 @@
+"""Describe simulated clusters: speeds and capacities of workers, and the links between them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from dask_gpurt.tools.simulate.clock import Name
+from dask_gpurt.tools.simulate.tiers import Capacity
+from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
+
+GB = 10**9
+#: An 80 GB GPU (H100, A100): its memory up to dask-cuda's spill limit, and an eighth of its host's memory.
+LARGE_GPU = Capacity(device=64 * GB, pinned=8 * GB, host=200 * GB)
+#: The same for a 24 GB GPU.
+SMALL_GPU = Capacity(device=19 * GB, pinned=4 * GB, host=60 * GB)
+#: GPUs per host.
+GPUS_PER_HOST = 8
+#: Hosts per rack, and the ratio of their total NIC bandwidth to the bandwidth of the rack's uplink.
+HOSTS_PER_RACK, OVERSUBSCRIPTION = 8, 2
+#: The standard deviation of the logarithms of bandwidths and latencies in :meth:`Cluster.drawn`: links of one
+#: class differ by a factor of 1.65 between clusters.
+SPREAD = 0.5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Describe one worker.
+
+    Parameters
+    ----------
+    place
+        Its place in the topology.
+    capacity
+        Bytes by tier.
+    threads
+        Maximum number of concurrent tasks.
+    speed
+        Relative speed: tasks take their seconds divided by it.
+    """
+
+    place: Place
+    capacity: Capacity
+    threads: int = 1
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Describe workers and the links between them.
+
+    Parameters
+    ----------
+    machines
+        The workers.
+    speeds
+        True speeds by class of link; missing classes have the shipped speeds.
+    believed
+        Speeds that placement expects until it has learnt from transfers; missing classes have the shipped
+        speeds. None if it expects the true speeds.
+    between
+        True speeds of TCP from each host to each other; none if all have that of the class.
+    racks
+        The rack of each host, if there are racks.
+    uplink
+        Bytes per second, in each direction, between a rack and all other racks.
+    """
+
+    name: str
+    machines: Sequence[Machine]
+    speeds: Mapping[Link, Speed] = field(default_factory=dict)
+    believed: Mapping[Link, Speed] | None = None
+    between: Mapping[tuple[str, str], Speed] = field(default_factory=dict)
+    racks: Mapping[str, str] = field(default_factory=dict)
+    uplink: float = float("inf")
+
+    @property
+    def memory(self) -> int:
+        """Return the total bytes of all live tiers."""
+        return sum(machine.capacity.live for machine in self.machines)
+
+    def topology(self) -> Topology:
+        """Return a topology with the true speeds of links, without workers."""
+        return Topology({**SHIPPED, **self.speeds})
+
+    def belief(self) -> Topology:
+        """Return a topology with the speeds that placement expects, without workers."""
+        return self.topology() if self.believed is None else Topology({**SHIPPED, **self.believed})
+
+    def drawn(self, rng: random.Random) -> Cluster:
+        """Return this cluster with other true speeds of links, unknown to placement."""
+        speeds = {
+            link: Speed(
+                speed.bandwidth * rng.lognormvariate(0, SPREAD), speed.latency * rng.lognormvariate(0, SPREAD)
+            )
+            for link, speed in {**SHIPPED, **self.speeds}.items()
+        }
+        return replace(self, speeds=speeds, believed=self.speeds)
+
+
+def address(index: int, machine: Machine) -> Name:
+    """Return the address of the worker with a number."""
+    return Name(f"tcp://{machine.place.host}:{1024 + index}")
+
+
+def _hosts(workers: int, *, nvlink: bool, rdma: bool, first: int = 0, machine: Machine) -> list[Machine]:
+    """Return identical workers on as few hosts as possible."""
+    made = []
+    for index in range(workers):
+        host = f"host{first + index // GPUS_PER_HOST}"
+        place = Place(
+            host=host,
+            device=f"{host}-gpu{index % GPUS_PER_HOST}",
+            numa=index % GPUS_PER_HOST // (GPUS_PER_HOST // 2),
+            nvlink=host if nvlink else None,
+            rdma=rdma,
+        )
+        made.append(Machine(place, machine.capacity, machine.threads, machine.speed))
+    return made
+
+
+def _dgx(workers: int) -> Cluster:
+    return Cluster("dgx", _hosts(workers, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU)))
+
+
+def _rdma(workers: int) -> Cluster:
+    return Cluster("rdma", _hosts(workers, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU)))
+
+
+def _tcp(workers: int) -> Cluster:
+    machines = _hosts(workers, nvlink=True, rdma=False, machine=Machine(Place(""), LARGE_GPU))
+    hosts = dict.fromkeys(machine.place.host for machine in machines)
+    racks = {host: f"rack{index // HOSTS_PER_RACK}" for index, host in enumerate(hosts)}
+    uplink = SHIPPED[Link.TCP].bandwidth * HOSTS_PER_RACK / OVERSUBSCRIPTION
+    return Cluster("tcp", machines, racks=racks, uplink=uplink)
+
+
+def _mixed(workers: int) -> Cluster:
+    fast = GPUS_PER_HOST * max(1, workers // GPUS_PER_HOST // 2) if workers > GPUS_PER_HOST else workers // 2
+    new = _hosts(fast, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU))
+    old = _hosts(
+        workers - fast,
+        nvlink=False,
+        rdma=False,
+        first=-(-fast // GPUS_PER_HOST),
+        machine=Machine(Place(""), SMALL_GPU, speed=0.4),
+    )
+    return Cluster("mixed", [*new, *old])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Describe a kind of cluster of any size."""
+
+    build: Callable[[int], Cluster]
+    workers: int
+    help: str
+
+
+SHAPES: Mapping[str, Shape] = {
+    "dgx": Shape(_dgx, 8, "eight GPUs of one host, NVLink between them"),
+    "rdma": Shape(_rdma, 256, "hosts of eight GPUs, RDMA between them"),
+    "tcp": Shape(_tcp, 1024, "hosts of eight GPUs in racks of eight, 10 Gbit/s TCP, uplinks for half of it"),
+    "mixed": Shape(_mixed, 64, "half of the hosts with NVLink and RDMA, half slower, with less and neither"),
+}
+
+
+def build_cluster(shape: str, workers: int | None = None, *, seed: int | None = None) -> Cluster:
+    """Return a cluster.
+
+    Parameters
+    ----------
+    shape
+        One of :data:`SHAPES`.
+    workers
+        Number of workers; by default that of the shape.
+    seed
+        Seed of the true speeds of links, see :meth:`Cluster.drawn`; without one, they are the shipped ones.
+
+    Raises
+    ------
+    ValueError
+        If the shape is unknown, or ``workers`` is less than one.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"unknown cluster {shape!r}: expected one of {', '.join(SHAPES)}")
+    count = SHAPES[shape].workers if workers is None else workers
+    if count < 1:
+        raise ValueError(f"a cluster has at least one worker, not {count}")
+    cluster = SHAPES[shape].build(count)
+    return cluster if seed is None else cluster.drawn(random.Random(seed))

@@ -1,0 +1,329 @@
+"""Simulate a workload on a cluster, in virtual time."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.dask_hooks.graph import GraphNode
+from dask_gpurt.dask_hooks.scheduler import steal_requests
+from dask_gpurt.observe import Metrics
+from dask_gpurt.tools.simulate.clock import Clock, Name, Stuck
+from dask_gpurt.tools.simulate.cluster import Cluster, Machine, address
+from dask_gpurt.tools.simulate.network import Network, Transfer
+from dask_gpurt.tools.simulate.report import Result, Trace
+from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
+from dask_gpurt.tools.simulate.shuffles import VirtualShuffles
+from dask_gpurt.tools.simulate.work import Submission, Work, Workload
+from dask_gpurt.tools.simulate.worker import Overheads, VirtualWorker
+
+#: Seconds until the scheduler notices that a worker has left.
+DETECTION_DELAY_S = 0.1
+
+
+class WorkloadFailed(RuntimeError):
+    """Dask has failed a task: its inputs are too large for a worker, or too many workers died running it."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Remove a worker, with its data, at a given time.
+
+    Parameters
+    ----------
+    when
+        Virtual seconds.
+    worker
+        Its number in the cluster; workers that join later have the following numbers.
+    """
+
+    when: float
+    worker: int
+
+
+@dataclass(frozen=True)
+class Join:
+    """Add a worker at a given time, in virtual seconds."""
+
+    when: float
+    machine: Machine
+
+
+class Simulation:
+    """Run the real scheduler with any number of simulated workers, without processes.
+
+    Parameters
+    ----------
+    cluster
+        The initial workers.
+    workload
+        The graphs to compute.
+    changes
+        Workers that leave or join during the simulation.
+    overheads
+        Overheads of Dask itself.
+    bind
+        Called with the simulation when all initial workers have joined; may override decisions.
+    worker
+        The class of all workers: Dask's worker, or a worker with the runtime's tiers.
+    name
+        The name of the placement in the result.
+
+    Attributes
+    ----------
+    result
+        The figures, after :meth:`run` has returned.
+    runs
+        How often each task has finished.
+    metrics
+        Counters of placement.
+    ends
+        Virtual times at which the submissions finished, in seconds.
+    """
+
+    result: Result
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        workload: Workload,
+        *,
+        changes: Sequence[Leave | Join] = (),
+        overheads: Overheads | None = None,
+        bind: Callable[[Simulation], object] | None = None,
+        worker: type[VirtualWorker] = VirtualWorker,
+        name: str = "stock",
+    ):
+        self.cluster = cluster
+        self.workload = workload
+        self.name = name
+        self.works: Mapping[str, Work] = workload.works
+        self.overheads = overheads or Overheads()
+        self._worker = worker
+        self.clock = Clock()
+        #: The true links. Placement gets its own topology, since it may learn other speeds.
+        self.topology = cluster.topology()
+        #: Called with each completed transfer.
+        self.transferred: Callable[[Transfer], object] = _nothing
+        self.trace = Trace()
+        self.network = Network(
+            self.clock,
+            self.topology,
+            between=cluster.between,
+            racks=cluster.racks,
+            uplink=cluster.uplink,
+            moved=self._on_transfer,
+        )
+        with _quiet():
+            self.scheduler = VirtualScheduler(
+                self.clock, self.overheads.scheduler, self._on_client_messages, self.overheads.decision
+            )
+        self.shuffles = VirtualShuffles(self.works, self.scheduler, self.network)
+        self.workers: dict[str, VirtualWorker] = {}
+        self.runs: Counter[str] = Counter()
+        self._arrived: list[Name] = []
+        self._machines: dict[str, Machine] = {}
+        self._waiting: set[Key] = set()
+        self._submissions = list(workload.submissions)
+        self.metrics = Metrics()
+        self._done = False
+        self._makespan = 0.0
+        self.ends: list[float] = []
+        for machine in cluster.machines:
+            self._join(machine)
+        if bind is not None:
+            bind(self)
+        self.scheduler.time_decisions()
+        for change in changes:
+            if isinstance(change, Join):
+                self.clock.at(change.when, self._join, change.machine)
+            else:
+                self.clock.at(change.when, self._leave, change.worker)
+
+    def run(self) -> Result:
+        """Run the workload to its end.
+
+        Raises
+        ------
+        Stuck
+            If it never ends, for example because no worker is left.
+        WorkloadFailed
+            If Dask fails a task.
+        """
+        self._submit()
+        with _quiet():
+            try:
+                self.clock.run(until=lambda: self._done)
+            except Stuck as stuck:
+                raise Stuck(
+                    f"{len(self._waiting)} keys of {self.workload.name} were never computed: {stuck}"
+                ) from None
+        self.result = self._sum_up()
+        return self.result
+
+    def machine(self, worker: str) -> Machine:
+        """Return the machine of a worker."""
+        return self._machines[worker]
+
+    def _sum_up(self) -> Result:
+        moved: Counter[str] = Counter()
+        for _, link, nbytes in self.trace.transfers:
+            moved[link.value] += nbytes
+        tiers = [*self.trace.removed_tiers, *(worker.tiers for worker in self.workers.values())]
+        stealing = self.scheduler.stealing
+        return Result(
+            workload=self.workload.name,
+            cluster=self.cluster.name,
+            placement=self.name,
+            workers=len(tiers),
+            tasks=len(self.works),
+            makespan=self._makespan,
+            bytes=dict(sorted(moved.items())),
+            between_hosts=self.trace.between_hosts,
+            spilled=sum(one.spilled for one in tiers),
+            worst_memory=max(one.peak / one.capacity.live for one in tiers),
+            over_memory=sum(one.over for one in tiers),
+            too_large=_too_large(self.works, max(one.capacity.live for one in tiers)),
+            runs=sum(self.runs.values()),
+            steals=steal_requests(stealing) if stealing else 0,
+            decisions=self.scheduler.deciding.count,
+            decision_us=self.scheduler.deciding.microseconds,
+            scheduler_us=1e6 * self.scheduler.busy.seconds / max(1, len(self.works)),
+            fallbacks=sum(known["count"] for known in self.metrics.snapshot()["fallbacks"].values()),
+        )
+
+    # ---- the client --------------------------------------------------------
+
+    def _submit(self) -> None:
+        submission = self._submissions.pop(0)
+        self._submission = submission
+        self._waiting = set(submission.wanted)
+        graph: dict[Key, GraphNode] = {work.key: work.task() for work in submission.works}
+        workers: dict[Key, str] = {
+            work.key: self._arrived[work.worker] for work in submission.works if work.worker is not None
+        }
+        self.scheduler.submit(graph, submission.wanted, workers)
+
+    def _on_client_messages(self, *messages: Mapping[str, Any]) -> None:
+        for message in messages:
+            key = message["key"]
+            if message["op"] == "key-in-memory":
+                self._waiting.discard(key)
+            elif message["op"] == "lost-data":
+                self._waiting.add(key)
+            elif message["op"] == "task-erred":
+                reason = pickle.loads(message["exception"])
+                raise WorkloadFailed(f"{key} failed after {self.clock.now:.3f} s: {reason}")
+        if not self._waiting:
+            self.clock.after(0.0, self._next, self._submission)
+
+    def _next(self, submission: Submission) -> None:
+        """Continue after a submission, if all of its results are still in memory."""
+        if self._waiting or submission is not self._submission or self._done:
+            return
+        self._makespan = self.clock.now
+        self.ends.append(self.clock.now)
+        if self._submissions:
+            self._submit()
+        else:
+            self._done = True
+        if not submission.keep:
+            self.scheduler.release(submission.wanted)
+
+    # ---- the environment of workers ----------------------------------------------
+
+    def peer(self, address: str) -> VirtualWorker | None:
+        """Return a worker; None if it has left."""
+        return self.workers.get(address)
+
+    def send_to_scheduler(self, worker: str, message: dict[str, Any]) -> None:
+        """Send a message to the scheduler."""
+        self.clock.after(self.overheads.message, self.scheduler.receive, worker, message)
+
+    def on_task_finished(self, work: Work, start: float) -> None:
+        """Record a task that has ended."""
+        self.runs[work.key] += 1
+        self.trace.add_task(start, self.clock.now)
+
+    def _on_transfer(self, transfer: Transfer) -> None:
+        here, there = self.machine(transfer.source).place, self.machine(transfer.target).place
+        self.trace.add_transfer(self.clock.now, transfer.link, transfer.nbytes, here.host != there.host)
+        self.transferred(transfer)
+
+    # ---- joining and leaving workers ----------------------------------------------------------------
+
+    def _join(self, machine: Machine) -> None:
+        name = address(len(self._arrived), machine)
+        self._arrived.append(name)
+        self._machines[name] = machine
+        self.topology.add(name, machine.place)
+        worker = self._worker(
+            name,
+            machine.threads,
+            machine.speed,
+            machine.capacity,
+            lambda link: self.topology.tier_speed(link, name),
+            self,
+        )
+        self.workers[name] = worker
+
+        def send(*messages: dict[str, Any]) -> None:
+            delay = self.scheduler.decided_s + self.overheads.message
+            self.clock.after(delay, worker.receive, *messages)
+
+        self.scheduler.join(name, machine.threads, machine.capacity.total, send)
+        self._beat(worker)
+
+    def _beat(self, worker: VirtualWorker) -> None:
+        """Send periodic heartbeats of a worker, with a different phase for each worker."""
+
+        def beat() -> bool:
+            if not worker.gone:
+                self.scheduler.heartbeat(
+                    worker.address, worker.bandwidth, worker.executing, worker.tiers.spilled_bytes
+                )
+            return not worker.gone
+
+        phase = hash(worker.address) % 1000 / 1000
+        self.clock.every(lambda: self.scheduler.heartbeat_interval, beat, first=phase)
+
+    def _leave(self, index: int) -> None:
+        if index >= len(self._arrived) or self._arrived[index] not in self.workers:
+            raise ValueError(f"worker {index} cannot leave at {self.clock.now} s: it is not in the cluster")
+        worker = self.workers.pop(self._arrived[index])
+        worker.gone = True
+        self.trace.add_removed(worker.tiers)
+        self.network.cut(worker.address)
+        self.clock.after(DETECTION_DELAY_S, self.scheduler.leave, worker.address)
+
+
+def _too_large(works: Mapping[str, Work], largest: int) -> int:
+    """Return the number of tasks that need more memory than the largest live tier."""
+    needed = (
+        sum(works[need].nbytes for need in work.needs) + work.nbytes + work.workspace
+        for work in works.values()
+    )
+    return sum(nbytes > largest for nbytes in needed)
+
+
+def _nothing(_: Transfer) -> None:
+    """Ignore a completed transfer."""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence Dask's log, which would warn of workers that leave as planned."""
+    logger = logging.getLogger("distributed.scheduler")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

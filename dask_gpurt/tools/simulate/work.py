@@ -1,0 +1,88 @@
+"""Define simulated tasks: their dependencies, durations and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dask_gpurt.dask_hooks.graph import Alias, GraphNode, Task, TaskRef
+from dask_gpurt.tools.simulate.clock import Name
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Describe a task.
+
+    Parameters
+    ----------
+    key
+        A stringified tuple: ``('prefix-token', 0)``.
+    needs
+        Keys of its inputs.
+    seconds
+        Its duration on a worker of speed 1.
+    nbytes
+        Bytes of its result.
+    workspace
+        Bytes that it needs while running, besides its inputs and its result.
+    worker
+        The number of the only worker that may run it; None if any worker may.
+    shards
+        For an output of one of the runtime's shuffles: bytes received from each transfer, by key of the
+        transfer. The output needs the barrier as an input, and the barrier needs the transfers.
+    alias
+        Whether it only names its one input, as graphs on persisted collections do.
+    """
+
+    key: Name
+    needs: tuple[Name, ...]
+    seconds: float
+    nbytes: int
+    workspace: int = 0
+    worker: int | None = None
+    shards: Mapping[Name, int] = field(default_factory=dict)
+    alias: bool = False
+
+    def task(self) -> GraphNode:
+        """Return the task for Dask's scheduler. A task without inputs is a data producer, like a read."""
+        if self.alias:
+            return Alias(self.key, *self.needs)
+        return Task(
+            self.key, _do_nothing, *[TaskRef(need) for need in self.needs], _data_producer=not self.needs
+        )
+
+
+def _do_nothing(*inputs: object) -> None:
+    """Serve as the function of all tasks; never called."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Describe a graph that a client submits when the previous one has finished.
+
+    Parameters
+    ----------
+    works
+        Its tasks, which may need results kept from earlier submissions.
+    wanted
+        Keys that the client waits for.
+    keep
+        Whether the client keeps the results, as after ``persist``.
+    """
+
+    works: Sequence[Work]
+    wanted: frozenset[Name]
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Hold graphs that a client submits one after the other."""
+
+    name: str
+    submissions: Sequence[Submission]
+
+    @property
+    def works(self) -> dict[str, Work]:
+        """Return all tasks by their keys."""
+        return {work.key: work for submission in self.submissions for work in submission.works}

@@ -1,0 +1,373 @@
+"""Build the tiers of a worker, and run the threads that move data between them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from dask.typing import Key
+from distributed.core import Status
+from distributed.system import MEMORY_LIMIT
+from tornado.ioloop import PeriodicCallback
+
+from dask_gpurt.config import Settings
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.device.base import DeviceFiles, Guard, passed, workers_of_device
+from dask_gpurt.device.descriptors import few_left
+from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
+from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
+from dask_gpurt.memory.disk import DiskTier
+from dask_gpurt.memory.host import HostTier
+from dask_gpurt.memory.ledger import PARTITIONS, Ledger
+from dask_gpurt.memory.peer_copies import COPIES_BYTES, COPIES_OF_LIMIT
+from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.policy import next_use
+from dask_gpurt.memory.store import TieredBuffer
+from dask_gpurt.memory.threads import in_thread, is_exiting
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.topology.detect import memory_of_host, nvml_library
+from dask_gpurt.worker.memory_reports import Reporter
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between polls of the process's memory and of the exchange pools.
+PRESSURE_POLL_INTERVAL_S = 0.2
+#: Seconds between polls of the free space of the file system that takes spilled data.
+DISK_POLL_INTERVAL_S = 2.0
+#: The share of its memory limit above which a process drops the mapped pages of peers' pools at each poll, so
+#: that they do not count as its own memory.
+DROP_PAGES_FROM = 0.5
+
+
+class WorkerBuffer(TieredBuffer):
+    """Let Dask's memory monitor spill the tiered buffer, as a ``distributed.spill.ManualEvictProto``.
+
+    The monitor compares the process's memory with ``distributed.worker.memory.spill``, and calls
+    :meth:`evict` on the event loop until the process is below its target.
+
+    Attributes
+    ----------
+    relieve
+        Starts to spill, on other threads.
+    """
+
+    #: Always true, so that the monitor calls evict(): dropping mapped pages of pools may help too.
+    fast = True
+    relieve: Callable[[], None] = staticmethod(passed)
+
+    def evict(self) -> int:
+        """Start to spill in the background, and return -1 to end the monitor's loop.
+
+        Dask's own buffer spills one value within this call. Here the event loop never blocks on a spill; the
+        monitor calls again at its next poll if the process is still too large.
+        """
+        self.relieve()
+        return -1
+
+
+class WorkerTiers:
+    """Hold the tiered buffer of a worker, its ledger, and the threads that move data.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker; it is not changed.
+    pools
+        The devices of the worker and their exchange pools, whose memory the ledger counts too.
+    """
+
+    def __init__(self, worker: WorkerServer, settings: Settings, pools: Pools, metrics: Metrics):
+        self.worker = worker
+        self.settings = settings
+        self._metrics = metrics
+        self.pools = pools
+        self.device = pools.device(pools.main)
+        self.memory_limit: int = self._memory_limit()
+        self.host = self._host_memory()
+        shares = self._shares(worker.data)
+        self.limits, self._spare = shares.limits, shares.spare
+        pools.most = {"host": shares.shared_memory, pools.main: shares.pool}
+        self.pinned = BlockPool(
+            self.limits.pinned,
+            register=self.device.pinning(),
+            failed=lambda error: metrics.fallback(Fallback.MEMORY_NOT_PINNED, str(error)),
+        )
+        self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
+        self.ledger = Ledger(self._capacities())
+        self.ledger.shared_memory = self._shared_memory()
+        self.reporter = Reporter(worker, self.ledger)
+        self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
+        self.tiered_buffer = WorkerBuffer(
+            self.limits,
+            self._lower_tiers(),
+            home=self.home,
+            device=self.device,
+            ledger=self.ledger,
+            metrics=metrics,
+            priority_of=self._priority_of,
+            changed=self.reporter.changed,
+            beside=self._beside,
+        )
+        self.tiered_buffer.relieve = self._relieve_soon
+        self._seen = threading.local()
+        self._guard: Guard | None = None
+        self._relieving = False
+        #: Whether the runtime is being switched off. Work that has started before may still end later.
+        self.closed = False
+        self._watch = PeriodicCallback(self._poll_memory, PRESSURE_POLL_INTERVAL_S * 1000)
+        # Polled on another thread: a network file system may block.
+        self._watch_disk = PeriodicCallback(
+            partial(self.in_background, self._poll_disk), DISK_POLL_INTERVAL_S * 1000
+        )
+
+    def start(self) -> None:
+        """Start polling the process and the disk. On the event loop."""
+        self._watch.start()
+        self._watch_disk.start()
+        self.in_background(self._poll_disk)
+
+    def report_now(self) -> None:
+        """Report all tiers and pools immediately. On the event loop."""
+        self._poll_memory()
+        self.reporter.send_now()
+
+    def guard(self) -> None:
+        """Have failed device allocations spill and retry. Blocks."""
+        self._guard = self.device.guard(self._short)
+
+    def _short(self, nbytes: int) -> bool:
+        """Free memory for a failed allocation of this thread.
+
+        Returns whether memory was freed since this thread's previous failure, so that a retry may succeed.
+        """
+        if getattr(self._seen, "spilling", False):
+            return False  # spilling itself may allocate: do not recurse
+        self._metrics.add("memory.short")
+        self._seen.spilling = True
+        try:
+            self.tiered_buffer.spill(nbytes)
+        finally:
+            self._seen.spilling = False
+        before, self._seen.removals = getattr(self._seen, "removals", 0), self.tiered_buffer.removals
+        return bool(self._seen.removals != before)
+
+    def _shared_memory(self) -> int | None:
+        """Return the exchange pool's capacity in bytes if tasks compute on the host, else None."""
+        if not self.device.on_host:
+            return None
+        return int(self.pools.describe().get(self.device.kind, {}).get("capacity", 0))
+
+    async def close(self) -> None:
+        """Stop polling, and release everything in the tiers."""
+        self.closed = True
+        self._watch.stop()
+        self._watch_disk.stop()
+        if self._guard is not None:
+            self._guard.remove()
+        self.reporter.close()
+        await in_thread(self.tiered_buffer.close)
+        self.executor.shutdown(wait=False)
+
+    def _memory_limit(self) -> int:
+        """Return the bytes of host memory that the worker may use."""
+        limit = self.worker.memory_manager.memory_limit or MEMORY_LIMIT
+        if self.device.on_host:
+            return limit
+        try:
+            # Dask derives it from the system's total, which may include GPU memory as NUMA nodes.
+            return min(limit, memory_of_host(nvml_library()))
+        except Exception as error:  # NVML may fail for any GPU of the host, such as one that is lost
+            self._metrics.fallback(Fallback.MEMORY_GPU_NODES_UNKNOWN, repr(error))
+            return limit
+
+    def _host_memory(self) -> Memory:
+        manager, process = self.worker.memory_manager, self.worker.monitor.get_process_memory()
+        data = self.worker.state.nbytes  # of which some may be on a GPU or on disk
+        pause = manager.memory_pause_fraction if manager.memory_limit else False
+        return host_memory(self.memory_limit, max(0, process - data), pause, self.device.buffers)
+
+    def _gpu_memory(self) -> Memory | None:
+        if (total := self.device.own_memory()) is None:
+            return None
+        copies = 0 if self.device.integrated else min(COPIES_BYTES, int(COPIES_OF_LIMIT * total))
+        return gpu_memory(total, copies, integrated=self.device.integrated)
+
+    def _shares(self, given: Any) -> Shares:
+        given_device = getattr(getattr(given, "device_buffer", None), "n", None)
+        directory, on_host = os.statvfs(self.worker.local_directory), self.device.on_host
+        return share_out(
+            self.settings.memory,
+            self.pools.claim(self.device),
+            host=self.host,
+            gpu=self._gpu_memory(),
+            # dask-cuda's limit is meant for one worker on the GPU.
+            given_device=given_device and given_device // workers_of_device(),
+            target=self.worker.memory_manager.memory_target_fraction,
+            disk_free=directory.f_bavail * directory.f_frsize,
+            shared_memory=0 if on_host else self.pools.claim(self.pools.device("host")).automatic,
+            integrated=self.device.integrated,
+        )
+
+    def _beside(self) -> int:
+        """Return the bytes by which the live tier in host memory has to shrink. From any thread."""
+        return max(0, self.pools.host_pages() + self._dask_bytes() - self._spare)
+
+    def _dask_bytes(self) -> int:
+        """Return the bytes in host memory of data that Dask keeps, if the runtime leaves them to it."""
+        fast = None if self.settings.memory.tiers else getattr(self.worker.data, "fast", None)
+        return int(getattr(fast, "total_weight", 0))
+
+    def _lower_tiers(self) -> dict[Tier, Any]:
+        return {
+            Tier.PINNED: PinnedTier(self.pinned),
+            # An integrated GPU shares the host's memory: a copy there would free nothing.
+            Tier.HOST: HostTier(0 if self.device.integrated else self.limits.host),
+            Tier.DISK: self.disk,
+        }
+
+    def _device_files(self) -> DeviceFiles | None:
+        return self.device.files(partial(self._metrics.fallback, Fallback.MEMORY_FILES_WITHOUT_KVIKIO))
+
+    def home(self, value: Any) -> Tier:
+        """Return the tier in which an object is live."""
+        return Tier.DEVICE if self.device.holds(value) else Tier.HOST
+
+    def _priority_of(self, key: Key) -> tuple[Any, ...] | None:
+        return next_use(self.worker.state.tasks.get(key))
+
+    # ---- threads -----------------------------------------------------------------------
+
+    async def offload(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function that moves data on a thread of the tiers."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
+
+    def in_background(self, function: Callable[..., Any], *args: Any) -> None:
+        """Start a function on a thread of the tiers without waiting for it; errors are logged."""
+        if self.closed or is_exiting():
+            return
+        self.executor.submit(function, *args).add_done_callback(_log_failure)
+
+    # ---- memory pressure ---------------------------------------------------------------
+
+    def _poll_memory(self) -> None:
+        if self._guard is not None:
+            self._guard.renew()
+        for kind, pool in self.pools.describe().items():
+            self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
+        self.ledger.shared_memory = self._shared_memory()
+        if (manager := cudf_spill_manager()) is not None:
+            self._poll_cudf(manager)
+        process = self.worker.monitor.get_process_memory()
+        self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
+        beyond = self.device.allocated() - self.tiered_buffer.live_bytes(Tier.DEVICE)
+        self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
+        self.reporter.changed()
+        too_much = self.tiered_buffer.reservations.overshoot()
+        if not self.settings.memory.tiers:
+            # Dask's monitor only spills Dask's own data; shards are in these tiers nevertheless.
+            too_much = max(too_much, self._pressure(process))
+        if too_much or process > DROP_PAGES_FROM * self.memory_limit:
+            self._relieve_soon()
+
+    def _poll_disk(self) -> None:
+        """Update the capacity of the disk tier, since others write there too; look at file descriptors."""
+        if (reason := few_left()) is not None:
+            self._metrics.fallback(Fallback.EXCHANGE_FEW_DESCRIPTORS, reason)
+        try:
+            limit = self.disk.limit()
+        except OSError:  # the directory is gone
+            limit = self.disk.used
+        self.ledger.set_capacity(Tier.DISK, limit)
+
+    def _relieve_soon(self) -> None:
+        if not self._relieving:
+            self._relieving = True
+            self.in_background(self._relieve)
+
+    def _poll_cudf(self, manager: Any) -> None:
+        spilled = spilled_by_cudf(manager)
+        self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
+        self.tiered_buffer.set_elsewhere(spilled)
+
+    def _managed_on_host(self) -> int:
+        device = self.ledger.used(Tier.DEVICE) if self.tiered_buffer.host_tier is Tier.DEVICE else 0
+        cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, "cudf"))
+        return device + cells + self.ledger.used(Tier.PINNED)
+
+    def _pressure(self, process: int) -> int:
+        """Return the bytes to spill because the process exceeds Dask's own thresholds."""
+        manager = self.worker.memory_manager
+        if not manager.memory_limit or not manager.memory_spill_fraction:
+            return 0
+        if process <= manager.memory_limit * manager.memory_spill_fraction:
+            return 0
+        goal = manager.memory_target_fraction or manager.memory_spill_fraction
+        return int(process - manager.memory_limit * goal)
+
+    def _relieve(self) -> None:
+        try:
+            # First reduce the process by mapped pages and unused pool memory, which need no spilling.
+            self.pools.drop_pages()
+            if self._pressure(self.worker.monitor.get_process_memory()):
+                self.pools.trim()
+            process = self.worker.monitor.get_process_memory()
+            if too_much := max(self.tiered_buffer.reservations.overshoot(), self._pressure(process)):
+                self.tiered_buffer.spill(too_much, self.tiered_buffer.host_tier)
+                self.tiered_buffer.make_room(0, Tier.DEVICE)
+            self._drain()
+        finally:
+            self._relieving = False
+
+    def _drain(self) -> None:
+        """Have the pool in host memory emptied if the process is so large that Dask has paused the worker.
+
+        Otherwise it would keep the pages, and start no tasks without which nobody reads them::
+
+            Worker                                    Owners
+            publishes shards until it is paused
+                                                      wait for the barrier
+            starts no more transfers, and so the
+            barrier waits for this worker
+        """
+        if self.worker.status is Status.paused:
+            self.pools.drain_host()
+
+    def out_of_memory(self, error: BaseException | None) -> MemoryError:
+        """Return the user's error for when nothing is left to spill."""
+        tiers = ", ".join(f"{row['tier']} {row['used']} of {row['capacity']} bytes" for row in self.rows())
+        largest = ", ".join(f"{key!r} ({nbytes} bytes)" for key, nbytes in self.tiered_buffer.largest(3))
+        return MemoryError(
+            f"out of memory {self.settings.memory.retries + 1} times, with everything possible spilled: "
+            f"{error}. "
+            f"Tiers: {tiers}. Largest: {largest or 'none'}. Use smaller partitions or fewer threads, or "
+            "change gpurt.memory.device; gpurt.memory.retries sets the number of retries"
+        )
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return tier, used bytes and capacity of each tier."""
+        return [
+            {"tier": str(tier), "used": self.ledger.used(tier), "capacity": capacity}
+            for tier, capacity in self._capacities().items()
+        ]
+
+    def _capacities(self) -> dict[Tier, int]:
+        of = self.limits
+        return {
+            Tier.DEVICE: of.device,
+            Tier.PINNED: of.pinned,
+            Tier.HOST: of.host,
+            Tier.DISK: self.disk.limit(),
+        }
+
+
+def _log_failure(done: Future[Any]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        logger.error("moving data between tiers failed", exc_info=error)

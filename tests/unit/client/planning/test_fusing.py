@@ -1,0 +1,323 @@
+"""Fuse tasks without changing results, requested keys or barriers."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from dask._expr import FinalizeCompute
+from dask._task_spec import Alias, DataNode, Task, TaskRef, execute_graph
+from dask.core import flatten
+from dask.dataframe.dask_expr._collection import new_collection
+from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
+from dask.typing import Key
+from distributed.shuffle._core import P2PBarrierTask, ShuffleId
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.client.expressions import GpurtHashJoin
+from dask_gpurt.client.lowering import Lowering
+from dask_gpurt.client.planning import fusing
+from dask_gpurt.client.planning.fusing import fuse
+from dask_gpurt.dask_hooks.planning import graph_of, keys_of, rebuild, with_operand
+from dask_gpurt.shuffle import ShuffleSpec
+from dask_gpurt.shuffle.joins import merge_unpack
+
+COMPUTATION = "computation-of-this"
+
+
+def fuse_chains(tasks: Mapping[Key, Any], keys: set[Key]) -> dict[Key, Any]:
+    return fusing.fuse_chains(tasks, keys, COMPUTATION)
+
+
+def calls(*values: Any) -> tuple[Any, ...]:
+    """Return the arguments that a task was called with, which identify the whole graph below it."""
+    return values
+
+
+def graph(tasks: Mapping[str, tuple[str, ...]]) -> dict[Key, Any]:
+    """Return a graph of tasks by key, with the dependencies of each."""
+    return {key: Task(key, calls, key, *map(TaskRef, needed)) for key, needed in tasks.items()}
+
+
+def spec(own: bool) -> Any:
+    """Return the spec of a shuffle by the runtime, or of one by Dask."""
+    frame = pd.DataFrame({"key": [0]})
+    described = DataFrameShuffleSpec(
+        id=ShuffleId("shuffle"),
+        npartitions=1,
+        column="key",
+        meta=frame,
+        parts_out=1,
+        disk=True,
+        drop_column=True,
+    )
+    return ShuffleSpec.of(described, computation=COMPUTATION) if own else described
+
+
+def barrier(key: str, *needed: str, own: bool = True) -> P2PBarrierTask:
+    return P2PBarrierTask(key, calls, key, *map(TaskRef, needed), spec=spec(own))
+
+
+def shuffled(
+    inputs: Mapping[str, tuple[str, ...]], outputs: Mapping[str, tuple[str, ...]], own: bool = True
+) -> dict[Key, Any]:
+    """Return a graph whose ``transfer-…`` tasks feed a barrier, on which the other tasks may depend."""
+    transfers = [key for key in inputs if key.startswith("transfer")]
+    return graph(inputs) | {"barrier": barrier("barrier", *transfers, own=own)} | graph(outputs)
+
+
+def parts(task: Any) -> set[Key]:
+    """Return the keys of the tasks that are fused into a task."""
+    return set(task.args[0]) if task.func.__name__ == "_execute_subgraph" else {task.key}
+
+
+def test_a_chain_has_the_key_of_its_last_task() -> None:
+    tasks = shuffled({"read": (), "filter": ("read",), "transfer": ("filter",)}, {"output": ("barrier",)})
+    fused = fuse_chains(tasks, {"output"})
+    assert fused.keys() == {"transfer", "barrier", "output"}
+    assert parts(fused["transfer"]) == {"read", "filter", "transfer"}
+    assert execute_graph(fused)["output"] == execute_graph(tasks)["output"]
+
+
+def test_a_read_is_fused_with_its_transfer_and_an_output_with_what_follows() -> None:
+    fused = fuse_chains(
+        shuffled(
+            {"read-0": (), "read-1": (), "transfer-0": ("read-0",), "transfer-1": ("read-1",)},
+            {
+                "output-0": ("barrier",),
+                "output-1": ("barrier",),
+                "sum-0": ("output-0",),
+                "sum-1": ("output-1",),
+            },
+        ),
+        {"sum-0", "sum-1"},
+    )
+    assert fused.keys() == {"transfer-0", "transfer-1", "barrier", "sum-0", "sum-1"}
+    assert isinstance(fused["barrier"], P2PBarrierTask)
+    assert fused["barrier"].dependencies == {"transfer-0", "transfer-1"}
+    assert fused["sum-0"].dependencies == {"barrier"}
+
+
+def test_tasks_that_other_computations_may_share_are_not_fused() -> None:
+    """A computation that needs the filter itself has a sum of the same name, which is a different task."""
+    tasks = graph({"read": (), "filter": ("read",), "sum": ("filter",)})
+    assert fuse_chains(tasks, {"sum"}) == tasks
+
+
+def test_a_shuffle_of_dask_is_left() -> None:
+    tasks = shuffled(
+        {"read": (), "transfer": ("read",)}, {"output": ("barrier",), "sum": ("output",)}, own=False
+    )
+    assert fuse_chains(tasks, {"sum"}) == tasks
+
+
+def test_a_shuffle_that_others_may_share_is_left() -> None:
+    tasks = shuffled({"read": (), "transfer": ("read",)}, {"output": ("barrier",), "sum": ("output",)})
+    assert fusing.fuse_chains(tasks, {"sum"}, "another") == tasks
+
+
+def test_a_result_is_not_hidden() -> None:
+    tasks = shuffled({"read": (), "transfer": ("read",)}, {"output": ("barrier",), "sum": ("output",)})
+    assert fuse_chains(tasks, {"read", "output", "sum"}) == tasks
+
+
+def test_an_input_of_two_tasks_is_computed_once() -> None:
+    outputs = {"output": ("barrier",), "sum": ("output",), "min": ("output",), "all": ("sum", "min")}
+    tasks = shuffled(
+        {"read": (), "transfer": ("read",), "other": ("read",)}, outputs | {"end": ("all", "other")}
+    )
+    assert fuse_chains(tasks, {"end"}) == tasks
+
+
+def test_an_output_is_not_fused_with_the_transfer_of_the_next_shuffle() -> None:
+    """Each has to remain a task that its own barrier recognises."""
+    tasks = shuffled({"transfer-0": ()}, {"output-0": ("barrier",), "map-0": ("output-0",)})
+    tasks |= graph({"transfer-next": ("map-0",)}) | {"next": barrier("next", "transfer-next")}
+    tasks |= graph({"output-next": ("next",)})
+    fused = fuse_chains(tasks, {"output-next"})
+    assert parts(fused["map-0"]) == {"output-0", "map-0"}
+    assert fused["transfer-next"].dependencies == {"map-0"}
+
+
+def test_a_barrier_of_one_transfer_and_one_output_stays_alone() -> None:
+    fused = fuse_chains(shuffled({"transfer": ()}, {"output": ("barrier",)}), {"output"})
+    assert fused.keys() == {"transfer", "barrier", "output"}
+
+
+def test_that_data_and_aliases_stay_alone() -> None:
+    tasks = {"data": DataNode("data", 1), "other": Alias("other", "data")}
+    tasks |= shuffled({"transfer": ("other",)}, {"output": ("barrier",)})
+    assert fuse_chains(tasks, {"output"}) == tasks
+
+
+def test_a_result_of_before_is_found_by_its_key() -> None:
+    """A future is referred to by its key, which the scheduler knows."""
+    tasks = shuffled({"map": ("future",), "transfer": ("map",)}, {"output": ("barrier",)})
+    fused = fuse_chains(tasks, {"output"})
+    assert parts(fused["transfer"]) == {"map", "transfer"}
+    assert fused["transfer"].dependencies == {"future"}
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[dict[Key, Any], set[Key]]:
+    count = draw(st.integers(1, 12))
+    tasks: dict[Key, Any] = {}
+    for number in range(count):
+        key = f"task-{number}"
+        needed = draw(st.lists(st.sampled_from(list(tasks)), max_size=3, unique=True)) if tasks else []
+        kind = draw(st.sampled_from(["task", "task", "task", "data", "alias", "barrier", "barrier"]))
+        if kind == "data" or (kind == "alias" and not needed):
+            tasks[key] = DataNode(key, number)
+        elif kind == "alias":
+            tasks[key] = Alias(key, needed[0])
+        elif kind == "barrier":
+            tasks[key] = barrier(key, *needed, own=draw(st.booleans()))
+        else:
+            tasks[key] = Task(key, calls, key, *map(TaskRef, needed))
+    keys = draw(st.sets(st.sampled_from(list(tasks)), min_size=1))
+    return tasks, keys
+
+
+@given(graphs())
+def test_fused_graphs_compute_the_same(drawn: tuple[dict[Key, Any], set[Key]]) -> None:
+    tasks, keys = drawn
+    expected = execute_graph(dict(tasks), keys=set(tasks))
+    fused = fuse_chains(tasks, keys)
+    found = execute_graph(dict(fused), keys=set(fused))
+    assert keys <= fused.keys()
+    for key in fused:
+        assert found[key] == expected[key]
+    barriers = {key for key, task in tasks.items() if isinstance(task, P2PBarrierTask)}
+    for key in barriers & fused.keys():
+        assert fused[key] is tasks[key]
+    outputs = {key for key, task in tasks.items() if task.dependencies & barriers}
+    transfers = {key for barrier in barriers for key in tasks[barrier].dependencies}
+    for last, task in fused.items():
+        if isinstance(task, Task):
+            assert parts(task) == {last} or not barriers & parts(task)
+            assert last not in transfers or not outputs & (parts(task) - {last})
+
+
+# ---- plans ----------------------------------------------------------------------------------------
+
+
+def tasks_of(plan: Any) -> dict[Key, Any]:
+    return graph_of(plan)
+
+
+def plan(*collections: Any) -> Any:
+    expr = dask.base.collections_to_expr(collections)
+    return FinalizeCompute(expr).optimize()
+
+
+def table() -> Any:
+    return dd.from_pandas(pd.DataFrame({"key": [0, 1, 0, 1], "value": [1, 2, 3, 4]}), npartitions=2)
+
+
+def test_a_plan_of_steps_on_partitions_has_a_task_for_each() -> None:
+    found = plan((table().value * 2 + 1).abs())
+    assert len(tasks_of(fuse(found))) < len(tasks_of(found))
+
+
+def test_a_plan_without_shuffles_is_of_dask_alone() -> None:
+    """So any scheduler can compute it without the runtime, also that of another client."""
+    found = fuse(plan((table().value * 2 + 1).abs()))
+    assert {type(expr).__module__.partition(".")[0] for expr in found.walk()} == {"dask"}
+
+
+@pytest.mark.parametrize("collections", [1, 2])
+def test_fused_plans_have_the_same_results(collections: int) -> None:
+    frames = [table()[table().value > 1].assign(other=1), table().groupby("key").value.sum()][:collections]
+    found = fuse(plan(*frames))
+    keys = list(flatten(found.__dask_keys__()))
+    assert len(keys) == collections
+    for computed, frame in zip(dask.get(tasks_of(found), keys), frames, strict=True):
+        assert computed.equals(frame.compute(scheduler="sync"))
+
+
+def test_quantiles_are_those_of_the_sample_that_dask_draws() -> None:
+    """A sort partitions by a sample, which Dask seeds by the names of expressions."""
+    numbers = dd.from_pandas(pd.DataFrame({"key": [n * n % 997 for n in range(4000)]}), npartitions=4)
+    quantiles = new_collection(RepartitionQuantiles(((numbers.key + 1) * 2).expr, 5))
+    found = plan(quantiles)
+    fused = fuse(found)
+    assert len(tasks_of(fused)) < len(tasks_of(found))
+    mine, other = (dask.get(tasks_of(each), list(flatten(keys_of(each)))) for each in (fused, found))
+    assert mine[0].tolist() == other[0].tolist()
+
+
+def test_the_scheduler_need_not_join_to_describe_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowering = Lowering(lambda: True, lambda *_: None)
+    expr = table().merge(table(), on="key").expr
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        lowered = FinalizeCompute(lowering.merge(type(expr)._lower, expr)).optimize()
+    sent = pickle.dumps(fuse(lowered))
+    GpurtHashJoin._instances.clear()  # as in another process
+    monkeypatch.setitem(vars(Merge)["_meta"].__dict__, "func", None)
+    tasks = graph_of(pickle.loads(sent))
+    joins = [task for task in tasks.values() if getattr(task, "func", None) is merge_unpack]
+    assert len(joins) == 2
+    for task in joins:
+        pd.testing.assert_frame_equal(task.args[8], table()._meta.merge(table()._meta, on="key"))
+
+
+def test_an_input_of_several_partitions_is_computed_once() -> None:
+    """Dask's own rule would recompute the small side of this join for each partition of the other side."""
+    computed = []
+
+    def small(number: int) -> pd.DataFrame:
+        computed.append(number)
+        return pd.DataFrame({"key": [0, 1], "other": [number, number]})
+
+    meta = small(0).iloc[:0]
+    computed.clear()
+    with dask.config.set({"dataframe.convert-string": False}):  # no operation between the read and the join
+        found = fuse(plan(table().merge(dd.from_map(small, [1], meta=meta), on="key")))
+    (joined,) = dask.get(tasks_of(found), list(flatten(found.__dask_keys__())))
+    assert len(joined) == 4
+    assert computed == [1]
+
+
+def test_tasks_fused_by_the_user_need_those_of_the_changed_plan() -> None:
+    """``optimize()`` of a collection leaves fused operations, which refer to other tasks by name."""
+    optimised = ((table().value * 2) + 1).optimize()
+    changed = rebuild(optimised.expr, partial(with_operand, parameter="npartitions", value=1))
+    assert changed._name != optimised.expr._name
+    needed = set().union(*(task.dependencies for task in tasks_of(changed).values()))
+    assert needed <= tasks_of(changed).keys()
+
+
+def test_a_plan_of_many_steps_is_rebuilt() -> None:
+    """A plan that Dask can compute is not too deep for Python's stack."""
+    steps = table()
+    for number in range(sys.getrecursionlimit()):
+        steps = steps[["key", "value"]] if number % 2 else steps.rename(columns=str)
+    changed = rebuild(steps.expr, partial(with_operand, parameter="columns", value=["key", "value"]))
+    assert changed._name != steps.expr._name
+    assert len(list(changed.walk())) == len(list(steps.expr.walk()))
+
+
+def test_a_result_that_another_one_is_made_of_is_computed_once() -> None:
+    doubled = table().value * 2
+    found = fuse(plan(doubled, doubled + 1))
+    first, second = dask.get(tasks_of(found), list(flatten(found.__dask_keys__())))
+    assert second.equals(first + 1)
+
+
+def test_other_collections_are_left_as_they_are() -> None:
+    for collections in ([dask.delayed(sum)([1, 2])], [dask.delayed(sum)([1, 2]), dask.delayed(max)([1, 2])]):
+        found = plan(*collections)
+        assert fuse(found) is found
+    with pytest.warns(UserWarning, match="mixed collections"):
+        found = plan(dask.delayed(sum)([1, 2]), table())
+    assert fuse(found) is found

@@ -1,0 +1,518 @@
+"""Check into how many partitions tables are read, and that no result depends on it."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from dask._expr import optimize_until
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.client.lowering import Lowering, lower_with
+from dask_gpurt.client.planning import PlanningCache
+from dask_gpurt.client.planning.footers import Column, Footer
+from dask_gpurt.client.planning.reads import FewerPartitions, lower
+from dask_gpurt.client.planning.rules.partition_size import (
+    MOST_FILES,
+    PartitionSizes,
+    TableRead,
+    bytes_in_memory,
+    choose_partitions,
+    with_chosen_partitions,
+)
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.observe import Metrics
+from tests.helpers.clusters import Library, canonical, to_pandas
+from tests.helpers.planned import Step, computed, programs, run, some_programs, written
+from tests.helpers.slow import slow
+
+#: Sizes for which each table that may be a single partition becomes one.
+WHOLE = PartitionSizes(workers=1, threads=1, partition=1 << 50, broadcast=1 << 50)
+MIB = 1 << 20
+
+reads = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.builds(
+        TableRead,
+        bytes=st.integers(0, 1 << 40),
+        files=st.integers(1, 10_000),
+        partitions=st.integers(1, 100),
+        partition=st.sampled_from([0, MIB, 1 << 32]),
+        small=st.sampled_from([0, MIB, 1 << 32]),
+    ),
+)
+
+
+# ---- the decision -----------------------------------------------------------------------------------
+
+
+@given(reads=reads, workers=st.integers(1, 300), threads=st.integers(1, 8))
+def test_no_table_has_more_partitions_than_dask_makes(
+    reads: dict[str, TableRead], workers: int, threads: int
+) -> None:
+    chosen = choose_partitions(reads, workers=workers, threads=threads * workers)
+    assert all(1 <= number < reads[name].partitions for name, number in chosen.items())
+
+
+@given(reads=reads, workers=st.integers(1, 300), threads=st.integers(1, 8))
+def test_threads_share_the_partitions_of_a_table_evenly(
+    reads: dict[str, TableRead], workers: int, threads: int
+) -> None:
+    threads *= workers
+    for name, number in choose_partitions(reads, workers=workers, threads=threads).items():
+        is_small = reads[name].bytes <= reads[name].small
+        assert number % threads == 0 or (number == 1 and is_small)
+        if number not in (1, threads):  # no more than the size and the files of the table need
+            needed = max(reads[name].bytes / reads[name].partition, reads[name].files / MOST_FILES)
+            assert needed > number - threads
+
+
+@given(reads=reads, workers=st.integers(1, 300))
+def test_no_task_opens_more_files_than_dask_would_let_it(reads: dict[str, TableRead], workers: int) -> None:
+    for name, number in choose_partitions(reads, workers=workers, threads=workers).items():
+        assert reads[name].files <= number * MOST_FILES
+
+
+@given(reads=reads, workers=st.integers(1, 300))
+def test_copies_of_a_small_table_are_no_more_than_a_worker_sends_in_a_shuffle(
+    reads: dict[str, TableRead], workers: int
+) -> None:
+    largest = max((read.bytes for read in reads.values()), default=0)
+    for name, number in choose_partitions(reads, workers=workers, threads=2 * workers).items():
+        if number == 1:
+            assert reads[name].bytes * workers <= largest / workers
+
+
+def test_a_table_is_as_many_partitions_as_its_size_needs() -> None:
+    tables = {
+        "lines": TableRead(19 << 30, 64, 8, 4 << 30, 1 << 30),
+        "orders": TableRead(3 << 30, 64, 8, 4 << 30, 1 << 30),
+        "suppliers": TableRead(20 << 20, 64, 8, 4 << 30, 1 << 30),
+        "nations": TableRead(100, 1, 1, 4 << 30, 1 << 30),
+    }
+    assert choose_partitions(tables, workers=2, threads=2) == {"lines": 6, "orders": 2, "suppliers": 1}
+    # More workers: each sends less in a shuffle, and every thread reads something.
+    assert choose_partitions(tables, workers=4, threads=4) == {"orders": 4, "suppliers": 1}
+    assert choose_partitions(tables, workers=40, threads=40) == {}
+
+
+def test_what_is_left_to_dask_by_default() -> None:
+    assert PartitionSizes(2, 2).of(0) == (0, 16 * MIB)  # pandas: all but small tables
+    assert PartitionSizes(2, 2).of(4 << 30) == (4 << 30, 1 << 30)  # cudf
+    assert PartitionSizes(2, 2, largest=512 * MIB).of(4 << 30) == (512 * MIB, 128 * MIB)
+    assert PartitionSizes(2, 2, partition=7, broadcast=3, largest=5).of(4 << 30) == (7, 3)
+    assert PartitionSizes(2, 2, partition=0, broadcast=0).of(4 << 30) == (0, 0)
+
+
+def test_strings_count_as_they_are_written_or_as_their_offsets() -> None:
+    assert bytes_in_memory([Column(100, 900, has_fixed_width=True)]) == 800
+    assert bytes_in_memory([Column(100, 5_000, has_fixed_width=False)]) == 5_000
+    assert bytes_in_memory([Column(100, 60, has_fixed_width=False)]) == 1_600  # a dictionary's numbers
+
+
+# ---- plans ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tasks() -> Iterator[None]:
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a large table of four files, and a small one of three."""
+    folder = tmp_path_factory.mktemp("partitions")
+    number = np.arange(4_000)
+    names = [f"n{i % 9}" for i in number]
+    large = pd.DataFrame({"key": number % 50, "value": number / 7, "name": names, "number": number})
+    small = pd.DataFrame({"key": np.arange(60), "label": [f"l{i % 4}" for i in range(60)], "more": 1.5})
+    dd.from_pandas(large, npartitions=4, sort=False).to_parquet(folder / "large")
+    dd.from_pandas(small, npartitions=3, sort=False).to_parquet(folder / "small")
+    return folder
+
+
+def planned(result: Any, sizes: PartitionSizes = WHOLE) -> Any:
+    """Return the lowered plan of a computation."""
+    tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
+    return lower(with_chosen_partitions(tuned, sizes), "simplified-physical")
+
+
+def changed(result: Any, sizes: PartitionSizes = WHOLE) -> list[int]:
+    """Return the numbers of partitions of reads that were changed."""
+    return sorted(each.npartitions for each in planned(result, sizes).walk() if type(each) is FewerPartitions)
+
+
+def value_of(plan: Any) -> Any:
+    (key,) = plan.__dask_keys__()
+    return dask.get(plan.__dask_graph__(), key)
+
+
+#: Programs on a large and on a small table whose result is the same for any partitions.
+INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
+    "join": lambda large, small: large.merge(small, on="key"),
+    "left join": lambda large, small: large.merge(small, on="key", how="left"),
+    "filtered join": lambda large, small: large[large.value > 100].merge(small[small.more > 1], on="key"),
+    "groupby": lambda large, small: large.groupby("name", sort=True).value.sum(),
+    "aggregations": lambda large, small: large.groupby("name", sort=True).agg(
+        {"value": ["sum", "mean"], "key": "max"}
+    ),
+    "groupby of a join": lambda large, small: large.merge(small, on="key").groupby("label").value.mean(),
+    "top of a join": lambda large, small: (
+        large.merge(small, on="key").sort_values(["value"]).head(5, compute=False)
+    ),
+    "reduction": lambda large, small: large.value.sum(),
+    "join with distinct rows": lambda large, small: (
+        large[["name"]]
+        .drop_duplicates()
+        .merge(small[["label", "more"]], left_on="name", right_on="label", how="left")
+    ),
+    "scalar in a filter": lambda large, small: (
+        large[large.value > large.value.mean()].groupby("key", sort=True).size()
+    ),
+    "arithmetic": lambda large, small: large.assign(twice=large.value * 2 + large.key).twice.sum(),
+    "strings": lambda large, small: large[large.name.str.contains("7")].groupby("name").key.count().sum(),
+    "sorted join": lambda large, small: large.merge(small, on="key").sort_values("value"),
+    "a whole table": lambda large, small: small.groupby(["key", "label", "more"], sort=True).size(),
+    "concat": lambda large, small: (
+        dd.concat([large[["key"]], small[["key"]]]).groupby("key", sort=True).size()
+    ),
+    "labels of groups": lambda large, small: large.groupby("name", sort=True).value.sum().reset_index(),
+    "numbers of groups": lambda large, small: (
+        large.groupby("name", sort=True).value.sum().reset_index().reset_index()
+    ),
+    "labels of joined groups": lambda large, small: (
+        large.merge(small, on="key").groupby("label").value.mean().reset_index()
+    ),
+    "rows without a match": lambda large, small: (
+        small.merge(large[large.value > 500], on="key", how="left")
+        .assign(none=lambda rows: rows.number.isna())
+        .groupby("label")
+        .none.sum()
+    ),
+}
+
+
+def numbered_again(rows: Any) -> Any:
+    rows = rows.reset_index(drop=True)
+    return rows.assign(x=rows[rows.value > 100].reset_index(drop=True).value)
+
+
+#: Programs whose result may be another one.
+DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
+    "first rows": lambda large, small: large[["key"]].head(3, compute=False),
+    "last rows": lambda large, small: large[["key"]].tail(3, compute=False),
+    "a function on partitions": lambda large, small: large[["key"]].map_partitions(len),
+    "a function on rows": lambda large, small: large[["key"]].apply(
+        lambda row: row.key, axis=1, meta=("x", int)
+    ),
+    "one partition": lambda large, small: large[["key"]].partitions[1],
+    "running sum": lambda large, small: large[["key"]].cumsum(),
+    "shift": lambda large, small: large[["key"]].shift(1),
+    "window": lambda large, small: large[["key"]].map_overlap(lambda part: part, 1, 0),
+    "first of each group": lambda large, small: large.groupby("name").value.first(),
+    "order of groups": lambda large, small: large.groupby("name").value.sum(),
+    "labels of groups in no fixed order": lambda large, small: (
+        large.groupby("name").value.sum().reset_index().sort_values("name")
+    ),
+    "order of counted values": lambda large, small: large.name.value_counts(),
+    "order of distinct rows": lambda large, small: large.set_index("key")[["name"]].drop_duplicates(
+        split_out=True
+    ),
+    "integers without a match": lambda large, small: (
+        small.merge(large, on="key", how="left").assign(n=lambda rows: rows.number + 1).n.sum()
+    ),
+    "integers beside rows without a match": lambda large, small: small.merge(large, on="key", how="left"),
+    "list of each group": lambda large, small: large.groupby("name").value.agg(list),
+    "first duplicate": lambda large, small: large[["key", "name"]].drop_duplicates(subset=["name"]),
+    "a user's reduction": lambda large, small: large.value.reduction(len, aggregate=sum, meta=int),
+    "sample": lambda large, small: large[["key"]].sample(frac=0.5, random_state=1),
+    "eval": lambda large, small: large.eval("value = value - value.mean()").groupby("key").value.max(),
+    "where": lambda large, small: large[["key"]].where(lambda part: part > part.mean()).key.sum(),
+    "mask": lambda large, small: large[["key"]].mask(lambda part: part > part.mean()).key.sum(),
+    "combine": lambda large, small: (
+        large[["key"]].combine(large[["value"]], lambda one, other: one * one.sum()).sum()
+    ),
+    "case_when": lambda large, small: large.value.case_when([(large.key > 3, len)]).sum(),
+    "dates without a format": lambda large, small: (
+        large.assign(day=dd.to_datetime(large.name, errors="coerce")).groupby("key").day.count()
+    ),
+    "numbers of least width": lambda large, small: dd.to_numeric(large.key, downcast="integer").sum(),
+    "categories of a partition": lambda large, small: (
+        large.astype({"name": "category"}).groupby("name").size()
+    ),
+    "numbers of sorted rows": lambda large, small: large.sort_values("value", ignore_index=True).index.max(),
+    "numbers of distinct rows": lambda large, small: large[["name"]].drop_duplicates(ignore_index=True),
+    "local times": lambda large, small: (
+        dd.to_datetime(large.key, unit="D").dt.tz_localize("UTC", ambiguous="infer").max()
+    ),
+    "rows of files": lambda large, small: large[large.value > 100],
+    "numbers of rows of files": lambda large, small: large.reset_index().groupby("index").value.sum(),
+    "join on numbers of rows": lambda large, small: large.merge(small, left_on="key", right_index=True),
+    "a column of other rows": lambda large, small: (
+        large.assign(value=large.value[large.key > 3]).groupby("name").value.sum()
+    ),
+    "joined rows beside some of them that are numbered again": lambda large, small: (
+        numbered_again(large.merge(small, on="key")).groupby("label").x.count()
+    ),
+    "text of times": lambda large, small: (
+        large.assign(day=large.key.astype("datetime64[ns]").astype(str)).groupby("day").size()
+    ),
+    "numbers of joined rows": lambda large, small: large.merge(small, on="key")[["name"]].reset_index(),
+    "chosen partitions": lambda large, small: large.merge(small, on="key", npartitions=3),
+    "shuffle": lambda large, small: large[["key", "value"]].shuffle("key").partitions[0],
+    "two tables side by side": lambda large, small: large[["key"]].assign(
+        other=large.repartition(npartitions=4).value
+    ),
+}
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_results_do_not_depend_on_partitions(folder: Path, name: str, filesystem: str) -> None:
+    result = INDEPENDENT[name](
+        *(dd.read_parquet(folder / each, filesystem=filesystem) for each in ("large", "small"))
+    )
+    plan = planned(result)
+    assert set(changed(result)) == {1}
+    index = "join" not in name
+    expected, found = result.compute(), value_of(plan)
+    if np.isscalar(expected):
+        assert found == pytest.approx(expected)
+    else:
+        pd.testing.assert_frame_equal(canonical(found, index=index), canonical(expected, index=index))
+
+
+def test_tables_of_unknown_sizes_are_left_to_dask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Footer, "sizes_of", lambda footer, column: None)
+    assert (
+        changed(INDEPENDENT["join"](*(dd.read_parquet(folder / each) for each in ("large", "small")))) == []
+    )
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_programs_that_may_depend_on_partitions_are_left_to_dask(folder: Path, name: str) -> None:
+    result = DEPENDENT[name](*(dd.read_parquet(folder / each) for each in ("large", "small")))
+    plain = optimize_until(result.expr.finalize_compute(), "simplified-physical")
+    assert planned(result)._name == plain._name
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Write tables of different numbers of files, and return a function that reads one by its name."""
+    folder = tmp_path_factory.mktemp("notes")
+    for name, rows, files in (("few", 400, 8), ("many", 400, 20), ("other", 60, 3), ("long", 8_000, 40)):
+        number = np.arange(rows)
+        key = pd.array([None if i % 13 == 0 else i % 30 for i in number], dtype="Float64")
+        columns = {
+            "key": number % 20,
+            "more": number % 3,
+            name: number,
+            "null": key.to_numpy(float, na_value=np.nan),
+        }
+        dd.from_pandas(pd.DataFrame(columns), npartitions=files, sort=False).to_parquet(folder / name)
+    return lambda name: dd.read_parquet(folder / name)
+
+
+def groups(table: Any) -> Any:
+    """Return groups for which Dask notes that their partitions are divided by the key."""
+    return table.groupby("key").agg({"more": "max"}, split_out=True).reset_index()
+
+
+#: Programs in which Dask may leave out a shuffle because of a wrong note of how rows are divided.
+NOTED: dict[str, Callable[[Callable[[str], Any]], Any]] = {
+    "a single partition that is sent": lambda read: (
+        read("few")[["more", "few"]]
+        .merge(groups(read("other")), on="more")
+        .groupby("key")
+        .agg({"few": "count"}, split_out=True)
+    ),
+    "few partitions that are sent": lambda read: (
+        read("long")[["key", "long"]]
+        .merge(read("few")[["key", "few"]], on="key")
+        .groupby("key")
+        .agg({"long": "count"}, split_out=True)
+    ),
+    "a name of the other side": lambda read: (
+        groups(read("few"))
+        .merge(read("other")[["more", "key", "other"]], on="more", suffixes=("_old", ""))
+        .groupby("key")
+        .agg({"other": "sum"}, split_out=True)
+    ),
+    "a name that is assigned anew": lambda read: (
+        read("few")[["key", "few"]]
+        .merge(read("other")[["key", "other"]], on="key")
+        .assign(key=lambda joined: joined.key // 2)
+        .merge(read("many")[["key", "many"]], on="key")
+    ),
+    "rows without a match": lambda read: (
+        read("few")[["key", "few"]]
+        .merge(
+            read("other")[read("other").null > 10][["null", "other"]],
+            left_on="key",
+            right_on="null",
+            how="left",
+        )
+        .merge(read("many")[["null", "many"]], on="null")
+    ),
+    "no note to follow": lambda read: (
+        read("many")[["key", "many"]]
+        .merge(read("few")[["key"]], on="key")[["key"]]
+        .drop_duplicates(split_out=True)
+        .rename(columns={"key": "other"})
+        .drop_duplicates(split_out=3)
+    ),
+}
+
+
+@pytest.fixture
+def lowered_as_with_the_runtime() -> Iterator[None]:
+    """Have Dask rely on no wrong notes, as it does while the runtime is on and tables are read by size."""
+    patches = PatchSet()
+    lower_with(Lowering(lambda: True, lambda name, choice: None), patches)
+    yield
+    patches.restore()
+
+
+#: Sizes with which reads get numbers of partitions for which such notes matter.
+HUGE = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("a single partition that is sent", PartitionSizes(1, 1, 1_600, 0)),
+        slow("a single partition that is sent", PartitionSizes(1, 2, 1_600, 1_600)),
+        ("few partitions that are sent", PartitionSizes(1, 2, 1_600, 0)),
+        ("a name of the other side", PartitionSizes(1, 1, 1_600, 0)),
+        slow("a name of the other side", PartitionSizes(1, 2, 1_600, 1_600)),
+        ("a name that is assigned anew", PartitionSizes(1, 2, HUGE, 0)),
+        ("rows without a match", PartitionSizes(1, 2, HUGE, 0)),
+        ("no note to follow", PartitionSizes(1, 2, HUGE, HUGE)),
+    ],
+)
+@pytest.mark.usefixtures("lowered_as_with_the_runtime")
+def test_no_row_is_sought_where_it_is_not(
+    tables: Callable[[str], Any], name: str, sizes: PartitionSizes
+) -> None:
+    result = NOTED[name](tables)
+    found = value_of(planned(result, sizes))
+    index = "groupby" in str(result.expr)
+    pd.testing.assert_frame_equal(canonical(found, index=index), canonical(result.compute(), index=index))
+
+
+def test_files_of_different_dtypes_are_left_to_dask(tmp_path: Path) -> None:
+    for number, dtype in enumerate([pa.int32(), pa.int32(), pa.int64()]):
+        table = pa.table({"key": pa.array([1, 2], dtype), "group": ["a", "b"]})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    assert changed(dd.read_parquet(tmp_path).groupby("group", sort=True).key.max()) == []
+
+
+@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+def test_integers_stay_exact_beside_files_with_nulls(tmp_path: Path, filesystem: str) -> None:
+    large = 2**53 + 1
+    for number, values in enumerate([[large, large - 1], [large, 5], [7, None]]):
+        table = pa.table({"key": pa.array(values, pa.int64()), "group": ["a", "b"]})
+        pq.write_table(table, tmp_path / f"{number}.parquet")
+    table = dd.read_parquet(tmp_path, filesystem=filesystem)
+    assert changed(table.groupby("group", sort=True).key.max()) == []
+    assert changed(table[table.key + 0 == large].groupby("group", sort=True).size()) == []
+    assert changed(table.groupby("group", sort=True).size()) == [1]  # it does not read the integers
+    assert changed(table.groupby("group", sort=True).key.count()) == [1]  # nor their values
+
+
+def test_files_in_object_storage_are_left_to_dask() -> None:
+    table = pd.DataFrame({"key": np.arange(40), "group": "a", "more": 1})
+    dd.from_pandas(table, npartitions=4, sort=False).to_parquet("memory://gpurt-partitions")
+    stored = dd.read_parquet("memory://gpurt-partitions")
+    assert changed(stored.key.sum()) == []
+    assert value_of(planned(stored.key.sum())) == 780
+
+
+def test_partitions_that_are_made_of_delayed_objects_are_left_to_dask(folder: Path) -> None:
+    table = dd.read_parquet(folder / "large")
+    delayed = dd.from_delayed(table.to_delayed(), meta=table._meta, verify_meta=False)
+    assert changed(delayed.groupby("key").value.sum()) == []
+
+
+def test_an_optimised_collection_is_computed(folder: Path) -> None:
+    """It has operations of lowered plans, some of which demand several partitions below."""
+    large = dd.read_parquet(folder / "large")
+    found = value_of(planned(large.repartition(npartitions=1).optimize()))
+    assert found.key.sum() == large.key.sum().compute()
+
+
+def test_a_query_that_cannot_be_planned_by_size_is_planned_by_dask(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise AttributeError("an expression of a newer Dask")
+
+    metrics = Metrics()
+    cache = PlanningCache(lambda: None, metrics, sizes=lambda: WHOLE)
+    expr = dd.read_parquet(folder / "large").key.sum().expr.finalize_compute()
+    with dask.config.set(scheduler=None):
+        by_size = cache._optimise(optimize_until, expr, "simplified-physical")
+        monkeypatch.setattr("dask_gpurt.client.planning.cache.with_chosen_partitions", fail)
+        by_dask = cache._optimise(optimize_until, expr, "simplified-physical")
+    assert by_size._name != by_dask._name == optimize_until(expr, "simplified-physical")._name
+    assert metrics.snapshot()["counters"] == {"planning.reads.by-size": 1}
+    assert list(metrics.snapshot()["fallbacks"]) == ["planning.as-dask"]
+
+
+def test_a_table_that_has_gone_is_left_to_dask(tmp_path: Path) -> None:
+    table = pd.DataFrame({"key": np.arange(40), "group": "a", "more": 1})
+    dd.from_pandas(table, npartitions=4, sort=False).to_parquet(tmp_path / "table")
+    result = dd.read_parquet(tmp_path / "table").key.sum()
+    shutil.rmtree(tmp_path / "table")
+    assert changed(result) == []
+
+
+@pytest.fixture(scope="module")
+def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[Callable[[], Any]]:
+    return written(tmp_path_factory.mktemp("tables"), library.name)
+
+
+@some_programs(20)
+@given(program=programs)
+def test_programs_have_the_same_rows(
+    library: Library, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    assert_same_rows(library, readers, program)
+
+
+@pytest.mark.slow
+@some_programs(60)
+@given(program=programs)
+def test_more_programs_have_the_same_rows(
+    library: Library, readers: list[Callable[[], Any]], program: list[Step]
+) -> None:
+    assert_same_rows(library, readers, program)
+
+
+def assert_same_rows(library: Library, readers: list[Callable[[], Any]], program: list[Step]) -> None:
+    with warnings.catch_warnings(), dask.config.set({"dataframe.backend": library.name}):
+        warnings.simplefilter("ignore")
+        expected = computed(readers, program)
+        result, _ = run(readers, program)
+        try:
+            found = to_pandas(value_of(planned(result)))
+        except Exception as error:
+            found = type(error).__name__, str(error)
+    if isinstance(expected, tuple):
+        assert found[0] == expected[0], found
+        return
+    index = all(step[0] != "merge" for step in program)
+    assert type(found) is type(expected)
+    pd.testing.assert_frame_equal(canonical(found, index=index), canonical(expected, index=index))

@@ -1,0 +1,339 @@
+"""Check that the planning cache holds no data, detects changes, is bounded, and ends with the runtime."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import fsspec
+import numpy as np
+import pandas as pd
+import pytest
+from pyarrow.fs import LocalFileSystem
+
+from dask_gpurt import dask_hooks
+from dask_gpurt.client.planning import cache as module
+from dask_gpurt.client.planning.lru import LRU
+from dask_gpurt.client.planning.operands import frozen
+from dask_gpurt.client.planning.schemas import CATEGORIES_LIMIT, schema_of
+from dask_gpurt.dask_hooks import Seam, SeamGroup
+from dask_gpurt.dask_hooks import planning as seam
+from tests.helpers.planned import Planner
+
+
+@pytest.fixture
+def planner() -> Iterator[Planner]:
+    planner = Planner()
+    planner.cache.install()
+    with planner.used(), dask.config.set({"dataframe.shuffle.method": "tasks"}):
+        yield planner
+    planner.cache.remove()
+
+
+def write(folder: Path, rows: int = 8, **columns: Any) -> str:
+    frame = pd.DataFrame({"key": np.arange(rows) % 3, "value": np.arange(rows), **columns})
+    dd.from_pandas(frame, npartitions=2).to_parquet(folder)
+    return str(folder)
+
+
+def query(path: str) -> Any:
+    table = dd.read_parquet(path)
+    joined = table[table.value > 1].merge(table.groupby("key").value.sum().reset_index(), on="key")
+    return joined.assign(twice=joined.value_x * 2)
+
+
+def test_a_query_is_planned_once(planner: Planner, tmp_path: Path) -> None:
+    path = write(tmp_path / "table")
+    first = query(path).optimize()
+    computed = planner.count("metadata.computed")
+    again = query(path).optimize()
+    assert again.expr is first.expr
+    assert planner.count("plans.reused") == 1
+    assert planner.count("metadata.computed") == computed
+    with dask.config.set(scheduler="sync"):
+        assert len(again.compute()) == 6
+
+
+def test_a_step_that_makes_no_sense_fails_each_time(planner: Planner, tmp_path: Path) -> None:
+    """Dask leaves wrong metadata on such an expression, and would use them if it were cached."""
+    table = dd.read_parquet(write(tmp_path / "table"))
+    grouped = table.groupby("key").agg({"value": ["min", "max"]})
+    for _ in range(3):
+        with pytest.raises(ValueError, match="Not all columns are categoricals"):
+            grouped.astype({"value": "category"})
+        gc.collect()
+
+
+def test_operations_on_frames_alike_are_described_once(planner: Planner, tmp_path: Path) -> None:
+    table = dd.read_parquet(write(tmp_path / "table"))
+    assert list(table[table.value > 1][["key"]].columns) == ["key"]
+    computed = planner.count("metadata.computed")
+    other = table[table.value > 2][["key"]]
+    assert planner.count("metadata.computed") == computed
+    other.expr._meta.index.name = "own"  # each expression has its own frame
+    assert table[table.value > 3][["key"]].expr._meta.index.name is None
+
+
+def test_a_file_that_has_changed_is_seen(planner: Planner, tmp_path: Path) -> None:
+    path = write(tmp_path / "table")
+    with dask.config.set(scheduler="sync"):
+        assert len(query(path).compute()) == 6
+        write(tmp_path / "table", rows=20)
+        assert len(query(path).compute()) == 18
+        write(tmp_path / "table", rows=20, more=1.5)
+        assert "more_x" not in query(path).columns
+        assert "more" in dd.read_parquet(path).columns
+
+
+#: The ways to name the files of a folder, as arguments of ``read_parquet``.
+WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "folder": lambda folder: {"path": folder},
+    "files": lambda folder: {"path": sorted(map(str, Path(folder).iterdir()))},
+    "pattern": lambda folder: {"path": f"{folder}/*.parquet"},
+    "patterns": lambda folder: {"path": [f"{Path(folder).parent}/t?ble/part.[0-9].*"]},
+    "arrow": lambda folder: {"path": folder, "filesystem": "arrow"},
+    "arrow's URI": lambda folder: {"path": f"file://{folder}/", "filesystem": "pyarrow"},
+    "arrow's own": lambda folder: {"path": folder, "filesystem": LocalFileSystem(use_mmap=True)},
+    "files of arrow": lambda folder: {
+        "path": sorted(map(str, Path(folder).iterdir())),
+        "filesystem": LocalFileSystem(),
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_name_files_is_read_once(planner: Planner, tmp_path: Path, way: str) -> None:
+    arguments = WAYS[way](write(tmp_path / "table"))
+    tables = [dd.read_parquet(**arguments) for _ in range(2)]
+    assert tables[0]._name == tables[1]._name
+    assert (planner.count("files.read"), planner.count("files.reused")) == (1, 1)
+    first = tables[0].assign(new=1).optimize()
+    assert tables[1].assign(new=1).optimize().expr is first.expr
+    with dask.config.set(scheduler="sync"):
+        assert len(first.compute()) == 8
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "files" not in way])
+def test_a_new_file_and_one_that_is_gone_are_seen(planner: Planner, tmp_path: Path, way: str) -> None:
+    arguments = WAYS[way](write(tmp_path / "table"))
+    added = tmp_path / "table" / "part.9.parquet"
+    changes: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: shutil.copy(tmp_path / "table" / "part.0.parquet", added),
+        added.unlink,
+    ]
+    found = []
+    with dask.config.set(scheduler="sync"):
+        for change in changes:
+            change()
+            table = dd.read_parquet(**arguments)
+            found.append((table.npartitions, len(table.assign(new=1).compute())))
+            del table
+    assert found == [(2, 8), (3, 12), (2, 8)]
+    assert planner.count("files.reused") == 0
+
+
+@pytest.mark.parametrize("given", ["a file system of the user's", "options of Arrow's"])
+def test_other_file_systems_are_left_to_dask(planner: Planner, tmp_path: Path, given: str) -> None:
+    folder = write(tmp_path / "table")
+    options: dict[str, Any] = {"filesystem": fsspec.filesystem("file")}
+    if given == "options of Arrow's":
+        options = {"filesystem": "arrow", "storage_options": {"region": "x", "use_mmap": True}}
+    for _ in range(2):
+        with suppress(TypeError):  # Arrow's local file system has no region
+            dd.read_parquet(folder, **options)
+    assert planner.count("files.read") == planner.count("files.reused") == 0
+
+
+def test_file_systems_with_other_options_differ() -> None:
+    mapped = LocalFileSystem(use_mmap=True)
+    assert frozen(LocalFileSystem()) == frozen(LocalFileSystem()) is not None
+    assert frozen(mapped) == frozen(LocalFileSystem(use_mmap=True)) != frozen(LocalFileSystem())
+
+
+@pytest.mark.usefixtures("planner")
+def test_a_read_that_is_pickled_does_not_empty_the_wrappers_of_another(tmp_path: Path) -> None:
+    """A thread may be using them: for a moment Dask's wrapper of a file that is pickled has no file."""
+    folder = write(tmp_path / "table")
+    wrappers = [
+        dd.read_parquet(folder, columns=columns, filesystem="arrow").expr._dataset_info["fragments"][0]
+        for columns in (["key"], ["value"])
+    ]
+    pickle.dumps(wrappers[0])
+    assert wrappers[0]._fragment is None
+    assert wrappers[1]._fragment is not None
+
+
+def test_frames_of_the_user_do_not_stay(planner: Planner) -> None:
+    frame = pd.DataFrame({"key": [1, 2, 3], "value": [1.0, 2.0, 3.0]})
+    gone = weakref.ref(frame)
+    table = dd.from_pandas(frame, npartitions=2, sort=False)
+    expression = weakref.ref(table.expr)
+    merged = table.merge(table, on="key")
+    merged.optimize()
+    assert planner.count("expressions.not-kept") > 0
+    del frame, table, merged
+    gc.collect()
+    assert (gone(), expression()) == (None, None)
+
+
+def add_one(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame + 1
+
+
+def add(number: int, frame: pd.DataFrame) -> pd.DataFrame:
+    return frame + number
+
+
+@pytest.mark.parametrize("function", [add_one, partial(add, 2), lambda frame: frame * 3])
+def test_functions_of_the_user_are_called_again(planner: Planner, tmp_path: Path, function: Any) -> None:
+    path = write(tmp_path / "table")
+    mapped = dd.read_parquet(path).map_partitions(function)
+    name, expression = mapped._name, weakref.ref(mapped.expr)
+    del mapped
+    gc.collect()
+    assert expression() is None
+    assert dd.read_parquet(path).map_partitions(function)._name == name
+
+
+def test_settings_by_which_dask_plans_drop_what_was_kept(planner: Planner, tmp_path: Path) -> None:
+    path = write(tmp_path / "table")
+    plans = []
+    for method in ("tasks", "disk", "tasks"):
+        with dask.config.set({"dataframe.shuffle.method": method}):
+            shuffled = dd.read_parquet(path).shuffle("key").optimize(fuse=False)
+            plans.append([type(expr).__name__ for expr in shuffled.expr.walk()])
+    assert plans[0] == plans[2] != plans[1]
+    assert planner.count("plans.reused") == 0
+
+
+def test_where_it_is_not_usable_dask_plans(planner: Planner, tmp_path: Path) -> None:
+    path = write(tmp_path / "table")
+    planner.usable = False
+    before = planner.metrics.snapshot()
+    query(path).optimize()
+    query(path).optimize()
+    assert planner.metrics.snapshot() == before
+
+
+def test_dask_is_as_it_was_afterwards(tmp_path: Path) -> None:
+    # Known bodies and one constant are replaced; the other functions are called.
+    seams = dask_hooks.PLANNING.seams
+    replaced = [part for part in seams if part.bodies or part.attribute == "_CACHED_PLAN_SIZE"]
+    before = [vars(each.owner())[each.attribute] for each in replaced]
+    planner = Planner()
+    planner.cache.install()
+    planner.cache.install()
+    during = [vars(each.owner())[each.attribute] for each in replaced]
+    planner.cache.remove()
+    after = [vars(each.owner())[each.attribute] for each in replaced]
+    assert all(one is not other for one, other in zip(before, during, strict=True))
+    assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def test_all_is_dropped_when_it_goes(tmp_path: Path) -> None:
+    planner = Planner()
+    planner.cache.install()
+    with planner.used():
+        table = query(write(tmp_path / "table"))
+        expression = weakref.ref(table.expr)
+        table.optimize()
+        del table
+        gc.collect()
+        assert expression() is not None
+    planner.cache.remove()
+    gc.collect()
+    assert expression() is None
+
+
+def test_a_dask_that_differs_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = Seam("dask._expr:optimize_until", "expr stage", bodies=("of another",))
+    monkeypatch.setattr(
+        seam, "PLANNING", SeamGroup("planning", (other, *seam.PLANNING.seams[:1], *seam.PLANNING.seams[2:]))
+    )
+    planner = Planner()
+    planner.cache.install()
+    with planner.used():
+        query(write(tmp_path / "table")).optimize()
+    snapshot = planner.metrics.snapshot()
+    assert snapshot["counters"] == {}
+    assert "optimize_until" in snapshot["fallbacks"]["planning.unsupported"]["reason"]
+
+
+def test_the_planning_cache_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "EXPRESSIONS_LIMIT", 10)
+    planner = Planner()
+    planner.cache.install()
+    path = write(tmp_path / "table")
+    with planner.used():
+        table = dd.read_parquet(path)
+        filtered = [weakref.ref((~(table.value > number)).expr.frame) for number in range(30)]
+    gc.collect()
+    assert 0 < sum(expression() is not None for expression in filtered) <= 10
+    planner.cache.remove()
+
+
+def test_the_value_that_was_not_used_for_longest_goes_first() -> None:
+    kept: LRU[int] = LRU(2)
+    kept.put("a", 1)
+    kept.put("b", 2)
+    assert kept.get("a") == 1
+    kept.put("c", 3)
+    assert [kept.get(key) for key in "abc"] == [1, None, 3]
+
+
+FRAME = pd.DataFrame({"a": pd.Categorical([], categories=["x", "y"]), 1: pd.Series([], dtype="int64")})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        FRAME.rename(columns={1: 1.0}),
+        FRAME.rename(columns={1: True}),
+        FRAME.astype({1: "Int64"}),
+        FRAME.astype({1: "int32"}),
+        FRAME.assign(a=FRAME.a.cat.reorder_categories(["y", "x"])),
+        FRAME.assign(a=FRAME.a.cat.as_ordered()),
+        FRAME.set_index(pd.Index([], dtype="float64")),
+        FRAME.rename_axis(index="named"),
+        FRAME.rename_axis(columns="named"),
+        FRAME[[1, "a"]],
+        FRAME[1],
+    ],
+)
+def test_frames_that_differ_have_different_keys(other: Any) -> None:
+    assert schema_of(FRAME) is not None
+    assert schema_of(FRAME) == schema_of(FRAME.copy())
+    assert schema_of(other) is not None
+    assert schema_of(other) != schema_of(FRAME)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        FRAME.set_index(["a", 1]),
+        FRAME.assign(a=pd.Categorical([], categories=range(CATEGORIES_LIMIT + 1))),
+        FRAME.assign(a=pd.Series([], dtype="datetime64[ns, UTC]")),
+        pd.DataFrame({"a": [1]}),
+        FRAME.set_flags(allows_duplicate_labels=False),
+        1,
+    ],
+)
+def test_frames_that_are_not_compared(frame: Any) -> None:
+    assert schema_of(frame) is None
+
+
+def test_operands_that_python_takes_for_equal_have_different_keys() -> None:
+    assert len({frozen(1), frozen(1.0), frozen(True), frozen("1"), frozen([1]), frozen((1,))}) == 6
+    assert frozen({"a": [1]}) == frozen({"a": [1]}) != frozen([("a", [1])])
+    assert frozen(lambda: 0) is None
+    assert frozen([pd.Series([1])]) is None

@@ -1,0 +1,236 @@
+"""Programs for which Dask's own result is wrong have that of pandas while the runtime is on.
+
+docs/reference/where-dask-is-wrong.md lists them. Shuffles are Dask's ``tasks`` here: plans are right
+by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+
+from dask_gpurt.client.lowering import Lowering, lower_with
+from dask_gpurt.dask_hooks import PatchSet
+
+_random = np.random.default_rng(0)
+LEFT = pd.DataFrame(
+    {"k": _random.integers(0, 40, 400), "j": _random.integers(0, 25, 400), "x": np.arange(400)}
+)
+RIGHT = pd.DataFrame(
+    {"k": _random.integers(0, 40, 120), "j": _random.integers(0, 50, 120), "y": np.arange(120)}
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def switch() -> Iterator[dict[str, bool]]:
+    """Lower expressions as where the runtime is on; yield the switch."""
+    patches, state = PatchSet(), {"on": True}
+    lower_with(Lowering(lambda: state["on"], lambda name, choice: None), patches)
+    as_given = {"dataframe.convert-string": False}
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync", **as_given}):
+        yield state
+    patches.restore()
+
+
+def same_rows(ours: pd.DataFrame, theirs: pd.DataFrame) -> None:
+    columns = list(theirs.columns)
+    sides = (side.sort_values(columns).reset_index(drop=True)[columns] for side in (ours, theirs))
+    pd.testing.assert_frame_equal(*sides, check_dtype=False, check_column_type=False)
+
+
+class Tables:
+    """Give a program the same tables as frames of pandas or as collections."""
+
+    def __init__(self, *, lazily: bool):
+        self.lazily = lazily
+
+    def table(self, frame: pd.DataFrame, partitions: int = 4) -> Any:
+        return dd.from_pandas(frame, npartitions=partitions, sort=False) if self.lazily else frame
+
+    def left(self, partitions: int = 5) -> Any:
+        return self.table(LEFT, partitions)
+
+    def right(self, partitions: int = 4) -> Any:
+        return self.table(RIGHT, partitions)
+
+    def sums(self, frame: Any, by: str, of: str) -> Any:
+        options = {"split_out": True} if self.lazily else {}
+        return frame.groupby(by, dropna=False)[of].sum(**options).reset_index()
+
+    def semi(self, left: Any, right: Any, **options: Any) -> Any:
+        if self.lazily:
+            return left.merge(right, left_on="k", right_on="j", how="leftsemi", **options)
+        return left[left.k.isin(right.j)]
+
+
+def renamed(tables: Tables) -> Any:
+    """Rows with both keys, of which the left one is now `k_l`, and `k` is another column of the right."""
+    return tables.left().merge(tables.right(), left_on="k", right_on="j", suffixes=("_l", ""))
+
+
+def unmatched(tables: Tables, how: str) -> Any:
+    return tables.right()[["j", "y"]].merge(tables.left()[["k", "x"]], left_on="j", right_on="k", how=how)
+
+
+def fewer(tables: Tables) -> Any:
+    left = tables.left()
+    return left.shuffle("k", npartitions=8).repartition(npartitions=4) if tables.lazily else left
+
+
+def sent_to_all(tables: Tables) -> Any:
+    return tables.left(40)[["k", "x"]].merge(tables.right(2)[["k", "y"]], on="k")
+
+
+def one_partition(tables: Tables) -> Any:
+    right = tables.right()[["k", "j"]]
+    right = right.shuffle("j").repartition(npartitions=1) if tables.lazily else right
+    return tables.left()[["k", "x"]].merge(right, on="k")
+
+
+def by_index(tables: Tables) -> Any:
+    return tables.left().set_index("k").merge(tables.right().set_index("k"), on="k")
+
+
+def other_names(tables: Tables) -> Any:
+    joined = tables.left().merge(tables.right()[["k", "y"]], on="k")
+    joined.columns = ["x", "k", "j", "y"]
+    return joined
+
+
+def applied(tables: Tables) -> Any:
+    options = {"meta": ("x", "int64")} if tables.lazily else {}
+    return renamed(tables).groupby("k").x.apply(lambda part: part.sum(), **options).reset_index()
+
+
+def fewer_groups(tables: Tables) -> Any:
+    joined = tables.left().merge(tables.right()[["k", "y"]], on="k")
+    options = {"split_out": 3} if tables.lazily else {}
+    return joined.groupby("k").x.sum(**options).reset_index().merge(tables.right(3), on="k")
+
+
+PROGRAMS: dict[str, Callable[[Tables], Any]] = {
+    "groups by a name that suffixes gave to another column": lambda t: t.sums(renamed(t), "k", "x"),
+    "a function of such groups": applied,
+    "distinct values of such a column": lambda t: renamed(t)[["k"]].drop_duplicates(),
+    "a join by such a column": lambda t: renamed(t)[["k", "x"]].merge(t.right()[["k", "y"]], on="k"),
+    "groups by columns of other names": lambda t: t.sums(other_names(t), "k", "y"),
+    "groups by the key of unmatched rows": lambda t: t.sums(unmatched(t, "left"), "k", "y"),
+    "groups by one key of an outer join": lambda t: t.sums(unmatched(t, "outer"), "k", "y"),
+    "groups after a side was sent to all": lambda t: t.sums(sent_to_all(t), "k", "x"),
+    "groups by a column of a single partition": lambda t: t.sums(one_partition(t), "j", "x"),
+    "a join by a column of a single partition": lambda t: one_partition(t).merge(
+        t.right()[["j", "y"]], on="j"
+    ),
+    "a join of a shuffle in fewer partitions": lambda t: fewer(t).merge(t.right(), on="k"),
+    "a join after a join by divisions": lambda t: by_index(t).merge(t.right()[["k", "y"]], on="k")[
+        ["x", "y_y"]
+    ],
+    "a join of groups in fewer partitions": fewer_groups,
+    "a semi join of one partition": lambda t: t.semi(t.left(1), t.right(20)),
+    "a semi join of few partitions": lambda t: t.semi(t.left(2), t.right(64)),
+    "a semi join of a side to send": lambda t: t.semi(
+        t.left(3), t.right(4), **({"broadcast": True} if t.lazily else {})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_the_result_of_pandas(name: str) -> None:
+    program = PROGRAMS[name]
+    same_rows(program(Tables(lazily=True)).compute(), program(Tables(lazily=False)))
+
+
+def test_a_collection_is_right_whenever_the_runtime_is_on(switch: dict[str, bool]) -> None:
+    """What Dask has cached in its expressions while the runtime was off does not count."""
+    program, counts = PROGRAMS["groups after a side was sent to all"], []
+    groups = program(Tables(lazily=True))
+    try:
+        for switch["on"] in (False, True, False):
+            counts.append(len(groups.compute()))
+    finally:
+        switch["on"] = True
+    right = len(program(Tables(lazily=False)))
+    assert counts[1] == right
+    assert counts[0] == counts[2] > right  # as shipped
+
+
+_NUMBERS, _DAYS = np.arange(60), pd.date_range("2026-01-01", periods=60)
+#: Keys that are equal in pandas, but that Dask hashes to different partitions.
+KEYS: dict[str, tuple[Any, Any]] = {
+    "units of time": (_DAYS.as_unit("ns"), _DAYS.as_unit("us")),
+    "units of times with a zone": (
+        _DAYS.as_unit("s").tz_localize("UTC"),
+        _DAYS.as_unit("ns").tz_localize("UTC").tz_convert("Asia/Tokyo"),
+    ),
+    "units of durations": (_DAYS.as_unit("ms") - _DAYS[0], _DAYS.as_unit("us") - _DAYS[0]),
+    "times of Arrow": tuple(
+        pd.Series(_DAYS).astype(kind) for kind in ("timestamp[ns][pyarrow]", "timestamp[ms][pyarrow]")
+    ),
+    "dates and times of Arrow": tuple(
+        pd.Series(_DAYS).astype(kind) for kind in ("date32[pyarrow]", "timestamp[ns][pyarrow]")
+    ),
+    "categories of times": (
+        pd.Series(_DAYS.as_unit("s")).astype("category"),
+        pd.Series(_DAYS.as_unit("ns")).astype("category"),
+    ),
+    "Booleans of Arrow": (pd.Series(_NUMBERS > 30), pd.Series(_NUMBERS > 30).astype("bool[pyarrow]")),
+    "objects": (pd.Series(_NUMBERS).astype(object), pd.Series(_NUMBERS * 1.0).astype(object)),
+}
+
+
+@pytest.mark.parametrize("how", ["inner", "left", "outer"])
+@pytest.mark.parametrize("name", KEYS)
+def test_equal_keys_of_other_dtypes_meet(name: str, how: str) -> None:
+    left, right = (
+        pd.DataFrame({"k": key, column: _NUMBERS}) for key, column in zip(KEYS[name], "xy", strict=True)
+    )
+    tables = Tables(lazily=True)
+    joined = tables.table(left, 4).merge(tables.table(right, 3), on="k", how=how)
+    same_rows(joined[["x", "y"]].compute(), left.merge(right, on="k", how=how)[["x", "y"]])
+
+
+def test_a_join_after_keys_of_other_dtypes_relies_on_no_hash() -> None:
+    left, right = (pd.DataFrame({"k": key, "x": _NUMBERS}) for key in KEYS["units of time"])
+    tables = Tables(lazily=True)
+    joined = tables.table(left, 4).merge(tables.table(right, 4), on="k").merge(tables.table(right, 4), on="k")
+    assert len(joined) == len(left)
+
+
+LABELS = ["", 0]
+
+
+@pytest.mark.parametrize("how", ["inner", "outer"])
+@pytest.mark.parametrize("label", LABELS)
+def test_a_key_with_a_label_that_is_false_is_one(label: Any, how: str) -> None:
+    left, right = LEFT.rename(columns={"k": label}), RIGHT.rename(columns={"j": label})
+    tables = Tables(lazily=True)
+    a, b = tables.table(left, 5), tables.table(right, 3)
+    for options in ({"on": label}, {"left_on": label, "right_on": "k"}, {"left_on": "j", "right_on": label}):
+        joined, expected = a.merge(b, how=how, **options), left.merge(right, how=how, **options)
+        same_rows(joined[["x", "y"]].compute(), expected[["x", "y"]])
+
+
+@pytest.mark.parametrize("how", ["inner", "outer"])
+@pytest.mark.parametrize("label", LABELS)
+def test_an_index_with_a_label_that_is_false_is_a_key(label: Any, how: str) -> None:
+    left, right = LEFT.set_index("k").rename_axis(label), RIGHT.set_index("j").rename_axis(label)
+    tables = Tables(lazily=True)
+    a, b = tables.table(left, 5), tables.table(right, 3)
+    ways = {"left_index": True, "right_index": True}, {"left_on": "j", "right_index": True}
+    for options in (*ways, {"left_index": True, "right_on": "k"}):
+        joined, expected = a.merge(b, how=how, **options), left.merge(right, how=how, **options)
+        same_rows(joined[["x", "y"]].compute(), expected[["x", "y"]])
+        assert joined.compute().index.name == expected.index.name
+
+
+def test_an_index_of_another_unit_meets_its_keys() -> None:
+    left, right = (pd.DataFrame({"k": key, "x": _NUMBERS}) for key in KEYS["units of time"])
+    indexed = dd.from_pandas(right.set_index("k"), npartitions=3, sort=False).rename(columns={"x": "y"})
+    joined = Tables(lazily=True).table(left).merge(indexed, left_on="k", right_index=True)
+    assert len(joined) == len(left)

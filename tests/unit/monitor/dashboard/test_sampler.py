@@ -1,0 +1,280 @@
+"""Sample a cluster: which values are kept, for how long, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from dask_gpurt.memory.ledger import ClusterMemory, Ledger
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.monitor.dashboard.sampler import ALL, MAX_GONE, SPILLED, UNSPILLED, Sampler
+from dask_gpurt.monitor.dashboard.series import MAX_POINTS
+from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
+from dask_gpurt.monitor.dashboard.traffic import OTHERS, TrafficMatrix
+from dask_gpurt.monitor.json_replies import PastShuffleReply, schema
+from dask_gpurt.observe.progress import MAX_RUNS, Figures, RecentRuns, RunProgress
+from dask_gpurt.observe.shown_tiers import shown_tiers
+
+
+class Cluster:
+    """Fake a cluster by its ledgers and reports."""
+
+    def __init__(self, workers: int):
+        self.memory = ClusterMemory()
+        self.ledgers = {f"tcp://{i}": Ledger(dict.fromkeys(Tier, 100)) for i in range(workers)}
+        self.moved: dict[str, list[tuple[str, str, int]]] = {}
+        self.runs: dict[str, list[Any]] = {}
+
+    def names(self) -> Mapping[str, str]:
+        return {address: address.removeprefix("tcp://") for address in self.ledgers}
+
+    def tiers(self) -> Iterable[Mapping[str, Any]]:
+        for address, ledger in self.ledgers.items():
+            self.memory.apply(address, ledger.snapshot())
+        return shown_tiers(self.memory.rows(), self.memory.shared_memory())
+
+    def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
+        for address in self.ledgers:
+            moved, runs = self.moved.get(address, []), self.runs.get(address, [])
+            yield address, {"runs": runs, "moved": moved, "counters": {}, "overlap": {"mode": "off"}}
+
+    def kill(self, address: str) -> None:
+        del self.ledgers[address]
+        self.memory.forget(address)
+
+
+def test_the_history_of_a_worker_outlives_it() -> None:
+    cluster, sampler = Cluster(2), Sampler()
+    cluster.ledgers["tcp://1"].set(Tier.HOST, "partitions", 40)
+    sampler.sample(1.0, cluster)
+    cluster.kill("tcp://1")
+    sampler.sample(2.0, cluster)
+    assert sampler.used.values(("tcp://1", "host"))[0] == 40
+    assert sampler.used.values((ALL, "host")) == [40, 0]
+    assert sampler.workers["tcp://1"].gone_at == 2.0
+    assert (sampler.capacity("host"), sampler.capacity("host", "tcp://1")) == (100, 100)
+
+
+def test_without_a_gpu_tiers_have_the_names_of_the_tables() -> None:
+    cluster, sampler = Cluster(1), Sampler()
+    (ledger,) = cluster.ledgers.values()
+    ledger.shared_memory = 70
+    for tier in (Tier.PINNED, Tier.HOST):
+        ledger.set_capacity(tier, 0)
+    ledger.set(Tier.DEVICE, "partitions", 40)
+    ledger.set(Tier.DEVICE, "published", 30)
+    sampler.sample(1.0, cluster)
+    levels = sampler.workers["tcp://0"].levels
+    assert levels == {"memory": (40, 100), "shared memory": (30, 70), "disk": (0, 100)}
+    assert [sampler.capacity(tier) for tier in levels] == [100, 70, 100]
+    cluster.kill("tcp://0")
+    for at in range(MAX_GONE + 1):
+        cluster.ledgers = {f"tcp://{at + 1}": Ledger(dict.fromkeys(Tier, 100))}
+        sampler.sample(2.0 + at, cluster)
+    sampler.sample(100.0, Cluster(0))
+    assert "tcp://0" not in {address for address, _ in sampler.used.names}
+
+
+def test_of_workers_that_have_left_the_last_are_kept() -> None:
+    cluster, sampler = Cluster(MAX_GONE + 2), Sampler()
+    sampler.sample(0.0, cluster)
+    addresses = list(cluster.ledgers)
+    for at, address in enumerate(addresses[:-1], start=1):
+        cluster.kill(address)
+        sampler.sample(float(at), cluster)
+    assert list(sampler.workers) == addresses[1:]
+    assert {address for address, _ in sampler.used.names} == {ALL, *addresses[1:]}
+
+
+def test_bytes_moved_by_departed_workers_count() -> None:
+    cluster, sampler = Cluster(2), Sampler()
+    sampler.sample(1.0, cluster)
+    cluster.moved["tcp://0"] = [("device", "disk", 30), ("exchange", "host", 10), ("disk", "device", 5)]
+    sampler.sample(3.0, cluster)
+    cluster.kill("tcp://0")
+    sampler.sample(4.0, cluster)
+    assert (sampler.moved(SPILLED), sampler.moved(UNSPILLED)) == (40, 5)
+    assert sampler.moved(SPILLED, "tcp://0") == 40
+    assert sampler.rates.values((ALL, SPILLED))[:1] == [20.0]
+
+
+def test_rows_are_bounded_on_a_large_cluster() -> None:
+    cluster, sampler = Cluster(256), Sampler()
+    for at in range(MAX_POINTS + 10):
+        sampler.used.add(float(at), {(address, "host"): 1.0 for address in cluster.ledgers})
+    sampler.sample(1e6, cluster)
+    assert len(sampler.used) <= MAX_POINTS
+    assert len(sampler.workers) == 256
+
+
+# ---- transfers -----------------------------------------------------------------------------
+
+
+def test_flows_are_summed_by_path_and_what_is_read_in_place_takes_no_time() -> None:
+    matrix = TrafficMatrix()
+    matrix.add("a", "b", "in-place", 100, 0.0)
+    matrix.add("a", "b", "comms", 50, 0.5)
+    ((source, target, flow),) = matrix.flows()
+    assert (source, target, flow.by_path) == ("a", "b", {"in-place": 100, "comms": 50})
+    assert (flow.nbytes, flow.bandwidth) == (150, 100.0)
+
+
+def test_bytes_of_further_workers_are_not_lost() -> None:
+    matrix = TrafficMatrix(max_ends=4)
+    for source in range(10):
+        for target in range(10):
+            matrix.add(str(source), str(target), "comms", 1, 0.1)
+    assert len(matrix.ends) == 5
+    assert matrix.ends[-1] == OTHERS
+    assert sum(flow.nbytes for _, _, flow in matrix.flows()) == 100
+
+
+def test_a_worker_that_has_left_makes_room_in_the_matrix() -> None:
+    matrix = TrafficMatrix(max_ends=2)
+    matrix.add("a", "b", "comms", 1, 0.1)
+    matrix.add("a", "a", "local", 10, 0.0)
+    matrix.left("a")
+    matrix.add("b", "c", "comms", 100, 0.1)
+    assert matrix.ends == ["b", "c", OTHERS]
+    assert {(source, target): flow.nbytes for source, target, flow in matrix.flows()} == {
+        (OTHERS, "b"): 1,
+        (OTHERS, OTHERS): 10,
+        ("b", "c"): 100,
+    }
+
+
+# ---- shuffles ------------------------------------------------------------------------------
+
+
+def begun(shuffle: str = "s", run: int = 1, log: ShuffleLog | None = None) -> ShuffleLog:
+    log = log or ShuffleLog()
+    log.begins(shuffle, run, 0.0, [f"{shuffle}-i0", f"{shuffle}-i1"], f"{shuffle}-b", [f"{shuffle}-o0"])
+    return log
+
+
+def test_a_shuffle_goes_through_its_phases() -> None:
+    log = begun()
+    for key, expected in [("s-i0", (0.5, 0.0, 0.0)), ("s-i1", (1.0, 0.0, 0.0)), ("s-b", (1.0, 1.0, 0.0))]:
+        log.transition(key, "memory", 1.0)
+        (row,) = log.rows(2.0)
+        assert (row["sent"], row["received"], row["done"]) == expected
+        assert (row["state"], row["seconds"]) == ("running", 2.0)
+    log.transition("s-o0", "memory", 3.0)
+    log.transition("s-i0", "released", 4.0)  # its result is released, which undoes no progress
+    (row,) = log.rows(9.0)
+    assert (row["state"], row["seconds"], row["done"], row["inputs"]) == ("done", 3.0, 1.0, "2 / 2")
+
+
+def test_bytes_have_arrived_that_owners_have_received() -> None:
+    log = begun()
+    log.figures("a", [("s", 1, vars(Figures(offered_bytes=10, received_bytes=4)))])
+    assert [(row["bytes"], row["arrived"], row["received"]) for row in log.rows(1.0)] == [(10, 4, 0.4)]
+    log.transition("s-b", "memory", 2.0)  # the last reports of workers may be older
+    assert [(row["bytes"], row["arrived"], row["received"]) for row in log.rows(3.0)] == [(10, 10, 1.0)]
+
+
+def test_the_json_api_has_the_figures_of_each_shuffle() -> None:
+    log = begun()
+    figures = Figures(offered_bytes=10, received_bytes=4, outputs=1, rows=7, largest=3, largest_rows=7)
+    log.figures("a", [("s", 1, vars(figures))])
+    log.transition("s-i0", "memory", 1.0)
+    log.event("recovers", "s", "worker a has left", 1)
+    begun("later", log=log)
+    later, reply = (record.reply(2.0) for record in log.latest())
+    assert (later["id"], later["skew"], later["largest"]) == ("later", None, None)
+    validate = pytest.importorskip("jsonschema").validate
+    for one in (later, reply):
+        validate(one, schema(PastShuffleReply))
+    assert (reply["id"], reply["state"], reply["seconds"]) == ("s", "running", 2.0)
+    assert (reply["inputs"], reply["outputs"]) == ({"total": 2, "done": 1}, {"total": 1, "done": 0})
+    assert (reply["bytes"], reply["received"], reply["rows"]) == (10, 4, 7)
+    assert (reply["skew"], reply["largest"]) == (1.0, 3)
+    assert (reply["recoveries"], reply["moved"], reply["reason"]) == (1, 1, "worker a has left")
+
+
+def test_lost_outputs_are_not_done() -> None:
+    log = begun()
+    for key in ("s-i0", "s-i1", "s-b", "s-o0"):
+        log.transition(key, "memory", 1.0)
+    log.event("recovers", "s", "worker a has left", 1)
+    for key in ("s-i0", "s-b", "s-o0"):
+        log.transition(key, "waiting", 2.0)
+    (row,) = log.rows(3.0)
+    assert (row["state"], row["inputs"], row["done"], row["received"]) == ("running", "1 / 2", 0.0, 0.0)
+    assert (row["recoveries"], row["moved"], row["reason"]) == (1, 1, "worker a has left")
+
+
+def test_outputs_that_move_for_balance_are_no_recovery() -> None:
+    log = begun()
+    log.event("balances", "s", "outputs differ", 2)
+    (row,) = log.rows(1.0)
+    assert (row["recoveries"], row["moved"], row["reason"]) == (0, 2, "outputs differ")
+
+
+def test_a_shuffle_that_begins_again_stays_one() -> None:
+    log = begun()
+    log.transition("s-i0", "memory", 1.0)
+    log.event("begins-again", "s", "no worker is left")
+    begun(run=2, log=log)
+    (row,) = log.rows(2.0)
+    assert (row["run"], row["restarts"], row["inputs"]) == (2, 1, "0 / 2")
+
+
+@pytest.mark.parametrize(("finish", "state"), [("erred", "failed"), ("forgotten", "cancelled")])
+def test_a_shuffle_may_end_otherwise(finish: str, state: str) -> None:
+    log = begun()
+    log.transition("s-b", finish, 5.0)
+    assert [(row["state"], row["seconds"]) for row in log.rows(9.0)] == [(state, 5.0)]
+
+
+def test_skew_is_that_of_the_largest_output_of_all_workers() -> None:
+    log = begun()
+    for worker, largest in (("a", 10), ("b", 50)):
+        figures = Figures(outputs=2, rows=largest + 10, largest=largest, largest_rows=largest)
+        log.figures(worker, [("s", 1, vars(figures)), ("s", 0, vars(figures)), ("other", 1, vars(figures))])
+    (row,) = log.rows(1.0)
+    assert (row["rows"], row["largest"]) == (80, 50)
+    assert row["skew"] == pytest.approx(50 / 20)
+
+
+@pytest.mark.parametrize(("done", "rows"), [(False, 0), (True, 10)])
+def test_outputs_of_a_lost_worker_do_not_count_while_the_shuffle_runs(done: bool, rows: int) -> None:
+    log = begun()
+    log.figures("a", [("s", 1, vars(Figures(offered_bytes=5, outputs=1, rows=10, largest_rows=10)))])
+    if done:
+        log.transition("s-o0", "memory", 1.0)
+    log.removed("a")
+    (row,) = log.rows(1.0)
+    assert (row["rows"], row["bytes"], row["skew"] is None) == (rows, 5, not done)
+
+
+def test_the_last_shuffles_are_kept_and_running_ones_first() -> None:
+    log = begun("runs")
+    for number in range(MAX_SHUFFLES + 5):
+        begun(f"p{number}", log=log)
+        log.transition(f"p{number}-o0", "memory", 1.0)
+    assert len(log) == MAX_SHUFFLES
+    assert "runs" in {row["shuffle"] for row in log.rows(1.0)}
+
+
+# ---- workers' counters --------------------------------------------------------------------
+
+
+def test_an_output_that_is_put_together_twice_counts_once() -> None:
+    progress = RunProgress()
+    for rows in (5, 7):
+        progress.assembled(3, rows)
+    progress.offered(10)
+    progress.received(20)
+    told = progress.snapshot()
+    assert (told["outputs"], told["rows"], told["largest"], told["largest_rows"]) == (1, 7, 3, 7)
+    assert (told["offered_bytes"], told["received_shards"]) == (10, 1)
+
+
+def test_a_worker_keeps_its_last_runs() -> None:
+    runs = RecentRuns()
+    for run_id in range(MAX_RUNS + 3):
+        runs.begin(("s", run_id)).offered(run_id)
+    assert [run_id for _, run_id, _ in runs.snapshot()] == list(range(3, MAX_RUNS + 3))

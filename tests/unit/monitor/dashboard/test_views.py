@@ -1,0 +1,200 @@
+"""Draw the parts of the dashboard's page from given data: what they show, and how much room they take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("bokeh", reason="the dashboard needs it")
+
+from bokeh.document import Document
+from bokeh.models import DataTable, Select
+
+from dask_gpurt.monitor.dashboard.choice_views import KernelTable, OverlapTable
+from dask_gpurt.monitor.dashboard.collector import Collector
+from dask_gpurt.monitor.dashboard.components import ROW_PX, TableComponent, short_time
+from dask_gpurt.monitor.dashboard.memory_views import MemoryOverTime, SpillRates
+from dask_gpurt.monitor.dashboard.pages import LAYOUT, PAGE, PARTS, pages
+from dask_gpurt.monitor.dashboard.sampler import SPILLED, Sampler, WorkerSample
+from dask_gpurt.monitor.dashboard.shuffle_views import ShuffleProgress
+from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, share_of
+from dask_gpurt.observe.progress import Figures
+from dask_gpurt.topology.links import Link, Speed
+
+#: The report of a worker that confines nothing, as on a host without a GPU.
+UNCONFINED = {"mode": "off", "steps": 0, "lost": 0.0, "elapsed": 0.0, "last": []}
+CONFINED = {**UNCONFINED, "mode": "adaptive", "steps": 3}
+
+
+def collected(*workers: WorkerSample, kernels: list[Any] | None = None) -> Any:
+    """Return what the components need of a collector, with workers at ``tcp://0``, ``tcp://1`` …"""
+    sampler = Sampler()
+    sampler.workers.update({f"tcp://{at}": worker for at, worker in enumerate(workers)})
+    runtime = SimpleNamespace(placement=None)
+    return SimpleNamespace(
+        sampler=sampler,
+        runtime=runtime,
+        kernels=lambda: kernels or [],
+        decisions=lambda most: [],
+        way=lambda source, target: (Link.TCP, Speed(100.0, 0.0)),
+    )
+
+
+def drawn(kind: type[Any], collector: Any) -> Any:
+    component = kind(lambda: collector)
+    component.update()
+    return component
+
+
+# ---- the whole page ------------------------------------------------------------------------
+
+
+def whole_page(collector: Any) -> tuple[Document, list[Any]]:
+    """Return the document of the page with all parts, and the parts."""
+    document = Document()
+    pages(lambda scheduler: collector)[f"/{PAGE}"](None, {}, document)
+    return document, document.components
+
+
+def test_one_select_chooses_the_worker_of_both_histories() -> None:
+    collector = collected(WorkerSample("a"), WorkerSample("b"))
+    for at, spilled in enumerate((1.0, 2.0)):
+        collector.sampler.used.add(at, {("tcp://1", "memory"): spilled})
+        collector.sampler.rates.add(at, {("tcp://1", SPILLED): 10 * spilled})
+    document, parts = whole_page(collector)
+    (select,) = document.select({"type": Select})
+    assert select.options[1:] == [("tcp://0", "a"), ("tcp://1", "b")]
+    select.value = "tcp://1"
+    (memory,) = (part for part in parts if isinstance(part, MemoryOverTime))
+    (spilling,) = (part for part in parts if isinstance(part, SpillRates))
+    assert memory.source.data["memory"] == [1.0, 2.0]
+    assert spilling.source.data[SPILLED] == [10.0, 20.0]
+
+
+def test_an_individual_page_has_a_select_of_its_own() -> None:
+    for path in ("/individual-gpurt-memory", "/individual-gpurt-spilling"):
+        document = Document()
+        pages(lambda scheduler: collected(WorkerSample("a")))[path](None, {}, document)
+        assert len(list(document.select({"type": Select}))) == 1
+
+
+def test_each_part_is_on_the_page_once() -> None:
+    names = [name for _, names in LAYOUT for name in names]
+    assert sorted(f"/individual-gpurt-{name}" for name in names) == sorted(PARTS)
+
+
+def test_tables_beside_others_are_wide_enough_for_their_columns() -> None:
+    page = 1270  # the width of a small laptop, without margins, in pixels
+    for _, names in LAYOUT:
+        for kind in (PARTS[f"/individual-gpurt-{name}"][0] for name in names):
+            if issubclass(kind, TableComponent):
+                widths = sum(kind.widths.get(name, 80) for name in kind.columns)
+                assert widths <= page / len(names), kind
+
+
+# ---- tables --------------------------------------------------------------------------------
+
+
+def test_a_table_takes_the_room_of_its_rows_up_to_a_limit() -> None:
+    table = drawn(OverlapTable, collected())
+    table.limit_height(100)
+    assert not table.table.visible
+    for rows, height in ((1, 2 * ROW_PX + 5), (50, 100), (2, 3 * ROW_PX + 5)):
+        table.put_rows([dict.fromkeys(table.columns, str(row)) for row in range(rows)])
+        assert (table.table.visible, table.table.height) == (True, height)
+
+
+def test_a_cell_that_is_too_narrow_has_a_tooltip() -> None:
+    for kind in (kind for kind, _ in PARTS.values() if issubclass(kind, TableComponent)):
+        component = kind(lambda: None)
+        (table,) = component.root.select({"type": DataTable})
+        assert all('title="<%- value %>"' in column.formatter.template for column in table.columns)
+
+
+def test_without_anything_to_confine_a_line_says_why() -> None:
+    idle = [WorkerSample(str(at), overlap=UNCONFINED, counters={"memory.retries": 1}) for at in range(3)]
+    for kind in (OverlapTable, KernelTable):
+        component = drawn(kind, collected(*idle))
+        assert not component.table.visible
+        assert "GPU" in component.heading.text
+
+
+@pytest.mark.parametrize(
+    "busy",
+    [
+        WorkerSample("b", overlap=CONFINED),
+        WorkerSample("b", overlap=UNCONFINED, counters={"reads.seconds.beside": 0.5}),
+        WorkerSample("b", overlap=UNCONFINED, counters={"memory.waits": 1}),
+    ],
+)
+def test_overlap_shows_the_workers_where_there_is_any(busy: WorkerSample) -> None:
+    left = WorkerSample("c", overlap=CONFINED, gone_at=1.0)
+    component = drawn(OverlapTable, collected(WorkerSample("a", overlap=UNCONFINED), busy, left))
+    assert component.source.data["worker"] == ["b"]
+    assert component.table.visible
+    assert component.heading.text == "<b>Compute beside communication and reads</b>"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0"), (226.004e-6, "226 us"), (0.01234, "12.3 ms"), (5.5, "5.5 s"), (700, "11m 40s")],
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert short_time(seconds) == text
+
+
+# ---- links ---------------------------------------------------------------------------------
+
+
+def test_the_bytes_received_are_shown_beside_those_sent() -> None:
+    collector = collected()
+    shuffles = collector.sampler.shuffles
+    shuffles.begins("s", 1, 0.0, ["i"], "b", ["o"])
+    shuffles.figures("a", [("s", 1, vars(Figures(offered_bytes=2048, received_bytes=1024)))])
+    assert drawn(ShuffleProgress, collector).source.data["text"] == ["0 / 1", "1.00 kiB of 2.00 kiB", "0 / 1"]
+    shuffles.transition("b", "memory", 1.0)
+    assert drawn(ShuffleProgress, collector).source.data["text"][1] == "2.00 kiB"
+
+
+@pytest.mark.parametrize(
+    ("link", "bandwidth", "shown"),
+    [
+        (Link.TCP, 88.0, "88%"),
+        (Link.NVLINK, 100.0, "100%"),
+        (Link.TCP, 130.0, "over 100%"),  # the estimate follows the latest copies, not their mean
+        (Link.SHARED_MEMORY, 50.0, ""),
+        (Link.SAME_DEVICE, 50.0, ""),
+    ],
+)
+def test_a_share_is_that_of_a_link_and_at_most_all_of_it(link: Link, bandwidth: float, shown: str) -> None:
+    assert share_of(bandwidth, link, Speed(100.0, 0.0)) == shown
+
+
+def test_shards_read_in_place_have_no_share() -> None:
+    collector = collected(WorkerSample("a"), WorkerSample("b"))
+    collector.sampler.traffic.add("tcp://0", "tcp://1", "comms", 100, 2.0)
+    collector.sampler.traffic.add("tcp://1", "tcp://0", "in-place", 10, 0.0)
+    table = drawn(LinkTable, collector)
+    assert table.source.data["share"] == ["50%", ""]
+    assert table.source.data["bandwidth"] == ["50 B/s", "read in place"]
+    assert table.table.columns[-1].visible
+
+
+def test_without_any_share_its_column_is_hidden() -> None:
+    collector = collected(WorkerSample("a"), WorkerSample("b"))
+    collector.way = lambda source, target: (Link.SHARED_MEMORY, Speed(100.0, 0.0))
+    collector.sampler.traffic.add("tcp://0", "tcp://1", "shared-memory", 100, 2.0)
+    table = drawn(LinkTable, collector)
+    assert table.source.data["estimate"] == ["100 B/s"]
+    assert not table.table.columns[-1].visible
+
+
+def test_a_worker_has_no_link_to_itself() -> None:
+    place = SimpleNamespace(host="h")
+    topology: Any = SimpleNamespace(place=lambda worker: place, way=lambda *ends: (Link.TCP, Speed(1.0, 0.0)))
+    runtime: Any = SimpleNamespace(scheduler=None, places=SimpleNamespace(topology=topology))
+    collector = Collector(runtime)
+    assert collector.way("a", "a") is None
+    assert collector.way("a", "b") == (Link.TCP, Speed(1.0, 0.0))

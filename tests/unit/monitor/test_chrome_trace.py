@@ -1,0 +1,217 @@
+"""Write traces that satisfy readers of the format, whatever was recorded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.monitor import chrome_trace as writing
+from dask_gpurt.monitor.chrome_trace import chrome_trace
+from dask_gpurt.monitor.trace import SCHEDULER, ProcessTrace, Trace
+from dask_gpurt.observe.recording import TASK, Event, Kind
+from tests.helpers.trace_format import around, check, flows, slices
+
+A, B = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
+
+
+def span(step: str, at: float, seconds: float, thread: int = 1, task: str = "", **args: Any) -> Event:
+    return Event(Kind.SPAN, step, at, seconds, thread, task, args)
+
+
+def point(kind: Kind, at: float, shard: str, thread: int = 1) -> Event:
+    return Event(kind, "", at, 0.0, thread, "", {"shard": shard})
+
+
+def trace(**processes: ProcessTrace) -> Trace:
+    return Trace(processes={{"a": A, "b": B, "s": SCHEDULER}[name]: of for name, of in processes.items()})
+
+
+times = st.integers(0, 400).map(lambda ticks: ticks / 64)
+events = st.builds(
+    Event,
+    st.sampled_from([Kind.SPAN, Kind.SPAN, Kind.SPAN, Kind.WAIT, Kind.MARK, Kind.SENT, Kind.READ]),
+    st.sampled_from([TASK, "pack", "pull", "assemble"]),
+    times,
+    times,
+    st.integers(1, 3),
+    st.sampled_from(["", "('x-0123', 0)", "('x-0123', 1)", "y"]),
+    st.fixed_dictionaries({"shard": st.sampled_from("abc")}, optional={"cost": st.just(float("inf"))}),
+)
+
+
+@given(st.lists(events, max_size=25), st.lists(events, max_size=25), st.floats(-3, 3))
+def test_whatever_is_recorded_can_be_read(one: list[Event], other: list[Event], offset: float) -> None:
+    found = trace(s=ProcessTrace(), a=ProcessTrace(events=one), b=ProcessTrace(events=other))
+    found.learn_clocks({B: {"offset": offset, "round_trip": 0.001}})
+    written = json.loads(json.dumps(chrome_trace(found), allow_nan=False))
+    check(written)
+    spans = [event for event in [*one, *other] if event.kind == Kind.SPAN]
+    assert len(slices(written)) == len(spans)
+    marks = [event for event in written["traceEvents"] if event["ph"] == "i"]
+    assert len(marks) == sum(event.kind == Kind.MARK for event in [*one, *other])
+    assert len(list(flows(written))) == written["otherData"]["flows"]["written"]
+
+
+def test_a_trace_prints_in_one_line() -> None:
+    process = ProcessTrace(name="0", events=[span("pack", 1, 1)] * 1000, lost=7)
+    found = trace(s=ProcessTrace(name="scheduler"), a=process)
+    assert repr(process) == "<ProcessTrace of 0: 1,000 events, 7 lost>"
+    assert repr(found) == "<Trace of 2 processes: 1,000 events, 7 lost>"
+    assert repr(Trace()) == "<Trace of 0 processes: 0 events>"
+
+
+def test_a_shard_flows_from_its_pack_to_its_pull_and_on_to_its_outputs() -> None:
+    producer = [span("pack", 1, 1), point(Kind.SENT, 1.5, "s1"), point(Kind.SENT, 1.6, "s2")]
+    owner = [
+        span("pull", 2, 1, shard="s1", thread=5),
+        *(span("assemble", at, 0.5, output=at) for at in (4, 5)),
+        point(Kind.READ, 4.1, "s1"),
+        point(Kind.READ, 5.1, "s1"),
+        point(Kind.READ, 4.1, "s2"),
+    ]
+    written = chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
+    check(written)
+    found = [
+        (s["args"]["shard"], around(written, s).name, around(written, f).name) for s, f in flows(written)
+    ]
+    assert sorted(found) == [
+        ("s1", "pack", "pull"),
+        ("s1", "pull", "assemble"),
+        ("s1", "pull", "assemble"),
+        ("s2", "pack", "assemble"),
+    ]
+
+
+def test_a_flow_of_which_an_end_is_missing_is_counted_and_not_written() -> None:
+    lone = [span("pack", 1, 1), point(Kind.SENT, 1.5, "sent"), point(Kind.SENT, 3, "outside")]
+    read = [span("assemble", 4, 1), point(Kind.READ, 4.5, "read")]
+    written = chrome_trace(trace(a=ProcessTrace(events=lone), b=ProcessTrace(events=read)))
+    check(written)
+    assert written["otherData"]["flows"] == {"written": 0, "missing": 3, "backwards": 0, "left out": 0}
+
+
+def test_clocks_are_aligned_by_the_shortest_round_trip() -> None:
+    found = trace(
+        a=ProcessTrace(events=[span("pack", 1001, 1)]),
+        b=ProcessTrace(events=[span("assemble", 53, 1)]),
+    )
+    found.learn_clocks({A: {"offset": 1000.0, "round_trip": 0.002}, B: {"offset": 49.0, "round_trip": 0.2}})
+    found.learn_clocks({A: {"offset": 900.0, "round_trip": 0.5}, B: {"offset": 50.0, "round_trip": 0.1}})
+    pack, assemble = sorted(slices(chrome_trace(found)), key=lambda one: one.name, reverse=True)
+    assert (pack.begin, assemble.begin) == (0, 2 * 10**9)
+
+
+def test_a_read_that_seems_to_precede_its_send_is_no_flow() -> None:
+    producer = [span("pack", 5, 1), point(Kind.SENT, 5.5, "s")]
+    owner = [span("assemble", 1, 1), point(Kind.READ, 1.5, "s")]
+    written = chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
+    check(written)
+    assert written["otherData"]["flows"]["backwards"] == 1
+
+
+def test_more_flows_than_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "MAX_FLOWS", 2)
+    producer = [span("pack", 0, 1), *(point(Kind.SENT, 0.5, str(n)) for n in range(5))]
+    owner = [span("assemble", 2, 1), *(point(Kind.READ, 2.5, str(n)) for n in range(5))]
+    written = chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
+    check(written)
+    assert written["otherData"]["flows"] == {"written": 2, "missing": 0, "backwards": 0, "left out": 3}
+
+
+def test_a_task_is_widened_to_its_steps_and_not_over_its_neighbours() -> None:
+    # Dask's times of both tasks are 2 ms late.
+    found = [
+        span(TASK, 0.002, 0.010, task="one"),
+        span("split", 0.001, 0.005, task="one"),
+        span("pack", 0.006, 0.004, task="one"),
+        span(TASK, 0.0125, 0.010, task="two"),
+        span("split", 0.011, 0.004, task="two"),
+    ]
+    written = chrome_trace(trace(a=ProcessTrace(events=found)))
+    check(written)
+    assert len({one.tid for one in slices(written)}) == 1
+    tasks = {one.args["task"]: one for one in slices(written) if one.name not in ("split", "pack")}
+    for step in slices(written):
+        task = tasks[step.args["task"]]
+        assert task.begin <= step.begin <= step.end <= task.end
+    assert tasks["one"].end <= tasks["two"].begin
+
+
+def test_coroutines_that_overlap_on_one_thread_have_several_tracks() -> None:
+    found = [span(TASK, at, 1.0, task=f"t{at}") for at in (0.0, 0.5, 0.9)]
+    written = chrome_trace(trace(a=ProcessTrace(events=found, threads={1: "MainThread"})))
+    check(written)
+    names = [e["args"]["name"] for e in written["traceEvents"] if e["name"] == "thread_name"]
+    assert names == ["MainThread", "MainThread (2)", "MainThread (3)"]
+
+
+def test_events_taken_that_did_not_arrive_are_lost() -> None:
+    process = ProcessTrace()
+    process.receive(recording=1.0, arrived=10, taken=10, lost=0)
+    process.receive(recording=1.0, arrived=5, taken=25, lost=2)  # ten are missing, two were overwritten
+    assert process.lost == 12
+    process.receive(recording=7.0, arrived=3, taken=4, lost=0)  # a restarted worker at the same address
+    assert process.lost == 13
+    process.receive(recording=7.0, arrived=1, taken=5, lost=0)
+    assert process.lost == 13
+
+
+def test_lost_events_are_reported() -> None:
+    found = trace(a=ProcessTrace(name="zero", lost=3, events=[span("pack", 0, 1)]))
+    found.left_out = 4
+    found.unanswered[B] = "the worker has left"
+    said = chrome_trace(found)["otherData"]
+    assert said["lost events"] == 7
+    assert said["processes"][A]["lost events"] == 3
+    assert said["workers that did not answer"] == {B: "the worker has left"}
+
+
+def test_the_checker_finds_what_is_wrong() -> None:
+    producer = [span("pack", 0, 1), point(Kind.SENT, 0.5, "s")]
+    owner = [span("assemble", 2, 1), point(Kind.READ, 2.5, "s"), Event(Kind.WAIT, "w", 0, 1, 0, "", {})]
+
+    def written() -> Any:
+        return chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
+
+    check(written())
+    for damage in (
+        lambda e: e["ph"] == "s",  # a flow without its begin
+        lambda e: e["ph"] == "f",
+        lambda e: e["ph"] == "e",  # a wait without its end
+        lambda e: e["name"] == "thread_name",
+        lambda e: e["ph"] == "X" and e["name"] == "pack",  # a flow that begins outside any slice
+    ):
+        broken = written()
+        broken["traceEvents"] = [event for event in broken["traceEvents"] if not damage(event)]
+        with pytest.raises(AssertionError):
+            check(broken)
+    for begin, is_right in ((1e6, True), (0.5e6, False)):  # after the other slice, and overlapping it
+        overlapping = written()
+        (pack,) = [event for event in overlapping["traceEvents"] if event["name"] == "pack"]
+        overlapping["traceEvents"].append({**pack, "ts": begin})
+        overlapping["traceEvents"].sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
+        if is_right:
+            check(overlapping)
+        else:
+            with pytest.raises(AssertionError):
+                check(overlapping)
+
+
+def test_the_summary_adds_up() -> None:
+    found = trace(
+        a=ProcessTrace(
+            events=[
+                span("pull", 0, 1.0, bytes=10),
+                span("pull", 2, 3.0, bytes=20),
+                span(TASK, 0, 0.5, task="('shuffle-transfer-0123456789abcdef', 1)"),
+                point(Kind.SENT, 0.5, "s"),
+            ]
+        )
+    )
+    first, second = found.summary()
+    assert first == (A, "pull", 2, 4.0, 3.0, 30)
+    assert second == (A, "shuffle-transfer", 1, 0.5, 0.5, 0)

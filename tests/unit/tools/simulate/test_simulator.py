@@ -1,0 +1,519 @@
+"""Simulate graphs: modelled durations match hand calculations, and Dask makes all decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import dask
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.placement import FreeMemory
+from dask_gpurt.tools.simulate import (
+    WORKLOADS,
+    Cluster,
+    Join,
+    Leave,
+    Simulation,
+    Submission,
+    Work,
+    Workload,
+    build_cluster,
+    build_workload,
+)
+from dask_gpurt.tools.simulate.clock import Clock, Name, Stuck
+from dask_gpurt.tools.simulate.placements import PLACEMENTS, VirtualHeadroom, charged, simulate
+from dask_gpurt.tools.simulate.simulation import WorkloadFailed
+from dask_gpurt.tools.simulate.workloads import Scale
+from dask_gpurt.topology import SHIPPED, Link
+from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
+from tests.helpers.slow import except_slow
+
+MB = 10**6
+
+each_placement = pytest.mark.parametrize("placement", except_slow(PLACEMENTS, ("always", "tiers")))
+
+
+def work(name: str, *needs: Work, seconds: float = 1.0, nbytes: int = 0) -> Work:
+    return Work(Name(f"('{name}', 0)"), tuple(need.key for need in needs), seconds, nbytes)
+
+
+def workload(*works: Work, wanted: Sequence[Work] = ()) -> Workload:
+    """Return a workload of one graph, whose results are the tasks without dependents."""
+    needed = {need for one in works for need in one.needs}
+    ends = [one.key for one in wanted] or [one.key for one in works if one.key not in needed]
+    return Workload("made-up", [Submission(works, frozenset(ends))])
+
+
+def run(cluster: Cluster, *works: Work, **options: Any) -> Simulation:
+    simulation = Simulation(cluster, workload(*works), overheads=NO_OVERHEADS, **options)
+    simulation.run()
+    return simulation
+
+
+# ---- shuffles of the runtime, and the duration of decisions -----------------------------
+
+
+def shuffle(inputs: Sequence[Work], nbytes: int, outputs: int = 2) -> list[Work]:
+    """Return transfers, their barrier, and outputs that take this many bytes of each transfer."""
+    transfers = [
+        Work(Name(f"('transfer', {number})"), (one.key,), 1.0, 0) for number, one in enumerate(inputs)
+    ]
+    barrier = Work(Name("barrier"), tuple(one.key for one in transfers), 0.0, 0)
+    shards = {one.key: nbytes for one in transfers}
+    return [
+        *transfers,
+        barrier,
+        *[
+            Work(Name(f"('output', {number})"), (barrier.key,), 1.0, nbytes, shards=shards)
+            for number in range(outputs)
+        ],
+    ]
+
+
+def pinned(name: str, worker: int, nbytes: int) -> Work:
+    return Work(Name(f"('{name}', 0)"), (), 0.0, nbytes, worker=worker)
+
+
+def test_shards_go_to_the_owners_of_outputs_and_these_wait_for_them() -> None:
+    data = [pinned(f"data{number}", number, 200 * MB) for number in range(2)]
+    done = run(on_one_host(2), *data, *shuffle(data, 100 * MB))
+    # Each worker sends the other a shard of 100 MB, both at once.
+    assert done.result.bytes == {"shared-memory": 200 * MB}
+    assert done.result.makespan == pytest.approx(1 + 100 * MB / SPEED + 1, rel=1e-3)
+
+
+def test_both_sides_of_a_join_have_the_same_owners() -> None:
+    left, right = (pinned(name, 0, 100 * MB) for name in ("left", "right"))
+    sides = [Work(Name(f"('{side.key}-transfer', 0)"), (side.key,), 1.0, 0) for side in (left, right)]
+    barriers = [Work(Name(f"barrier{number}"), (side.key,), 0.0, 0) for number, side in enumerate(sides)]
+    joined = [
+        Work(
+            Name(f"('joined', {number})"),
+            tuple(barrier.key for barrier in barriers),
+            1.0,
+            0,
+            shards={side.key: 50 * MB for side in sides},
+        )
+        for number in range(2)
+    ]
+    done = run(on_one_host(2), left, right, *sides, *barriers, *joined)
+    assert done.result.bytes == {"shared-memory": 100 * MB}
+
+
+@pytest.mark.parametrize("placement", ["stock", "gpurt", "always"])
+def test_a_shuffle_ends_with_each_placement(placement: str) -> None:
+    data = [pinned(f"data{number}", 0, 100 * MB) for number in range(8)]
+    done = simulate(on_one_host(4), workload(*data, *shuffle(data, 10 * MB, 8)), placement)
+    assert done.result.runs == 8 + 8 + 1 + 8
+    assert done.result.fallbacks == 0
+
+
+def test_a_task_runs_on_its_worker() -> None:
+    first, second = pinned("first", 2, 100 * MB), pinned("second", 0, 100 * MB)
+    done = run(on_one_host(3), first, second)
+    assert [worker.tiers.peak for worker in done.workers.values()] == [100 * MB, 0, 100 * MB]
+
+
+def test_decisions_take_the_time_of_the_scheduler() -> None:
+    slow = dataclasses.replace(NO_OVERHEADS, decision=0.5)
+    chain = [work("a")]
+    for letter in "bcd":
+        chain.append(work(letter, chain[-1]))
+    done = Simulation(on_one_host(2), workload(*chain), overheads=slow)
+    assert done.run().makespan == pytest.approx(4 * 1.5)
+    wide = Simulation(on_one_host(4), workload(*[work(letter) for letter in "abcd"]), overheads=slow)
+    # The workers receive their tasks one after the other.
+    assert wide.run().makespan == pytest.approx(4 * 0.5 + 1)
+
+
+def test_looking_at_the_tiers_of_simulated_workers_is_no_work_of_the_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The simulator looks at all workers each time; a scheduler is told by those that have changed."""
+    spent, look = [0.0], VirtualHeadroom._now
+
+    def slow(self: VirtualHeadroom, worker: str) -> FreeMemory:
+        spent[0] += 1.0
+        return look(self, worker)
+
+    monkeypatch.setattr(VirtualHeadroom, "_now", slow)
+    monkeypatch.setattr("dask_gpurt.tools.simulate.scheduler.thread_time", lambda: spent[0])
+    done = simulate(on_one_host(2), workload(*imbalance()), "always", overheads=NO_OVERHEADS)
+    assert spent[0] > 10
+    assert done.scheduler.busy.seconds <= 2  # when it asks for the first time
+
+
+def test_the_measured_cpu_time_of_the_scheduler_is_charged() -> None:
+    cluster = on_one_host(2)
+    first = simulate(cluster, workload(*imbalance()), "always", overheads=NO_OVERHEADS)
+    overheads = charged(first)
+    assert overheads.decision == pytest.approx(first.result.decision_us / 1e6)
+    spent = overheads.decision * first.result.decisions + overheads.scheduler * first.scheduler.messages
+    assert spent == pytest.approx(first.scheduler.busy.seconds, rel=1e-3)
+    again = simulate(cluster, workload(*imbalance()), "always", overheads=overheads)
+    assert again.result.makespan > first.result.makespan
+
+
+def test_each_submission_has_an_end() -> None:
+    first, second = work("a", seconds=1), work("b", seconds=2)
+    graphs = [Submission([one], frozenset([one.key])) for one in (first, second)]
+    done = Simulation(on_one_host(1), Workload("two", graphs), overheads=NO_OVERHEADS)
+    done.run()
+    assert done.ends == pytest.approx([1, 3])
+
+
+# ---- graphs that can be calculated by hand -------------------------------------------
+
+
+def test_a_chain_takes_the_sum_of_its_tasks() -> None:
+    a = work("a", seconds=1)
+    b = work("b", a, seconds=2)
+    done = run(on_one_host(3), a, b, work("c", b, seconds=3))
+    assert done.result.makespan == pytest.approx(6)
+    assert done.result.bytes == {}
+
+
+def test_independent_tasks_run_beside_each_other() -> None:
+    tasks = [work(f"{letter}", seconds=index + 1) for index, letter in enumerate("abcd")]
+    assert run(on_one_host(4), *tasks).result.makespan == pytest.approx(4)
+    assert run(on_one_host(1), *tasks).result.makespan == pytest.approx(10)
+
+
+def test_a_worker_of_half_the_speed_takes_twice_as_long() -> None:
+    assert run(Cluster("slow", machines(1, speed=0.5)), work("a")).result.makespan == pytest.approx(2)
+
+
+def test_a_worker_of_two_threads_runs_two_tasks() -> None:
+    cluster = Cluster("threads", machines(1, threads=2))
+    assert run(cluster, *[work(letter) for letter in "abcd"]).result.makespan == pytest.approx(2)
+
+
+def test_an_input_is_fetched_before_its_task_runs() -> None:
+    small, large = work("a", nbytes=100 * MB), work("b", nbytes=500 * MB)
+    done = run(on_one_host(2), small, large, work("c", small, large))
+    # The task runs where the larger input is.
+    assert done.result.bytes == {"shared-memory": 100 * MB}
+    assert done.result.makespan == pytest.approx(2 + 100 * MB / SPEED, rel=1e-3)
+
+
+def test_messages_and_overheads_take_their_time() -> None:
+    alone = dataclasses.replace(NO_OVERHEADS, task=0.5, message=0.25)
+    simulation = Simulation(on_one_host(1), workload(work("a")), overheads=alone)
+    assert simulation.run().makespan == pytest.approx(0.25 + 0.5 + 1 + 0.25)
+
+
+def test_a_graph_that_needs_a_kept_one_begins_when_that_is_done() -> None:
+    kept, query = work("kept", seconds=2), work("q", seconds=0)
+    query = dataclasses.replace(query, needs=(kept.key,), seconds=3)
+    both = Workload(
+        "two",
+        [Submission([kept], frozenset([kept.key]), keep=True), Submission([query], frozenset([query.key]))],
+    )
+    simulation = Simulation(on_one_host(2), both, overheads=NO_OVERHEADS)
+    assert simulation.run().makespan == pytest.approx(5)
+    assert simulation.runs == {kept.key: 1, query.key: 1}
+
+
+# ---- decisions by Dask ---------------------------------------------------------------
+
+
+def test_the_scheduler_keeps_root_tasks_back() -> None:
+    """Without its queue all roots are sent at once, and results pile up before their dependents run."""
+    scale = Scale(partitions=64, memory=64 * 10**9, workers=8)
+    reduction = WORKLOADS["tree-reduction"](scale, random.Random(0))
+    peaks = {}
+    for saturation in (1.1, "inf"):
+        with dask.config.set({"distributed.scheduler.worker-saturation": saturation}):
+            peaks[saturation] = Simulation(on_one_host(8), reduction).run().worst_memory
+    assert peaks[1.1] < peaks["inf"]
+
+
+def imbalance() -> list[Work]:
+    """Make many tasks, in groups too small to be queued, whose small input is on one worker."""
+    origin = work("origin", nbytes=10, seconds=0.1)
+    return [
+        origin,
+        *[Work(Name(f"('use{i // 8}-u', {i})"), (origin.key,), 1.0, 10) for i in range(40)],
+    ]
+
+
+def test_idle_workers_steal() -> None:
+    done = run(on_one_host(4), *imbalance())
+    assert done.result.steals > 0
+    with dask.config.set({"distributed.scheduler.work-stealing": False}):
+        without = run(on_one_host(4), *imbalance())
+    assert without.result.steals == 0
+    assert done.result.makespan < without.result.makespan
+
+
+def test_the_scheduler_learns_durations_and_bandwidth() -> None:
+    a = work("a", nbytes=100 * MB, seconds=3)
+    b = work("b", nbytes=200 * MB, seconds=3)
+    simulation = Simulation(on_one_host(2), workload(a, b, work("c", a, b, seconds=30)))
+    before = simulation.scheduler.bandwidth
+    simulation.run()
+    assert simulation.scheduler.task_prefixes["a"].duration_average == pytest.approx(3)
+    assert before < simulation.scheduler.bandwidth < SPEED
+
+
+def test_dask_drops_replicas_that_no_task_needs() -> None:
+    data = [pinned("a", 0, 100 * MB), pinned("b", 1, 500 * MB)]
+    both = work("c", *data)
+    last = work("d", both, seconds=9.0)
+    kept = Submission(data, frozenset(one.key for one in data), keep=True)
+    graphs = Workload("kept", [kept, Submission([both, last], frozenset([last.key]))])
+    simulation = Simulation(on_one_host(2), graphs, overheads=NO_OVERHEADS)
+    holders = simulation.scheduler.tasks
+    copies = []
+    for when in (1.0, 5.0):
+        simulation.clock.at(when, lambda: copies.append(len(holders[data[0].key].who_has or ())))
+    simulation.run()
+    assert copies == [2, 1]
+
+
+def test_placement_learns_the_speed_of_links_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = build_cluster("tcp", 16, seed=3)
+    believed, true = cluster.belief(), cluster.topology().learned()[Link.TCP].bandwidth
+    before = believed.learned()[Link.TCP].bandwidth
+    assert before == SHIPPED[Link.TCP].bandwidth != true
+    monkeypatch.setattr(Cluster, "belief", lambda self: believed)
+    join = build_workload("shuffle-join", cluster, partitions=32, seed=3)
+    simulate(cluster, join, "gpurt")
+    after = believed.learned()[Link.TCP].bandwidth
+    assert after != before  # transfers that share a link seem slower than one alone
+
+
+# ---- workers that come and go --------------------------------------------------------
+
+
+def test_what_a_worker_had_is_made_again() -> None:
+    a, b = work("a", seconds=1, nbytes=10), work("b", seconds=5, nbytes=20)
+    c = work("c", a, b, seconds=1)
+    simulation = Simulation(on_one_host(2), workload(a, b, c), overheads=NO_OVERHEADS)
+    holder = simulation.scheduler.workers  # the worker of a leaves while b runs on the other
+    simulation.clock.at(
+        2.0,
+        lambda: simulation._leave(list(holder).index(_only(simulation, a))),
+    )
+    simulation.run()
+    assert simulation.runs == {a.key: 2, b.key: 1, c.key: 1}
+
+
+def _only(simulation: Simulation, one: Work) -> str:
+    (ws,) = simulation.scheduler.tasks[one.key].who_has or ()
+    return ws.address
+
+
+@each_placement
+def test_a_workload_survives_workers_that_leave(placement: str) -> None:
+    cluster = build_cluster("dgx")
+    join = build_workload("shuffle-join", cluster)
+    undisturbed = simulate(cluster, join, placement).result
+    late = undisturbed.makespan / 2
+    done = simulate(cluster, join, placement, changes=[Leave(late, 0), Leave(late + 0.01, 5)])
+    assert done.result.makespan > undisturbed.makespan
+    assert done.result.runs > undisturbed.runs == len(join.works)
+    assert set(done.runs) == set(join.works)
+    assert done.result.fallbacks == 0
+
+
+def test_a_worker_that_joins_takes_work() -> None:
+    tasks = [Work(Name(f"('root-r', {i})"), (), 1.0, 10) for i in range(20)]
+    alone = run(on_one_host(1), *tasks)
+    helped = run(on_one_host(1), *tasks, changes=[Join(5.0, machines(1)[0])])
+    assert alone.result.makespan == pytest.approx(20)
+    # Five are done when it joins; the rest are shared.
+    assert helped.result.makespan == pytest.approx(13, abs=1.1)
+    assert helped.result.workers == 2
+
+
+def test_without_workers_it_says_so() -> None:
+    simulation = Simulation(on_one_host(1), workload(work("a", seconds=9)), changes=[Leave(1.0, 0)])
+    with pytest.raises(Stuck, match="1 keys of made-up were never computed"):
+        simulation.run()
+
+
+def test_a_task_that_loses_too_many_workers_is_given_up() -> None:
+    changes = [Leave(10.0 * (number + 1), number) for number in range(4)]
+    joins = [Join(10.0 * (number + 1) - 1, machines(1)[0]) for number in range(4)]
+    simulation = Simulation(on_one_host(1), workload(work("a", seconds=99)), changes=[*changes, *joins])
+    with pytest.raises(WorkloadFailed, match=r"\('a', 0\) failed after 40.1.* s: Attempted to run"):
+        simulation.run()
+
+
+def test_a_worker_that_is_not_there_can_not_leave() -> None:
+    simulation = Simulation(on_one_host(1), workload(work("a")), changes=[Leave(0.5, 7)])
+    with pytest.raises(ValueError, match="worker 7 cannot leave"):
+        simulation.run()
+
+
+# ---- invariants ----------------------------------------------------------------------
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> list[Work]:
+    """Draw random graphs of up to 30 tasks."""
+    made: list[Work] = []
+    for index in range(draw(st.integers(1, 30))):
+        needs = draw(st.lists(st.sampled_from(made), max_size=3, unique_by=lambda w: w.key)) if made else []
+        made.append(
+            Work(
+                Name(f"('task{draw(st.integers(0, 3))}-t', {index})"),
+                tuple(need.key for need in needs),
+                draw(st.floats(0, 10)),
+                draw(st.integers(0, 10**9)),
+            )
+        )
+    return made
+
+
+def critical_path(works: Sequence[Work]) -> float:
+    ends: dict[str, float] = {}
+    for one in works:
+        ends[one.key] = one.seconds + max((ends[need] for need in one.needs), default=0.0)
+    return max(ends.values())
+
+
+@each_placement
+@settings(max_examples=40, deadline=None)
+@given(works=graphs(), workers=st.integers(1, 6), per_host=st.integers(1, 4))
+def test_no_graph_is_faster_than_it_can_be(
+    placement: str, works: list[Work], workers: int, per_host: int
+) -> None:
+    cluster = Cluster("any", machines(workers, per_host=per_host))
+    done = simulate(cluster, workload(*works), placement, overheads=NO_OVERHEADS)
+    assert done.result.makespan >= critical_path(works) * (1 - 1e-9)
+    assert done.result.makespan >= sum(one.seconds for one in works) / workers * (1 - 1e-9)
+    assert done.runs == {one.key: 1 for one in works}
+    assert done.result.fallbacks == 0
+
+
+def test_dask_may_steal_tasks_that_take_no_time() -> None:
+    """Its stealing mistakes a duration of zero for that of a seceded task."""
+    first, works = Name("('task0-t', 0)"), []
+    for number in range(13):
+        prefix, needs = ("task1", (first,)) if number in (3, 5, 12) else ("task0", ())
+        works.append(Work(Name(f"('{prefix}-t', {number})"), needs, 0.0, 0))
+    works[1] = Work(Name("('task0-t', 1)"), (first,), 2.0, 0)
+    simulation = Simulation(on_one_host(2), workload(*works))
+    simulation.run()
+    assert simulation.runs == {one.key: 1 for one in works}
+
+
+@settings(max_examples=40, deadline=None)
+@given(works=graphs(), workers=st.integers(2, 6), data=st.data())
+def test_bytes_come_from_who_has_them_also_when_workers_leave(
+    works: list[Work], workers: int, data: st.DataObject
+) -> None:
+    leaving = data.draw(st.lists(st.integers(1, workers - 1), max_size=workers - 1, unique=True))
+    changes = [Leave(data.draw(st.floats(0, 30)), number) for number in leaving]
+    simulation = Simulation(on_one_host(workers), workload(*works), changes=changes)
+    send = simulation.network.send
+
+    def checked(source: str, target: str, nbytes: int, *callbacks: Any) -> None:
+        assert nbytes <= sum(simulation.workers[source].tiers.values())
+        assert target in simulation.workers
+        send(source, target, nbytes, *callbacks)
+
+    simulation.network.send = checked  # type: ignore[method-assign]
+    result = _until_done_or_given_up(simulation)
+    if result:
+        assert set(simulation.runs) == {one.key for one in works}
+        assert all(worker._outgoing == 0 for worker in simulation.workers.values())
+
+
+def _until_done_or_given_up(simulation: Simulation) -> bool:
+    """Return whether the run completes; Dask gives a task up after four workers died with it."""
+    try:
+        simulation.run()
+    except WorkloadFailed:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+@each_placement
+def test_each_task_of_a_workload_runs_once(name: str, placement: str) -> None:
+    cluster = build_cluster("mixed", 8)
+    built = build_workload(name, cluster, partitions=8)
+    done = simulate(cluster, built, placement)
+    assert done.runs == dict.fromkeys(built.works, 1)
+    assert sum(done.result.bytes.values()) >= done.result.between_hosts
+    assert done.result.fallbacks == 0
+
+
+# ---- workloads and clusters ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("partitions", [2, 7, 32, 33, 100])
+@pytest.mark.parametrize("name", ["shuffle-join", "skewed-join", "pipeline"])
+def test_a_shuffle_loses_no_bytes(name: str, partitions: int) -> None:
+    scale = Scale(partitions, memory=10**12, workers=4)
+    works = WORKLOADS[name](scale, random.Random(0)).works
+    sizes = {key: one.nbytes for key, one in works.items()}
+    needed = {need: one for one in works.values() for need in one.needs}
+    for key, one in works.items():
+        if "'shuffle-group" in key:
+            pieces = [nbytes for other, nbytes in sizes.items() if works[other].needs == (key,)]
+            assert sum(pieces) == pytest.approx(one.nbytes, rel=1e-6, abs=len(pieces))
+        if "split" in key:
+            assert "shuffle-concat" in needed[key].key
+
+
+def test_a_join_is_skewed_as_it_says() -> None:
+    works = WORKLOADS["skewed-join"](Scale(100, 10**12, 50), random.Random(0)).works
+    merged = sorted(one.nbytes for key, one in works.items() if "merge" in key)
+    assert merged[-1] / sum(merged) == pytest.approx(0.2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("shape", "workers"), [("dgx", 8), ("rdma", 256), ("tcp", 1024), ("mixed", 64)])
+def test_clusters_have_their_size(shape: str, workers: int) -> None:
+    cluster = build_cluster(shape)
+    assert len(cluster.machines) == workers
+    assert len({machine.place.host for machine in cluster.machines}) == workers // 8
+    assert len({machine.place.device for machine in cluster.machines}) == workers
+
+
+def test_what_there_is_not_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown cluster 'moon': expected one of dgx"):
+        build_cluster("moon")
+    with pytest.raises(ValueError, match="at least one worker, not 0"):
+        build_cluster("dgx", 0)
+    with pytest.raises(ValueError, match="unknown workload 'sort': expected one of shuffle-join"):
+        build_workload("sort", build_cluster("dgx"))
+    with pytest.raises(ValueError, match="at least two partitions, not 1"):
+        build_workload("pipeline", build_cluster("dgx"), partitions=1)
+    with pytest.raises(
+        ValueError, match="unknown placement 'best': expected one of stock, tiers, gpurt, always"
+    ):
+        simulate(build_cluster("dgx"), workload(work("a")), "best")
+
+
+# ---- the clock -----------------------------------------------------------------------
+
+
+def test_what_is_for_the_same_time_happens_in_the_order_of_asking() -> None:
+    clock, seen = Clock(), list[str]()
+    clock.at(2.0, seen.append, "late")
+    clock.after(1.0, seen.append, "first")
+    clock.at(1.0, seen.append, "second")
+    clock.run(until=lambda: len(seen) == 3)
+    assert seen == ["first", "second", "late"]
+    assert clock.now == 2.0
+
+
+def test_periodic_work_alone_is_no_work() -> None:
+    clock = Clock()
+    clock.every(lambda: 1.0, lambda: None)
+    with pytest.raises(Stuck, match="nothing has happened since"):
+        clock.run(until=lambda: False)
+
+
+def test_a_name_is_a_string_that_hashes_alike_everywhere() -> None:
+    assert Name("x") == "x"
+    assert hash(Name("tcp://host0:1024")) == 686197029

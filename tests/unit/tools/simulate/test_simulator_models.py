@@ -1,0 +1,437 @@
+"""Simulate links that transfers share, and tiers through which data are spilled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import permutations
+from typing import Any
+
+import dask
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.tools.simulate import (
+    Capacity,
+    Cluster,
+    Machine,
+    Result,
+    Simulation,
+    Submission,
+    Work,
+    Workload,
+)
+from dask_gpurt.tools.simulate.clock import Clock, Name
+from dask_gpurt.tools.simulate.network import Network
+from dask_gpurt.tools.simulate.tiers import RuntimeTiers, Tiers
+from dask_gpurt.tools.simulate.worker import TieredWorker, VirtualWorker
+from dask_gpurt.topology import Link, Place, Speed, Topology
+from tests.helpers.clusters_of_machines import GB, NO_OVERHEADS
+
+SPEEDS = {Link.SHARED_MEMORY: Speed(100.0, 0.0), Link.TCP: Speed(10.0, 0.0), Link.RDMA: Speed(50.0, 0.5)}
+
+
+class Wire:
+    """Simulate a network of workers a0, a1, …, b0, …: letters are hosts."""
+
+    def __init__(self, *, rdma: bool = False, **options: object):
+        self.clock = Clock()
+        topology = Topology(SPEEDS)
+        for host in "abcd":
+            for number in range(4):
+                topology.add(f"{host}{number}", Place(host, rdma=rdma))
+        self.network = Network(self.clock, topology, **options)  # type: ignore[arg-type]
+        self.ends: dict[str, float] = {}
+        self.asked = 0
+
+    def send(self, name: str, source: str, target: str, nbytes: int, at: float = 0.0) -> None:
+        self.asked += 1
+
+        def note() -> None:
+            self.ends[name] = self.clock.now
+
+        self.clock.at(at, self.network.send, source, target, nbytes, note)
+
+    def run(self) -> dict[str, float]:
+        self.clock.run(until=lambda: len(self.ends) == self.asked)
+        return self.ends
+
+
+# ---- links ---------------------------------------------------------------------------
+
+
+def test_a_transfer_takes_latency_and_bandwidth() -> None:
+    wire = Wire(rdma=True)
+    wire.send("x", "a0", "b0", 100)
+    assert wire.run() == {"x": pytest.approx(2.5)}
+
+
+def test_two_from_one_worker_share_its_port() -> None:
+    wire = Wire()
+    wire.send("x", "a0", "a1", 100)
+    wire.send("y", "a0", "a2", 200)
+    # Half the bandwidth each until the first is done at 2 s; then the other has 100 bytes left.
+    assert wire.run() == {"x": pytest.approx(2), "y": pytest.approx(3)}
+
+
+def test_one_that_comes_later_slows_the_first_down() -> None:
+    wire = Wire()
+    wire.send("x", "a0", "a1", 200)
+    wire.send("y", "a2", "a1", 50, at=1.0)
+    # 100 bytes alone, then half the rate for a second, then the last 50 alone.
+    assert wire.run() == {"x": pytest.approx(2.5), "y": pytest.approx(2)}
+
+
+def test_other_pairs_do_not_mind() -> None:
+    wire = Wire()
+    wire.send("x", "a0", "a1", 100)
+    wire.send("y", "a2", "a3", 100)
+    assert wire.run() == {"x": pytest.approx(1), "y": pytest.approx(1)}
+
+
+def test_workers_of_a_host_share_its_tcp() -> None:
+    wire = Wire()
+    wire.send("x", "a0", "b0", 10)
+    wire.send("y", "a1", "c0", 10)
+    assert wire.run() == {"x": pytest.approx(2), "y": pytest.approx(2)}
+
+
+def test_a_pair_of_hosts_with_its_own_speed_slows_no_other_down() -> None:
+    for later in (0.0, 1.0):  # the port of a host is as fast as its fastest link, whichever comes first
+        usual = dict.fromkeys(permutations("abcd", 2), Speed(10.0, 0.0))
+        wire = Wire(between={**usual, ("a", "b"): Speed(2.0, 0.0)})
+        wire.send("slow", "a0", "b0", 4, at=later)
+        wire.send("fast", "a1", "c0", 16, at=1.0 - later)
+        wire.send("back", "b1", "a1", 10)
+        ends = wire.run()
+        assert ends["slow"] - later == pytest.approx(2)
+        assert ends["back"] == pytest.approx(1)
+        # Both share the port of their host equally while the slow one is under way, whatever it uses of it.
+        assert ends["fast"] < 4
+
+
+def test_but_each_has_its_own_rdma() -> None:
+    wire = Wire(rdma=True)
+    wire.send("x", "a0", "b0", 50)
+    wire.send("y", "a1", "b1", 50)
+    assert wire.run() == {"x": pytest.approx(1.5), "y": pytest.approx(1.5)}
+
+
+def test_racks_share_their_uplink() -> None:
+    racks = {"a": "r0", "b": "r0", "c": "r1", "d": "r1"}
+    wire = Wire(racks=racks, uplink=10.0)
+    wire.send("within", "a0", "b0", 20)
+    wire.send("across", "b1", "c0", 20)
+    wire.send("too", "a1", "d0", 20)
+    # The uplink gives five bytes a second to each of two; a's NIC is shared as well.
+    assert wire.run() == {
+        "within": pytest.approx(4),
+        "across": pytest.approx(4),
+        "too": pytest.approx(4),
+    }
+
+
+def test_a_cut_transfer_is_lost_and_leaves_its_part_to_others() -> None:
+    wire = Wire()
+    lost = []
+    wire.send("x", "a0", "a1", 150)
+    wire.network.send("a0", "a2", 1000, lambda: pytest.fail("it arrived"), lambda: lost.append("y"))
+    wire.clock.at(1.0, wire.network.cut, "a2")
+    assert wire.run() == {"x": pytest.approx(2)}
+    assert lost == ["y"]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(range(4)), st.sampled_from(range(4)), st.integers(0, 1000), st.floats(0, 20)
+        ),
+        min_size=1,
+        max_size=60,
+    )
+)
+def test_no_port_gives_more_than_it_has(sends: list[tuple[int, int, int, float]]) -> None:
+    sends = [(source, target, nbytes, at) for source, target, nbytes, at in sends if source != target]
+    wire = Wire()
+    for number, (source, target, nbytes, at) in enumerate(sends):
+        wire.send(str(number), f"a{source}", f"a{target}", nbytes, at)
+    ends = wire.run()
+    for end in (0, 1):
+        for worker in range(4):
+            mine = [(send, ends[str(n)]) for n, send in enumerate(sends) if send[end] == worker]
+            if mine:
+                first = min(send[3] for send, _ in mine)
+                last = max(arrived for _, arrived in mine)
+                # With more than 16 transfers at a port, rates are updated late when transfers begin and end.
+                slack = 1 + 1 / 16 if len(mine) > 16 else 1
+                moved = sum(send[2] for send, _ in mine)
+                assert moved <= 100 * (last - first) * slack + 1e-3
+
+
+# ---- tiers ---------------------------------------------------------------------------
+
+
+def tiers(device: int = 100, pinned: int = 50, host: int = 100) -> Tiers:
+    return Tiers(Capacity(device, pinned, host), lambda link: Speed(10.0, 1.0))
+
+
+def test_what_was_used_longest_ago_goes_down_first() -> None:
+    mine = tiers()
+    for key in "abc":
+        mine[key] = 40
+    assert [mine.tier(key) for key in "abc"] == [Tier.PINNED, Tier.DEVICE, Tier.DEVICE]
+    mine.hold(["b"], 0)
+    mine["d"] = 40
+    assert mine.tier("c") is Tier.PINNED
+    # The pinned tier holds 50: its first entries were moved on to the host.
+    assert mine.tier("a") is Tier.HOST
+    assert mine.spilled == 40 + 40 + 40
+
+
+def test_the_disk_takes_what_no_tier_does() -> None:
+    mine = tiers()
+    for number in range(10):
+        mine[str(number)] = 50
+    assert [mine.tier(key) for key in mine].count(Tier.DISK) == 10 - 2 - 1 - 2
+    assert not mine.over
+
+
+def test_to_use_a_key_takes_the_time_to_get_it_up() -> None:
+    mine = tiers()
+    for key in "abc":
+        mine[key] = 40
+    # a is read in 1 + 40 / 10 s, and b is spilled in as long.
+    assert mine.hold(["a"], 0) == pytest.approx(10)
+    assert mine.hold(["a"], 0) == 0
+    assert [mine.tier(key) for key in "abc"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE]
+
+
+def test_what_is_held_stays_and_the_worker_is_over() -> None:
+    mine = tiers()
+    for key in "ab":
+        mine[key] = 50
+    assert not mine.over
+    mine.hold(["a", "b"], 30)
+    assert mine.over
+    assert mine.peak == 130
+    assert mine.free == -30
+    mine.release(["a", "b"], 30)
+    assert mine.free == 0
+
+
+@pytest.mark.parametrize("keys", [["a"], {"a": 60}], ids=["names", "names with sizes"])
+def test_what_is_let_go_may_go_down(keys: Any) -> None:
+    mine = tiers()
+    mine["a"] = 60
+    mine.hold(keys, 0)
+    mine.release(keys, 0)
+    mine["b"] = 60
+    assert mine.tier("a") is Tier.HOST
+    assert not mine.over
+
+
+def test_what_is_lent_stays_where_it_lies() -> None:
+    mine = tiers()
+    for key in "abc":
+        mine[key] = 40
+    held, seconds = mine.lend("ab")  # a is spilled, and is read in 1 + 40 / 10 s
+    assert (held, seconds) == (["b"], pytest.approx(5))
+    assert [mine.tier(key) for key in "abc"] == [Tier.PINNED, Tier.DEVICE, Tier.DEVICE]
+    assert mine.fits("c", 20)
+    assert not mine.fits("c", 21), "b cannot go down"
+
+
+def runtime_tiers(next_use: Mapping[Any, int], pinned: int = 50) -> RuntimeTiers:
+    """Make tiers of at most 100 bytes, with the priorities at which keys are needed next."""
+
+    def soonest(key: Any) -> tuple[int, ...] | None:
+        return (next_use[key],) if key in next_use else None
+
+    return RuntimeTiers(Capacity(100, pinned, 100), lambda link: Speed(10.0, 1.0), soonest)
+
+
+def test_the_runtime_spills_what_is_needed_last() -> None:
+    mine = runtime_tiers({"a": 1, "b": 3, "c": 2})
+    for key in "abc":
+        mine[key] = 40
+    assert [mine.tier(key) for key in "abc"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE]
+    # No task needs d, so it is evicted before a and c; the pinned tier has no room for it.
+    mine["d"] = 30
+    assert [mine.tier(key) for key in "abcd"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE, Tier.HOST]
+
+
+def test_what_the_runtime_has_spilled_stays_where_it_is() -> None:
+    mine = runtime_tiers({}, pinned=40)
+    for key in "abcd":
+        mine[key] = 40
+    assert [mine.tier(key) for key in "abcd"] == [Tier.PINNED, Tier.HOST, Tier.DEVICE, Tier.DEVICE]
+
+
+@pytest.mark.parametrize(("worker", "spilled"), [(VirtualWorker, 160), (TieredWorker, 120)])
+def test_a_worker_of_the_runtime_keeps_what_its_next_task_reads(
+    worker: type[VirtualWorker], spilled: int
+) -> None:
+    """Three kept results of 40 bytes are read in turn where two fit: LRU would spill each before its read."""
+    kept = [Work(Name(f"('kept', {i})"), (), 1.0, 40) for i in range(3)]
+    # With different names, so that Dask does not hold them back in its queue of root tasks.
+    read = [Work(Name(f"('read{i}', 0)"), (kept[i].key,), 1.0, 0) for i in range(3)]
+    submissions = [
+        Submission(kept, frozenset(one.key for one in kept), keep=True),
+        Submission(read, frozenset(one.key for one in read)),
+    ]
+    machine = Machine(Place("host0", device="gpu0"), Capacity(100, 0, 1000))
+    cluster = Cluster("one", [machine], speeds={Link.PAGEABLE: Speed(10.0, 0.0)})
+    result = Simulation(
+        cluster, Workload("in turn", submissions), overheads=NO_OVERHEADS, worker=worker
+    ).run()
+    assert result.spilled == spilled
+    assert result.over_memory == 0
+
+
+keys = st.sets(st.integers(0, 7))
+
+
+either_tiers = pytest.mark.parametrize(
+    "make",
+    [tiers, lambda: runtime_tiers({f"k{number}": number for number in range(5)})],
+    ids=["Dask", "runtime"],
+)
+
+
+@either_tiers
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=8, max_size=8),
+    held=keys,
+    wanted=keys,
+    reserve=st.integers(0, 120),
+)
+def test_what_fits_leaves_a_worker_within_its_memory(
+    make: Callable[[], Tiers], sizes: list[int], held: set[int], wanted: set[int], reserve: int
+) -> None:
+    mine = make()
+    for key, nbytes in enumerate(sizes):
+        mine[key] = nbytes
+    mine.lend(held)
+    fits = mine.fits(wanted, reserve)
+    mine.hold(wanted, reserve)
+    assert fits == (mine.live_bytes <= mine.capacity.live)
+
+
+# ---- workers with the runtime's tiers ----------------------------------------------------
+
+
+def joins(pairs: list[tuple[int, int]], nbytes: int) -> Workload:
+    """Make kept data, then tasks that each take two of them and produce as much."""
+    kept = [Work(Name(f"('kept', {i})"), (), 0.1, nbytes) for i in range(12)]
+    made = [
+        Work(Name(f"('join', {i})"), (kept[a].key, kept[b].key), 1.0, 2 * nbytes)
+        for i, (a, b) in enumerate(pairs)
+    ]
+    first = Submission(kept, frozenset(one.key for one in kept), keep=True)
+    return Workload("joins", [first, Submission(made, frozenset(one.key for one in made))])
+
+
+def joined(pairs: list[tuple[int, int]], worker: type[VirtualWorker], workers: int = 3) -> Result:
+    machines = [Machine(Place("host0", device=f"gpu{i}"), Capacity(100, 0, 100_000)) for i in range(workers)]
+    cluster = Cluster("small", machines, speeds=dict.fromkeys(Link, Speed(10.0, 0.0)))
+    # One key per message: several keys would exceed a worker's memory.
+    with dask.config.set({"distributed.worker.transfer.message-bytes-limit": 24}):
+        return Simulation(cluster, joins(pairs, 24), worker=worker).run()
+
+
+some_pairs = st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pair: pair[0] != pair[1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(some_pairs, min_size=1, max_size=30), st.integers(1, 5))
+def test_with_the_tiers_of_the_runtime_no_worker_waits_for_ever_or_is_over(
+    pairs: list[tuple[int, int]], workers: int
+) -> None:
+    """Each task needs 96 of 100 bytes: beside one no data may arrive, and no live data may be evicted."""
+    result = joined(pairs, TieredWorker, workers)
+    assert result.runs == result.tasks
+    assert result.over_memory == 0
+
+
+def test_room_is_promised_when_a_fetch_begins_and_not_when_a_peer_sends() -> None:
+    """Otherwise a task could begin while the request was in flight, and there was no room for the reply."""
+    pairs = [(7, 0), (4, 1), (2, 0), (0, 3), (1, 0), (2, 1), (2, 1), (1, 0)]
+    assert joined(pairs, TieredWorker, 2).over_memory == 0
+
+
+def test_dasks_own_workers_do_not_wait() -> None:
+    pairs = [(i, (5 * i + 1) % 12) for i in range(12)]
+    assert joined(pairs, VirtualWorker).over_memory > 0
+    assert joined(pairs, TieredWorker).over_memory == 0
+
+
+def test_tasks_that_no_worker_holds_are_counted() -> None:
+    machines = [Machine(Place("host0", device=f"gpu{i}"), Capacity(95, 0, 1000)) for i in range(3)]
+    cluster = Cluster("small", machines, speeds=dict.fromkeys(Link, Speed(10.0, 0.0)))
+    result = Simulation(cluster, joins([(0, 1), (2, 3)], 24), worker=TieredWorker).run()
+    assert result.too_large == 2
+    assert 0 < result.over_memory <= 2
+
+
+def test_without_a_device_work_is_done_in_the_host_tier() -> None:
+    mine = tiers(device=0, pinned=0)
+    mine["a"] = 60
+    assert mine.tier("a") is mine.live is Tier.HOST
+    mine["b"] = 60
+    assert mine.tier("a") is Tier.DISK
+
+
+@either_tiers
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["put", "drop", "hold", "go"]), st.integers(0, 9), st.integers(0, 80)),
+        max_size=80,
+    )
+)
+def test_tiers_add_up_and_are_over_only_by_what_is_held(
+    make: Callable[[], Tiers], steps: list[tuple[str, int, int]]
+) -> None:
+    mine = make()
+    held: list[tuple[str, int]] = []
+    for what, number, nbytes in steps:
+        key = f"k{number}"
+        if what == "put":
+            mine[key] = nbytes
+        elif what == "drop":
+            mine.pop(key, None)
+        elif what == "hold":
+            mine.hold([key], nbytes)
+            held.append((key, nbytes))
+        elif held:
+            key, reserved = held.pop(0)
+            mine.release([key], reserved)
+        pinned = {key for key, _ in held if mine.tier(key) is mine.live}
+        reserved_now = sum(reserved for _, reserved in held)
+        total = sum(mine[key] for key in mine)
+        assert total == mine.live_bytes - reserved_now + mine.spilled_bytes
+        if what in ("put", "hold"):
+            limit = max(mine.capacity.live, sum(mine[key] for key in pinned) + reserved_now)
+            assert mine.live_bytes <= limit
+
+
+def test_a_spilled_input_delays_its_task() -> None:
+    """Two results of 80 bytes do not fit 100: one has to be read back for the task that needs both."""
+    machine = Machine(Place("host0", device="gpu0"), Capacity(100, 0, 1000))
+    cluster = Cluster("one", [machine], speeds={Link.PAGEABLE: Speed(10.0, 0.0)})
+    a, b = (Work(Name(f"('{name}', 0)"), (), 1.0, 80) for name in "ab")
+    c = Work(Name("('c', 0)"), (a.key, b.key), 1.0, 0)
+    workload = Workload("spills", [Submission([a, b, c], frozenset([c.key]))])
+    result = Simulation(cluster, workload, overheads=NO_OVERHEADS).run()
+    # Once before the second task, and once when the third is over.
+    assert result.spilled == 160
+    assert result.over_memory == 1
+    assert result.worst_memory == pytest.approx(1.6)
+    # 8 s to spill before the second task, and 8 s to read before the third.
+    assert result.makespan == pytest.approx(3 + 16)
+
+
+def test_capacity_of_a_worker() -> None:
+    assert Capacity(1 * GB, 2 * GB, 3 * GB).live == 1 * GB
+    assert Capacity(0, 2, 3).live == 3
+    assert Capacity(1, 2, 3).total == 6
