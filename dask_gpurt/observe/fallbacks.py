@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from enum import Enum
 
+#: The rooms of ids that name a part of a room.
+WITHIN = {"planning": "client.planning", "dashboard": "monitor.dashboard"}
+
 
 class Fallback(Enum):
     """Identify a fallback by a dotted, stable id and a human-readable text.
@@ -122,7 +125,8 @@ class Fallback(Enum):
     @property
     def room(self) -> str:
         """Return the room of the fallback, which is also the name of its logger."""
-        return self.id.partition(".")[0]
+        first = self.id.partition(".")[0]
+        return WITHIN.get(first, first)
 
     def filled(self, *labels: str) -> tuple[str, str]:
         """Return the id and the text with the values of the labels filled in.

@@ -286,7 +286,7 @@ def test_a_peer_of_another_version_is_named(off: Client) -> None:
 @pytest.mark.slow
 def test_a_worker_says_that_its_scheduler_cannot_load_the_package(tmp_path: Path) -> None:
     # Not the whole package: Dask itself loads its entry point, which a scheduler without it lacks.
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['dask_gpurt.plugins'] = None\n")
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['dask_gpurt.scheduler'] = None\n")
     script = tmp_path / "script.py"
     script.write_text(OWN)
     lacking = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

@@ -41,7 +41,7 @@ def test_a_fallback_is_logged_by_its_room(fallback: Fallback, caplog: pytest.Log
     Metrics().fallback(fallback, "a reason", *labels)
     (record,) = caplog.records
     assert record.name == f"dask_gpurt.{fallback.room}"
-    assert (PACKAGE / fallback.room).is_dir()
+    assert (PACKAGE / fallback.room.replace(".", "/")).is_dir()
 
 
 def test_the_section_logging_of_dask_selects_rooms(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ from dask_gpurt.dask_hooks.planning import content_of
 from dask_gpurt.observe import Metrics
 from tests.helpers.planned import Planner, some_programs
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 UNREADABLE, NOT_STORED = "planning.store-unreadable", "planning.not-stored"
 KEYS = [bytes([number]) * 20 for number in range(5)]
 

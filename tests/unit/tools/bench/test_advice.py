@@ -12,7 +12,7 @@ import pytest
 from dask_gpurt.config import KEYS
 from dask_gpurt.tools.bench.advice import Findings, advise
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 QUIET = Findings(
     planning=1.0,
