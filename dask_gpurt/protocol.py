@@ -6,12 +6,22 @@ message: name it here, with what it carries, and register its handler where it i
 (`scheduler/plugin.py`, `worker/plugin.py` or `exchange/exchange.py`); ``tests/cluster/test_protocol.py``
 compares this list with the handlers of a running cluster.
 
+Handlers stay when the runtime is switched off, and answer that it is (:func:`is_off`). Servers switch off one
+after the other, and messages on different connections overtake each other::
+
+    the scheduler tells A and B to switch off
+    A has switched off; B, which has not done so yet, asks A to let go of a shard
+    ->  without a handler A logs a traceback; a message on its stream would even close it
+
+A worker that was silent meanwhile may send such a message at any later time.
+
 Messages between the workers of one shuffle run are values of their own: `shuffle/messages.py`.
 """
 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 #: The runtime's name among the plugins of schedulers and workers, and among a scheduler's extensions.
 NAME = "gpurt"
@@ -90,8 +100,6 @@ EVACUATE_HANDLER = "gpurt_evacuate"
 HOST_HANDLER = "gpurt_host"
 #: → bytes freed in shared memory, for another worker of the host.
 MAKE_ROOM_HANDLER = "gpurt_make_room"
-#: All workers have switched off.
-ALL_OFF_HANDLER = "gpurt_all_off"
 #: → the worker's clock; ``token, limit`` → a batch of its events; ``token`` ends its trace.
 CLOCK_HANDLER = "gpurt_clock"
 TAKE_EVENTS_HANDLER = "gpurt_trace_take"
@@ -117,6 +125,10 @@ RELEASE_HANDLER = "gpurt_release"
 DRAIN_HANDLER = "gpurt_drain"
 #: ``producer, run``: drop the shards of a run that has ended.
 FORGET_HANDLER = "gpurt_forget"
+
+
+def is_off(**_: Any) -> None:
+    """Reply to any message as Dask does to an unknown call, with None, but without logging a traceback."""
 
 
 class JoinReply(IntEnum):

@@ -278,6 +278,23 @@ class PatchSet:
         patch.install(value)
         self._patches.append(patch)
 
+    def add_handlers(self, handlers: MutableMapping[str, Any], added: Mapping[str, Any], off: Method) -> None:
+        """Set handlers of a server that :meth:`restore` replaces by one that stays.
+
+        Messages of servers that have not learned of the end yet arrive afterwards. Dask logs a call of an
+        unknown handler, and closes the stream of an unknown operation.
+
+        Parameters
+        ----------
+        off
+            Answers them from then on, until handlers are added again. Has a name, which Dask logs.
+        """
+        for name, handler in added.items():
+            patch = _Patch(_Item(handlers, name), self._layer)
+            patch.before = off
+            patch.install(handler)
+            self._patches.append(patch)
+
     def _install(self, patch: _Patch, made: Any) -> None:
         setattr(made, _PATCH, patch)
         patch.install(made)

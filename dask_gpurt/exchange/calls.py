@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.exchange.shard import ExchangeClosed, PeerLost, RunKey
 from dask_gpurt.observe import Metrics
 
@@ -216,10 +217,10 @@ class Calls:
         return False
 
 
-async def is_off(**_: Any) -> None:
-    """Reply to any call as Dask replies to an unknown one: with None, but without logging a traceback."""
+def off_on(worker: WorkerServer) -> Callable[..., str | None]:
+    """Return a handler that tells peers that the runtime is off on a worker, or that this is closing."""
 
+    def off(**_: Any) -> str | None:
+        return CLOSES if is_closing(worker) else None
 
-async def closes(**_: Any) -> str:
-    """Reply to any call of a peer while this worker is closing."""
-    return CLOSES
+    return off

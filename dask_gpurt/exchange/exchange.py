@@ -18,11 +18,11 @@ from typing import Any
 
 from dask_gpurt._version import __version__
 from dask_gpurt.config import Settings
+from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.dask_hooks.worker import is_closing
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange.active_runs import ActiveRuns
-from dask_gpurt.exchange.calls import Calls, closes, is_off
+from dask_gpurt.exchange.calls import Calls, off_on
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.host_room import HostRoom
@@ -51,6 +51,7 @@ from dask_gpurt.protocol import (
     MAKE_ROOM_HANDLER,
     RELEASE_HANDLER,
     TICKET_HANDLER,
+    is_off,
 )
 
 logger = logging.getLogger(__name__)
@@ -122,15 +123,19 @@ class Exchange:
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
         self._users = PoolUsers(worker.address)
-        self._handlers: dict[str, Callable[..., Any]] = {
-            TICKET_HANDLER: self.until_closed(self.ticket),
-            FETCH_HANDLER: self.until_closed(self.comms.serve),
-            RELEASE_HANDLER: self.release,
-            DRAIN_HANDLER: self.drain,
-            FORGET_HANDLER: self.forget,
-            MAKE_ROOM_HANDLER: self.host_room.make_room,
-        }
-        worker.handlers.update(self._handlers)
+        self._patches, self._off = PatchSet(), off_on(worker)
+        self._patches.add_handlers(
+            worker.handlers,
+            {
+                TICKET_HANDLER: self.until_closed(self.ticket),
+                FETCH_HANDLER: self.until_closed(self.comms.serve),
+                RELEASE_HANDLER: self.release,
+                DRAIN_HANDLER: self.drain,
+                FORGET_HANDLER: self.forget,
+            },
+            off=self._off,
+        )
+        self._patches.add_handlers(worker.handlers, {MAKE_ROOM_HANDLER: self.host_room.make_room}, off=is_off)
 
     # ---- active runs -----------------------------------------------------------------
 
@@ -456,7 +461,7 @@ class Exchange:
         self.pools.wake()
         self.links.close()
         self.host_room.close()
-        self._stop_answering()
+        self._patches.restore()
         self.executor.shutdown(cancel_futures=True)
         for incoming in [
             incoming
@@ -480,17 +485,9 @@ class Exchange:
             try:
                 return await handler(**message)
             except ExchangeClosed:
-                return await (closes() if is_closing(self.worker) else is_off())
+                return self._off()
 
         return answer
-
-    def _stop_answering(self) -> None:
-        """Let the handlers reply that the runtime is off here, or that this worker is closing."""
-        for name in self._handlers:
-            if not is_closing(self.worker):
-                self.worker.handlers[name] = is_off
-            elif name != MAKE_ROOM_HANDLER:  # its handler checks for that itself
-                self.worker.handlers[name] = closes
 
 
 def _log_failure(done: Future[Any]) -> None:

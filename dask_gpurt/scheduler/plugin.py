@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -20,8 +20,7 @@ from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.scheduler import require_load
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.dask_hooks.worker import CLOSING, call_soon
-from dask_gpurt.exchange.calls import is_off
+from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
@@ -36,14 +35,12 @@ from dask_gpurt.protocol import (
     HOST_ROOM_HANDLER,
     JOIN_HANDLER,
     LEFT_OP,
-    LINKS_HANDLER,
     LOST_KEYS_OP,
     MEMORY_HANDLER,
     MEMORY_METRIC,
     MEMORY_OP,
     NAME,
     OWNERS_HANDLER,
-    PLACE_OP,
     READY_OP,
     RECOVER_HANDLER,
     REFUSED_OP,
@@ -53,7 +50,7 @@ from dask_gpurt.protocol import (
     STATISTICS_HANDLER,
     STATUS_OP,
     TOKEN_HANDLER,
-    TRAFFIC_OP,
+    is_off,
 )
 from dask_gpurt.scheduler.placement import SchedulerPlacement
 from dask_gpurt.scheduler.reports import ClusterReports
@@ -62,7 +59,7 @@ from dask_gpurt.scheduler.silence import SilentWorkers
 from dask_gpurt.scheduler.switching import Switch, Workers
 from dask_gpurt.scheduler.topology import SchedulerTopology
 from dask_gpurt.scheduler.tracing import SchedulerTracing
-from dask_gpurt.scheduler.worker_calls import Requests, make_room
+from dask_gpurt.scheduler.worker_calls import make_room
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from dask_gpurt.worker.streams import PromptStreams
 from dask_gpurt.worker.tracebacks import spare_tracebacks
@@ -187,14 +184,10 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         )
 
     def _listen(self) -> None:
-        self.requests = Requests()
-        asking: dict[str, Callable[..., Awaitable[Any]]] = {
+        handlers = {
             CLUSTER_REPORT_HANDLER: self.report,
             HOST_ROOM_HANDLER: self.host_room,
             **self.tracing.handlers(),
-        }
-        handlers = {
-            **{name: self.requests.counted(handler) for name, handler in asking.items()},
             GONE_HANDLER: self.gone,
             MEMORY_HANDLER: self.memory,
             SHARED_MEMORY_HANDLER: self.shared_memory,
@@ -216,15 +209,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             STATUS_OP: self.workers.silent.is_back,
             CONFIRM_RESULTS_OP: self.shuffles.results.confirmed,
         }
-        self._undo.push_async_callback(self._stand_in, [*handlers, LINKS_HANDLER])
-        self._undo.callback(self._ignore_unreachable)
         self._undo.callback(self.tracing.close)
         patches = dask_hooks.PatchSet()
         self._undo.callback(patches.restore)
-        for name, handler in handlers.items():
-            patches.add_item(self.scheduler.handlers, name, handler)
-        for name, handler in operations.items():
-            patches.add_item(self.scheduler.stream_handlers, name, handler)
+        patches.add_handlers(self.scheduler.handlers, handlers, off=is_off)
+        patches.add_handlers(self.scheduler.stream_handlers, operations, off=is_off)
         self.streams = PromptStreams()
         self._undo.callback(self.streams.restore)
         for stream in self.scheduler.stream_comms.values():
@@ -235,41 +224,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self._unregister(NAME)
         if self.scheduler.extensions.get(NAME) is self:
             del self.scheduler.extensions[NAME]
-
-    async def _stand_in(self, names: list[str]) -> None:
-        """Ignore calls until none may arrive any more; then workers need no stand-ins either.
-
-        Calls of unreachable workers may arrive at any time.
-        """
-        stand_ins = dask_hooks.PatchSet()
-        for name in names:
-            stand_ins.add_item(self.scheduler.handlers, name, is_off)
-        await self.requests.ended()
-        await self.workers.end()
-        if not self.workers.unreachable:
-            stand_ins.restore()
-
-    def _ignore_unreachable(self) -> None:
-        # Unreachable workers do not know yet that the runtime is off and keep sending its messages. Dask
-        # closes a worker that sends an unknown operation.
-        if self.workers.unreachable:
-            for name in (
-                MEMORY_OP,
-                LOST_KEYS_OP,
-                READY_OP,
-                REFUSED_OP,
-                PLACE_OP,
-                TRAFFIC_OP,
-                SEALED_OP,
-                STATUS_OP,
-                CONFIRM_RESULTS_OP,
-            ):
-                self.scheduler.stream_handlers[name] = _nothing
-            self.scheduler.stream_handlers[LEFT_OP] = self._left_late
-
-    def _left_late(self, worker: str, **_: Any) -> None:
-        """Note that an unreachable worker has been heard again and has switched off (stream handler)."""
-        call_soon(self.scheduler, self.workers.end_on, worker)
 
     def _register(self, name: str) -> None:
         self.scheduler.add_plugin(self, name=name)
@@ -444,10 +398,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             Have the workers detect the paths to all of their peers first.
         """
         return {"takeover": self.settings.takeover, **await self.reports.collect(connect)}
-
-
-def _nothing(**_: Any) -> None:
-    """Ignore a message of a worker that could not be switched off."""
 
 
 def _forget_plans() -> None:

@@ -13,9 +13,8 @@ unless it is silent. A transaction does not wait for a silent worker, but fails 
 at intervals which runtime the scheduler has on (:data:`TOKEN_HANDLER`), and switch off a plugin that belongs
 to none or to another one. So a worker that is heard again ends up off.
 
-Switching off takes two rounds. In the first one all workers switch off; stand-ins for their handlers ignore
-messages of those that have not done so yet. In the second one they remove the stand-ins
-(:data:`ALL_OFF_HANDLER`).
+Messages of workers that have not switched off yet are ignored by handlers that stay
+(:func:`dask_gpurt.protocol.is_off`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from distributed.core import Status, clean_exception
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
 
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.protocol import ALL_OFF_HANDLER, NAME, JoinReply
+from dask_gpurt.protocol import NAME, JoinReply
 from dask_gpurt.scheduler.silence import SilentWorkers
 
 logger = logging.getLogger(__name__)
@@ -132,8 +131,6 @@ class Workers:
         #: For each worker the ids of plugins that may be on: they were allowed to join and have not left.
         self._on: defaultdict[str, set[str]] = defaultdict(set)
         self._all_left = asyncio.Event()
-        #: The workers that have told so: they have stand-ins for the handlers of their plugins.
-        self._have_left: set[str] = set()
         self.ready: set[str] = set()
         #: The kinds of device that workers have.
         self._devices: dict[str, frozenset[str]] = {}
@@ -175,7 +172,6 @@ class Workers:
     def has_left(self, worker: str, token: str, plugin: str) -> None:
         """Note that a worker's plugin has switched off; this is its last message (stream handler)."""
         if token == self.token:
-            self._have_left.add(worker)
             self._note_left(worker, plugin)
 
     def _note_left(self, worker: str, plugin: str) -> None:
@@ -186,7 +182,6 @@ class Workers:
         """Forget a worker that has left the cluster."""
         self.ready.discard(worker)
         self._on.pop(worker, None)
-        self._have_left.discard(worker)
         self._devices.pop(worker, None)
         self.silent.remove(worker)
         self._update_all_left()
@@ -241,8 +236,7 @@ class Workers:
                 left[worker] = _reason(reply)
             elif reply["status"] == "error" and not isinstance(error := exception_of(reply), KeyError):
                 left[worker] = repr(error)  # a KeyError means only that the worker has no such plugin
-        # Replies may overtake earlier messages on the workers' streams. Keep the handlers of those messages
-        # until every plugin has sent its last one: Dask closes a worker that sends an unknown operation.
+        # A plugin whose setup is failing is not the worker's any more; its last message says that it is off.
         for worker in await self._until_all_left():
             left[worker] = str(Silent())
         if left:
@@ -252,18 +246,6 @@ class Workers:
                 f"cleanly: restart these. Silent ones switch off themselves if they are heard again. "
                 f"{reasons}"
             )
-
-    async def end(self) -> None:
-        """Have the workers that have left remove their stand-ins: nobody calls them any more."""
-        workers = [worker for worker in self._have_left if self._stays(worker)]
-        await asyncio.gather(*map(self.end_on, workers))
-
-    async def end_on(self, worker: str) -> None:
-        """Have a worker that has left remove its stand-ins."""
-        reply = await self._call_one(worker, {"op": ALL_OFF_HANDLER})
-        if isinstance(reply, Exception) and self._stays(worker):
-            # They are harmless, and removed when the runtime is switched off the next time.
-            logger.warning("handlers of the runtime stay on worker %s, which is off: %r", worker, reply)
 
     async def _until_all_left(self) -> list[str]:
         """Wait for the last message of every plugin; return the workers that fall silent before theirs."""

@@ -12,7 +12,7 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.protocol import HOST_HANDLER, LINKS_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP
+from dask_gpurt.protocol import HOST_HANDLER, LINKS_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP, is_off
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
@@ -53,13 +53,13 @@ class SchedulerTopology:
 
     def install(self) -> None:
         """Register the handlers that workers and clients call."""
-        self._patches.add_item(self._scheduler.stream_handlers, PLACE_OP, self.placed)
-        self._patches.add_item(self._scheduler.stream_handlers, TRAFFIC_OP, self.traffic)
-        self._patches.add_item(self._scheduler.handlers, TOPOLOGY_HANDLER, self.describe)
-        self._patches.add_item(self._scheduler.handlers, LINKS_HANDLER, self.links)
+        operations = {PLACE_OP: self.placed, TRAFFIC_OP: self.traffic}
+        self._patches.add_handlers(self._scheduler.stream_handlers, operations, off=is_off)
+        handlers = {TOPOLOGY_HANDLER: self.describe, LINKS_HANDLER: self.links}
+        self._patches.add_handlers(self._scheduler.handlers, handlers, off=is_off)
 
     def uninstall(self) -> None:
-        """Remove the handlers."""
+        """Answer no longer."""
         self._patches.restore()
 
     # ---- places of workers -------------------------------------------------------------

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from functools import wraps
+from collections.abc import Mapping
 from typing import Any
 
 from dask_gpurt.dask_hooks.types import SchedulerServer
@@ -12,35 +11,6 @@ from dask_gpurt.protocol import MAKE_ROOM_HANDLER
 
 #: Seconds for which a round for room waits for each worker; the next round follows twice a second.
 ROOM_TIMEOUT_S = 2.0
-
-
-class Requests:
-    """Count the calls of handlers that ask workers, so that their end can be awaited. On the event loop."""
-
-    def __init__(self) -> None:
-        self._in_progress = 0
-        self._ended = asyncio.Event()
-        self._ended.set()
-
-    def counted(self, handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-        """Return a handler whose calls are counted."""
-
-        @wraps(handler)
-        async def call(**message: Any) -> Any:
-            self._in_progress += 1
-            self._ended.clear()
-            try:
-                return await handler(**message)
-            finally:
-                self._in_progress -= 1
-                if not self._in_progress:
-                    self._ended.set()
-
-        return call
-
-    async def ended(self) -> None:
-        """Wait until none is in progress."""
-        await self._ended.wait()
 
 
 async def ask(scheduler: SchedulerServer, worker: str, message: Mapping[str, Any], timeout_s: float) -> Any:

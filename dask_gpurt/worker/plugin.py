@@ -56,6 +56,7 @@ from dask_gpurt.protocol import (
     TOKEN_HANDLER,
     WORKER_REPORT_HANDLER,
     JoinReply,
+    is_off,
 )
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import ShuffleRun
@@ -65,7 +66,6 @@ from dask_gpurt.worker.heartbeats import add_metric
 from dask_gpurt.worker.layers import Layer
 from dask_gpurt.worker.lookups import RunLookup
 from dask_gpurt.worker.memory_reports import amounts
-from dask_gpurt.worker.off_handlers import StandIns
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.progress_reports import ProgressReporter
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
@@ -128,7 +128,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
         self._undo = AsyncExitStack()
-        self._stand_ins = StandIns(worker)
         self._switching = _switching.setdefault(worker, asyncio.Lock())
         self._id = uuid.uuid4().hex
         self._spared = spare_tracebacks()
@@ -176,7 +175,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
 
     def _tell_off(self) -> None:
         """Tell the scheduler that this plugin is off; the last message of the plugin."""
-        self._stand_ins.expect_end()
         self._send(LEFT_OP, plugin=self._id)
 
     def _send(self, what: str, **more: str) -> None:
@@ -199,19 +197,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await asyncio.to_thread(self._build, worker, settings, reply)
         self.tiers.start()
         patches = dask_hooks.PatchSet()
-        undo.callback(self._stand_ins.install)
         undo.callback(patches.restore)
         undo.callback((of_files := dask_hooks.PatchSet(Layer.READS)).restore)
         renew_files(of_files)
-        patches.add_item(worker.handlers, WORKER_REPORT_HANDLER, self.exchange.until_closed(self.report))
-        patches.add_item(worker.handlers, EVACUATE_HANDLER, self.evacuate)
+        self._listen(patches)
         patches.add_item(worker.executors, COMM, self.exchange.executor)
         # Wrap the operation by which the scheduler announces workers that have left.
         patches.put_item(worker.stream_handlers, "remove-worker", self._watch_removed_workers)
-        patches.add_item(worker.stream_handlers, NEW_OWNERS_OP, self.renew)
-        patches.add_item(worker.stream_handlers, ACCEPTED_OP, self.accepted)
-        patches.add_item(worker.stream_handlers, SEND_RESULTS_OP, self.take_results)
-        patches.add_item(worker.stream_handlers, ASK_STATUS_OP, self.tell_status)
         self.streams = PromptStreams()
         undo.callback(self.streams.restore)
         self.streams.add(worker.batched_stream)
@@ -249,6 +241,22 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.tiers.report_now()  # a client may query memory next
         self.is_on = True
         call_soon(worker, self._warm_up)
+
+    def _listen(self, patches: dask_hooks.PatchSet) -> None:
+        worker = self.worker
+        handlers = {
+            WORKER_REPORT_HANDLER: self.exchange.until_closed(self.report),
+            EVACUATE_HANDLER: self.evacuate,
+        }
+        operations = {
+            NEW_OWNERS_OP: self.renew,
+            ACCEPTED_OP: self.accepted,
+            ASK_STATUS_OP: self.tell_status,
+        }
+        results = {SEND_RESULTS_OP: self.take_results}
+        patches.add_handlers(worker.handlers, handlers, off=is_off)
+        patches.add_handlers(worker.stream_handlers, operations, off=is_off)
+        patches.add_handlers(worker.stream_handlers, results, off=_storing(worker))
 
     async def _run_housekeeping(self) -> None:
         """Free idle memory, and switch off if the scheduler has done so while this worker was silent."""
@@ -451,3 +459,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "problems": config.problems(),
             **self._counted(),
         }
+
+
+def _storing(worker: WorkerServer) -> Callable[..., None]:
+    """Return a handler that stores results, since the scheduler counts replicas here, without confirming."""
+
+    def off(results: Mapping[Key, object]) -> None:
+        if not is_closing(worker):
+            put_results(worker, results)
+
+    return off

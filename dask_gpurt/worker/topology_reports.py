@@ -13,7 +13,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.protocol import HOST_HANDLER, PLACE_OP, TRAFFIC_OP
+from dask_gpurt.protocol import HOST_HANDLER, PLACE_OP, TRAFFIC_OP, is_off
 from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.file import host_values
 from dask_gpurt.topology.hosts import Host
@@ -50,7 +50,7 @@ class TopologyReporter:
 
     async def start(self) -> None:
         """Report the place of this worker, and start the periodic reports of transfers."""
-        self._patches.add_item(self._worker.handlers, HOST_HANDLER, self.host)
+        self._patches.add_handlers(self._worker.handlers, {HOST_HANDLER: self.host}, off=is_off)
         place = await asyncio.to_thread(self._detect_place)
         self._send(
             {

@@ -20,7 +20,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Ranges, Recording
-from dask_gpurt.protocol import CLOCK_HANDLER, END_TRACE_HANDLER, TAKE_EVENTS_HANDLER
+from dask_gpurt.protocol import CLOCK_HANDLER, END_TRACE_HANDLER, TAKE_EVENTS_HANDLER, is_off
 
 #: A trace ends after this time without a client that takes batches, in seconds.
 LEASE_S = 60.0
@@ -86,15 +86,15 @@ class WorkerTracing:
 
     def install(self) -> None:
         """Register the handlers."""
-        for name, handler in {
+        handlers = {
             CLOCK_HANDLER: self.clock,
             TAKE_EVENTS_HANDLER: self._exchange.until_closed(self.take),
             END_TRACE_HANDLER: self.end,
-        }.items():
-            self._patches.add_item(self._worker.handlers, name, handler)
+        }
+        self._patches.add_handlers(self._worker.handlers, handlers, off=is_off)
 
     def uninstall(self) -> None:
-        """Remove the handlers, and end any recording."""
+        """Answer no longer, and end any recording."""
         self._patches.restore()
         self._recorder.end()
 

@@ -17,7 +17,7 @@ from dask_gpurt.exchange import ExchangeClosed
 from dask_gpurt.protocol import ACCEPTED_OP, ASK_STATUS_OP, NEW_OWNERS_OP, SEND_RESULTS_OP
 from dask_gpurt.scheduler.switching import Workers
 from dask_gpurt.worker.overlap import WorkerOverlap
-from tests.helpers.in_process import on_plain_cluster
+from tests.helpers.in_process import active, on_plain_cluster
 from tests.helpers.switching import Gate, another, begun
 
 
@@ -91,31 +91,43 @@ def test_peers_and_the_scheduler_call_a_worker_that_is_off(
                 assert await client.submit(len, "xy", workers=[a.address]) == 2
                 assert a.data["sent"] == 1, "the scheduler counts this replica"
             await off
-        assert not ours(a.handlers) + ours(a.stream_handlers)
+        assert not ours(active(a.handlers)) + ours(active(a.stream_handlers))
         assert set(scheduler.workers) == {a.address, b.address}
 
 
-def test_workers_call_the_scheduler_once_all_are_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A second client that switches off returns as late as the first one."""
+def test_workers_call_the_scheduler_once_all_are_off(caplog: pytest.LogCaptureFixture) -> None:
+    """As a worker does that was silent when the runtime was switched off."""
 
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = Gate().put(monkeypatch, Workers, "end")
         await dask_gpurt.enable(client)
-        names = ours(scheduler.handlers)
+        calls, operations = ours(scheduler.handlers), ours(scheduler.stream_handlers)
+        await dask_gpurt.disable(client)
+        with without_warnings(caplog):
+            for name in calls:
+                assert await getattr(b.scheduler, name)() is None
+            for name in operations:
+                b.batched_stream.send({"op": name, "token": "of before"})
+            assert await client.submit(len, "xy", workers=[b.address]) == 2, "its stream is still open"
+        assert not ours(active(scheduler.handlers)) + ours(active(scheduler.stream_handlers))
+        assert set(scheduler.workers) == {a.address, b.address}
+
+
+def test_a_second_client_that_switches_off_returns_as_late_as_the_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        gate = stops_on(b, monkeypatch)
+        await dask_gpurt.enable(client)
         async with another(scheduler) as other:
-            with without_warnings(caplog):
+            with without_warnings(caplog), gate.open_in_the_end():
                 off = await begun(dask_gpurt.disable(client))
-                with gate.open_in_the_end():
-                    await gate.reached.wait()
-                    also_off = await begun(dask_gpurt.disable(other))
-                    assert not also_off.done()
-                    for name in set(names) - {"gpurt_topology"}:
-                        assert await getattr(b.scheduler, name)() is None
+                await gate.reached.wait()
+                also_off = await begun(dask_gpurt.disable(other))
+                assert not also_off.done()
+                gate.open.set()
                 await asyncio.gather(off, also_off)
-        assert not ours(scheduler.handlers)
 
 
 def test_the_calls_of_a_worker_have_ended_when_it_says_that_it_is_off(
@@ -131,10 +143,11 @@ def test_the_calls_of_a_worker_have_ended_when_it_says_that_it_is_off(
             gate.reached.set()
             await gate.open.wait()
 
-        a.handlers["gpurt_ticket"] = waits
+        ticket, a.handlers["gpurt_ticket"] = a.handlers["gpurt_ticket"], waits
         with without_warnings(caplog), gate.open_in_the_end():
             call = asyncio.ensure_future(calls.call(a.address, "gpurt_ticket", check=never))
             await gate.reached.wait()
+            a.handlers["gpurt_ticket"] = ticket
             off = asyncio.ensure_future(dask_gpurt.disable(client))
             await left.by(b.address).wait()
             assert not calls._in_flight
@@ -147,8 +160,10 @@ def test_the_calls_of_a_worker_have_ended_when_it_says_that_it_is_off(
             assert not await calls.has_left(a.address)
 
 
-def test_the_scheduler_still_asks_workers_when_all_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They answer until it has ended that."""
+def test_the_scheduler_still_asks_workers_when_all_are_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Switching off does not wait for a report of a worker that does not answer."""
 
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -164,13 +179,11 @@ def test_the_scheduler_still_asks_workers_when_all_are_off(monkeypatch: pytest.M
         a.handlers["gpurt_report"] = waits
         reporting = asyncio.ensure_future(dask_gpurt.report(client))
         await gate.reached.wait()
+        a.handlers["gpurt_report"] = report
         off = asyncio.ensure_future(dask_gpurt.disable(client))
-        with gate.open_in_the_end():
+        with gate.open_in_the_end(), without_warnings(caplog):
             await asyncio.gather(left.by(a.address).wait(), left.by(b.address).wait())
-            await begun(asyncio.sleep(0))
-            assert "gpurt_report" in b.handlers
-            assert not off.done()
-        await off
+            await off
         assert (await reporting).workers.keys() == {a.address, b.address}
 
 

@@ -10,8 +10,6 @@ from tests.helpers.clusters import cluster
 NAMES = {
     name: value for name, value in vars(protocol).items() if name.endswith(("_HANDLER", "_OP", "_METRIC"))
 }
-#: Received where the runtime has been switched off.
-ONLY_OFF = {protocol.ALL_OFF_HANDLER}
 
 
 def _ours(names: Any) -> set[str]:
@@ -34,6 +32,6 @@ def test_each_message_has_a_handler_and_each_handler_a_message() -> None:
         kind: {value for name, value in NAMES.items() if name.endswith(kind)}
         for kind in ("_HANDLER", "_OP", "_METRIC")
     }
-    assert _ours([*here, *there]) == named["_HANDLER"] - ONLY_OFF
+    assert _ours([*here, *there]) == named["_HANDLER"]
     assert _ours([*streams, *worker_streams]) == named["_OP"]
     assert _ours(metrics) == named["_METRIC"]

@@ -199,24 +199,18 @@ def falls_silent(worker: Any, monkeypatch: pytest.MonkeyPatch, *, hears: bool = 
     return goes_on
 
 
-def restored(scheduler: Any, worker: Any) -> dict[str, Any]:
-    """Return the state that is restored even if another worker is silent, which may still send messages."""
-    found = whole_state(scheduler, worker)
-    return {**found, **{kind: found[kind][1:] for kind in ("handlers", "stream handlers")}}
-
-
 def on_cluster_with_a_silent_worker(test: Callable[..., Awaitable[None]]) -> None:
     """Run a coroutine with a client, a scheduler and two workers, the second of which falls silent."""
 
     async def body(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         register_method()
         await dask_gpurt.disable(client)  # for clients that earlier tests closed while it was enabled
-        before = restored(scheduler, a), restored(scheduler, b)
+        before = whole_state(scheduler, a), whole_state(scheduler, b)
         await test(client, scheduler, a, b)
         assert_on(scheduler, a, b)
         await assert_shuffles(client, ours=True)
         await dask_gpurt.disable(client)
-        assert (restored(scheduler, a), restored(scheduler, b)) == before
+        assert (whole_state(scheduler, a), whole_state(scheduler, b)) == before
 
     gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)(body)()
 
@@ -237,7 +231,7 @@ def test_a_worker_is_silent_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) ->
 
     @on_cluster_with_a_silent_worker
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = restored(scheduler, a)
+        before = whole_state(scheduler, a)
         silent.add(b.address)
         with monkeypatch.context() as patch:
             goes_on = falls_silent(b, patch)
@@ -246,7 +240,7 @@ def test_a_worker_is_silent_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) ->
             ):
                 await dask_gpurt.enable(client)
         assert not dask_gpurt.is_enabled(client)
-        assert restored(scheduler, a) == before
+        assert whole_state(scheduler, a) == before
         goes_on.set()
         assert await asked_late.get() is JoinReply.STAY_OFF
         await until(lambda: "gpurt" not in b.plugins)
@@ -270,7 +264,7 @@ def test_a_worker_is_silent_while_it_goes_off(
 
     @on_cluster_with_a_silent_worker
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = restored(scheduler, a)
+        before = whole_state(scheduler, a)
         await dask_gpurt.enable(client)
         silent.add(b.address)
         with monkeypatch.context() as patch:
@@ -278,7 +272,7 @@ def test_a_worker_is_silent_while_it_goes_off(
             with pytest.raises(RuntimeError, match=rf"1 of 2 workers did not.*{b.address}: it is silent"):
                 await dask_gpurt.disable(client)
         assert not dask_gpurt.is_enabled(client)
-        assert restored(scheduler, a) == before
+        assert whole_state(scheduler, a) == before
         silent.clear()
         b.periodic_callbacks["heartbeat"].start()
         await until(lambda: "gpurt" not in b.plugins)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,6 +97,11 @@ def on_cluster(
     return decorate
 
 
+def active(handlers: Mapping[str, Any]) -> set[str]:
+    """Return the names of a server's handlers without those that only answer that the runtime is off."""
+    return {name for name, one in handlers.items() if one.__name__ not in ("is_off", "off")}
+
+
 #: Attributes that Dask and copyreg cache on classes.
 CACHES = ("_instances", "__slotnames__")
 
@@ -116,8 +121,8 @@ def state(local: LocalCluster) -> dict[str, Any]:
         "shuffle": {n: v for n, v in vars(scheduler.extensions["shuffle"]).items() if callable(v)},
         "plugins": set(scheduler.plugins),
         "worker plugins": set(scheduler.worker_plugins),
-        "handlers": [set(server.handlers) for server in (scheduler, *workers)],
-        "stream handlers": [set(server.stream_handlers) for server in (scheduler, *workers)],
+        "handlers": [active(server.handlers) for server in (scheduler, *workers)],
+        "stream handlers": [active(server.stream_handlers) for server in (scheduler, *workers)],
         "on workers": [set(worker.plugins) for worker in workers],
     }
 

@@ -266,7 +266,7 @@ class ScheduledWorker(Process, BaseWorker):
         self.handle_stimulus(PauseEvent(stimulus_id="closing"))
         self._cancel_instructions()
         await self.shuffles.shuffle_runs.teardown()
-        self.exchange._stop_answering()
+        self.exchange._patches.restore()
         self.closed = True
 
     def die(self) -> None:

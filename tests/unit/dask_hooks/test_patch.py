@@ -179,6 +179,23 @@ def test_added_items_are_removed_and_earlier_ones_restored() -> None:
     assert handlers == {"kept": "theirs", "taken": "theirs"}
 
 
+def test_handlers_stay_and_answer_off_until_they_are_added_again() -> None:
+    handlers: dict[str, Any] = {}
+    before, after = PatchSet(), PatchSet()
+    before.add_handlers(handlers, {"get": lambda: 1}, off=lambda: "off")
+    wrapping = PatchSet()
+    wrapping.put_item(handlers, "get", lambda handler: lambda: [handler()])
+    assert handlers["get"]() == [1]
+    wrapping.restore()
+    before.restore()
+    assert handlers["get"]() == "off"
+    after.add_handlers(handlers, {"get": lambda: 2}, off=lambda: "off")
+    before.restore()
+    assert handlers["get"]() == 2
+    after.restore()
+    assert handlers["get"]() == "off"
+
+
 class Slotted:
     """Stand in for a state of Dask without room for attributes."""
 
