@@ -8,10 +8,9 @@ from typing import Any
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.calls import Calls
-from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.links import Links, Traffic
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer
-from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Metrics
 
 

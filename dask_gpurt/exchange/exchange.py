@@ -21,22 +21,19 @@ from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import PoolFull
-from dask_gpurt.exchange.active_runs import ActiveRuns
 from dask_gpurt.exchange.calls import Calls, off_on
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.host_room import HostRoom
-from dask_gpurt.exchange.incoming import IncomingShard, ShardState
-from dask_gpurt.exchange.landing import Landing
-from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.incoming import IncomingShard, Landing, ShardState
+from dask_gpurt.exchange.links import IN_PLACE, Links, Traffic
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers
-from dask_gpurt.exchange.pool_users import PoolUsers
-from dask_gpurt.exchange.pools import Pools
+from dask_gpurt.exchange.pools import Pools, PoolUsers
 from dask_gpurt.exchange.pulling import Puller
 from dask_gpurt.exchange.requests import PeerRequests
+from dask_gpurt.exchange.runs import ActiveRuns
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
-from dask_gpurt.exchange.traffic import IN_PLACE, Traffic
 from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table
 from dask_gpurt.memory.peer_copies import Loan
 from dask_gpurt.memory.store import TieredBuffer

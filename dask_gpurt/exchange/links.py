@@ -1,7 +1,8 @@
 """Estimate the speeds of links from peers to this worker, from the scheduler's topology and from transfers.
 
 The scheduler is asked for a link only when a shard may cross it, so that memory grows with the number of
-pairs of workers in use, not with that of all pairs.
+pairs of workers in use, not with that of all pairs. Transfers are also totalled by peer and path, for the
+worker's reports to the scheduler.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe.estimators import WindowedRatio
@@ -26,6 +28,10 @@ UNKNOWN_PEER_RETRY_S = 10.0
 PRIOR_BYTES, WINDOW_BYTES = 2**20, 2**26
 #: The most recent transfers that the arrival rate is measured from, and the fewest that it takes.
 MAX_ARRIVALS, MIN_ARRIVALS = 32, 8
+#: The most pairs of a peer and a path in one report; transfers beyond that are not counted.
+MAX_PEERS = 64
+#: Pseudo-path of shards that are read in place, which takes no copy and counts no time.
+IN_PLACE = "in-place"
 
 
 class PeerClass(StrEnum):
@@ -227,3 +233,50 @@ class Links:
             return None
         measured = self._measured.get(known.link)
         return measured.bandwidth if measured else known.speed.bandwidth
+
+
+class TransferTotals(NamedTuple):
+    """Hold the totals of transfers from one peer over one path."""
+
+    peer: str
+    path: str
+    nbytes: int
+    seconds: float
+    transfers: int
+
+
+class Traffic:
+    """Total transfers by peer and path. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: dict[tuple[str, str], TransferTotals] = {}
+
+    def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
+        """Add a completed transfer."""
+        with self._lock:
+            if (peer, path) not in self._totals and len(self._totals) >= MAX_PEERS:
+                return
+            known = self._totals.get((peer, path), TransferTotals(peer, path, 0, 0.0, 0))
+            self._totals[peer, path] = TransferTotals(
+                peer, path, known.nbytes + nbytes, known.seconds + seconds, known.transfers + 1
+            )
+
+    def timed(
+        self, peer: str, path: str, copy: Callable[[Sequence[Any]], list[Any]], nbytes: int
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """Wrap ``copy`` to add each successful call."""
+
+        def timed(sources: Sequence[Any]) -> list[Any]:
+            start = perf_counter()
+            copied = copy(sources)
+            self.note(peer, path, nbytes, perf_counter() - start)
+            return copied
+
+        return timed
+
+    def take(self) -> list[TransferTotals]:
+        """Return the totals since the last call, and reset them."""
+        with self._lock:
+            totals, self._totals = self._totals, {}
+        return list(totals.values())

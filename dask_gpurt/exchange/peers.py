@@ -10,8 +10,7 @@ from typing import Any
 from dask_gpurt._version import __version__
 from dask_gpurt.exchange import paths
 from dask_gpurt.exchange.endpoint import Endpoint
-from dask_gpurt.exchange.mappings import HeldMapping
-from dask_gpurt.exchange.paths import Between, Path
+from dask_gpurt.exchange.paths import Between, HeldMapping, Path
 from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
 from dask_gpurt.observe import Fallback
 from dask_gpurt.protocol import TICKET_HANDLER

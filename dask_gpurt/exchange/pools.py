@@ -1,10 +1,10 @@
-"""Create the pools of a worker's devices, size them, and trim them."""
+"""Create the pools of a worker's devices, size them, trim them, and free them after their last user."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import Device, NoMemoryForPool, Pool
 from dask_gpurt.device.discover import discover, main_kind
 from dask_gpurt.exchange.outgoing import Outbox
-from dask_gpurt.exchange.shard import RunKey
-from dask_gpurt.exchange.unclaimed import Published
+from dask_gpurt.exchange.runs import Published
+from dask_gpurt.exchange.shard import ExchangeClosed, RunKey
 from dask_gpurt.memory.budget import Claim
 from dask_gpurt.observe import Metrics
 
@@ -259,3 +259,56 @@ class Pools:
             outbox.pool.close()
         for device in self.devices.values():
             device.close()
+
+
+class PoolUsers:
+    """Admit users of the pools until they are closed. Thread-safe.
+
+    Closing frees the memory of a GPU's pool, which users may be reading or writing::
+
+        Thread 1, a task: packs into a block      Thread 2: the runtime is switched off, and the pool is freed
+        its next kernel writes into memory that
+        is not allocated: CUDA fails all further
+        calls of this process
+
+    Parameters
+    ----------
+    worker
+        The address of this worker, for messages.
+    """
+
+    def __init__(self, worker: str):
+        self._worker = worker
+        self._closed = False
+        self._count = 0
+        self._left = threading.Condition()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep the pools during the body.
+
+        Raises
+        ------
+        ExchangeClosed
+            If they are being closed.
+        """
+        with self._left:
+            if self._closed:
+                raise ExchangeClosed(f"the exchange of {self._worker} is closed")
+            self._count += 1
+        try:
+            yield
+        finally:
+            with self._left:
+                self._count -= 1
+                self._left.notify_all()
+
+    def close(self) -> None:
+        """Admit no further users."""
+        with self._left:
+            self._closed = True
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until there are no users; return False after this time. Blocks."""
+        with self._left:
+            return self._left.wait_for(lambda: not self._count, timeout_s)

@@ -10,8 +10,8 @@ from distributed.comm.core import CommClosedError
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.exchange.links import Traffic
 from dask_gpurt.exchange.paths import COMMS
-from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.protocol import HOST_HANDLER, PLACE_OP, TRAFFIC_OP, is_off
 from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices

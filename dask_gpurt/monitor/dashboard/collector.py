@@ -134,7 +134,7 @@ class Collector(SchedulerPlugin):
         return on_traffic
 
     def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
-        """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.traffic.Traffic`."""
+        """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.links.Traffic`."""
         for peer, path, nbytes, seconds, _ in totals:
             self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
 

@@ -16,9 +16,8 @@ from dask_gpurt.exchange import calls
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
-from dask_gpurt.exchange.links import Links
+from dask_gpurt.exchange.links import Links, Traffic
 from dask_gpurt.exchange.shard import Peer, PeerLost
-from dask_gpurt.exchange.traffic import Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.topology import Link
 

@@ -17,8 +17,8 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
-from dask_gpurt.exchange.mappings import HeldMapping
-from dask_gpurt.exchange.pool_users import PoolUsers
+from dask_gpurt.exchange.paths import HeldMapping
+from dask_gpurt.exchange.pools import PoolUsers
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.exchange_scheduler import frame_of, spec_of
 from tests.helpers.exchanges import Cluster, in_process, intercept, quiet

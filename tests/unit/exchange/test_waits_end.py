@@ -16,8 +16,7 @@ from distributed.core import Status
 from dask_gpurt.device.base import CodecError
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import ExchangeClosed, unclaimed
-from dask_gpurt.exchange.incoming import IncomingShard
-from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.incoming import IncomingShard, Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.ledger import RESERVATIONS
 from dask_gpurt.memory.tiers import Limits, Tier

@@ -24,7 +24,7 @@ from pandas.tests.extension.decimal import DecimalArray, DecimalDtype
 
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.incoming import Landing
 from dask_gpurt.exchange.shard import Section, Shard
 from dask_gpurt.frames import Packed, Part, Piece
 from dask_gpurt.frames.pandas import PandasTable

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange.landing import Landing
+from dask_gpurt.exchange.incoming import Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.store import TieredBuffer, serving
 from dask_gpurt.memory.tiers import Limits, Tier
