@@ -18,7 +18,7 @@ from distributed import Scheduler, Worker
 from dask_gpurt.memory.ledger import KINDS, PARTITIONS, Label, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.worker import tiers
-from dask_gpurt.worker.memory_reports import Reporter
+from dask_gpurt.worker.reports import MemoryReporter
 
 #: By worker and tier: bytes by kind, and by prefix.
 Truth = dict[tuple[str, str], tuple[dict[str, int], dict[str, int]]]
@@ -63,7 +63,7 @@ class Senders:
     async def begin(self) -> None:
         """Start reporting and changing."""
         for worker, own in zip(self.workers, self.tiers(), strict=True):
-            own.reporter = Reporter(worker, own.ledger)
+            own.reporter = MemoryReporter(worker, own.ledger)
         self.changes = asyncio.create_task(self._change())
 
     async def _change(self) -> None:
@@ -76,7 +76,7 @@ class Senders:
             done = due
             await asyncio.sleep(TICK)
 
-    def _change_each(self, pairs: Sequence[tuple[Ledger, Reporter]], step: int) -> None:
+    def _change_each(self, pairs: Sequence[tuple[Ledger, MemoryReporter]], step: int) -> None:
         for ledger, reporter in pairs:
             self.made += 1
             change(ledger, step, self.made)

@@ -147,9 +147,7 @@ class ClusterReports:
 
     async def _reply(self, worker: str, connect: bool, timeout_s: float) -> dict[str, Any]:
         state = self._states[worker]
-        reply = await ask(
-            self._scheduler, worker, {"op": WORKER_REPORT_HANDLER, "connect": connect}, timeout_s
-        )
+        reply = await ask(self._scheduler, worker, WORKER_REPORT_HANDLER, timeout_s, connect=connect)
         if not isinstance(reply, dict):
             return {"error": str(reply)}
         # Meanwhile the worker may have left, and been counted, and another one may have its address.

@@ -39,8 +39,8 @@ from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
 from dask_gpurt.protocol import ACCEPTED_OP
 from dask_gpurt.scheduler.balancing import Balancing
-from dask_gpurt.scheduler.barrier_reports import BarrierEnds
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC, Recovery
+from dask_gpurt.scheduler.results import SmallResults
 from dask_gpurt.scheduler.retirement import Retirement
 from dask_gpurt.scheduler.runs import (
     ActiveRuns,
@@ -50,9 +50,8 @@ from dask_gpurt.scheduler.runs import (
     possible_owners,
     require_allowed,
 )
-from dask_gpurt.scheduler.small_results import SmallResults
 from dask_gpurt.scheduler.switching import Workers
-from dask_gpurt.scheduler.unresponsive import Abandoning
+from dask_gpurt.scheduler.unresponsive import Abandoning, BarrierEnds
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec
 from dask_gpurt.shuffle.retries import RunsInARow

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from time import perf_counter, time
 from typing import Any
 
@@ -17,6 +17,7 @@ from dask_gpurt.protocol import (
     TAKE_EVENTS_HANDLER,
     TAKE_TRACES_HANDLER,
 )
+from dask_gpurt.scheduler.worker_calls import ask_all
 from dask_gpurt.worker.tracing import LEASE_S, Recorder, packed
 
 #: How long to wait for the events of a worker, in seconds.
@@ -92,35 +93,20 @@ class SchedulerTracing:
         """
         own = await asyncio.to_thread(packed, self._recorder.begin(token), limit)
         names = {worker: str(state.name) for worker, state in self._scheduler.workers.items()}
-        replies = await self._ask_all(names, TAKE_EVENTS_HANDLER, token=token, limit=limit)
-        workers = {worker: {**reply, "name": names[worker]} for worker, reply in replies.items()}
+        replies = await ask_all(
+            self._scheduler, names, TAKE_EVENTS_HANDLER, ANSWER_TIMEOUT_S, token=token, limit=limit
+        )
+        workers = {worker: {**_batch(reply), "name": names[worker]} for worker, reply in replies.items()}
         return {"scheduler": {**own, "name": "scheduler"}, **workers}
 
     async def end(self, token: str) -> dict[str, Any]:
         """End a trace, and return the workers' current ``clocks`` (handler)."""
         clocks = await self._clocks()
         self._recorder.end(token)
-        await self._ask_all(self._scheduler.workers, END_TRACE_HANDLER, token=token)
+        await ask_all(
+            self._scheduler, self._scheduler.workers, END_TRACE_HANDLER, ANSWER_TIMEOUT_S, token=token
+        )
         return {"clocks": clocks}
-
-    async def _ask_all(self, workers: Iterable[str], op: str, **message: Any) -> dict[str, dict[str, Any]]:
-        """Call a handler of all workers, and return their replies, or an ``error`` for each that fails.
-
-        Waits a limited time for a stuck worker, or the leases of the other recordings would run out.
-        """
-
-        async def ask(worker: str) -> dict[str, Any]:
-            try:
-                call = getattr(self._scheduler.rpc(worker), op)(**message)
-                reply = await asyncio.wait_for(call, ANSWER_TIMEOUT_S)
-            except TimeoutError:
-                return {"error": f"no answer in {ANSWER_TIMEOUT_S:.0f} s"}
-            except Exception as error:  # whatever the handler raised on the worker
-                return {"error": str(error)}
-            return reply if isinstance(reply, dict) else {"error": "the runtime is off there"}
-
-        workers = list(workers)
-        return dict(zip(workers, await asyncio.gather(*map(ask, workers)), strict=True))
 
     async def _clocks(self) -> dict[str, dict[str, float]]:
         """Return for each worker the ``offset`` of its clock to the scheduler's, and the ``round_trip`` time.
@@ -153,3 +139,10 @@ class SchedulerTracing:
             clock = {"offset": there - (asked + answered) / 2, "round_trip": answered - asked}
             best = min(filter(None, (best, clock)), key=lambda one: one["round_trip"])
         return best
+
+
+def _batch(reply: Any) -> dict[str, Any]:
+    """Return the reply of a worker; an ``error`` if it is none."""
+    if isinstance(reply, dict):
+        return reply
+    return {"error": "the runtime is off there" if reply is None else str(reply)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from dask_gpurt.dask_hooks.types import SchedulerServer
@@ -13,14 +13,25 @@ from dask_gpurt.protocol import MAKE_ROOM_HANDLER
 ROOM_TIMEOUT_S = 2.0
 
 
-async def ask(scheduler: SchedulerServer, worker: str, message: Mapping[str, Any], timeout_s: float) -> Any:
+async def ask(scheduler: SchedulerServer, worker: str, op: str, timeout_s: float, **message: Any) -> Any:
     """Call a handler of a worker; return its reply, or the error if it fails or takes too long."""
     try:
         async with asyncio.timeout(timeout_s):
-            replies = await scheduler.broadcast(msg=dict(message), workers=[worker], on_error="return")
+            replies = await scheduler.broadcast(
+                msg={"op": op, **message}, workers=[worker], on_error="return"
+            )
     except TimeoutError:
         return TimeoutError(f"no answer within {timeout_s:g} s")
     return replies[worker]
+
+
+async def ask_all(
+    scheduler: SchedulerServer, workers: Iterable[str], op: str, timeout_s: float, **message: Any
+) -> dict[str, Any]:
+    """Call a handler of several workers, and return for each what :func:`ask` does."""
+    workers = list(workers)
+    replies = await asyncio.gather(*(ask(scheduler, each, op, timeout_s, **message) for each in workers))
+    return dict(zip(workers, replies, strict=True))
 
 
 async def make_room(scheduler: SchedulerServer, host: str) -> dict[str, int | None]:
@@ -32,8 +43,6 @@ async def make_room(scheduler: SchedulerServer, host: str) -> dict[str, int | No
         The bytes that each worker still uses; None if it does not tell in time.
     """
     workers = [worker for worker, state in scheduler.workers.items() if state.host == host]
-    asked = (ask(scheduler, worker, {"op": MAKE_ROOM_HANDLER}, ROOM_TIMEOUT_S) for worker in workers)
-    replies = await asyncio.gather(*asked)
+    replies = await ask_all(scheduler, workers, MAKE_ROOM_HANDLER, ROOM_TIMEOUT_S)
     # Without the runtime a worker has no such handler. Dask then replies None, and it has no pool.
-    held = (None if isinstance(reply, Exception) else reply or 0 for reply in replies)
-    return dict(zip(workers, held, strict=True))
+    return {worker: None if isinstance(reply, Exception) else reply or 0 for worker, reply in replies.items()}

@@ -62,18 +62,15 @@ from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.worker.colocation import ALONE_VARIABLE
 from dask_gpurt.worker.data import WorkerData
-from dask_gpurt.worker.heartbeats import add_metric
 from dask_gpurt.worker.layers import Layer
 from dask_gpurt.worker.lookups import RunLookup
-from dask_gpurt.worker.memory_reports import amounts
 from dask_gpurt.worker.overlap import WorkerOverlap
-from dask_gpurt.worker.progress_reports import ProgressReporter
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
 from dask_gpurt.worker.replica_selector import ReplicaSelector
+from dask_gpurt.worker.reports import ProgressReporter, TopologyReporter, add_metric, amounts
 from dask_gpurt.worker.residency import WorkerResidency
 from dask_gpurt.worker.streams import PromptStreams
 from dask_gpurt.worker.tiers import WorkerTiers
-from dask_gpurt.worker.topology_reports import TopologyReporter
 from dask_gpurt.worker.tracebacks import spare_tracebacks
 from dask_gpurt.worker.tracing import WorkerTracing
 

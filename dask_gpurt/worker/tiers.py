@@ -34,7 +34,7 @@ from dask_gpurt.memory.threads import in_thread, is_exiting
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.topology.detect import memory_of_host, nvml_library
-from dask_gpurt.worker.memory_reports import Reporter
+from dask_gpurt.worker.reports import MemoryReporter
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class WorkerTiers:
         self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
         self.ledger = Ledger(self._capacities())
         self.ledger.shared_memory = self._shared_memory()
-        self.reporter = Reporter(worker, self.ledger)
+        self.reporter = MemoryReporter(worker, self.ledger)
         self.executor = ThreadPoolExecutor(2, thread_name_prefix="gpurt-tiers")
         self.tiered_buffer = WorkerBuffer(
             self.limits,

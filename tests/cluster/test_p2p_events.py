@@ -22,7 +22,7 @@ from distributed.shuffle._shuffle import DataFrameShuffleRun
 from dask_gpurt.protocol import NEW_OWNERS_OP
 from dask_gpurt.scheduler import recovery
 from dask_gpurt.scheduler.recovery import Recovery
-from dask_gpurt.scheduler.small_results import SmallResults
+from dask_gpurt.scheduler.results import SmallResults
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.spec import ShuffleSpec
 from tests.helpers.gated_runs import (

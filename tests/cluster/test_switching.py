@@ -14,8 +14,8 @@ from distributed import Event
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
+from dask_gpurt.worker.reports import TopologyReporter
 from dask_gpurt.worker.tasks import TaskRunner
-from dask_gpurt.worker.topology_reports import TopologyReporter
 from tests.helpers.exchange_scheduler import spec_of
 from tests.helpers.in_process import on_plain_cluster, until, whole_state
 from tests.helpers.switching import (

@@ -24,7 +24,7 @@ from dask_gpurt.scheduler.topology import SchedulerTopology
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, detect
 from dask_gpurt.topology.file import TopologyError, load, parse
 from dask_gpurt.topology.hosts import Host
-from dask_gpurt.worker.topology_reports import TopologyReporter
+from dask_gpurt.worker.reports import TopologyReporter
 from tests.helpers.in_process import FILE, active, all_placed, gen_client_cluster, on_cluster, topology, until
 
 
@@ -119,7 +119,7 @@ def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPat
     def fails() -> None:
         raise RuntimeError("GPU is lost")
 
-    monkeypatch.setattr("dask_gpurt.worker.topology_reports.discover", fails)
+    monkeypatch.setattr("dask_gpurt.worker.reports.discover", fails)
 
     @on_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -192,7 +192,7 @@ def test_a_gpu_that_the_file_does_not_have_counts_as_its_worker_says(file: Path)
 
 
 def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.worker.topology_reports.discover", lambda: Host("here"))
+    monkeypatch.setattr("dask_gpurt.worker.reports.discover", lambda: Host("here"))
     metrics = Metrics()
     worker = SimpleNamespace(address="tcp://here:1")
     assert TopologyReporter(worker, Traffic(), True, metrics)._detect_place().device is None

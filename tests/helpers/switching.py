@@ -15,7 +15,7 @@ from distributed import Client
 import dask_gpurt
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
-from dask_gpurt.worker.topology_reports import TopologyReporter
+from dask_gpurt.worker.reports import TopologyReporter
 
 #: The loggers in which tracebacks are spared while a plugin is on.
 DASKS_LOGS = ("distributed.worker", "distributed.core")

@@ -46,7 +46,7 @@ class View(Protocol):
         """Return the rows of :func:`~dask_gpurt.observe.shown_tiers.shown_tiers` for all workers."""
 
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        """Return the last :mod:`report <dask_gpurt.worker.progress_reports>` by worker address."""
+        """Return the last :mod:`report <dask_gpurt.worker.reports>` by worker address."""
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.worker.memory_reports import REPORT_INTERVAL_S, Reporter
+from dask_gpurt.worker.reports import REPORT_INTERVAL_S, MemoryReporter
 
 
 class FakeWorker:
@@ -38,7 +38,7 @@ def test_the_larger_the_cluster_the_rarer_the_messages_of_busy_workers(
     heartbeat: float, pause: float
 ) -> None:
     worker, ledger = FakeWorker(heartbeat), Ledger(dict.fromkeys(Tier, 100))
-    reporter = Reporter(worker, ledger)
+    reporter = MemoryReporter(worker, ledger)
 
     def change(nbytes: int) -> float:
         for kind in ("partitions", "shards"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.scheduler.barrier_reports import HELD_BACK_S
+from dask_gpurt.scheduler.unresponsive import HELD_BACK_S
 from tests.helpers.computations import Computation
 from tests.helpers.stepwise import StepwiseCluster
 

@@ -1,0 +1,262 @@
+"""Report a worker to the scheduler: its tiers, the progress of its runs, its place, host and transfers.
+
+Values travel with each heartbeat. Changes of the tiers are also sent after a short delay, and totals of
+transfers as often as heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from distributed.comm.core import CommClosedError
+
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.types import WorkerServer
+from dask_gpurt.exchange.links import Traffic
+from dask_gpurt.exchange.paths import COMMS
+from dask_gpurt.memory.ledger import KINDS, Ledger
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe.progress import RecentRuns
+from dask_gpurt.protocol import HOST_HANDLER, MEMORY_METRIC, MEMORY_OP, PLACE_OP, TRAFFIC_OP, is_off
+from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
+from dask_gpurt.topology.file import host_values
+from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.model import Place
+
+#: Changes within this interval are sent in one message, in seconds.
+REPORT_INTERVAL_S = 0.05
+#: The most messages between two heartbeats. Dask limits all workers together to 200 heartbeats per second, so
+#: the scheduler receives at most 2,000 reports per second.
+MAX_REPORTS_PER_HEARTBEAT = 10
+#: The reported counters; all of them have no labels.
+REPORTED = (
+    "memory.waits",
+    "memory.retries",
+    "overlap.confined",
+    "overlap.decisions",
+    "reads.seconds.reading",
+    "reads.seconds.beside",
+)
+#: Address prefixes of workers whose comms use TCP.
+TCP_SCHEMES = ("tcp://", "tls://", "ws://", "wss://")
+#: Fetches over Dask's own comms must exceed both to be samples of a link. Dask logs shorter times as 0.001 s.
+DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
+
+
+def add_metric(worker: WorkerServer, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[], None]:
+    """Send a value with each heartbeat of a worker.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker.
+    name
+        The name of the value, as of one of Dask's metrics.
+    read
+        Called with the worker; returns the value.
+
+    Returns
+    -------
+    callable
+        Ends that, and restores an earlier metric of the same name.
+    """
+    before = {name: worker.metrics[name]} if name in worker.metrics else {}
+    # Copies: a heartbeat may be iterating over the old dict.
+    worker.metrics = {**worker.metrics, name: read}
+
+    def remove() -> None:
+        if worker.metrics.get(name) == read:  # and not the metric of a later plugin
+            worker.metrics = {each: m for each, m in worker.metrics.items() if each != name} | before
+
+    return remove
+
+
+class MemoryReporter:
+    """Send the changes of a worker's ledger to the scheduler. Thread-safe."""
+
+    def __init__(self, worker: WorkerServer, ledger: Ledger):
+        self._worker = worker
+        self._ledger = ledger
+        self._scheduled = False
+        self._closed = False
+        self._reported_at = 0.0
+        self._remove_metric = add_metric(worker, MEMORY_METRIC, self._whole)
+
+    @property
+    def pause(self) -> float:
+        """Return the shortest interval between two messages, in seconds."""
+        heartbeat: float = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
+        return max(REPORT_INTERVAL_S, heartbeat / MAX_REPORTS_PER_HEARTBEAT)
+
+    def _whole(self, _worker: WorkerServer) -> dict[str, Any]:
+        return self._ledger.snapshot()
+
+    def changed(self) -> None:
+        """Schedule a report of pending changes."""
+        # A benign race: two threads may both schedule a report. The second one finds no changes.
+        if not self._scheduled and not self._closed:
+            self._scheduled = True
+            self._worker.loop.add_callback(self._later)
+
+    def _later(self) -> None:
+        since = time.monotonic() - self._reported_at
+        self._worker.loop.call_later(max(REPORT_INTERVAL_S, self.pause - since), self._send)
+
+    def _send(self) -> None:
+        self._scheduled = False
+        message = None if self._closed else self._ledger.changes()
+        if message is None:
+            return
+        self._reported_at = time.monotonic()
+        try:
+            self._worker.batched_stream.send({"op": MEMORY_OP, **message})
+        except CommClosedError:
+            return  # the next heartbeat carries everything
+
+    def send_now(self) -> None:
+        """Send all pending changes at once. On the event loop."""
+        self._send()
+
+    def close(self) -> None:
+        """Stop reporting."""
+        self._closed = True
+        self._remove_metric()
+
+
+def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:
+    """Return tier, kind and bytes for each cell of a ledger; ``capacity`` counts as a kind."""
+    return [
+        (str(tier), kind, capacity if kind == "capacity" else ledger.cell(tier, kind))
+        for tier, capacity in ledger.capacity.items()
+        for kind in ("capacity", *KINDS)
+    ]
+
+
+class ProgressReporter:
+    """Summarise the progress of one worker for its heartbeats.
+
+    Parameters
+    ----------
+    runs
+        The progress of its latest runs.
+    overlap
+        Returns a summary of its overlap, as plain values.
+    """
+
+    def __init__(
+        self,
+        runs: RecentRuns,
+        overlap: Callable[[], Mapping[str, Any]],
+        metrics: Metrics,
+    ):
+        self._runs = runs
+        self._overlap = overlap
+        self._metrics = metrics
+
+    def report(self, _worker: WorkerServer) -> dict[str, Any]:
+        """Return the progress of the latest runs, bytes moved between tiers, and some counters."""
+        moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
+        counters = {name: self._metrics.total(name).get((), 0) for name in REPORTED}
+        return {
+            "runs": self._runs.snapshot(),
+            "moved": [[source, target, nbytes] for (source, target), nbytes in moves.items()],
+            "counters": {name: value for name, value in counters.items() if value},
+            "overlap": dict(self._overlap()),
+        }
+
+
+class TopologyReporter:
+    """Report the place, the host and the transfers of one worker.
+
+    Parameters
+    ----------
+    worker
+        The Dask worker.
+    traffic
+        Totals of the worker's transfers.
+    on_gpu
+        Whether the worker keeps its data on a GPU.
+    """
+
+    def __init__(self, worker: WorkerServer, traffic: Traffic, on_gpu: bool, metrics: Metrics):
+        self._worker = worker
+        self._traffic = traffic
+        self._on_gpu = on_gpu
+        self._metrics = metrics
+        self._host = Host(host_name())
+        self._looked = 0.0
+        self._timer: object | None = None
+        self._patches = PatchSet()
+
+    async def start(self) -> None:
+        """Report the place of this worker, and start the periodic reports of transfers."""
+        self._patches.add_handlers(self._worker.handlers, {HOST_HANDLER: self.host}, off=is_off)
+        place = await asyncio.to_thread(self._detect_place)
+        self._send(
+            {
+                "op": PLACE_OP,
+                "place": vars(place),
+                "name": self._host.name,
+                "visible": visible_devices() if self._on_gpu else "",
+            }
+        )
+        self._later()
+
+    def _detect_place(self) -> Place:
+        visible, address = visible_devices(), str(self._worker.address)
+        rdma, by_tcp = address.startswith("ucx"), address.startswith(TCP_SCHEMES)
+        try:
+            self._host = discover()
+        # NVML may raise anything, and the cluster works without a topology.
+        except Exception as error:
+            self._metrics.fallback(Fallback.TOPOLOGY_LINKS_UNKNOWN, repr(error))
+        place = own_place(self._host, visible, on_gpu=self._on_gpu, rdma=rdma, by_tcp=by_tcp)
+        if self._on_gpu and place.device is None:
+            self._metrics.fallback(
+                Fallback.TOPOLOGY_GPU_UNKNOWN,
+                f"{nvml_missing() or f'NVML reports no GPU for CUDA_VISIBLE_DEVICES={visible}'}: "
+                "set 'gpurt.topology.file'",
+            )
+        return place
+
+    async def host(self) -> dict[str, Any]:
+        """Return the devices of this host (handler)."""
+        return host_values(self._host)
+
+    # ---- transfers ---------------------------------------------------------------------
+
+    def _later(self) -> None:
+        # As often as Dask's heartbeat, whose interval grows with the number of workers.
+        pause = self._worker.periodic_callbacks["heartbeat"].callback_time / 1000
+        self._timer = self._worker.loop.call_later(pause, self._report)
+
+    def _report(self) -> None:
+        self._note_dasks_own()
+        if totals := self._traffic.take():
+            self._send({"op": TRAFFIC_OP, "totals": [tuple(one) for one in totals]})
+        self._later()
+
+    def _note_dasks_own(self) -> None:
+        """Add the dependencies that Dask has fetched since the last call, from its log."""
+        since = self._looked
+        for entry in reversed(self._worker.transfer_incoming_log):
+            if entry["stop"] <= since:
+                break
+            self._looked = max(self._looked, entry["stop"])
+            if entry["total"] > DASKS_LEAST_BYTES and entry["duration"] > DASKS_LEAST_SECONDS:
+                self._traffic.note(entry["who"], COMMS, entry["total"], entry["duration"])
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(CommClosedError):  # then the scheduler forgets this worker
+            self._worker.batched_stream.send(message)
+
+    def close(self) -> None:
+        """Stop reporting."""
+        self._patches.restore()
+        if self._timer is not None:
+            self._worker.loop.remove_timeout(self._timer)
+            self._timer = None
