@@ -27,6 +27,7 @@ from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.incoming import IncomingShard, Landing, ShardState
 from dask_gpurt.exchange.links import IN_PLACE, Links, Traffic
+from dask_gpurt.exchange.outgoing import PoolHooks
 from dask_gpurt.exchange.paths import Path
 from dask_gpurt.exchange.peers import Peers
 from dask_gpurt.exchange.pools import Pools, PoolUsers
@@ -89,10 +90,7 @@ class Exchange:
         self.settings = settings
         self.metrics = metrics
         self.pools = pools
-        self.pools.retains = self._goes_on
-        self.pools.yields = self._is_read
         self.host_room = HostRoom(worker, pools.trim_host, pools.drain_host, metrics, self.offload)
-        self.pools.ask_host = self.host_room.ask
         self.landing = Landing(tiered_buffer, pools.main, metrics)
         self.traffic = Traffic()
         self.recent_runs = RecentRuns()
@@ -105,7 +103,8 @@ class Exchange:
         self.comms = Comms(endpoint, settings.exchange.compression)
         self.executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="gpurt-comm")
         self.requests = PeerRequests(endpoint, self)
-        self.pools.ask_for_room = self.requests.ask_for_room
+        hooks = PoolHooks(self._goes_on, self._is_read, self.requests.ask_for_room, self.host_room.ask)
+        self.pools.serve(hooks)
         inflight = settings.exchange.inflight
         self.puller = Puller(endpoint, inflight, self.comms, self._tell_in_flight)
         self._incoming: defaultdict[Peer, set[IncomingShard]] = defaultdict(set)

@@ -22,6 +22,14 @@ from dask_gpurt.observe import Metrics
 ROOM_RETRY_INTERVAL_S = 0.5
 
 
+def _never(run: RunKey) -> bool:
+    return False
+
+
+def _ignore(what: object) -> None:
+    """Ask nobody."""
+
+
 @dataclass
 class _Publication:
     run: RunKey
@@ -30,6 +38,28 @@ class _Publication:
     readers: dict[int, str]
     #: Whether it was copied for its one reader. Such a copy is never offered again.
     is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class PoolHooks:
+    """Hold what the pools of a worker ask of its exchange. All are called from any thread; none may block.
+
+    Attributes
+    ----------
+    retains
+        Returns whether blocks of a run may be read again. Called under an outbox's lock, as ``yields`` is.
+    yields
+        Returns whether retained blocks of a run are reused even if the pool has other room.
+    ask_for_room
+        Called from waiting producers with the owners whose shards fill the pool.
+    ask_host
+        Called from waiting producers with the size of a block that the host has no memory for.
+    """
+
+    retains: Callable[[RunKey], bool] = _never
+    yields: Callable[[RunKey], bool] = _never
+    ask_for_room: Callable[[set[str]], None] = _ignore
+    ask_host: Callable[[int], None] = _ignore
 
 
 class Outbox:
@@ -44,18 +74,13 @@ class Outbox:
     ----------
     pool
         The pool that blocks are allocated from.
-    ask_for_room
-        Called from waiting producers with the owners whose shards fill the pool; must not block.
+    hooks
+        What the pool asks of the exchange.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        ask_for_room: Callable[[set[str]], None],
-        metrics: Metrics,
-    ):
+    def __init__(self, pool: Pool, hooks: PoolHooks, metrics: Metrics):
         self.pool = pool
-        self._ask_for_room = ask_for_room
+        self._hooks = hooks
         self._metrics = metrics
         self._entries: dict[int, _Publication] = {}
         #: Retained blocks, which have no readers, the oldest first.
@@ -64,11 +89,6 @@ class Outbox:
         self._gone: set[RunKey] = set()
         #: Runs that published or released blocks since the last `reclaim_idle`.
         self._busy: set[RunKey] = set()
-        #: Returns whether blocks of a run may be read again. Called under the lock, from any thread.
-        self.retains: Callable[[RunKey], bool] = _never
-        #: Returns whether retained blocks of a run are reused even if the pool has other room. Called under
-        #: the lock, from any thread.
-        self.yields: Callable[[RunKey], bool] = _never
         self._ids = itertools.count()
         self._changed = threading.Condition()
         #: The number of producers that wait for room.
@@ -78,7 +98,7 @@ class Outbox:
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate a block, reclaiming retained blocks if necessary; raise PoolFull if that fails."""
-        self._reclaim(nbytes, self.yields)
+        self._reclaim(nbytes, self._hooks.yields)
         while True:
             try:
                 block = self.pool.allocate(nbytes)
@@ -156,11 +176,16 @@ class Outbox:
             try:
                 check()
                 if self.freed == seen:
-                    self._ask_for_room(self._readers())
+                    self._ask()
                     self._changed.wait(ROOM_RETRY_INTERVAL_S)
                 check()
             finally:
                 self.waiting -= 1
+
+    def _ask(self) -> None:
+        if short := self.pool.short:
+            self._hooks.ask_host(short)
+        self._hooks.ask_for_room(self._readers())
 
     def view(self, shard: int, share: int) -> tuple[Block, ...] | None:
         """Return the blocks of a shard; None if it is not published for this share any more."""
@@ -188,7 +213,7 @@ class Outbox:
             return
         del self._entries[shard]
         self._busy.add(entry.run)
-        if not entry.is_copy and self.retains(entry.run):
+        if not entry.is_copy and self._hooks.retains(entry.run):
             self._retained[shard] = entry
             self._notify(1)  # a waiting producer may reclaim it
         else:
@@ -314,10 +339,6 @@ class Outbox:
         """Wake waiting producers, because a run has ended."""
         with self._changed:
             self._changed.notify_all()
-
-
-def _never(run: RunKey) -> bool:
-    return False
 
 
 def _always(run: RunKey) -> bool:

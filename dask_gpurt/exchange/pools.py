@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 from dask.utils import format_bytes
@@ -13,7 +12,7 @@ from dask.utils import format_bytes
 from dask_gpurt.config import ConfigError, Size
 from dask_gpurt.device import Device, NoMemoryForPool, Pool
 from dask_gpurt.device.discover import discover, main_kind
-from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.exchange.outgoing import Outbox, PoolHooks
 from dask_gpurt.exchange.runs import Published
 from dask_gpurt.exchange.shard import ExchangeClosed, RunKey
 from dask_gpurt.memory.budget import Claim
@@ -40,15 +39,6 @@ class Pools:
         The worker's limit of host memory in bytes.
     """
 
-    #: Called from waiting producers with the owners whose shards fill a pool; must not block.
-    ask_for_room: Callable[[set[str]], None]
-    #: Called from waiting producers with the size of a block that the host has no memory for; must not block.
-    ask_host: Callable[[int], None]
-    #: Returns whether blocks of a run may be read again. Called from any thread.
-    retains: Callable[[RunKey], bool]
-    #: Returns whether retained blocks of a run are reused first. Called from any thread.
-    yields: Callable[[RunKey], bool]
-
     def __init__(self, size: Size | None, memory_limit: int, metrics: Metrics):
         self.devices: dict[str, Device] = discover(memory_limit)
         #: The kind of device on which this worker computes.
@@ -57,10 +47,15 @@ class Pools:
         #: The most bytes of a pool of automatic size, by kind of device: its part of the worker's budget.
         self.most: dict[str, int] = {}
         self._metrics = metrics
+        self._hooks = PoolHooks()
         self._outboxes: dict[str, Outbox] = {}
         #: Number of allocations at the last `trim_idle`, by kind.
         self._cuts: dict[str, int] = {}
         self._lock = threading.Lock()
+
+    def serve(self, hooks: PoolHooks) -> None:
+        """Ask an exchange from now on. To be called before the first pool is created."""
+        self._hooks = hooks
 
     def device(self, kind: str) -> Device:
         """Return the device of a kind; raise NoSuchDevice if there is none."""
@@ -79,12 +74,8 @@ class Pools:
         """
         with self._lock:
             if kind not in self._outboxes:
-                device = self.device(kind)
-                pool = self._create_pool(device)
-                ask = partial(self._ask, pool)
-                outbox = self._outboxes[kind] = Outbox(pool, ask, self._metrics)
-                outbox.retains = lambda run: self.retains(run)
-                outbox.yields = lambda run: self.yields(run)
+                pool = self._create_pool(self.device(kind))
+                self._outboxes[kind] = Outbox(pool, self._hooks, self._metrics)
             return self._outboxes[kind]
 
     def _create_pool(self, device: Device) -> Pool:
@@ -103,11 +94,6 @@ class Pools:
                 f"there is no memory for a pool of {format_bytes(error.nbytes)}, although more was free a "
                 "moment before: set 'gpurt.exchange.pool' to less, or end other programs on the device"
             ) from error
-
-    def _ask(self, pool: Pool, owners: set[str]) -> None:
-        if short := pool.short:
-            self.ask_host(short)
-        self.ask_for_room(owners)
 
     def known(self, kind: str) -> Outbox:
         """Return the outbox of a pool that exists. Does not block."""
@@ -212,7 +198,7 @@ class Pools:
     def drain_host(self) -> None:
         """Ask all owners of published blocks in host memory to copy them. Does not block."""
         if (outbox := self._outboxes.get("host")) is not None:
-            self.ask_for_room(outbox.readers())
+            self._hooks.ask_for_room(outbox.readers())
 
     def trim(self) -> None:
         """Free all blocks without readers, and return unused memory to the system. Blocks.

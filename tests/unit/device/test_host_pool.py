@@ -123,7 +123,6 @@ def test_a_pool_is_trimmed_while_threads_cut_and_free_its_blocks() -> None:
 
 def test_an_idle_pool_is_trimmed_and_one_in_use_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = Pools(Size(8 * MIB), 2**30, Metrics())
-    mine.ask_for_room = mine.ask_host = lambda _: None
     pool: Any = mine.outbox("host").pool
     kept, gone = filled(pool, MIB), filled(pool, MIB)
     pool.free(gone)
@@ -206,7 +205,6 @@ def test_a_pool_is_made_while_shared_memory_is_full(monkeypatch: pytest.MonkeyPa
 def capacity(size: Size | None) -> int:
     mine = Pools(size, 2**30, Metrics())
     mine.main = "host"  # on a worker with a GPU the setting applies to the GPU
-    mine.ask_for_room = mine.ask_host = lambda _: None
     try:
         return mine.outbox("host").pool.capacity
     finally:

@@ -449,7 +449,7 @@ class ExactlyOnce(RuleBasedStateMachine):
 def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) -> None:
     """Ask for room as a waiting producer does, then end the attempt."""
     check()
-    self._ask_for_room(self.readers())
+    self._hooks.ask_for_room(self.readers())
     raise AttemptFailed
 
 

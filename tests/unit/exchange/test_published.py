@@ -9,7 +9,7 @@ import pytest
 
 from dask_gpurt.config import Size
 from dask_gpurt.device.host import HostPool
-from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.exchange.outgoing import Outbox, PoolHooks
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.observe import Metrics
 
@@ -30,15 +30,12 @@ class FixedPool(HostPool):
 @pytest.fixture
 def pools() -> Iterator[Pools]:
     pools = Pools(Size(MIB), 2**30, Metrics())
-    pools.ask_for_room = pools.ask_host = lambda _: None
     yield pools
     pools.close()
 
 
 def outbox_of(pool: HostPool) -> Outbox:
-    outbox = Outbox(pool, lambda owners: None, Metrics())
-    outbox.retains = lambda run: True
-    return outbox
+    return Outbox(pool, PoolHooks(retains=lambda run: True), Metrics())
 
 
 def read(outbox: Outbox) -> int:
@@ -73,13 +70,12 @@ def test_read_shards_of_a_fixed_pool_are_freed_for_others() -> None:
 
 
 def test_a_producer_that_waits_gets_the_room_of_a_block_that_was_lent() -> None:
-    outbox = outbox_of(FixedPool(8 * KIB))
+    asked: list[set[str]] = []
+    outbox = Outbox(FixedPool(8 * KIB), PoolHooks(ask_for_room=asked.append), Metrics())
     lent = outbox.allocate(8 * KIB)
     seen = outbox.freed
     outbox.take_back(lent)
     # It has freed a block since the producer's attempt, so that the producer does not wait.
-    asked: list[set[str]] = []
-    outbox._ask_for_room = asked.append
     outbox.wait_for_room(8 * KIB, seen, lambda: None)
     assert asked == []
     outbox.allocate(8 * KIB)
