@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -132,6 +132,14 @@ class Exchange:
             off=self._off,
         )
         self._patches.add_handlers(worker.handlers, {MAKE_ROOM_HANDLER: self.host_room.make_room}, off=is_off)
+
+    def __repr__(self) -> str:
+        states = {
+            f"{producer.address} ({producer.incarnation})": dict(Counter(one.state.name for one in shards))
+            for producer, shards in list(self._incoming.items())
+            if shards
+        }
+        return f"<Exchange of {self.me.address}, shards offered by {states}>"
 
     # ---- active runs -----------------------------------------------------------------
 

@@ -96,6 +96,13 @@ class HostRoom:
         self._foreign_since: float | None = None
         self._last_round = time.monotonic()
 
+    def __repr__(self) -> str:
+        since = self._foreign_since
+        full = (
+            "" if since is None else f", full of other programs' files for {time.monotonic() - since:.1f} s"
+        )
+        return f"<HostRoom, {'a round' if self._asking else 'no round'} for room in progress{full}>"
+
     def ask(self, nbytes: int) -> None:
         """Start a round for a block of this many bytes. From any thread; does not block.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -95,6 +96,17 @@ class Outbox:
         self.waiting = 0
         #: Counts freed blocks, so that a producer cannot miss one between a failed attempt and its wait.
         self.freed = 0
+
+    def __repr__(self) -> str:
+        with self._changed:
+            entries = list(self._entries.values())
+        used, capacity = self.pool.used, self.pool.capacity
+        owners = Counter(owner for entry in entries for owner in set(entry.readers.values()))
+        runs = Counter(f"{shuffle}[{run_id}]" for shuffle, run_id in (entry.run for entry in entries))
+        return (
+            f"<Outbox, {self.waiting} producers wait for room, {used} B of {capacity} used, "
+            f"shards to be released by {dict(owners)}, of {dict(runs)}>"
+        )
 
     def allocate(self, nbytes: int) -> Block:
         """Allocate a block, reclaiming retained blocks if necessary; raise PoolFull if that fails."""

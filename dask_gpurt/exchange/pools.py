@@ -53,6 +53,9 @@ class Pools:
         self._cuts: dict[str, int] = {}
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"<Pools, {self._outboxes!r}>"
+
     def serve(self, hooks: PoolHooks) -> None:
         """Ask an exchange from now on. To be called before the first pool is created."""
         self._hooks = hooks

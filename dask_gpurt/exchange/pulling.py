@@ -46,6 +46,9 @@ class Puller:
         #: The number of pulls in flight.
         self.under_way = 0
 
+    def __repr__(self) -> str:
+        return f"<Puller, {self.under_way} shards of {self.nbytes} B are being pulled>"
+
     @property
     def nbytes(self) -> int:
         """Return the bytes in flight."""

@@ -234,6 +234,10 @@ class AdmissionQueue:
         self._numbers = itertools.count()
         self._wake: dict[MemoryRequest, asyncio.Event] = {}
 
+    def __repr__(self) -> str:
+        running, waiting = sorted(map(str, self._admission.running)), list(map(str, self._admission.waiting))
+        return f"<AdmissionQueue, for memory wait {waiting}, of {running} that run>"
+
     @property
     def short(self) -> bool:
         """Return whether peers should retry later; see :attr:`Admission.short`."""
@@ -281,13 +285,6 @@ class AdmissionQueue:
 
     def _waits(self, request: MemoryRequest) -> bool:
         return request.kind == TASK and self._is_idle(request.key)
-
-    def waiting(self) -> dict[str, list[str]]:
-        """Return the running and the waiting requests as plain values, to debug a cluster that hangs."""
-        return {
-            "running": sorted(map(str, self._admission.running)),
-            "waiting": list(map(str, self._admission.waiting)),
-        }
 
     def leave(self, request: MemoryRequest) -> None:
         """Release the memory of a request that is done or withdrawn."""

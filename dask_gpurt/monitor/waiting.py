@@ -5,18 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
-from dask_gpurt.exchange.outgoing import Outbox
-from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.exchange.pulling import Puller
-from dask_gpurt.exchange.shard import RunKey
 from dask_gpurt.observe.waiting import coroutine_stacks, queued, thread_stacks
 
 if TYPE_CHECKING:
-    from dask_gpurt.exchange import Exchange
     from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 
 #: Maximum number of keys listed per kind.
@@ -117,7 +111,9 @@ def _runtime(plugin: GpurtWorkerPlugin | None) -> dict[str, Any] | None:
 
 
 def waiting(plugin: GpurtWorkerPlugin) -> dict[str, Any]:
-    """Return the queues of each part of a worker's runtime, as plain values. On its event loop.
+    """Return what each part of a worker's runtime waits for, as plain values. On its event loop.
+
+    Parts that can hang say so in their ``repr``.
 
     Parameters
     ----------
@@ -125,13 +121,15 @@ def waiting(plugin: GpurtWorkerPlugin) -> dict[str, Any]:
         The worker plugin; its setup may be incomplete.
     """
     parts: dict[str, Callable[[], Any]] = {
-        "admission": lambda: plugin.data.waiting() if plugin.data is not None else "tiers are off",
+        "memory": lambda: repr(plugin.data),
+        "compute": lambda: repr(plugin.reads.turns),
         "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},
         "moving": lambda: list(map(str, plugin.tiers.tiered_buffer.moving())),
         "exchange": lambda: queued(plugin.exchange.executor),
-        "pulls": lambda: _pulls(plugin.exchange.puller),
-        "shards": lambda: _shards(plugin.exchange),
-        "published": lambda: _published(plugin.exchange.pools),
+        "pulls": lambda: repr(plugin.exchange.puller),
+        "shards": lambda: repr(plugin.exchange),
+        "room": lambda: repr(plugin.exchange.pools),
+        "host room": lambda: repr(plugin.exchange.host_room),
         "pools": lambda: plugin.exchange.pools.describe(),
         "counters": lambda: plugin.metrics.snapshot(),
     }
@@ -144,40 +142,3 @@ def _described(part: Callable[[], Any]) -> Any:
     # A part that is not set up yet, or closed already, must not hide the other parts.
     except Exception as error:
         return f"unknown: {error!r}"
-
-
-def _pulls(puller: Puller) -> dict[str, int]:
-    """Return the shards and bytes that are being pulled."""
-    return {"under way": puller.under_way, "bytes": puller.nbytes}
-
-
-def _shards(exchange: Exchange) -> dict[str, dict[str, int]]:
-    """Count the offered shards by producer and state."""
-    return {
-        f"{producer.address} ({producer.incarnation})": dict(
-            Counter(incoming.state.name for incoming in incoming_shards)
-        )
-        for producer, incoming_shards in list(exchange._incoming.items())
-        if incoming_shards
-    }
-
-
-def _published(pools: Pools) -> dict[str, dict[str, Any]]:
-    """Count the shards that owners may still read, and the producers that wait for memory, by pool."""
-    return {
-        kind: {
-            "by owner": dict(Counter(_readers(outbox))),
-            "by run": dict(Counter(f"{shuffle}[{run_id}]" for shuffle, run_id in _runs(outbox))),
-            "producers that wait": outbox.waiting,
-            "used": outbox.pool.used,
-        }
-        for kind, outbox in list(pools._outboxes.items())
-    }
-
-
-def _runs(outbox: Outbox) -> Iterable[RunKey]:
-    return (entry.run for entry in list(outbox._entries.values()))
-
-
-def _readers(outbox: Outbox) -> Iterable[str]:
-    return chain.from_iterable(set(entry.readers.values()) for entry in list(outbox._entries.values()))

@@ -76,6 +76,11 @@ class Turns:
         self._closed = False
         self._looked = time.perf_counter()
 
+    def __repr__(self) -> str:
+        with self._changed:
+            waiting, holders = ([turn.key for turn in turns] for turns in (self._waiting, self._holders))
+        return f"<Turns, to compute wait {waiting} for the end of {holders}>"
+
     def queue(self, turn: Turn) -> None:
         """Queue a task: behind all others, or before them if it has had its turn, as they started later.
 

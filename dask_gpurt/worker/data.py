@@ -193,9 +193,8 @@ class WorkerData:
             self.metrics.fallback(Fallback.MEMORY_FETCH_WITHOUT_ROOM, repr(error))
         return await gather() if event is None else event
 
-    def waiting(self) -> dict[str, Any]:
-        """Return the requests that wait for memory, and whether tasks are held back, as plain values."""
-        return {**self._runner.admission.waiting(), "held back": self._dependents_first.holds}
+    def __repr__(self) -> str:
+        return f"<WorkerData, {self._runner.admission!r}, {self._dependents_first!r}>"
 
     async def get_data(
         self,

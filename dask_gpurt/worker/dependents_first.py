@@ -46,6 +46,10 @@ class DependentsFirst:
         #: Useless pauses in a row after tasks of a prefix.
         self._in_vain: LRU[str, int] = LRU(PREFIXES_REMEMBERED, {})
 
+    def __repr__(self) -> str:
+        what = "tasks wait for the dependents of a result" if self._waiting else "nothing waits"
+        return f"<DependentsFirst, {what}>"
+
     @property
     def holds(self) -> bool:
         """Return whether this object has paused the worker."""

@@ -137,7 +137,7 @@ def test_a_task_that_waits_for_room_runs_when_the_runtime_is_switched_off() -> N
         while not _events["1 runs"].is_set():
             await asyncio.sleep(0.01)
         waiting = client.submit(_hold, "2", key="hold-2", workers=[a.address])
-        while not (await describe_worker(a))["runtime"]["admission"]["waiting"]:
+        while "for memory wait []" in (await describe_worker(a))["runtime"]["memory"]:
             await asyncio.sleep(0.01)
         await dask_gpurt.disable(client)
         while not _events["2 runs"].is_set():
@@ -161,7 +161,7 @@ def test_a_worker_and_the_scheduler_tell_what_waits() -> None:
             await asyncio.sleep(0.01)
         told = (await client.run(describe_worker))[a.address]
         assert told["executing"] == ["hold-1"]
-        assert "hold-1" in told["runtime"]["admission"]["running"][0]
+        assert "hold-1" in told["runtime"]["memory"]
         assert any("_hold" in stack for stack in told["threads"].values())
         assert any("describe" not in stack for stack in told["coroutines"])
         assert not [part for part in told["runtime"].values() if str(part).startswith("unknown: ")]

@@ -20,9 +20,7 @@ def test_published_shards_count_for_each_owner_that_may_read_them() -> None:
         shards = [outbox.publish(RUN, 0, "one", [block]) for block in blocks]
         outbox.publish_again(shards[:1], 1, "two")
         told = waiting(SimpleNamespace(exchange=SimpleNamespace(pools=pools)))
-        published = told["published"]["host"]
-        assert published["by owner"] == {"one": 2, "two": 1}
-        assert published["by run"] == {"a shuffle[1]": 2}
-        assert (published["producers that wait"], published["used"]) == (0, 2 * 2**10)
+        assert "0 producers wait for room, 2048 B of 1048576 used" in told["room"]
+        assert "released by {'one': 2, 'two': 1}, of {'a shuffle[1]': 2}" in told["room"]
     finally:
         pools.close()
