@@ -24,6 +24,7 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.protocol import EVACUATE_HANDLER
 from dask_gpurt.scheduler.recovery import REPAIR_POLL_INTERVAL_S, Recovery
+from dask_gpurt.scheduler.worker_calls import ask
 from dask_gpurt.shuffle.losses import Contribution
 from dask_gpurt.shuffle.run import EVACUATION_STEP_S
 
@@ -96,10 +97,8 @@ class Retirement:
     async def _ask(self, worker: str, contributed: Mapping[Any, Contribution]) -> Mapping[Any, int]:
         """Ask a worker to have its shards copied, for some seconds; return how many are left, by shuffle."""
         runs = [(shuffle, each.run_id, each.epoch) for shuffle, each in contributed.items()]
-        try:
-            async with asyncio.timeout(2 * EVACUATION_STEP_S):
-                found = await getattr(self._scheduler.rpc(worker), EVACUATE_HANDLER)(runs=runs)
-        except (OSError, TimeoutError) as error:
-            logger.warning("worker %s, which retires, does not answer: %r", worker, error)
+        found = await ask(self._scheduler, worker, EVACUATE_HANDLER, 2 * EVACUATION_STEP_S, runs=runs)
+        if isinstance(found, Exception):
+            logger.warning("worker %s, which retires, does not answer: %r", worker, found)
             return {}
-        return found or {}  # None is Dask's reply to an unknown operation
+        return found or {}  # None: the runtime is off there

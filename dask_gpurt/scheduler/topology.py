@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,14 @@ from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.protocol import HOST_HANDLER, LINKS_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP, is_off
+from dask_gpurt.scheduler.worker_calls import ask
 from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.hosts import Host
 
+#: Seconds after which another worker of a host is asked to describe it.
+HOST_TIMEOUT_S = 60.0
 #: Links that each path of the exchange may cross. Transfers over other links are not samples of these.
 LINKS_OF_PATH = {
     "shared-memory": {Link.SHARED_MEMORY},
@@ -105,11 +108,8 @@ class SchedulerTopology:
         """Have one worker of a host describe the host; try the next worker if that one does not answer."""
         try:
             for worker in list(self.topology.on_host(host)):
-                try:
-                    values = await getattr(self._scheduler.rpc(worker), HOST_HANDLER)()
-                except OSError:
-                    continue
-                if values is not None and self.topology.on_host(host):
+                values = await ask(self._scheduler, worker, HOST_HANDLER, HOST_TIMEOUT_S)
+                if isinstance(values, Mapping) and self.topology.on_host(host):
                     self._keep(host, parse_host(name, values))
                     return
         finally:

@@ -17,12 +17,11 @@ async def ask(scheduler: SchedulerServer, worker: str, op: str, timeout_s: float
     """Call a handler of a worker; return its reply, or the error if it fails or takes too long."""
     try:
         async with asyncio.timeout(timeout_s):
-            replies = await scheduler.broadcast(
-                msg={"op": op, **message}, workers=[worker], on_error="return"
-            )
+            return await getattr(scheduler.rpc(worker), op)(**message)
     except TimeoutError:
         return TimeoutError(f"no answer within {timeout_s:g} s")
-    return replies[worker]
+    except Exception as error:  # whatever the handler raises on the worker, too
+        return error
 
 
 async def ask_all(

@@ -31,10 +31,13 @@ class FakeScheduler:
         metrics = {} if heartbeat is None else {COUNTERS_METRIC: {**heartbeat, "token": TOKEN}}
         self.workers[worker] = SimpleNamespace(metrics=metrics, name=worker, last_seen=0.0)
 
-    async def broadcast(self, msg: Any, workers: list[str], on_error: str) -> dict[str, Any]:
-        answers = {worker: self.answers[worker] for worker in workers}
-        self.meanwhile()
-        return answers
+    def rpc(self, worker: str) -> Any:
+        async def report(connect: bool) -> Any:
+            answer = self.answers[worker]
+            self.meanwhile()
+            return answer
+
+        return SimpleNamespace(gpurt_report=report)
 
 
 def on_cluster(*workers: str) -> tuple[FakeScheduler, ClusterReports]:
