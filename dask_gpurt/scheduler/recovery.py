@@ -27,7 +27,7 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.observe import Metrics
 from dask_gpurt.protocol import NEW_OWNERS_OP
-from dask_gpurt.scheduler.results import KeptResults
+from dask_gpurt.scheduler.results import RetainedResults
 from dask_gpurt.scheduler.runs import ActiveRuns, is_unfinished, owners_of
 from dask_gpurt.scheduler.switching import Workers
 from dask_gpurt.shuffle.losses import Contribution, Loss, PendingLosses, common_owners
@@ -74,7 +74,7 @@ class Recovery:
         self._metrics = metrics
         self._begin_again = begin_again
         self._in_a_row = LossesInARow()
-        self._results = KeptResults(scheduler, self._in_a_row.forget)
+        self._results = RetainedResults(scheduler, self._in_a_row.forget)
         self._losses = PendingLosses[ShuffleId]()
 
     # ---- the life of runs ------------------------------------------------------------
@@ -89,7 +89,7 @@ class Recovery:
         self._results.forgotten(shuffle)
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
-        """Track the state of a task; see :meth:`KeptResults.transition`."""
+        """Track the state of a task; see :meth:`RetainedResults.transition`."""
         if finish in ("memory", "forgotten"):
             self._in_a_row.done(key)
         self._results.transition(key, finish, worker)

@@ -46,7 +46,7 @@ from dask_gpurt.shuffle.transferred import Transferred
 REPORTS = ("task-finished", "release-worker-data")
 
 
-class KeptResults:
+class RetainedResults:
     """Keep results of runs on the scheduler, and end a run once none of its outputs is needed.
 
     Parameters

@@ -33,13 +33,24 @@ from dask_gpurt.dask_hooks.worker import (
 from dask_gpurt.device import Device
 from dask_gpurt.device.base import workers_of_device
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.reads.clock import ThreadTime
-from dask_gpurt.reads.concurrency import BESIDE_ON_GPU, MAX_BESIDE, ReadConcurrency, ReadTimes
-from dask_gpurt.reads.policy import ReadsAside
-from dask_gpurt.reads.threads import GIVEN, NTHREADS, set_threads, threads_of
+from dask_gpurt.reads.policy import (
+    BESIDE_ON_GPU,
+    MAX_BESIDE,
+    DetachedReads,
+    ReadConcurrency,
+    ReadTimes,
+    ThreadTime,
+)
 from dask_gpurt.reads.turns import Turn, Turns
 from dask_gpurt.topology.detect import nvml_library, visible_devices
 from dask_gpurt.worker.layers import Layer
+
+#: Environment variable of kvikio and libcudf; libcudf reads it once, at its first read of a file.
+NTHREADS = "KVIKIO_NTHREADS"
+#: Environment variables by which users choose the number themselves.
+GIVEN = frozenset({NTHREADS, "KVIKIO_NUM_THREADS"})
+#: The default of libcudf, and the number beyond which reads were not faster in measurements.
+MIN_THREADS, MAX_THREADS = 4, 32
 
 
 @dataclass(eq=False)
@@ -107,7 +118,7 @@ class WorkerReads:
         #: Learns how many tasks should leave their slot; None if the settings fix the number.
         self._concurrency = ReadConcurrency(least) if settings.beside is None else None
         self._most = MAX_BESIDE if settings.beside is None else settings.beside
-        self._aside = ReadsAside(least if settings.beside is None else settings.beside)
+        self._aside = DetachedReads(least if settings.beside is None else settings.beside)
         self._patches, self._submit_patch = PatchSet(Layer.READS), PatchSet(Layer.READS)
         self._undo = ExitStack()
         self._refused = partial(metrics.fallback, Fallback.READS_KEEP_SLOT)
@@ -347,3 +358,45 @@ def set_reader_threads(setting: int | None) -> Callable[[], None]:
             gpus = library.nvmlDeviceGetCount() if library is not None else 1
         setting = threads_of(CPU_COUNT, len(os.sched_getaffinity(0)), gpus, workers_of_device())
     return set_threads(setting)
+
+
+def threads_of(cores: int, allowed: int, gpus: int, sharing: int) -> int:
+    """Return the number of threads with which a GPU worker reads files.
+
+    Parameters
+    ----------
+    cores, allowed
+        Cores that this container may use, and those of them that this process is bound to: dask-cuda binds
+        workers to the cores near their GPU, which several GPUs may share.
+    gpus
+        GPUs of the host in use by workers.
+    sharing
+        Workers on this GPU.
+
+    Examples
+    --------
+    >>> threads_of(128, 64, 8, 1), threads_of(128, 64, 8, 2), threads_of(16, 16, 1, 1), threads_of(8, 8, 8, 1)
+    (16, 8, 16, 4)
+    """
+    share = min(allowed, cores // max(1, gpus)) // sharing
+    return min(MAX_THREADS, max(MIN_THREADS, share))
+
+
+def set_threads(threads: int) -> Callable[[], None]:
+    """Set the number of threads for libraries of this process that have not read a file yet.
+
+    Returns
+    -------
+    Callable
+        Restores the variable. Libraries that have read it are not affected.
+    """
+    before = os.environ.get(NTHREADS)
+    os.environ[NTHREADS] = str(threads)
+
+    def restore() -> None:
+        if before is None:
+            os.environ.pop(NTHREADS, None)
+        else:
+            os.environ[NTHREADS] = before
+
+    return restore

@@ -7,8 +7,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.reads.clock import ThreadTime
-from dask_gpurt.reads.concurrency import MAX_BESIDE, MIN_READS, ReadConcurrency, ReadTimes
+from dask_gpurt.reads.policy import MAX_BESIDE, MIN_READS, ReadConcurrency, ReadTimes, ThreadTime
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ import pytest
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads.concurrency import BESIDE_ON_GPU
+from dask_gpurt.reads.policy import BESIDE_ON_GPU
 from dask_gpurt.worker import reading
 from tests.helpers.far_device import FarDevice
 

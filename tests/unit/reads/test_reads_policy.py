@@ -7,12 +7,12 @@ import random
 
 import pytest
 
-from dask_gpurt.reads.policy import ReadsAside
-from dask_gpurt.reads.threads import NTHREADS, set_threads, threads_of
+from dask_gpurt.reads.policy import DetachedReads
+from dask_gpurt.worker.reading import NTHREADS, set_threads, threads_of
 
 
 def test_a_task_that_reads_leaves_its_slot_and_counts_until_it_ends() -> None:
-    aside = ReadsAside(1)
+    aside = DetachedReads(1)
     assert aside.add("a") == "a"
     assert "a" in aside
     assert aside.add("b") is None
@@ -24,7 +24,7 @@ def test_a_task_that_reads_leaves_its_slot_and_counts_until_it_ends() -> None:
 
 
 def test_the_one_that_has_read_first_leaves_first() -> None:
-    aside = ReadsAside(2)
+    aside = DetachedReads(2)
     assert [aside.add(key) for key in "abcd"] == ["a", "b", None, None]
     assert aside.end("c") is None  # it ended in its slot
     assert aside.end("b") == "d"
@@ -32,7 +32,7 @@ def test_the_one_that_has_read_first_leaves_first() -> None:
 
 
 def test_a_task_that_has_no_slot_to_leave_makes_way_for_the_next() -> None:
-    aside = ReadsAside(1)
+    aside = DetachedReads(1)
     assert aside.add("a") == "a"
     aside.add("cancelled")
     aside.add("b")
@@ -43,7 +43,7 @@ def test_a_task_that_has_no_slot_to_leave_makes_way_for_the_next() -> None:
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_never_more_are_aside_than_the_limit_and_all_that_may_are(seed: int, limit: int) -> None:
-    rng, aside = random.Random(seed), ReadsAside(limit)
+    rng, aside = random.Random(seed), DetachedReads(limit)
     begun: set[int] = set()
     for key in range(200):
         if begun and rng.random() < 0.5:
