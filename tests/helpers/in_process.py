@@ -99,7 +99,7 @@ def on_cluster(
 
 def active(handlers: Mapping[str, Any]) -> set[str]:
     """Return the names of a server's handlers without those that only answer that the runtime is off."""
-    return {name for name, one in handlers.items() if one.__name__ not in ("is_off", "off")}
+    return {name for name, one in handlers.items() if getattr(one, "__name__", None) not in ("is_off", "off")}
 
 
 #: Attributes that Dask and copyreg cache on classes.
