@@ -256,7 +256,7 @@ def _planning_for() -> Any:
 
 
 async def deactivate(client: Client) -> Client:
-    # Not a handler: another client may switch off meanwhile, which removes all handlers.
+    # Not a handler: another client may switch off meanwhile, and then it would answer that it is off.
     async def stop(dask_scheduler: SchedulerServer) -> None:
         if (runtime := dask_scheduler.extensions.get("gpurt")) is not None:
             await runtime.stop()
