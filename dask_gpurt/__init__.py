@@ -12,7 +12,7 @@ from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
     from dask_gpurt.api import disable, enable, explain, is_enabled, memory_usage, report
-    from dask_gpurt.client.traces import performance_report, trace
+    from dask_gpurt.client.traces import trace
 
 __all__ = [
     "__version__",
@@ -23,21 +23,20 @@ __all__ = [
     "explain",
     "is_enabled",
     "memory_usage",
-    "performance_report",
     "report",
     "trace",
 ]
 
-#: Public names that live in ``traces``; the others live in ``api``.
-_OF_TRACES = {"performance_report", "trace"}
+#: What to use in place of public names that the repository had before a release.
+_REMOVED = {"performance_report": "use distributed.performance_report, and dask_gpurt.trace beside it"}
 _PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_TRACES:
-        from dask_gpurt.client import traces
+    if name == "trace":
+        from dask_gpurt.client.traces import trace
 
-        return getattr(traces, name)
+        return trace
     if name in __all__:
         from dask_gpurt import api
 
@@ -47,7 +46,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _hint(name: str) -> str:
-    """Suggest a public name with a similar spelling."""
+    """Suggest a public name with a similar spelling, or what a removed name was replaced by."""
+    if name in _REMOVED:
+        return f": {_REMOVED[name]}"
     if name.startswith("_"):  # tools probe for many of these
         return ""
     import difflib

@@ -14,7 +14,6 @@ from rich.table import Table
 
 from dask_gpurt.cli.cluster import connected
 from dask_gpurt.client import traces
-from dask_gpurt.monitor.performance import lacks
 from dask_gpurt.monitor.trace import StepSummary, Trace
 
 #: Maximum number of printed steps; the longest come first.
@@ -60,7 +59,7 @@ def print_trace(found: Trace) -> None:
         console.print(_table(summary))
     else:
         console.print("no task ran, and nothing was moved: run something on the cluster meanwhile")
-    for sentence in lacks(found):
+    for sentence in found.lacks():
         console.print(f"{sentence}.", style="red", markup=False)
 
 

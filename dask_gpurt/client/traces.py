@@ -1,4 +1,4 @@
-"""Record a trace of a cluster from a client, and write it to a file or into Dask's performance report."""
+"""Record a trace of a cluster from a client, and write it to a file."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ import asyncio
 import contextlib
 import gzip
 import json
-import tempfile
 import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import distributed
-import fsspec
 from distributed import Client, default_client
-from fsspec.implementations.local import LocalFileSystem
 
 from dask_gpurt.client import session
 from dask_gpurt.monitor.chrome_trace import chrome_trace
-from dask_gpurt.monitor.performance import Observed, page
 from dask_gpurt.monitor.trace import ProcessTrace, Trace
 from dask_gpurt.observe.recording import RING_EVENTS, Event
 from dask_gpurt.observe.report import RuntimeReport
-from dask_gpurt.observe.shown_tiers import shown_tiers
 
 #: Seconds between two requests for events.
 INTERVAL_S = 0.5
@@ -163,7 +157,7 @@ class trace:
 
     async def __aenter__(self) -> Self:
         self._client = self._client or default_client()
-        _require_folder(self._path, "trace")
+        _require_folder(self._path)
         if not (await _report(self._client)).enabled:
             raise RuntimeError(
                 "the runtime is off on this cluster, and records nothing: switch it on with "
@@ -183,12 +177,12 @@ class trace:
         await asyncio.to_thread(write, self.found, self._path)
 
 
-def _require_folder(path: Path, what: str) -> None:
-    """Raise an error early, not after the program whose trace or report would be lost."""
+def _require_folder(path: Path) -> None:
+    """Raise an error early, not after the program whose trace would be lost."""
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} for the {what} does not exist")
+        raise FileNotFoundError(f"the folder {path.parent} for the trace does not exist")
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: give the name of a file in it for the {what}")
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file in it for the trace")
 
 
 def write(found: Trace, path: Path) -> None:
@@ -201,88 +195,3 @@ async def _report(client: Client) -> RuntimeReport:
     # On the client's event loop the result is awaitable, even if the client is not asynchronous.
     found: RuntimeReport = await session.ask_report(client, connect=False)
     return found
-
-
-class performance_report(distributed.performance_report):
-    """Write Dask's performance report, with a section on the runtime.
-
-    Use it like Dask's own ``performance_report``, with the same parameters. In addition to Dask's report, the
-    page shows the steps of the trace, transfers between workers, memory, faults and fallbacks, and has the
-    trace itself for https://ui.perfetto.dev. If the runtime is off, the page says so, and has only Dask's
-    part.
-
-    Parameters
-    ----------
-    filename
-        The HTML file: a path or URL that :func:`fsspec.open` can write.
-    stacklevel
-        The stack frame whose code is shown; 1 is the frame that enters the context.
-    mode
-        How to load Bokeh's scripts, such as ``"inline"``: see :func:`bokeh.io.output_file`.
-    storage_options
-        Additional arguments for :func:`fsspec.open`.
-
-    Raises
-    ------
-    RuntimeError
-        If another trace of the cluster is being recorded.
-    FileNotFoundError, IsADirectoryError
-        If the folder of a local file does not exist, or the path is a folder.
-
-    Examples
-    --------
-    >>> with dask_gpurt.performance_report("report.html"):  # doctest: +SKIP
-    ...     frame.merge(other, on="key").compute()
-    """
-
-    def __init__(
-        self,
-        filename: str = "dask-report.html",
-        stacklevel: int = 1,
-        mode: str | None = None,
-        storage_options: dict[str, Any] | None = None,
-    ):
-        super().__init__(filename, stacklevel, mode, storage_options)  # type: ignore[no-untyped-call]
-
-    async def __aenter__(self) -> None:
-        system, path = fsspec.url_to_fs(self.filename, **self.storage_options)
-        if isinstance(system, LocalFileSystem):
-            _require_folder(Path(path), "report")
-        await super().__aenter__()  # type: ignore[no-untyped-call]
-        client = default_client()
-        self._before = await _report(client)
-        self._collector = Collector(client) if self._before.enabled else None
-        if self._collector is not None:
-            await self._collector.begin()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        code: str | None = None,
-    ) -> None:
-        observed = None if self._collector is None else await self._observed(self._collector)
-        target = self.filename
-        with tempfile.TemporaryDirectory() as folder:
-            self.filename = str(Path(folder) / "dask.html")
-            if code is None:  # the caller is one frame further away from Dask's method
-                self._stacklevel += 1
-            try:
-                await super().__aexit__(kind, error, traceback, code=code)  # type: ignore[no-untyped-call]
-            finally:
-                dask_report, self.filename = Path(self.filename), target
-            text = await asyncio.to_thread(lambda: page(dask_report.read_text(), observed))
-        with fsspec.open(target, mode="w", compression="infer", **self.storage_options) as file:
-            file.write(text)
-
-    async def _observed(self, collector: Collector) -> Observed:
-        client: Any = default_client()
-        found = await collector.end()
-        rows = await client.scheduler.gpurt_memory(by="tier")
-        return Observed(
-            trace=found,
-            before=self._before,
-            after=await _report(client),
-            memory=list(shown_tiers(rows, await client.scheduler.gpurt_shared_memory())),
-        )

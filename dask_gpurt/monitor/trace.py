@@ -144,6 +144,16 @@ class Trace:
         """Return the number of recorded events that are missing from the trace."""
         return self.left_out + sum(process.lost for process in self.processes.values())
 
+    def lacks(self) -> list[str]:
+        """Return a sentence for each thing that is missing."""
+        found = [f"{address} did not answer: {reason}" for address, reason in self.unanswered.items()]
+        if self.lost:
+            found.append(f"{self.lost:,} events were lost, so the figures of steps are too small")
+        unknown = [a for a, process in self.processes.items() if process.clock is None and a != SCHEDULER]
+        if unknown:
+            found.append(f"the clocks of {', '.join(sorted(unknown))} are not known, and were not aligned")
+        return found
+
     def learn_clocks(self, clocks: Mapping[str, Mapping[str, float]]) -> None:
         """Add measured clock offsets; keep the one with the shortest round trip for each process."""
         for address, found in clocks.items():

@@ -1,14 +1,11 @@
-"""Trace a cluster's workers by one clock, and show the trace next to Dask's own in a report."""
+"""Trace a cluster's workers by one clock."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import re
-from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator
-from html import unescape
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -161,21 +158,6 @@ def test_a_task_whose_result_is_stored_slowly_is_seen(client: Client, tmp_path: 
     finally:
         client.run(store_as_before)
     assert [one.name for one in slices(read(tmp_path / "trace.json"))] == ["int"]
-
-
-def test_a_performance_report_has_both_parts(client: Client, tmp_path: Path) -> None:
-    with dask_gpurt.performance_report(str(tmp_path / "report.html")):
-        shuffle()
-    page = (tmp_path / "report.html").read_text()
-    (embedded,) = re.findall(r'srcdoc="([^"]*)"', page)
-    assert "Dask Performance Report" in unescape(embedded)
-    assert "shuffle()" in unescape(embedded)  # the calling code, as Dask shows it
-    for heading in ("Steps", "Steps by worker", "Transfers", "Memory", "Counters", "Faults and fallbacks"):
-        assert f"<h2>{heading}</h2>" in page
-    for cell in ("pack", "assemble", "shuffle-transfer", "transfer", "disk", "shuffle.rows"):
-        assert re.search(f"<td[^>]*>{re.escape(cell)}</td>", page), cell
-    (packed,) = re.findall(r'href="data:application/gzip;base64,([^"]*)"', page)
-    check(json.loads(gzip.decompress(b64decode(packed))))
 
 
 def test_the_command_writes_a_trace(client: Client, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_gpurt.monitor import chrome_trace as writing
 from dask_gpurt.monitor.chrome_trace import chrome_trace
-from dask_gpurt.monitor.trace import SCHEDULER, ProcessTrace, Trace
+from dask_gpurt.monitor.trace import SCHEDULER, Clock, ProcessTrace, Trace
 from dask_gpurt.observe.recording import TASK, Event, Kind
 from tests.helpers.trace_format import around, check, flows, slices
 
@@ -199,6 +199,16 @@ def test_the_checker_finds_what_is_wrong() -> None:
         else:
             with pytest.raises(AssertionError):
                 check(overlapping)
+
+
+def test_a_trace_says_what_it_lacks() -> None:
+    found = trace(a=ProcessTrace(lost=1_000), b=ProcessTrace(clock=Clock(0.0, 1e-3)))
+    found.unanswered["c"] = "gone"
+    answer, events, clocks = found.lacks()
+    assert answer == "c did not answer: gone"
+    assert events.startswith("1,000 events were lost")
+    assert A in clocks
+    assert B not in clocks
 
 
 def test_the_summary_adds_up() -> None:
