@@ -92,7 +92,9 @@ async def take(client: Client, folder: Path, scheduler: Any, base: str) -> None:
             await page.holds("window.Bokeh !== undefined && Bokeh.documents.length > 0")
             await page.holds("Bokeh.documents[0].roots().length > 0 && Bokeh.documents[0].is_idle")
             if picture.path == "/gpurt":
-                await until(lambda: any(row["sent"] > 0.9 for row in rows()))
+                await until(
+                    lambda: any(row["inputs"]["done"] > 0.9 * row["inputs"]["total"] for row in rows())
+                )
                 os.kill(next(iter(pids.values())), signal.SIGKILL)
                 await until(is_mending)
             await asyncio.sleep(UPDATES_S)

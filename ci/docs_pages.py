@@ -1,4 +1,4 @@
-"""Generate the pages of the documentation from the code: settings, command line, API and JSON API.
+"""Generate the pages of the documentation from the code: settings, command line and API.
 
 MkDocs loads this file as a hook (``hooks`` in ``mkdocs.yml``). The functions that write a page need neither
 MkDocs nor a GPU, so that ``tests/unit/docs/test_docs.py`` can compare them with the code."""
@@ -179,79 +179,6 @@ def api_page() -> str:
     return "\n".join(lines)
 
 
-JSON_API_INTRODUCTION = """\
-# JSON API
-
-While the runtime is on, the scheduler answers programs at `/gpurt/api/…`, beside its dashboard:
-
-```console
-curl http://127.0.0.1:8787/gpurt/api/shuffles
-```
-
-Replies are JSON. Errors are, too: `{"error": …}`, with the status 400 where arguments make no sense, 404
-where there is no such resource or worker, 503 where the runtime is off, and 504 where a worker whose details
-are asked for does not answer within 10 s.
-
-**Pages.** What grows with the cluster is cut into pages of at most 100: `offset` and `limit` choose one, and
-`total` says how many there are. A reply about 256 workers is as large as one about 100. Replies are made of
-what the scheduler knows from heartbeats: no worker is asked, but for the details of one.
-
-**Stability.** A field keeps its name, type and meaning as long as `api` is the same; fields may be added.
-`/gpurt/api/schema` has the [JSON Schema](https://json-schema.org) of all replies.
-
-**Access.** A client that reaches the dashboard reaches this; it changes nothing. It has the prefix of the
-dashboard's pages, and comes and goes with the runtime. A scheduler whose setting
-`distributed.scheduler.http.routes` names `dask_gpurt.monitor.json_api` besides Dask's own modules has it from
-its start, and answers 503 while the runtime is off.
-
-This page is written from the types of the replies, `dask_gpurt/monitor/json_replies.py`.
-"""
-
-
-def _json_type(schema: Mapping[str, Any]) -> str:
-    """Return what a JSON Schema allows, as a cell of a table."""
-    if "anyOf" in schema:
-        return " or ".join(_json_type(one) for one in schema["anyOf"])
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
-    if schema.get("type") == "array":
-        return f"list of {_json_type(schema['items'])}"
-    if schema.get("type") == "object" and "properties" not in schema:
-        return f"object of {_json_type(schema['additionalProperties'])}"
-    return str(schema.get("type", "anything"))
-
-
-def _json_fields(schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the row of each field and of its nested fields."""
-    for name, field in schema.get("properties", {}).items():
-        yield f"| `{path}{name}` | {_json_type(field)} | {field.get('description', '')} |"
-        for one in field.get("anyOf", [field]):
-            if "items" in one:
-                yield from _json_fields(one["items"], f"{path}{name}[].")
-            elif isinstance(one.get("additionalProperties"), dict):
-                yield from _json_fields(one["additionalProperties"], f"{path}{name}.*.")
-            else:
-                yield from _json_fields(one, f"{path}{name}.")
-
-
-def json_api_page() -> str:
-    """Return the reference of the JSON API, from the types of its replies."""
-    from dask_gpurt.monitor.json_api import RESOURCES
-    from dask_gpurt.monitor.json_replies import schemas
-
-    resources = {one.name: one for one in RESOURCES}
-    sections = [JSON_API_INTRODUCTION]
-    for name, schema in schemas().items():
-        path = "/gpurt/api" if name == "index" else f"/gpurt/api/{name}"
-        tells, arguments = "what there is; also where the runtime is off", ()
-        if name in resources:
-            tells, arguments = resources[name].tells, resources[name].arguments
-        given = ", ".join(f"`{argument}`" for argument in arguments) or "none"
-        rows = "\n".join(["| field | type | what it tells |", "|---|---|---|", *_json_fields(schema)])
-        sections.append(f"## `{path}`\n\nTells {tells}. Arguments: {given}.\n\n{rows}\n")
-    return "\n".join(sections)
-
-
 METRICS_HEAD = """\
 | name{where} | type | unit | for Prometheus | labels | what it tells |
 |---|---|---|---|---|---|
@@ -299,7 +226,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/settings.md": settings_page,
     "reference/cli.md": cli_page,
     "reference/api.md": api_page,
-    "reference/json-api.md": json_api_page,
     "contributing.md": lambda: root_page("CONTRIBUTING.md"),
     "changelog.md": lambda: root_page("CHANGELOG.md"),
 }

@@ -44,12 +44,11 @@ PREFIXES, PARTITIONS = 20, 200
 Figure = dict[str, Any]
 
 
-def populate(runtime: Any, workers: int) -> None:
-    """Apply ledgers and figures of simulated workers to a scheduler, as their heartbeats would."""
+def populate(runtime: Any, workers: int) -> ShuffleLog:
+    """Apply ledgers of simulated workers to a scheduler, as their heartbeats would; log their shuffles."""
     log = ShuffleLog()
     for shuffle in range(MAX_SHUFFLES):
         log.begins(f"{shuffle:032x}", shuffle, time.time(), ["input"], "barrier", ["output"])
-    runtime.json_api.recorded = lambda: [record.reply for record in log.latest()]
     for number in range(workers):
         ledger = Ledger(dict.fromkeys(Tier, 2**40))
         for prefix in range(PREFIXES):
@@ -58,7 +57,8 @@ def populate(runtime: Any, workers: int) -> None:
         address = f"tcp://10.0.{number // 250}.{number % 250}:40000"
         runtime.cluster_memory.apply(address, ledger.snapshot())
         figures = asdict(Figures(outputs=1, rows=number, largest=number, largest_rows=number))
-        log.figures(address, [(f"{shuffle:032x}", shuffle, figures) for shuffle in range(MAX_SHUFFLES)])
+        log.reported(address, [(f"{shuffle:032x}", shuffle, figures) for shuffle in range(MAX_SHUFFLES)])
+    return log
 
 
 async def figure(reply: Callable[[], Awaitable[Any]], repeat: int) -> Figure:
@@ -71,9 +71,8 @@ async def figure(reply: Callable[[], Awaitable[Any]], repeat: int) -> Figure:
     return {"median_ms": statistics.median(taken), "max_ms": max(taken), "bytes": len(text)}
 
 
-async def replies(runtime: Any, repeat: int) -> dict[str, Figure]:
+async def replies(api: JsonApi, repeat: int) -> dict[str, Figure]:
     """Return the figures of all resources, and of a page for Prometheus."""
-    api: JsonApi = runtime.json_api
 
     def asking(answer: Any, query: Query) -> Callable[[], Awaitable[Any]]:
         return lambda: answer(api, query)
@@ -99,8 +98,7 @@ def measure(client: Client, workers: int, repeat: int) -> dict[str, Figure]:
 
     async def measured(dask_scheduler: Any) -> dict[str, Figure]:
         runtime = dask_scheduler.extensions["gpurt"]
-        populate(runtime, workers)
-        return await replies(runtime, repeat)
+        return await replies(JsonApi(runtime, populate(runtime, workers)), repeat)
 
     figures: dict[str, Figure] = client.run_on_scheduler(measured)
     on_workers = client.run(on_worker, repeat)

@@ -1,7 +1,9 @@
 """Serve the JSON API ``/gpurt/api/…`` on the scheduler's HTTP server.
 
-Requests never block the event loop for long: lists that grow with the cluster are paged, figures of workers
-come from their heartbeats, and the handler yields to the loop between two shuffles.
+Replies are the plain values that the report, the memory tables, the log of shuffles and the history of
+placement have; ``docs/reference/json-api.md`` lists their fields. Requests never block the event loop for
+long: lists that grow with the cluster are paged, figures of workers come from their heartbeats, and the
+handler yields to the loop between two shuffles.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ import ast
 import asyncio
 import contextlib
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from dask.typing import Key
@@ -24,36 +27,19 @@ from tornado.web import HTTPError
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.comparison import UnsupportedError
 from dask_gpurt.dask_hooks.http import serve
-from dask_gpurt.dask_hooks.shuffle import RunState, ShuffleId, barrier_key, runs_of
-from dask_gpurt.dask_hooks.types import SchedulerTask
-from dask_gpurt.monitor.json_replies import (
-    API_VERSION,
-    DecisionsReply,
-    FallbackReply,
-    HistoryReply,
-    IndexReply,
-    MemoryReply,
-    Page,
-    PastShuffleReply,
-    PlaceReply,
-    ProgressReply,
-    ReportReply,
-    ShuffleReply,
-    ShufflesReply,
-    TopologyReply,
-    as_json,
-    schemas,
-)
 from dask_gpurt.observe import Fallback
 from dask_gpurt.protocol import WORKER_REPORT_HANDLER
 
 if TYPE_CHECKING:
+    from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog, ShuffleRecord
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 
-T = TypeVar("T")
+Reply = dict[str, Any]
 
 #: The path of the API, below the prefix of the scheduler's other pages.
 ROOT = "/gpurt/api"
+#: The version of the replies. It changes when a field changes its name, type or meaning.
+API_VERSION = 1
 #: The default and maximum page size.
 MAX_LIMIT = 100
 #: The maximum number of workers in a page of memory by prefix, with up to some hundred rows each.
@@ -67,8 +53,6 @@ DETAILS_TIMEOUT_S = 10.0
 #: The length of a key's text, in which a literal cannot be nested deeply enough to exhaust the parser, and
 #: how much of a wrong text an error repeats.
 MAX_KEY_LENGTH, MAX_ECHO = 1_000, 100
-#: The fields of a worker that has left.
-DEPARTED = ("address", "name", "left", "silent")
 
 
 class Refused(Exception):
@@ -125,11 +109,11 @@ class Query(NamedTuple):
             raise Refused(HTTPStatus.BAD_REQUEST, f"expected at most {MAX_DETAILS} workers")
         return found
 
-    def page(self, total: int) -> Page:
-        """Return the fields that all pages share; ``total`` is the number of items."""
-        return Page(api=API_VERSION, at=time.time(), total=total, offset=self.offset, limit=self.limit)
+    def page(self, total: int, **more: Any) -> Reply:
+        """Return a reply with the fields that all pages share; ``total`` is the number of items."""
+        return _reply(total=total, offset=self.offset, limit=self.limit, **more)
 
-    def cut(self, whole: Sequence[T]) -> Sequence[T]:
+    def cut(self, whole: Sequence[Any]) -> Sequence[Any]:
         """Return this page of a sequence."""
         return whole[self.offset : self.offset + self.limit]
 
@@ -140,147 +124,6 @@ def _number(given: dict[str, list[str]], name: str, default: int) -> int:
         message = f"{name}={text[:20]}: expected a whole number of at least 0, and at most 9 digits"
         raise Refused(HTTPStatus.BAD_REQUEST, message)
     return int(text)
-
-
-#: Lists the last shuffles, the latest first.
-Recorded = Callable[[], Sequence[Callable[[float], PastShuffleReply]]]
-#: By scheduler: a process may have several.
-_recorded: WeakKeyDictionary[Any, Recorded] = WeakKeyDictionary()
-
-
-def serve_json(runtime: GpurtSchedulerPlugin, recorded: Recorded) -> Callable[[], None]:
-    """Serve the API of a scheduler's runtime, if Dask supports that; return a function that ends it."""
-    _recorded[runtime.scheduler] = recorded
-    try:
-        return serve(runtime.scheduler, __name__)
-    except UnsupportedError as error:
-        runtime.metrics.fallback(Fallback.OBSERVE_JSON_API, str(error))
-        return lambda: None
-
-
-class JsonApi:
-    """Answer requests from the state of a scheduler's runtime. On the event loop.
-
-    Parameters
-    ----------
-    runtime
-        The scheduler's plugin.
-    recorded
-        Lists the last shuffles, the latest first: functions of the time that return the figures of one.
-    """
-
-    def __init__(self, runtime: GpurtSchedulerPlugin, recorded: Recorded = list):
-        self.recorded = recorded
-        self._runtime = runtime
-        self._scheduler = runtime.scheduler
-
-    async def report(self, query: Query) -> ReportReply:
-        """Return the cluster's counters and fallbacks, and the full reports of the given workers."""
-        report = self._runtime.reports.known()
-        workers: dict[str, dict[str, Any]] = report["workers"]
-        counted = [report["fallbacks"], *(one["fallbacks"] for one in workers.values())]
-        departed: Any = [{name: one[name] for name in DEPARTED} for one in report["departed"]]
-        return {
-            "api": API_VERSION,
-            "at": time.time(),
-            "version": __version__,
-            "takeover": self._runtime.settings.takeover,
-            "counters": report["counters"],
-            "fallbacks": _sum_of(counted),
-            "workers": len(workers),
-            "silent": len(self._scheduler.workers) - len(workers),
-            "departed": departed,
-            "details": as_json(await self._details(query.worker)) if query.worker else {},
-        }
-
-    async def _details(self, workers: Sequence[str]) -> dict[str, Any]:
-        if unknown := [worker for worker in workers if worker not in self._scheduler.workers]:
-            names = ", ".join(worker[:MAX_ECHO] for worker in unknown)
-            raise Refused(HTTPStatus.NOT_FOUND, f"no such worker: {names}")
-        try:
-            async with asyncio.timeout(DETAILS_TIMEOUT_S):
-                replies = await self._scheduler.broadcast(
-                    msg={"op": WORKER_REPORT_HANDLER}, workers=list(workers), on_error="return"
-                )
-        except TimeoutError as error:
-            message = f"a worker did not answer within {DETAILS_TIMEOUT_S:g} s"
-            raise Refused(HTTPStatus.GATEWAY_TIMEOUT, message) from error
-        return {name: one if isinstance(one, dict) else {"error": str(one)} for name, one in replies.items()}
-
-    async def memory(self, query: Query) -> MemoryReply:
-        """Return the memory in use by tier or by prefix."""
-        if query.by == "prefix":
-            query = query._replace(limit=min(query.limit, MAX_LIMIT_BY_PREFIX))
-        memory = self._runtime.reported_memory()
-        workers = memory.workers()
-        page = query.cut(workers)
-        rows: Any = memory.rows(page) if query.by == "tier" else memory.rows_by_prefix(page)
-        totals: Any = memory.totals()
-        by: Any = query.by
-        return {**query.page(len(workers)), "by": by, "totals": totals, "rows": rows}
-
-    async def topology(self, query: Query) -> TopologyReply:
-        """Return the places of workers, their hosts, and the speeds of links."""
-        whole = self._runtime.places.describe()
-        workers = sorted(whole["workers"].items())
-        page: dict[str, PlaceReply] = {
-            name: {"host": place["host"], "gpu": place.get("gpu")} for name, place in query.cut(workers)
-        }
-        hosts = {place["host"] for place in page.values()}
-        return {
-            **query.page(len(workers)),
-            "speeds": whole["speeds"],
-            "hosts": {name: host for name, host in whole["hosts"].items() if name in hosts},
-            "workers": page,
-        }
-
-    async def shuffles(self, query: Query) -> ShufflesReply:
-        """Return the progress of active shuffles."""
-        active = self._runtime.shuffles.active()
-        rows = []
-        for shuffle_id, run in query.cut(list(active.items())):
-            if (barrier := self._scheduler.tasks.get(barrier_key(shuffle_id))) is not None:
-                rows.append(self._shuffle(shuffle_id, run, barrier))
-            await asyncio.sleep(0)  # each shuffle iterates over thousands of tasks
-        return {**query.page(len(active)), "rows": rows}
-
-    def _shuffle(self, shuffle_id: ShuffleId, run: RunState, barrier: SchedulerTask) -> ShuffleReply:
-        transferred = barrier.state == "memory"
-        inputs = _progress([transferred or task.state == "memory" for task in barrier.dependencies])
-        # Outputs that are released once the barrier is done were in memory before, or are not needed.
-        done = ("memory", "released", "forgotten") if transferred else ("memory",)
-        outputs = _progress([task.state in done for task in barrier.dependents])
-        is_done = transferred and outputs["done"] == outputs["total"]
-        return {
-            "id": str(shuffle_id),
-            "run": run.run_id,
-            "runs": len(list(runs_of(self._scheduler.extensions["shuffle"], shuffle_id))),
-            "phase": "done" if is_done else "unpack" if transferred else "transfer",
-            "inputs": inputs,
-            "outputs": outputs,
-            "workers": len(run.participating_workers),
-        }
-
-    async def history(self, query: Query) -> HistoryReply:
-        """Return the figures of the last shuffles, running and past."""
-        recorded, rows = self.recorded(), []
-        for figures in query.cut(recorded):
-            rows.append(figures(time.time()))
-            await asyncio.sleep(0)  # each shuffle adds up the figures of its workers
-        return {**query.page(len(recorded)), "rows": rows}
-
-    async def decisions(self, query: Query) -> DecisionsReply:
-        """Return the latest placement decisions, and the candidates of one of them."""
-        placement = self._runtime.placement
-        if placement is None:
-            return {**query.page(0), "placement": False, "rows": [], "candidates": []}
-        last = min(query.offset + query.limit, MAX_DECISIONS)
-        return {
-            **query.page(min(len(placement.history), MAX_DECISIONS)),
-            "placement": True,
-            "rows": as_json(placement.history.latest(last)[query.offset :]),
-            "candidates": [] if query.key is None else as_json(placement.explain(query.key)),
-        }
 
 
 def _key(text: str) -> Key:
@@ -301,13 +144,114 @@ def _is_key(value: object) -> bool:
     return all(map(_is_key, value)) if isinstance(value, tuple) else isinstance(value, (str, int, float))
 
 
-def _progress(done: Sequence[bool]) -> ProgressReply:
-    return {"total": len(done), "done": sum(done)}
+class JsonApi:
+    """Answer requests from the state of a scheduler's runtime. On the event loop.
+
+    Parameters
+    ----------
+    runtime
+        The scheduler's plugin, switched on.
+    shuffles
+        The last shuffles, running and past.
+    """
+
+    def __init__(self, runtime: GpurtSchedulerPlugin, shuffles: ShuffleLog):
+        self._runtime = runtime
+        self._scheduler = runtime.scheduler
+        self._shuffles = shuffles
+
+    async def report(self, query: Query) -> Reply:
+        """Return the cluster's counters and fallbacks, and the full reports of up to 8 workers."""
+        report = self._runtime.reports.known()
+        workers: dict[str, Reply] = report["workers"]
+        return _reply(
+            version=__version__,
+            takeover=self._runtime.settings.takeover,
+            counters=report["counters"],
+            fallbacks=_sum_of([report["fallbacks"], *(one["fallbacks"] for one in workers.values())]),
+            workers=len(workers),
+            silent=len(self._scheduler.workers) - len(workers),
+            departed=[
+                {name: one[name] for name in ("address", "name", "left", "silent")}
+                for one in report["departed"]
+            ],
+            details=_plain(await self._details(query.worker)) if query.worker else {},
+        )
+
+    async def _details(self, workers: Sequence[str]) -> Reply:
+        if unknown := [worker for worker in workers if worker not in self._scheduler.workers]:
+            names = ", ".join(worker[:MAX_ECHO] for worker in unknown)
+            raise Refused(HTTPStatus.NOT_FOUND, f"no such worker: {names}")
+        try:
+            async with asyncio.timeout(DETAILS_TIMEOUT_S):
+                replies = await self._scheduler.broadcast(
+                    msg={"op": WORKER_REPORT_HANDLER}, workers=list(workers), on_error="return"
+                )
+        except TimeoutError as error:
+            message = f"a worker did not answer within {DETAILS_TIMEOUT_S:g} s"
+            raise Refused(HTTPStatus.GATEWAY_TIMEOUT, message) from error
+        return {name: one if isinstance(one, dict) else {"error": str(one)} for name, one in replies.items()}
+
+    async def memory(self, query: Query) -> Reply:
+        """Return the memory in use by tier, or by prefix of tasks with at most 25 workers to a page."""
+        memory = self._runtime.reported_memory()
+        workers, rows = memory.workers(), memory.rows
+        if query.by == "prefix":
+            query = query._replace(limit=min(query.limit, MAX_LIMIT_BY_PREFIX))
+            rows = memory.rows_by_prefix
+        return query.page(len(workers), by=query.by, totals=memory.totals(), rows=rows(query.cut(workers)))
+
+    async def topology(self, query: Query) -> Reply:
+        """Return the places of workers, their hosts, and the speeds of links."""
+        whole = self._runtime.places.describe()
+        workers = sorted(whole["workers"].items())
+        page = {name: {"host": place["host"], "gpu": place.get("gpu")} for name, place in query.cut(workers)}
+        hosts = {place["host"] for place in page.values()}
+        return query.page(
+            len(workers),
+            speeds=whole["speeds"],
+            hosts={name: host for name, host in whole["hosts"].items() if name in hosts},
+            workers=page,
+        )
+
+    async def shuffles(self, query: Query) -> Reply:
+        """Return the active shuffles, the latest first: as in the history."""
+        active = {str(shuffle) for shuffle in self._runtime.shuffles.active()}
+        latest = self._shuffles.latest()
+        return await self._figures(query, [record for record in latest if record.shuffle in active])
+
+    async def history(self, query: Query) -> Reply:
+        """Return the last 100 shuffles, running and past: progress, bytes, rows, skew, and repairs."""
+        return await self._figures(query, self._shuffles.latest())
+
+    async def _figures(self, query: Query, records: Sequence[ShuffleRecord]) -> Reply:
+        rows = []
+        for record in query.cut(records):
+            rows.append(record.figures(time.time()))
+            await asyncio.sleep(0)  # each shuffle adds up the figures of its workers
+        return query.page(len(records), rows=rows)
+
+    async def decisions(self, query: Query) -> Reply:
+        """Return the placement of the last 500 tasks, and of the task ``key`` the cost on each worker."""
+        placement = self._runtime.placement
+        if placement is None:
+            return query.page(0, placement=False, rows=[], candidates=[])
+        last = min(query.offset + query.limit, MAX_DECISIONS)
+        return query.page(
+            min(len(placement.history), MAX_DECISIONS),
+            placement=True,
+            rows=_plain(placement.history.latest(last)[query.offset :]),
+            candidates=[] if query.key is None else _plain(placement.explain(query.key)),
+        )
 
 
-def _sum_of(counted: Sequence[dict[str, Any]]) -> dict[str, FallbackReply]:
+def _reply(**fields: Any) -> Reply:
+    return {"api": API_VERSION, "at": time.time(), **fields}
+
+
+def _sum_of(counted: Sequence[dict[str, Any]]) -> Reply:
     """Sum the fallbacks of several processes, each with the reason of the last process that has it."""
-    together: dict[str, FallbackReply] = {}
+    together: Reply = {}
     for fallbacks in counted:
         for id, known in fallbacks.items():
             count = known["count"] + (together[id]["count"] if id in together else 0)
@@ -315,52 +259,61 @@ def _sum_of(counted: Sequence[dict[str, Any]]) -> dict[str, FallbackReply]:
     return together
 
 
-class Resource(NamedTuple):
-    """Describe a resource: its name, a summary, its method and its arguments."""
+def _plain(value: Any) -> Any:
+    """Return a JSON-serialisable value, with None in place of infinities and NaN."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
-    name: str
-    tells: str
-    answer: Callable[[JsonApi, Query], Coroutine[Any, Any, Any]]
+
+class Resource(NamedTuple):
+    """Describe a resource: its method, from which its name and summary are taken, and its arguments."""
+
+    answer: Callable[[JsonApi, Query], Coroutine[Any, Any, Reply]]
     arguments: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the resource."""
+        return self.answer.__name__
+
+    @property
+    def summary(self) -> str:
+        """Return what the resource tells."""
+        return (self.answer.__doc__ or "").removeprefix("Return ").removesuffix(".").replace("``", "`")
 
 
 RESOURCES = (
-    Resource(
-        "report",
-        "the counters and fallbacks of the cluster; with `worker`, up to 8 times, a worker's full report",
-        JsonApi.report,
-        ("worker",),
-    ),
-    Resource(
-        "memory",
-        "the memory in use, `by` `tier` or `prefix` of tasks; by prefix at most 25 workers",
-        JsonApi.memory,
-        ("offset", "limit", "by"),
-    ),
-    Resource("topology", "the places of workers and their links", JsonApi.topology, ("offset", "limit")),
-    Resource("shuffles", "the progress of active shuffles", JsonApi.shuffles, ("offset", "limit")),
-    Resource(
-        "history",
-        "the last 100 shuffles, running and past: time, bytes, rows, skew, and what was done again",
-        JsonApi.history,
-        ("offset", "limit"),
-    ),
-    Resource(
-        "decisions",
-        "the placement of the last 500 tasks, with reasons; with `key`, the cost on each worker",
-        JsonApi.decisions,
-        ("offset", "limit", "key"),
-    ),
+    Resource(JsonApi.report, ("worker",)),
+    Resource(JsonApi.memory, ("offset", "limit", "by")),
+    Resource(JsonApi.topology, ("offset", "limit")),
+    Resource(JsonApi.shuffles, ("offset", "limit")),
+    Resource(JsonApi.history, ("offset", "limit")),
+    Resource(JsonApi.decisions, ("offset", "limit", "key")),
 )
+
+#: The API of each scheduler whose runtime is on: a process may have several.
+_apis: WeakKeyDictionary[Any, JsonApi] = WeakKeyDictionary()
+
+
+def serve_json(runtime: GpurtSchedulerPlugin, shuffles: ShuffleLog) -> Callable[[], None]:
+    """Serve the API of a scheduler's runtime, if Dask supports that; return a function that ends it."""
+    with contextlib.ExitStack() as undo:
+        _apis[runtime.scheduler] = JsonApi(runtime, shuffles)
+        undo.callback(_apis.pop, runtime.scheduler, None)
+        try:
+            undo.callback(serve(runtime.scheduler, __name__))
+        except UnsupportedError as error:
+            runtime.metrics.fallback(Fallback.OBSERVE_JSON_API, str(error))
+        return undo.pop_all().close
 
 
 class _JsonHandler(RequestHandler):
     """Reply with JSON, including errors."""
-
-    def runtime(self) -> GpurtSchedulerPlugin | None:
-        """Return the runtime of the scheduler; None while it is off."""
-        found: GpurtSchedulerPlugin | None = self.server.extensions.get("gpurt")
-        return found if hasattr(found, "json_api") else None
 
     def reply(self, value: Any, status: HTTPStatus = HTTPStatus.OK) -> None:
         """Write a value as JSON, marked as not cacheable."""
@@ -379,29 +332,15 @@ class IndexHandler(_JsonHandler):
     """List the resources, even while the runtime is off."""
 
     def get(self) -> None:
-        index: IndexReply = {
-            "api": API_VERSION,
-            "at": time.time(),
-            "enabled": self.runtime() is not None,
-            "version": __version__,
-            "resources": {one.name: one.tells for one in RESOURCES}
-            | {"schema": "JSON Schema of all replies"},
-        }
-        self.reply(index)
-
-
-class SchemaHandler(_JsonHandler):
-    """Serve the JSON Schema of all replies."""
-
-    def get(self) -> None:
-        self.reply(schemas())
+        resources = {one.name: one.summary for one in RESOURCES}
+        self.reply(_reply(enabled=self.server in _apis, version=__version__, resources=resources))
 
 
 class UnknownHandler(_JsonHandler):
     """Refuse any other path below the API, with the names of the resources."""
 
     def get(self, path: str) -> None:
-        known = ", ".join([*(one.name for one in RESOURCES), "schema"])
+        known = ", ".join(one.name for one in RESOURCES)
         message = f"no such resource: {path[:100]}: expected one of {known}"
         self.reply({"error": message}, HTTPStatus.NOT_FOUND)
 
@@ -414,9 +353,8 @@ class ResourceHandler(_JsonHandler):
         try:
             given = {name: self.get_query_arguments(name) for name in self.request.query_arguments}
             query = Query.of(given, resource.arguments)
-            if (runtime := self.runtime()) is None:
+            if (api := _apis.get(self.server)) is None:
                 raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, "the runtime is off: dask_gpurt.enable(client)")
-            api = JsonApi(runtime, _recorded.get(self.server, list))
             self.reply(await resource.answer(api, query))
         except Refused as refused:
             self.reply({"error": str(refused)}, refused.status)
@@ -425,7 +363,6 @@ class ResourceHandler(_JsonHandler):
 #: The routes, in the format of Dask's own HTTP modules such as ``distributed.http.health``.
 routes: list[tuple[str, type[RequestHandler], dict[str, Any]]] = [
     (f"{ROOT}/?", IndexHandler, {}),
-    (f"{ROOT}/schema", SchemaHandler, {}),
     *((f"{ROOT}/{one.name}", ResourceHandler, {"extra": {"resource": one}}) for one in RESOURCES),
     (f"{ROOT}/(.*)", UnknownHandler, {}),  # the last, since the first match answers
 ]

@@ -1,4 +1,4 @@
-"""Count a worker's progress in each run of a shuffle, and keep the figures for a while after the run.
+"""Count progress in each run of a shuffle: per worker, in its heartbeats, and summed over workers.
 
 Dask's heartbeat covers a run only while it is active. A run may end between two heartbeats, so the last runs
 of a worker are kept here for the next heartbeat to report their final figures.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 #: Maximum number of runs that a worker keeps; the earliest are dropped first.
 MAX_RUNS = 8
@@ -22,7 +22,7 @@ STEPS = ("splitting", "packing", "assembling")
 
 @dataclass
 class Figures:
-    """Hold the figures of one worker in one run.
+    """Hold the figures of one worker in one run, or their sum over workers.
 
     Attributes
     ----------
@@ -49,6 +49,29 @@ class Figures:
     rows: int = 0
     largest: int = -1
     largest_rows: int = -1
+
+    @classmethod
+    def of(cls, reported: Mapping[str, Any]) -> Self:
+        """Build figures from plain values; a worker with another version may report more."""
+        return cls(**{item.name: reported[item.name] for item in fields(cls) if item.name in reported})
+
+    @classmethod
+    def total(cls, workers: Iterable[Self]) -> Self:
+        """Sum figures; the largest output is that of all workers."""
+        whole = cls()
+        largest = max(workers := list(workers), key=lambda one: one.largest_rows, default=whole)
+        for name in _SUMMED:
+            setattr(whole, name, sum(getattr(one, name) for one in workers))
+        whole.largest, whole.largest_rows = largest.largest, largest.largest_rows
+        return whole
+
+    @property
+    def skew(self) -> float | None:
+        """Return the rows of the largest output over the mean of the outputs; None without rows."""
+        return self.largest_rows * self.outputs / self.rows if self.rows else None
+
+
+_SUMMED = [item.name for item in fields(Figures) if not item.name.startswith("largest")]
 
 
 class RunProgress:

@@ -32,7 +32,7 @@ def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
     scheduler: SchedulerServer = runtime.scheduler
     collector = _collectors[scheduler] = Collector(runtime)
     collector.install()
-    end_json = serve_json(runtime, collector.recorded_shuffles)
+    end_json = serve_json(runtime, collector.sampler.shuffles)
     try:
         _show(scheduler)
     except Exception as error:  # includes any error of bokeh: the runtime works without pages

@@ -14,7 +14,6 @@ from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard.sampler import Sampler
 from dask_gpurt.monitor.dashboard.traffic import MAX_ENDS
-from dask_gpurt.monitor.json_replies import PastShuffleReply
 from dask_gpurt.observe.shown_tiers import shown_tiers
 from dask_gpurt.protocol import PROGRESS_METRIC, TRAFFIC_OP
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
@@ -145,11 +144,7 @@ class Collector(SchedulerPlugin):
             return worker
         return f"host {place.host}"
 
-    # ---- look-ups of open pages and the JSON API ---------------------------------------------
-
-    def recorded_shuffles(self) -> list[Callable[[float], PastShuffleReply]]:
-        """List the last shuffles, the latest first: functions of the time that return the figures of one."""
-        return [record.reply for record in self.sampler.shuffles.latest()]
+    # ---- look-ups of open pages ----------------------------------------------------------------
 
     def way(self, source: str, target: str) -> tuple[Link, Speed] | None:
         """Return the link between two workers and its estimated speed; None if it is unknown, or none."""

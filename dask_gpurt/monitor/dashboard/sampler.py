@@ -148,7 +148,7 @@ class Sampler:
             if (worker := self.workers.get(address)) is None:
                 continue
             worker.overlap, worker.counters = report["overlap"], report["counters"]
-            self.shuffles.figures(address, report["runs"])
+            self.shuffles.reported(address, report["runs"])
             before, worker.moved = worker.moved, _by_direction(report["moved"])
             for direction, nbytes in worker.moved.items():
                 since = max(0.0, nbytes - before.get(direction, 0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from bokeh.models import ColumnDataSource, FactorRange, Range1d
@@ -29,11 +29,7 @@ class ShuffleProgress(FigureComponent):
     """Show the progress of the last shuffles in each phase."""
 
     title = "Progress of shuffles, the latest on top"
-    phases: ClassVar[Mapping[str, str]] = {
-        "sent": "split and sent",
-        "received": "received",
-        "done": "assembled",
-    }
+    phases = ("split and sent", "received", "assembled")
 
     def __init__(self, find: Find):
         super().__init__(find, tools="", y_range=FactorRange(), x_range=Range1d(start=0, end=3))
@@ -45,22 +41,19 @@ class ShuffleProgress(FigureComponent):
             "at", "shuffle", "text", source=self.source, text_baseline="middle", text_font_size="11px"
         )
         self.figure.xaxis.ticker = [0.5, 1.5, 2.5]
-        self.figure.xaxis.major_label_overrides = {
-            at + 0.5: name for at, name in enumerate(self.phases.values())
-        }
+        self.figure.xaxis.major_label_overrides = {at + 0.5: name for at, name in enumerate(self.phases)}
         self.figure.grid.grid_line_color = None
 
     def show(self, collector: Collector) -> None:
         rows = collector.sampler.shuffles.rows(time.time(), MAX_BARS)
         data: Data = {name: [] for name in self.source.data}
         for row in rows:
-            texts = {"sent": row["inputs"], "received": _received(row), "done": row["outputs"]}
-            for at, phase in enumerate(self.phases):
+            for at, (share, text) in enumerate(_progress(row)):
                 data["shuffle"].append(_short(row))
                 data["left"].append(at + 0.02)
-                data["right"].append(at + 0.02 + 0.96 * row[phase])
+                data["right"].append(at + 0.02 + 0.96 * share)
                 data["back"].append(at + 0.98)
-                data["text"].append(texts[phase])
+                data["text"].append(text)
                 data["at"].append(at + 0.05)
                 data["colour"].append(STATE_COLOURS[row["state"]])
         labels = [_short(row) for row in reversed(rows)]
@@ -105,7 +98,7 @@ class ShuffleTable(TableComponent):
         seconds = {name: short_time(row[name]) for name in ("splitting", "packing", "assembling")}
         return {
             "shuffle": _short(row), "state": row["state"], "seconds": f"{row['seconds']:.1f} s",
-            "inputs": row["inputs"], "outputs": row["outputs"],
+            "inputs": _counted(row["inputs"]), "outputs": _counted(row["outputs"]),
             "bytes": format_bytes(row["bytes"]), "rows": f"{row['rows']:,}",
             "skew": "" if skew is None else f"{skew:.2f} (output {row['largest']})",
             **seconds, "restarts": str(row["restarts"]),
@@ -116,10 +109,23 @@ class ShuffleTable(TableComponent):
         }  # fmt: skip
 
 
-def _received(row: Mapping[str, Any]) -> str:
-    sent = format_bytes(row["bytes"])
-    return sent if row["arrived"] == row["bytes"] else f"{format_bytes(row['arrived'])} of {sent}"
+def _progress(row: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
+    """Yield the share that is done of each phase, and its text."""
+    sent, received = row["bytes"], row["received"]
+    text = format_bytes(sent) if received == sent else f"{format_bytes(received)} of {format_bytes(sent)}"
+    arrived = 1.0 if row["phase"] != "transfer" else received / max(1, sent)
+    yield _share(row["inputs"]), _counted(row["inputs"])
+    yield arrived, text
+    yield _share(row["outputs"]), _counted(row["outputs"])
+
+
+def _share(tasks: Mapping[str, int]) -> float:
+    return min(1.0, tasks["done"] / max(1, tasks["total"]))
+
+
+def _counted(tasks: Mapping[str, int]) -> str:
+    return f"{tasks['done']} / {tasks['total']}"
 
 
 def _short(row: Mapping[str, Any]) -> str:
-    return f"{row['shuffle'][:8]} #{row['run']}"
+    return f"{row['id'][:8]} #{row['run']}"

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.monitor.json_replies import PastShuffleReply
+from dask_gpurt.observe.progress import STEPS, Figures
 
 #: Maximum numbers of shuffles, and of reasons for each.
 MAX_SHUFFLES, MAX_REASONS = 100, 5
 #: States of tasks whose results have to be computed again.
 _AGAIN = ("waiting", "queued", "no-worker", "processing")
-_NOTHING_ASSEMBLED = {"outputs": 0, "rows": 0, "largest": -1, "largest_rows": -1}
 
 
 class ShuffleState(StrEnum):
@@ -38,8 +37,8 @@ class ShuffleRecord:
 
     Attributes
     ----------
-    shuffle, run
-        Its id, and the id of its current run.
+    shuffle, run, runs
+        Its id, the id of its current run, and the number of runs so far.
     began, ended
         Seconds since the epoch; ``ended`` is None while it is running.
     inputs, outputs
@@ -54,7 +53,7 @@ class ShuffleRecord:
     reasons
         The reasons of the last restarts, recoveries and moves.
     workers
-        Fields of :class:`~dask_gpurt.observe.progress.Figures` in the current run, by worker.
+        The figures in the current run, by worker, as of its last heartbeat.
     """
 
     shuffle: str
@@ -62,6 +61,7 @@ class ShuffleRecord:
     began: float
     inputs: int
     outputs: int
+    runs: int = 0
     ended: float | None = None
     state: ShuffleState = ShuffleState.RUNNING
     transferred: set[Key] = field(default_factory=set)
@@ -71,62 +71,42 @@ class ShuffleRecord:
     recoveries: int = 0
     moved: int = 0
     reasons: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_REASONS))
-    workers: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    workers: dict[str, Figures] = field(default_factory=dict)
 
-    def row(self, now: float) -> dict[str, Any]:
-        """Return the figures summed over all workers, and derived figures.
+    @property
+    def phase(self) -> str:
+        """Return ``transfer`` until the barrier has a result, then ``unpack`` until all outputs have one."""
+        if not self.sealed:
+            return "transfer"
+        return "done" if len(self.assembled) == self.outputs else "unpack"
 
-        Returns
-        -------
-        dict
-            Besides plain fields: ``seconds`` so far; the fractions of inputs ``sent``, of bytes ``received``
-            and of outputs ``done``; the ``bytes`` sent, and those of them that have ``arrived``; ``rows``;
-            and ``skew``, the ratio of the rows of the ``largest`` output to the mean, None before the first
-            output.
-        """
-        found = self.workers.values()
-        offered, received = (sum(w[name] for w in found) for name in ("offered_bytes", "received_bytes"))
-        outputs, rows = (sum(w[name] for w in found) for name in ("outputs", "rows"))
-        largest = max(found, key=lambda w: w["largest_rows"], default=None)
-        skew = largest["largest_rows"] * outputs / rows if largest is not None and rows else None
+    def figures(self, now: float) -> dict[str, Any]:
+        """Return the state and the figures summed over all workers, as the JSON API gives them."""
+        total = Figures.total(self.workers.values())
+        sent, skew = total.offered_bytes, total.skew
         return {
-            "shuffle": self.shuffle,
+            "id": self.shuffle,
             "run": self.run,
+            "runs": self.runs,
             "state": str(self.state),
+            "phase": self.phase,
             "began": self.began,
             "seconds": (now if self.ended is None else self.ended) - self.began,
-            "inputs": f"{len(self.transferred)} / {self.inputs}",
-            "outputs": f"{len(self.assembled)} / {self.outputs}",
-            "sent": _share(len(self.transferred), self.inputs),
-            "received": 1.0 if self.sealed else _share(received, offered),
-            "done": _share(len(self.assembled), self.outputs),
-            "bytes": offered,
-            "arrived": offered if self.sealed else min(received, offered),
-            "rows": rows,
+            "inputs": {"total": self.inputs, "done": len(self.transferred)},
+            "outputs": {"total": self.outputs, "done": len(self.assembled)},
+            "workers": len(self.workers),
+            "bytes": sent,
+            # The last reports of receivers may be older than the barrier.
+            "received": sent if self.sealed else min(total.received_bytes, sent),
+            "rows": total.rows,
             "skew": skew,
-            "largest": largest["largest"] if skew is not None and largest is not None else None,
-            **{step: sum(w[step] for w in found) for step in ("splitting", "packing", "assembling")},
+            "largest": None if skew is None else total.largest,
+            **{step: getattr(total, step) for step in STEPS},
             "restarts": self.restarts,
             "recoveries": self.recoveries,
             "moved": self.moved,
             "reason": self.reasons[-1] if self.reasons else "",
         }
-
-    def reply(self, now: float) -> PastShuffleReply:
-        """Return the figures for the JSON API."""
-        row = self.row(now)
-        figures = {
-            **{name: row[name] for name in PastShuffleReply.__annotations__ if name in row},
-            "id": self.shuffle,
-            "inputs": {"total": self.inputs, "done": len(self.transferred)},
-            "outputs": {"total": self.outputs, "done": len(self.assembled)},
-            "received": row["arrived"],
-        }
-        return cast(PastShuffleReply, figures)
-
-
-def _share(part: float, whole: float) -> float:
-    return min(1.0, part / whole) if whole else 0.0
 
 
 class ShuffleLog:
@@ -158,6 +138,7 @@ class ShuffleLog:
             self._latest[shuffle] = self._records[shuffle, run] = record
             self._forget_beyond()
         record.run, record.inputs, record.outputs = run, len(inputs), len(outputs)
+        record.runs += 1
         record.transferred.clear()
         record.assembled.clear()
         record.workers.clear()
@@ -213,18 +194,19 @@ class ShuffleLog:
         record.moved += outputs
         record.reasons.append(reason)
 
-    def figures(self, worker: str, runs: Iterable[tuple[str, int, Mapping[str, Any]]]) -> None:
+    def reported(self, worker: str, runs: Iterable[tuple[str, int, Mapping[str, Any]]]) -> None:
         """Update the figures of a worker, given as shuffle, run and figures."""
         for shuffle, run, figures in runs:
             record = self._latest.get(shuffle)
             if record is not None and record.run == run:
-                record.workers[worker] = figures
+                record.workers[worker] = Figures.of(figures)
 
     def removed(self, worker: str) -> None:
         """Drop the assembled outputs of a worker that has left, since others assemble them again."""
         for record in self._records.values():
             if record.state is ShuffleState.RUNNING and worker in record.workers:
-                record.workers[worker] = {**record.workers[worker], **_NOTHING_ASSEMBLED}
+                left = record.workers[worker]
+                record.workers[worker] = replace(left, outputs=0, rows=0, largest=-1, largest_rows=-1)
 
     def restart(self, at: float) -> None:
         """Cancel running shuffles, since the scheduler has forgotten all tasks."""
@@ -234,8 +216,8 @@ class ShuffleLog:
                 record.state, record.ended = ShuffleState.CANCELLED, at
 
     def rows(self, now: float, most: int = MAX_SHUFFLES) -> list[dict[str, Any]]:
-        """Return a row for each shuffle, the latest first."""
-        return [record.row(now) for record in self.latest()[:most]]
+        """Return the figures of each shuffle, the latest first."""
+        return [record.figures(now) for record in self.latest()[:most]]
 
     def latest(self) -> list[ShuffleRecord]:
         """Return all records, the latest first."""

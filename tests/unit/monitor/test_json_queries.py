@@ -20,6 +20,8 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application
 
 from dask_gpurt.memory.ledger import ClusterMemory
+from dask_gpurt.monitor import json_api
+from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog
 from dask_gpurt.monitor.json_api import RESOURCES, ROOT, JsonApi, Query, Refused, routes
 from dask_gpurt.placement.history import History
 
@@ -67,10 +69,9 @@ class Server:
             shuffles=SimpleNamespace(active=dict),
             placement=SimpleNamespace(history=(history := History()), explain=history.explain),
         )
-        runtime.json_api = JsonApi(runtime)
-        server = SimpleNamespace(extensions={"gpurt": runtime})
+        json_api._apis[self] = JsonApi(runtime, ShuffleLog())
         self._server = HTTPServer(
-            Application([(path, handler, {"dask_server": server, **more}) for path, handler, more in routes])
+            Application([(path, handler, {"dask_server": self, **more}) for path, handler, more in routes])
         )
         sockets = bind_sockets(0, "127.0.0.1")
         self._server.add_sockets(sockets)

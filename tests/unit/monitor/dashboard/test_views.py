@@ -152,7 +152,7 @@ def test_the_bytes_received_are_shown_beside_those_sent() -> None:
     collector = collected()
     shuffles = collector.sampler.shuffles
     shuffles.begins("s", 1, 0.0, ["i"], "b", ["o"])
-    shuffles.figures("a", [("s", 1, vars(Figures(offered_bytes=2048, received_bytes=1024)))])
+    shuffles.reported("a", [("s", 1, vars(Figures(offered_bytes=2048, received_bytes=1024)))])
     assert drawn(ShuffleProgress, collector).source.data["text"] == ["0 / 1", "1.00 kiB of 2.00 kiB", "0 / 1"]
     shuffles.transition("b", "memory", 1.0)
     assert drawn(ShuffleProgress, collector).source.data["text"][1] == "2.00 kiB"
