@@ -33,7 +33,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.monitor.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
 from dask_gpurt.monitor.dashboard.components import MAX_SHARE as PART_SHARE
 from dask_gpurt.monitor.dashboard.pages import PARTS
-from dask_gpurt.monitor.dashboard.series import MAX_POINTS
+from dask_gpurt.monitor.dashboard.sampler import MAX_POINTS
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
 from dask_gpurt.overlap.stats_sync import SharedStatistics

@@ -12,8 +12,7 @@ from distributed import SchedulerPlugin
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.shuffle import barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.monitor.dashboard.sampler import Sampler
-from dask_gpurt.monitor.dashboard.traffic import MAX_ENDS
+from dask_gpurt.monitor.dashboard.sampler import MAX_ENDS, Sampler
 from dask_gpurt.observe.shown_tiers import shown_tiers
 from dask_gpurt.protocol import PROGRESS_METRIC, TRAFFIC_OP
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin

@@ -14,15 +14,16 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard.choice_views import DecisionTable, KernelTable, OverlapTable
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import Component, Find
-from dask_gpurt.monitor.dashboard.memory_views import (
+from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, TrafficHeat
+from dask_gpurt.monitor.dashboard.views import (
     MemoryOverTime,
     OverTime,
+    ShuffleProgress,
+    ShuffleTable,
     SpillRates,
     TiersOfWorkers,
     worker_select,
 )
-from dask_gpurt.monitor.dashboard.shuffle_views import ShuffleProgress, ShuffleTable
-from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, TrafficHeat
 
 #: The path of the page with all components.
 PAGE = "gpurt"

@@ -1,16 +1,19 @@
-"""Sample the state of a cluster, and keep a bounded history of it. Independent of bokeh."""
+"""Sample the state of a cluster, and keep a bounded history of it: tiers, moves, shuffles, transfers.
+
+Independent of bokeh.
+"""
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.monitor.dashboard.series import History
 from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog
-from dask_gpurt.monitor.dashboard.traffic import TrafficMatrix
 from dask_gpurt.observe.shown_tiers import SHOWN
 
 #: Maximum number of workers that have left whose history is kept; the earliest are dropped first.
@@ -19,6 +22,12 @@ MAX_GONE = 32
 ALL = "(all workers)"
 #: Directions of moves between tiers, in histories of rates.
 SPILLED, UNSPILLED = "spilled", "unspilled"
+#: Maximum number of points of a history, as many as a screen can show.
+MAX_POINTS = 512
+#: Maximum number of workers or hosts shown separately, and the name of the rest.
+MAX_ENDS, OTHERS = 32, "(others)"
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Level(NamedTuple):
@@ -180,3 +189,173 @@ def _by_direction(moves: Iterable[tuple[str, str, float]]) -> dict[str, float]:
         up = source in order and order.index(target) < order.index(source)
         found[UNSPILLED if up else SPILLED] += nbytes
     return found
+
+
+class History(Generic[Name]):
+    """Keep several named series with common times.
+
+    When there are too many points, pairs of neighbours are merged into one point with the later time and the
+    larger value, which preserves peaks. From then on each point holds twice as many samples.
+
+    Parameters
+    ----------
+    max_points
+        Maximum number of points, at least 2.
+    """
+
+    def __init__(self, max_points: int = MAX_POINTS):
+        if max_points < 2:
+            raise ValueError(f"max_points={max_points}: expected at least 2")
+        self._max_points = max_points
+        self._times = array("d")
+        self._values: dict[Name, array[float]] = {}
+        #: Samples per point, and the number of samples in the last point.
+        self._samples_per_point = 1
+        self._in_last = 0
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    @property
+    def names(self) -> Iterable[Name]:
+        """Return the names, in the order of their first value."""
+        return self._values.keys()
+
+    @property
+    def times(self) -> list[float]:
+        """Return the times of the points, ascending."""
+        return self._times.tolist()
+
+    def values(self, name: Name) -> list[float]:
+        """Return the value at each point, NaN where there was none."""
+        known = self._values.get(name)
+        return known.tolist() if known is not None else [math.nan] * len(self)
+
+    def add(self, at: float, values: Mapping[Name, float]) -> None:
+        """Add a sample; times have to ascend."""
+        if self._times and self._in_last < self._samples_per_point:
+            self._times[-1] = at
+            for name, value in values.items():
+                column = self._column(name)
+                column[-1] = _larger(column[-1], value)
+        else:
+            self._append(at, values)
+        self._in_last += 1
+        if len(self) > self._max_points:
+            self._thin_out()
+
+    def _append(self, at: float, values: Mapping[Name, float]) -> None:
+        for name in values.keys() - self._values.keys():
+            self._column(name)
+        self._times.append(at)
+        for name, column in self._values.items():
+            column.append(values.get(name, math.nan))
+        self._in_last = 0
+
+    def _column(self, name: Name) -> array[float]:
+        if name not in self._values:
+            self._values[name] = array("d", [math.nan]) * len(self)
+        return self._values[name]
+
+    def _thin_out(self) -> None:
+        """Merge each pair of points; of an odd number, the last stays and takes more samples."""
+        odd = len(self) % 2
+        for name, column in self._values.items():
+            merged = array("d", map(_larger, column[::2], column[1::2]))
+            self._values[name] = merged + column[-odd:] if odd else merged
+        self._times = self._times[1::2] + (self._times[-odd:] if odd else array("d"))
+        if not odd:
+            self._in_last += self._samples_per_point
+        self._samples_per_point *= 2
+
+    def forget(self, names: Iterable[Name]) -> None:
+        """Drop names with all their values."""
+        for name in names:
+            self._values.pop(name, None)
+
+
+def _larger(one: float, other: float) -> float:
+    """Return the larger of two values; NaN stands for a missing value."""
+    return other if math.isnan(one) or other > one else one
+
+
+@dataclass
+class Flow:
+    """Sum the transfers from one worker or host to another.
+
+    Attributes
+    ----------
+    by_path
+        Bytes by path.
+    copied, seconds
+        Bytes copied, and the seconds that took; shards read in place are not included.
+    """
+
+    by_path: dict[str, int] = field(default_factory=dict)
+    copied: int = 0
+    seconds: float = 0.0
+
+    def add(self, other: Flow) -> None:
+        """Add another flow."""
+        for path, nbytes in other.by_path.items():
+            self.by_path[path] = self.by_path.get(path, 0) + nbytes
+        self.copied += other.copied
+        self.seconds += other.seconds
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes over all paths."""
+        return sum(self.by_path.values())
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Return the mean rate of copies in bytes per second; None if nothing was copied."""
+        return self.copied / self.seconds if self.seconds > 0 else None
+
+
+class TrafficMatrix:
+    """Keep the flow between each pair of ends (workers or hosts), up to a number of ends."""
+
+    def __init__(self, max_ends: int = MAX_ENDS) -> None:
+        self._max_ends = max_ends
+        #: Whether each end has left, in the order of their first transfers.
+        self._ends: dict[str, bool] = {}
+        self._flows: dict[tuple[str, str], Flow] = {}
+
+    def add(self, source: str, target: str, path: str, nbytes: int, seconds: float) -> None:
+        """Add completed transfers."""
+        flow = self._flows.setdefault((self._end(source), self._end(target)), Flow())
+        flow.add(Flow({path: nbytes}, nbytes if seconds > 0 else 0, seconds))
+
+    def _end(self, name: str) -> str:
+        if name not in self._ends and len(self._ends) >= self._max_ends and not self._make_room():
+            return OTHERS
+        self._ends[name] = False
+        return name
+
+    def left(self, name: str) -> None:
+        """Mark a worker as left; it is merged into :data:`OTHERS` when its place is needed."""
+        if name in self._ends:
+            self._ends[name] = True
+
+    def _make_room(self) -> bool:
+        """Merge an end that has left into :data:`OTHERS`; return False if there is none."""
+        gone = next((end for end, has_left in self._ends.items() if has_left), None)
+        if gone is None:
+            return False
+        del self._ends[gone]
+        for pair in [pair for pair in self._flows if gone in pair]:
+            flow = self._flows.pop(pair)
+            source, target = (OTHERS if end == gone else end for end in pair)
+            self._flows.setdefault((source, target), Flow()).add(flow)
+        return True
+
+    @property
+    def ends(self) -> list[str]:
+        """Return the workers or hosts, in the order of their first transfers."""
+        beyond = any(OTHERS in pair for pair in self._flows)
+        return [*self._ends, *([OTHERS] if beyond else [])]
+
+    def flows(self) -> Iterable[tuple[str, str, Flow]]:
+        """Return source, target and flow of each pair with transfers."""
+        return [(source, target, flow) for (source, target), flow in self._flows.items()]

@@ -24,7 +24,7 @@ from dask_gpurt.monitor.dashboard.components import (
     put,
     short_bytes,
 )
-from dask_gpurt.monitor.dashboard.traffic import Flow
+from dask_gpurt.monitor.dashboard.sampler import Flow
 from dask_gpurt.topology.links import THROUGH_MEMORY, Link, Speed
 
 

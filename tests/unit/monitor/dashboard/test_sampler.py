@@ -9,10 +9,17 @@ import pytest
 
 from dask_gpurt.memory.ledger import ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
-from dask_gpurt.monitor.dashboard.sampler import ALL, MAX_GONE, SPILLED, UNSPILLED, Sampler
-from dask_gpurt.monitor.dashboard.series import MAX_POINTS
+from dask_gpurt.monitor.dashboard.sampler import (
+    ALL,
+    MAX_GONE,
+    MAX_POINTS,
+    OTHERS,
+    SPILLED,
+    UNSPILLED,
+    Sampler,
+    TrafficMatrix,
+)
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
-from dask_gpurt.monitor.dashboard.traffic import OTHERS, TrafficMatrix
 from dask_gpurt.observe.progress import MAX_RUNS, Figures, RecentRuns, RunProgress
 from dask_gpurt.observe.shown_tiers import shown_tiers
 

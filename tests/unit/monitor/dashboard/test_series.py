@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.monitor.dashboard.series import History
+from dask_gpurt.monitor.dashboard.sampler import History
 
 SAMPLES = st.lists(
     st.dictionaries(st.sampled_from("abc"), st.floats(0, 1e12), max_size=3), min_size=1, max_size=200

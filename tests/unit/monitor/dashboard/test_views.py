@@ -15,11 +15,10 @@ from bokeh.models import DataTable, Select
 from dask_gpurt.monitor.dashboard.choice_views import KernelTable, OverlapTable
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import ROW_PX, TableComponent, short_time
-from dask_gpurt.monitor.dashboard.memory_views import MemoryOverTime, SpillRates
 from dask_gpurt.monitor.dashboard.pages import LAYOUT, PAGE, PARTS, pages
 from dask_gpurt.monitor.dashboard.sampler import SPILLED, Sampler, WorkerSample
-from dask_gpurt.monitor.dashboard.shuffle_views import ShuffleProgress
 from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, share_of
+from dask_gpurt.monitor.dashboard.views import MemoryOverTime, ShuffleProgress, SpillRates
 from dask_gpurt.observe.progress import Figures
 from dask_gpurt.topology.links import Link, Speed
 
