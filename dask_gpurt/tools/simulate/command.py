@@ -66,7 +66,7 @@ MIN_BYTES = 1
 @click.option("--charge", is_flag=True, help="Simulate twice, the second time with the scheduler's CPU time.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option(
-    "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture, as PNG."
+    "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture, as HTML."
 )
 def simulation(
     workload: str,
@@ -121,8 +121,8 @@ def _simulate(cluster: Cluster, workload: Workload, placement: str, charge: bool
 def _check_picture(runs: int) -> None:
     if runs > 1:
         raise click.UsageError(f"--plot draws one workload on one cluster once, not {runs} runs")
-    if importlib.util.find_spec("PIL") is None:
-        raise click.UsageError("--plot needs pillow: pip install pillow")
+    if importlib.util.find_spec("bokeh") is None:
+        raise click.UsageError("--plot needs bokeh: pip install bokeh")
 
 
 def _draw(done: Sequence[Simulation], picture: Path) -> None:

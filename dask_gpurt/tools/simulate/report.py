@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from dask.utils import format_bytes
@@ -14,17 +14,10 @@ from numpy.typing import NDArray
 from dask_gpurt.tools.simulate.tiers import Tiers
 from dask_gpurt.topology import Link
 
-if TYPE_CHECKING:
-    from PIL.ImageDraw import ImageDraw
-
 Values = NDArray[Any]
 
-#: Width of the plot, height of a panel, and edges of panels, in pixels.
-WIDTH, PANEL, LEFT, RIGHT, TOP, GAP = 1200, 220, 110, 1180, 40, 50
-#: Number of columns into which time is divided.
-COLUMNS = 300
-INK, FAINT = "#222222", "#dddddd"
-WORK = "#3b6fd4"
+#: Number of points of a line, and height of a panel in pixels.
+POINTS, HEIGHT = 500, 240
 COLOURS = {
     Link.SAME_DEVICE: "#9aa0a6",
     Link.NVLINK: "#22a06b",
@@ -128,35 +121,21 @@ class Result:
         return asdict(self)
 
 
-def busy(tasks: Sequence[tuple[float, float]], makespan: float) -> Values:
-    """Return the mean number of running tasks in each of ``COLUMNS`` columns of time."""
-    width = makespan / COLUMNS
-    starts, stops = (np.array([task[end] for task in tasks]) for end in (0, 1))
-    edges = np.arange(COLUMNS + 1) * width
-    # Total task seconds until each edge, vectorised over tasks and columns.
-    until: Values = _integral(starts, edges) - _integral(stops, edges)
-    means: Values = np.diff(until) / width
-    return means
+def running(tasks: Sequence[tuple[float, float]], times: Values) -> Values:
+    """Return the number of tasks that run at each time."""
+    starts, stops = (np.sort([task[end] for task in tasks]) for end in (0, 1))
+    count: Values = np.searchsorted(starts, times, "right") - np.searchsorted(stops, times, "right")
+    return count
 
 
-def _integral(begins: Values, edges: Values) -> Values:
-    """Return, for each edge, the total time since those ``begins`` that are before the edge."""
-    ordered = np.sort(begins)
-    sums = np.concatenate([[0.0], np.cumsum(ordered)])
-    count = np.searchsorted(ordered, edges)
-    integral: Values = edges * count - sums[count]
-    return integral
-
-
-def arrivals(transfers: Sequence[tuple[float, Link, int]], makespan: float) -> dict[Link, Values]:
-    """Return the cumulative bytes at the end of each column of time, by class of link."""
+def arrived(transfers: Sequence[tuple[float, Link, int]], times: Values) -> dict[Link, Values]:
+    """Return the bytes that have arrived at each time, by class of link."""
     found = {}
     for link in Link:
-        mine = [(when, nbytes) for when, other, nbytes in transfers if other is link]
+        mine = sorted((when, nbytes) for when, other, nbytes in transfers if other is link)
         if mine:
-            times, sizes = zip(*mine, strict=True)
-            counted, _ = np.histogram(times, bins=COLUMNS, range=(0, makespan), weights=sizes)
-            found[link] = np.cumsum(counted)
+            whens, sizes = zip(*mine, strict=True)
+            found[link] = np.cumsum([0, *sizes])[np.searchsorted(whens, times, "right")]
     return found
 
 
@@ -168,49 +147,29 @@ def plot(runs: Sequence[tuple[Result, Trace]], path: Path) -> None:
     runs
         The figures and the trace of each simulation.
     path
-        A PNG file, which is overwritten.
+        An HTML file, which is overwritten.
 
     Raises
     ------
     ImportError
-        If the package pillow, a dependency of bokeh, is not installed.
+        If the package bokeh is not installed.
     """
-    from PIL import Image, ImageDraw
+    from bokeh.io import save
+    from bokeh.layouts import column
+    from bokeh.models import DataRange1d
+    from bokeh.plotting import figure
+    from bokeh.resources import INLINE
 
-    makespan = max(result.makespan for result, _ in runs)
-    work = [busy(trace.tasks, makespan) for _, trace in runs]
-    moved = [arrivals(trace.transfers, makespan) for _, trace in runs]
-    most_work = max(1.0, *(float(values.max()) for values in work))
-    most_bytes = max([1.0, *(float(values[-1]) for links in moved for values in links.values())])
-    height = TOP + 2 * len(runs) * (PANEL + GAP)
-    image = Image.new("RGB", (WIDTH, height), "white")
-    draw = ImageDraw.Draw(image)
-    for row, (result, _) in enumerate(runs):
-        top = TOP + 2 * row * (PANEL + GAP)
+    times = np.linspace(0, max(result.makespan for result, _ in runs), POINTS)
+    across, tasks, nbytes = DataRange1d(), DataRange1d(start=0), DataRange1d(start=0)
+    panels = []
+    for result, trace in runs:
         title = f"{result.workload} on {result.cluster}, {result.placement}: {result.makespan:.2f} s"
-        _frame(draw, top, f"{title}, tasks that run", f"{most_work:.0f}", makespan)
-        _line(draw, top, work[row] / most_work, WORK)
-        top += PANEL + GAP
-        _frame(draw, top, "bytes that have arrived", format_bytes(int(most_bytes)), makespan)
-        for number, (link, values) in enumerate(moved[row].items()):
-            _line(draw, top, values / most_bytes, COLOURS[link])
-            said = f"{link} {format_bytes(int(values[-1]))}"
-            draw.text((LEFT + 10, top + 8 + 14 * number), said, fill=COLOURS[link])
-    image.save(path, format="PNG")
-
-
-def _frame(draw: ImageDraw, top: int, title: str, most: str, makespan: float) -> None:
-    draw.rectangle((LEFT, top, RIGHT, top + PANEL), outline=FAINT)
-    draw.text((LEFT, top - 16), title, fill=INK)
-    draw.text((LEFT - 8, top), most, fill=INK, anchor="ra")
-    draw.text((LEFT - 8, top + PANEL - 12), "0", fill=INK, anchor="ra")
-    for part in range(5):
-        x = LEFT + (RIGHT - LEFT) * part // 4
-        draw.text((x, top + PANEL + 4), f"{makespan * part / 4:.4g} s", fill=INK, anchor="ma")
-
-
-def _line(draw: ImageDraw, top: int, heights: Values, colour: str) -> None:
-    """Draw a line through values between 0 and 1."""
-    across = LEFT + (RIGHT - LEFT) * (np.arange(COLUMNS) + 0.5) / COLUMNS
-    points = [(float(x), top + PANEL * (1 - float(y))) for x, y in zip(across, heights, strict=True)]
-    draw.line(points, fill=colour, width=2)
+        work = figure(title=f"{title}, tasks that run", x_range=across, y_range=tasks, height=HEIGHT)
+        work.line(times, running(trace.tasks, times), line_width=2)
+        moved = figure(title="bytes that have arrived", x_range=across, y_range=nbytes, height=HEIGHT)
+        for link, values in arrived(trace.transfers, times).items():
+            label = f"{link} {format_bytes(int(values[-1]))}"
+            moved.line(times, values, color=COLOURS[link], line_width=2, legend_label=label)
+        panels += [work, moved]
+    save(column(*panels, sizing_mode="stretch_width"), path, resources=INLINE, title=runs[0][0].workload)

@@ -6,10 +6,13 @@ import json
 import statistics
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from dask_gpurt.cli import main
+from dask_gpurt.tools.simulate.report import arrived, running
+from dask_gpurt.topology import Link
 
 SMALL = ("--cluster", "dgx", "--partitions", "8")
 
@@ -78,14 +81,24 @@ def test_as_many_workers_as_you_like() -> None:
 
 
 def test_a_picture(tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image")
-    path = tmp_path / "work.png"
+    pytest.importorskip("bokeh")
+    path = tmp_path / "work.html"
     assert command(*SMALL, "--compare", "stock", "--plot", str(path)).exit_code == 0
-    with image.open(path) as picture:
-        assert picture.format == "PNG"
-        colours = {colour for _, colour in picture.convert("RGB").getcolors(2**24)}
-    # The colours of compute, and of bytes over NVLink, appear.
-    assert {(0x3B, 0x6F, 0xD4), (0x22, 0xA0, 0x6B)} <= colours
+    page = path.read_text()
+    for placement in ("gpurt", "stock"):
+        assert f"shuffle-join on dgx, {placement}" in page
+    assert "nvlink " in page
+
+
+def test_lines_follow_tasks_and_transfers() -> None:
+    times = np.array([0.0, 1.0, 2.0, 3.0])
+    assert running([(0.0, 2.0), (1.0, 2.5)], times).tolist() == [1, 2, 1, 0]
+    transfers = [(2.0, Link.TCP, 5), (1.0, Link.TCP, 3), (0.5, Link.RDMA, 1)]
+    found = arrived(transfers, times)
+    assert {link: line.tolist() for link, line in found.items()} == {
+        Link.RDMA: [0, 1, 1, 1],
+        Link.TCP: [0, 3, 8, 8],
+    }
 
 
 def test_what_dask_gives_up_is_said_with_its_reason() -> None:
@@ -102,7 +115,7 @@ def test_what_dask_gives_up_is_said_with_its_reason() -> None:
         (["--workers", "5000"], "5000 is not in the range 1<=x<=4096"),
         (["--partitions", "1"], "1 is not in the range x>=2"),
         (
-            ["--cluster", "all", "--plot", "x.png"],
+            ["--cluster", "all", "--plot", "x.html"],
             "one workload on one cluster once, not 4 runs",
         ),
     ],
