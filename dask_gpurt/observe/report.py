@@ -294,15 +294,9 @@ class RuntimeReport(_Record):
         return "\n".join(lines) + ">"
 
 
-def shown_name(metric: str, devices: set[str]) -> str:
-    """Return the name of a metric as it is printed: on workers without a GPU tiers have other names."""
-    return shown_metric(metric) if devices == {"host"} else metric
-
-
 def _counter_lines(counters: Mapping[str, float], devices: set[str]) -> list[str]:
-    return [
-        f"  {shown_name(name, devices)}: {_readable(name, value)}" for name, value in sorted(counters.items())
-    ]
+    shown = shown_metric if devices == {"host"} else str
+    return [f"  {shown(name)}: {_readable(name, value)}" for name, value in sorted(counters.items())]
 
 
 def _fallback(id: str, known: FallbackCount) -> str:

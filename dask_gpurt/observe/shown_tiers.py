@@ -7,7 +7,7 @@ published shards is in shared memory. Whatever is printed for people uses the di
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dask_gpurt.observe.metrics import UnknownMetricError, find
@@ -61,12 +61,6 @@ def _pool(row: Row, capacity: int) -> Row:
         "headroom": capacity - row["published"],
         "published": row["published"],
     }
-
-
-def shown_columns(shown: Iterable[Row], columns: Sequence[str]) -> list[str]:
-    """Return the columns to print for rows with display names: without ``cudf`` where no worker has a GPU."""
-    gpus = any(row["tier"] == "device" for row in shown)
-    return [column for column in columns if gpus or column != "cudf"]
 
 
 def shown_metric(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
-from dask_gpurt.observe.shown_tiers import Row, shown_columns, shown_tiers
+from dask_gpurt.observe.shown_tiers import Row, shown_tiers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,8 +96,9 @@ class MemoryUsage(PrintedTable):
         return pd.DataFrame(list(shown), columns=list(self.columns))
 
     def _printed(self) -> pd.DataFrame:
-        shown = list(shown_tiers(self.rows, self.shared_memory))
-        return pd.DataFrame(shown, columns=shown_columns(shown, self.columns))
+        frame = self.to_pandas()
+        has_gpu = "tier" in frame and (frame["tier"] == "device").any()
+        return frame if has_gpu else frame.drop(columns="cudf", errors="ignore")
 
     def _title(self) -> str:
         if not self.rows:

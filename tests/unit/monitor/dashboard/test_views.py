@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("bokeh", reason="the dashboard needs it")
 
 from bokeh.document import Document
-from bokeh.models import DataTable, Select
+from bokeh.models import Select
 
 from dask_gpurt.monitor.dashboard.choice_views import KernelTable, OverlapTable
 from dask_gpurt.monitor.dashboard.collector import Collector
@@ -103,13 +103,6 @@ def test_a_table_takes_the_room_of_its_rows_up_to_a_limit() -> None:
     for rows, height in ((1, 2 * ROW_PX + 5), (50, 100), (2, 3 * ROW_PX + 5)):
         table.put_rows([dict.fromkeys(table.columns, str(row)) for row in range(rows)])
         assert (table.table.visible, table.table.height) == (True, height)
-
-
-def test_a_cell_that_is_too_narrow_has_a_tooltip() -> None:
-    for kind in (kind for kind, _ in PARTS.values() if issubclass(kind, TableComponent)):
-        component = kind(lambda: None)
-        (table,) = component.root.select({"type": DataTable})
-        assert all('title="<%- value %>"' in column.formatter.template for column in table.columns)
 
 
 def test_without_anything_to_confine_a_line_says_why() -> None:
