@@ -22,11 +22,10 @@ class OverlapTable(TableComponent):
 
     title = "Compute beside communication and reads"
     columns: ClassVar[Mapping[str, str]] = {
-        "worker": "Worker", "mode": "Mode", "steps": "Steps", "lost": "Lost by trials",
-        "confined": "Confined", "reading": "Reading", "beside": "Reading beside compute",
-        "waits": "Waits for memory", "last": "Last decision",
+        "worker": "Worker", "mode": "Mode", "confined": "Confined", "reading": "Reading",
+        "beside": "Reading beside compute", "waits": "Waits for memory",
     }  # fmt: skip
-    widths: ClassVar[Mapping[str, int]] = {"mode": 170, "lost": 170, "beside": 160, "waits": 130, "last": 260}
+    widths: ClassVar[Mapping[str, int]] = {"mode": 170, "beside": 160, "waits": 130}
 
     def show(self, collector: Collector) -> None:
         there = [worker for worker in collector.sampler.workers.values() if is_seen(worker)]
@@ -35,17 +34,14 @@ class OverlapTable(TableComponent):
         self.say(f"the first {MAX_ROWS} of {len(there)} workers" if left else "" if there else NO_OVERLAP)
 
     def _texts(self, worker: WorkerSample) -> dict[str, str]:
-        overlap, counters = worker.overlap, worker.counters
+        counters = worker.counters
         return {
             "worker": worker.name,
-            "mode": str(overlap["mode"]),
-            "steps": str(overlap["steps"]),
-            "lost": f"{short_time(overlap['lost'])} of {short_time(overlap['elapsed'])}",
+            "mode": str(worker.overlap["mode"]),
             "confined": str(counters.get("overlap.confined", 0)),
             "reading": short_time(counters.get("reads.seconds.reading", 0)),
             "beside": short_time(counters.get("reads.seconds.beside", 0)),
             "waits": str(counters.get("memory.waits", 0)),
-            "last": ": ".join(overlap["last"]),
         }
 
 
@@ -54,31 +50,6 @@ def is_seen(worker: WorkerSample) -> bool:
     if worker.gone_at is not None or not worker.overlap:
         return False
     return worker.overlap["mode"] != "off" or any(map(worker.counters.get, SEEN))
-
-
-class KernelTable(TableComponent):
-    """Show the governors' statistics of each kernel under each setting."""
-
-    title = "Kernels beside communication"
-    columns: ClassVar[Mapping[str, str]] = {
-        "kernel": "Kernel", "setting": "Setting", "samples": "Samples", "compute": "Compute",
-        "adds": "Adds to a step", "total": "Step, expected", "worst": "at worst", "used": "Used",
-        "why": "Why",
-    }  # fmt: skip
-    widths: ClassVar[Mapping[str, int]] = {"kernel": 220, "setting": 140, "why": 280}
-
-    def show(self, collector: Collector) -> None:
-        rows = collector.kernels()[:MAX_ROWS]
-        shares = ("compute", "adds", "total", "worst")
-        self.put_rows([
-            {
-                **{name: "" if row[name] is None else f"{row[name]:.0%}" for name in shares},
-                **{name: str(row[name]) for name in ("kernel", "setting", "samples", "why")},
-                "used": "yes" if row["used"] else "",
-            }
-            for row in rows
-        ])  # fmt: skip
-        self.say("" if rows else "none yet; they are learned on GPUs, with gpurt.overlap.mode: adaptive")
 
 
 class DecisionTable(TableComponent):

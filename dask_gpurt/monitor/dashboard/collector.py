@@ -157,7 +157,3 @@ class Collector(SchedulerPlugin):
         """Return the last placement decisions with their reasons, the latest first."""
         placement = self.runtime.placement
         return [] if placement is None else placement.latest(most)
-
-    def kernels(self) -> list[dict[str, Any]]:
-        """Return the workers' statistics of kernels beside communication."""
-        return self.runtime.learned.kernels()

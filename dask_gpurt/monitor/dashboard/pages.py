@@ -11,7 +11,7 @@ from distributed.dashboard.components import add_periodic_callback
 
 from dask_gpurt.dask_hooks.dashboard import Page, fill
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.monitor.dashboard.choice_views import DecisionTable, KernelTable, OverlapTable
+from dask_gpurt.monitor.dashboard.choice_views import DecisionTable, OverlapTable
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import Component, Find
 from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, TrafficHeat
@@ -38,7 +38,6 @@ PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-traffic": (TrafficHeat, 2000),
     "/individual-gpurt-links": (LinkTable, 2000),
     "/individual-gpurt-overlap": (OverlapTable, 2000),
-    "/individual-gpurt-kernels": (KernelTable, 5000),
     "/individual-gpurt-decisions": (DecisionTable, 2000),
 }
 #: The rows of the page with all components: the largest height in pixels, and the components side by side.
@@ -50,7 +49,6 @@ LAYOUT = (
     (240, ("links",)),
     (240, ("decisions",)),
     (200, ("overlap",)),
-    (200, ("kernels",)),
 )
 
 #: Finds the collector of a scheduler.

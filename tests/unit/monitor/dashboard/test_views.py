@@ -12,7 +12,7 @@ pytest.importorskip("bokeh", reason="the dashboard needs it")
 from bokeh.document import Document
 from bokeh.models import Select
 
-from dask_gpurt.monitor.dashboard.choice_views import KernelTable, OverlapTable
+from dask_gpurt.monitor.dashboard.choice_views import OverlapTable
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import ROW_PX, TableComponent, short_time
 from dask_gpurt.monitor.dashboard.pages import LAYOUT, PAGE, PARTS, pages
@@ -23,11 +23,11 @@ from dask_gpurt.observe.progress import Figures
 from dask_gpurt.topology.links import Link, Speed
 
 #: The report of a worker that confines nothing, as on a host without a GPU.
-UNCONFINED = {"mode": "off", "steps": 0, "lost": 0.0, "elapsed": 0.0, "last": []}
-CONFINED = {**UNCONFINED, "mode": "adaptive", "steps": 3}
+UNCONFINED = {"mode": "off"}
+CONFINED = {"mode": "calibrated"}
 
 
-def collected(*workers: WorkerSample, kernels: list[Any] | None = None) -> Any:
+def collected(*workers: WorkerSample) -> Any:
     """Return what the components need of a collector, with workers at ``tcp://0``, ``tcp://1`` …"""
     sampler = Sampler()
     sampler.workers.update({f"tcp://{at}": worker for at, worker in enumerate(workers)})
@@ -35,7 +35,6 @@ def collected(*workers: WorkerSample, kernels: list[Any] | None = None) -> Any:
     return SimpleNamespace(
         sampler=sampler,
         runtime=runtime,
-        kernels=lambda: kernels or [],
         decisions=lambda most: [],
         way=lambda source, target: (Link.TCP, Speed(100.0, 0.0)),
     )
@@ -107,10 +106,9 @@ def test_a_table_takes_the_room_of_its_rows_up_to_a_limit() -> None:
 
 def test_without_anything_to_confine_a_line_says_why() -> None:
     idle = [WorkerSample(str(at), overlap=UNCONFINED, counters={"memory.retries": 1}) for at in range(3)]
-    for kind in (OverlapTable, KernelTable):
-        component = drawn(kind, collected(*idle))
-        assert not component.table.visible
-        assert "GPU" in component.heading.text
+    component = drawn(OverlapTable, collected(*idle))
+    assert not component.table.visible
+    assert "GPU" in component.heading.text
 
 
 @pytest.mark.parametrize(
