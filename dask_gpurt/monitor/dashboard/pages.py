@@ -11,12 +11,13 @@ from distributed.dashboard.components import add_periodic_callback
 
 from dask_gpurt.dask_hooks.dashboard import Page, fill
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.monitor.dashboard.choice_views import DecisionTable, OverlapTable
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import Component, Find
 from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, TrafficHeat
 from dask_gpurt.monitor.dashboard.views import (
+    DecisionTable,
     MemoryOverTime,
+    OverlapTable,
     OverTime,
     ShuffleProgress,
     ShuffleTable,

@@ -12,13 +12,12 @@ pytest.importorskip("bokeh", reason="the dashboard needs it")
 from bokeh.document import Document
 from bokeh.models import Select
 
-from dask_gpurt.monitor.dashboard.choice_views import OverlapTable
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import ROW_PX, TableComponent, short_time
 from dask_gpurt.monitor.dashboard.pages import LAYOUT, PAGE, PARTS, pages
 from dask_gpurt.monitor.dashboard.sampler import SPILLED, Sampler, WorkerSample
 from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, share_of
-from dask_gpurt.monitor.dashboard.views import MemoryOverTime, ShuffleProgress, SpillRates
+from dask_gpurt.monitor.dashboard.views import MemoryOverTime, OverlapTable, ShuffleProgress, SpillRates
 from dask_gpurt.observe.progress import Figures
 from dask_gpurt.topology.links import Link, Speed
 
