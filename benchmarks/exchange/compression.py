@@ -1,8 +1,6 @@
 """Compare codecs on the bytes of a shard: ratio, speed, and the links on which they pay off.
 
-    python -m benchmarks.exchange.compression --size 64MiB
-
-The codecs are those of this process's device and those of the host.
+python -m benchmarks.exchange.compression --size 64MiB
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import statistics
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
@@ -20,8 +17,7 @@ from rich.table import Table
 
 from benchmarks.common.commandline import in_bytes, write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.device.discover import discover
-from dask_gpurt.exchange.compression import PAYING_TIME_SHARE, Sample, sample
+from dask_gpurt.exchange.compression import PAYING_TIME_SHARE, Codec, Sample, codecs, sample
 
 GB = 1e9
 
@@ -44,9 +40,9 @@ def limit(figures: Sample) -> float:
     )
 
 
-def measure(codec: Any, device: Any, column: np.ndarray, repeat: int) -> dict[str, float]:
+def measure(codec: Codec, column: np.ndarray, repeat: int) -> dict[str, float]:
     """Return the medians of ``repeat`` trials with a whole column."""
-    [buffer] = device.from_host([np.ascontiguousarray(column).view(np.uint8)])
+    buffer = np.ascontiguousarray(column).view(np.uint8)
     trials = [sample(codec, codec.whole([buffer])) for _ in range(repeat)]
     median = Sample(
         codec.name,
@@ -66,8 +62,8 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
     shown = Table(
         "column", "codec", "ratio", "compress GB/s", "restore GB/s", "pays below GB/s", box=SIMPLE_HEAD
     )
-    for name, codecs in found.items():
-        for codec, figures in codecs.items():
+    for name, by_codec in found.items():
+        for codec, figures in by_codec.items():
             rates = (figures[rate] / GB for rate in ("compress", "decompress", "pays_below"))
             shown.add_row(name, codec, f"{figures['ratio']:.3f}", *(f"{rate:.2f}" for rate in rates))
     return shown
@@ -78,17 +74,15 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 @click.option("--repeat", default=3, show_default=True)
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path))
 def main(size: int, repeat: int, output: Path | None) -> None:
-    devices = discover(2**30)
-    device = devices.get("cuda", devices["host"])
-    codecs = [*device.own_codecs().values(), *device.host_codecs().values()]
+    installed = codecs(memoryview)
     found = {
-        name: {codec.name: measure(codec, device, column, repeat) for codec in codecs}
+        name: {codec: measure(installed[codec], column, repeat) for codec in installed}
         for name, column in columns(size).items()
     }
     write(
         {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "parameters": {"size": size, "repeat": repeat, "device": device.describe()},
+            "parameters": {"size": size, "repeat": repeat},
             **environment(),
             "columns": found,
         },

@@ -31,8 +31,7 @@ class ExchangeSettings:
     paths
         The paths that a shard may take; always includes ``"comms"``.
     compression
-        Whether to compress shards between hosts: ``"auto"``, ``"gpu"`` to also compress shards of a GPU
-        there, or ``"off"``.
+        Whether to compress shards between hosts: ``"auto"`` or ``"off"``.
     """
 
     pool: Size | None = _setting(values.size_or_auto)

@@ -161,10 +161,6 @@ class DeviceFiles(Protocol):
         ...
 
 
-class CodecError(Exception):
-    """A device could not compress or decompress bytes; the message has the reason."""
-
-
 class Guard(Protocol):
     """Call back when user code cannot allocate."""
 
@@ -174,45 +170,6 @@ class Guard(Protocol):
 
     def remove(self) -> None:
         """Stop, and give user code the allocator that it would have without the guard. On the event loop."""
-        ...
-
-
-class Codec(Protocol):
-    """Compress buffers of a device. Thread-safe; its methods block."""
-
-    #: The name that peers use.
-    name: str
-    #: Whether its results are in host memory.
-    on_host: bool
-    #: Bandwidth of a link in bytes per second from which on compression does not pay off.
-    fast: float
-
-    def whole(self, sections: Sequence[Buffer]) -> Any:
-        """Concatenate buffers of the device, for :meth:`compress`.
-
-        Raises
-        ------
-        CodecError
-            If memory is short, as the other methods do.
-        """
-        ...
-
-    def part(self, whole: Any) -> Any:
-        """Return a representative part of the bytes, to measure the codec."""
-        ...
-
-    def compress(self, whole: Any) -> Any:
-        """Compress bytes; the result has its size as ``nbytes``."""
-        ...
-
-    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Buffer]:
-        """Decompress bytes, and split them into sections of the given sizes.
-
-        Raises
-        ------
-        ValueError
-            If the result does not have the total size.
-        """
         ...
 
 
@@ -231,8 +188,6 @@ class Device(Protocol):
     integrated: bool
     #: The links that its bytes cross on the way to host memory; none if they are there.
     host_links: tuple[Link, ...]
-    #: Message about the package to install if there is no codec.
-    codecs_missing: str
     #: The default share of its memory for a pool: enough for producers to run ahead.
     pool_share: float
     #: The most bytes of host memory in its buffers for copies and files.
@@ -324,14 +279,6 @@ class Device(Protocol):
 
     def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
         """Wrap buffers received through such a comm, without a copy."""
-        ...
-
-    def host_codecs(self) -> dict[str, Codec]:
-        """Return the codecs that run in host memory, by name."""
-        ...
-
-    def own_codecs(self) -> dict[str, Codec]:
-        """Return the codecs that run on the device, by name; none for the host."""
         ...
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:

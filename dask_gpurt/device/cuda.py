@@ -33,7 +33,6 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.base import (
-    Codec,
     DeviceFiles,
     Fence,
     Guard,
@@ -45,7 +44,6 @@ from dask_gpurt.device.base import (
     workers_of_device,
 )
 from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
-from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.copies import Copy, fillings, runs
 from dask_gpurt.device.cuda_copies import copy_on_device
 from dask_gpurt.device.cuda_guard import ResourceGuard
@@ -168,7 +166,6 @@ class CudaDevice:
     reads_in_place = False
     on_host = False
     host_links: tuple[Link, ...] = (Link.PAGEABLE,)
-    codecs_missing = "nvCOMP for Python is not installed: pip install dask-gpurt[cuda13], or [cuda12]"
     pool_share = 0.12
     buffers = 2 * (STAGING_THREADS * STAGING_CHUNK_BYTES + FILE_BUFFERS * BOUNCE_BUFFER_BYTES)
     prioritised = True
@@ -177,7 +174,6 @@ class CudaDevice:
         self.index = runtime.getDevice()
         self.integrated = bool(runtime.getDeviceProperties(self.index)["integrated"])
         self._streams = threading.local()
-        self._codecs: dict[str, Codec] | None = None
         self._guard: ResourceGuard | None = None
         self._staging = Staging(self._start, bounce_buffers(self, STAGING_CHUNK_BYTES))
         #: Such a GPU, like that of GH200, copies pageable memory as fast as pinned memory.
@@ -299,14 +295,6 @@ class CudaDevice:
 
     def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
         return [DeviceSpan(source.data.ptr, source.nbytes, source) for source in map(cupy.asarray, sources)]
-
-    def host_codecs(self) -> dict[str, Codec]:
-        return host_codecs(self.to_host)
-
-    def own_codecs(self) -> dict[str, Codec]:
-        if self._codecs is None:
-            self._codecs = _codecs_of(self)
-        return self._codecs
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         return self._copied([(source.ptr, source.size) for source in sources])
@@ -433,15 +421,6 @@ class CudaDevice:
 def _reading_on(stream: Stream, raw: Any) -> Iterator[tuple[Stream, Any]]:
     with READ_MEMORY.reading(raw.synchronize) as memory:
         yield stream, memory
-
-
-def _codecs_of(device: CudaDevice) -> dict[str, Codec]:
-    """Return the codecs that run on the GPU, if installed."""
-    try:
-        from dask_gpurt.device.cuda_codecs import codecs
-    except ImportError:
-        return {}
-    return codecs(device)
 
 
 def _start_spilling_of_cudf() -> None:

@@ -53,7 +53,7 @@ class DeviceSpan:
 
 
 class CudaStreams(Protocol):
-    """Protocol of the part of :class:`~dask_gpurt.device.cuda.CudaDevice` that its codecs and files use."""
+    """Protocol of the part of :class:`~dask_gpurt.device.cuda.CudaDevice` that its files use."""
 
     index: int
 

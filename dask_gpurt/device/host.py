@@ -21,9 +21,8 @@ import psutil
 from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.base import Codec, Fence, PriorityError, ReadingError, SmContexts, SmsError, passed
+from dask_gpurt.device.base import Fence, PriorityError, ReadingError, SmContexts, SmsError, passed
 from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
-from dask_gpurt.device.codecs import host_codecs
 from dask_gpurt.device.descriptors import advice
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
@@ -285,7 +284,6 @@ class HostDevice:
     on_host = True
     integrated = False
     host_links: tuple[Link, ...] = ()
-    codecs_missing = "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
     pool_share = 0.25
     buffers = FILE_BUFFERS * BOUNCE_BUFFER_BYTES
     prioritised = False
@@ -367,12 +365,6 @@ class HostDevice:
 
     def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
         return list(sources)
-
-    def host_codecs(self) -> dict[str, Codec]:
-        return host_codecs(self.to_host)
-
-    def own_codecs(self) -> dict[str, Codec]:
-        return {}
 
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         return [np.array(source) for source in sources]

@@ -17,9 +17,8 @@ from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
 from dask_gpurt.device import Block, Device, PoolFull
-from dask_gpurt.device.base import Codec
 from dask_gpurt.device.pool import Buffer
-from dask_gpurt.exchange.compression import Compressor
+from dask_gpurt.exchange.compression import CODECS_MISSING, Codec, Compressor, codecs
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.exchange.links import PeerClass
@@ -35,14 +34,13 @@ class Comms:
     Parameters
     ----------
     compression
-        Whether to compress shards sent to another host: "auto", "off", or "gpu" to compress shards of a GPU
-        on the GPU as well.
+        Whether to compress shards sent to another host: "auto" or "off".
     """
 
     def __init__(self, endpoint: Endpoint, compression: str):
         self._end = endpoint
         self._protocol = endpoint.me.address.partition("://")[0]
-        self._compress, self._on_gpu = compression != "off", compression == "gpu"
+        self._compress = compression != "off"
         self._compressor = Compressor(endpoint.metrics)
         #: By peer, the lock for its first shard, held while that is fetched.
         self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -55,13 +53,8 @@ class Comms:
 
     # ---- fetching ----------------------------------------------------------------------
 
-    async def fetch(self, incoming: IncomingShard, *, by_host: bool = False) -> dict[str, Any]:
+    async def fetch(self, incoming: IncomingShard) -> dict[str, Any]:
         """Fetch a shard from its producer.
-
-        Parameters
-        ----------
-        by_host
-            Whether to allow only codecs in host memory.
 
         Returns
         -------
@@ -76,13 +69,13 @@ class Comms:
             If the shard is no longer needed.
         """
         peer = incoming.shard.producer.address
-        packing = await self._packing(peer, incoming.device, by_host)
+        packing = await self._packing(peer, incoming.device)
         if packing is not None and not self._end.links.is_measured(peer):
             # Fetch the first shard of a peer alone, to measure the link before the others are sent.
             async with self._first.setdefault(peer, asyncio.Lock()):
                 if not self._end.links.is_measured(peer):
                     return await self._ask(incoming, packing)
-            packing = await self._packing(peer, incoming.device, by_host)
+            packing = await self._packing(peer, incoming.device)
         return await self._ask(incoming, packing)
 
     async def _ask(self, incoming: IncomingShard, packing: dict[str, Any] | None) -> dict[str, Any]:
@@ -110,29 +103,24 @@ class Comms:
             self._note(producer.address, reply["data"], perf_counter() - start - reply["seconds"])
         return reply
 
-    async def _packing(self, peer: str, device: Device, by_host: bool) -> dict[str, Any] | None:
+    async def _packing(self, peer: str, device: Device) -> dict[str, Any] | None:
         """Return the bandwidth and codecs for the producer to decide on compression; None to disable it."""
         if self._compress:
             await self._end.links.learn(peer)
         bandwidth = self._end.links.bandwidth_between_hosts(peer)
         if not self._compress or bandwidth is None:
             return None
-        codecs = await self._end.offload(self._codecs, device)  # blocks: the first call loads libraries
-        if not codecs:
-            if self._compress and not (self._carries(device) and not self._on_gpu):
+        names = list(await self._end.offload(self._codecs, device))  # blocks: the first call loads libraries
+        if not names:
+            if self._compress and not self._carries(device):
                 self._compress = False  # so that the fallback is counted once
-                self._end.metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, device.codecs_missing)
+                self._end.metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, CODECS_MISSING)
             return None
-        names = [name for name, codec in codecs.items() if codec.on_host or not by_host]
         return {"bandwidth": bandwidth, "codecs": names}
 
     def _codecs(self, device: Device) -> dict[str, Codec]:
-        """Return the codecs for shards of a device.
-
-        They include the host's codecs only if the comms cannot send the device's buffers directly.
-        """
-        by_host = {} if self._carries(device) else device.host_codecs()
-        return {**device.own_codecs(), **by_host} if self._on_gpu else by_host
+        """Return the codecs for shards of a device; none if the comms send its buffers directly."""
+        return {} if self._carries(device) else codecs(device.to_host)
 
     def _note(self, peer: str, data: list[Any], seconds: float) -> None:
         """Record a transfer, without the time in which the peer copied and compressed."""
@@ -154,13 +142,12 @@ class Comms:
             return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
         with self._end.metrics.seconds("exchange.seconds.decompressing"):
             (packed,) = map(received, reply["data"])
-            return self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes)
+            return list(self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes))
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
         """Return the function that copies fetched sections into buffers of a device."""
-        if reply["codec"] is not None:
-            return device.from_host if self._codecs(device)[reply["codec"]].on_host else list
-        return device.from_comm if self._carries(device) and not reply["staged"] else device.from_host
+        direct = self._carries(device) and not reply["staged"] and reply["codec"] is None
+        return device.from_comm if direct else device.from_host
 
     # ---- serving -----------------------------------------------------------------------
 
@@ -280,7 +267,7 @@ class Comms:
             shared = [codec for name, codec in self._codecs(device).items() if name in packing["codecs"]]
             if found := self._compressor.pack(run, sections, packing["bandwidth"], shared):
                 codec, packed = found
-                return codec.name, [packed if codec.on_host else self._sendable(device, packed)]
+                return codec.name, [packed]
         return None, [self._sendable(device, section) for section in sections]
 
     def _sendable(self, device: Device, buffer: Buffer) -> Any:

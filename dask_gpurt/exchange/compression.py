@@ -1,22 +1,24 @@
 """Decide from a sample of each run whether to compress its shards for the network.
 
-The functions at the top are pure. The codecs are those of the shard's device.
+The codecs are those that Dask supports and that are installed. They work in host memory (why not on a GPU:
+docs/decisions/device.md).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+from distributed.protocol.compression import compressions
 from zict import LRU
 
-from dask_gpurt.device.base import Codec, CodecError
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange.shard import RunKey
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Metrics
 
 #: The most time that a compressed transfer may take, as a share of an uncompressed one: a sample is only a
 #: rough estimate, and compression takes CPU time from tasks.
@@ -26,6 +28,71 @@ MIN_SHARD_BYTES, MAX_SHARD_BYTES = 2**16, 2**30
 #: The most runs whose samples are kept, least recently used first out. A sample taken while its run ends is
 #: only removed this way.
 MAX_RUNS = 256
+#: The codecs of Dask that are considered: a fast one, and one with a better ratio.
+CODECS = ("lz4", "zstd")
+#: Message if a worker has neither.
+CODECS_MISSING = "neither lz4 nor zstandard is installed: pip install dask-gpurt[compression]"
+#: Bandwidth of a link in bytes per second from which on these do not pay off: they compress some hundred MB/s
+#: on a core.
+MAX_LINK_BYTES_PER_S = 2e9
+#: Number and size in bytes of the pieces of a sample, spread over the shard, since its columns differ.
+SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2**16
+
+
+class Codec:
+    """Compress buffers of a device with a codec of Dask. Thread-safe; its methods block.
+
+    Parameters
+    ----------
+    name
+        Dask's name of the codec, which peers use too.
+    to_host
+        Copies a buffer of the device to host memory.
+    """
+
+    def __init__(self, name: str, to_host: Callable[[Buffer], bytearray | memoryview]):
+        self.name = name
+        self._to_host = to_host
+
+    def whole(self, sections: Sequence[Buffer]) -> memoryview:
+        """Concatenate buffers of the device, for :meth:`compress`."""
+        here = [memoryview(self._to_host(section)) for section in sections]
+        return here[0] if len(here) == 1 else memoryview(b"".join(here))
+
+    def part(self, whole: memoryview) -> memoryview:
+        """Return a representative part of the bytes, to measure the codec."""
+        if whole.nbytes <= SAMPLE_PIECES * SAMPLE_PIECE_BYTES:
+            return whole
+        starts = np.linspace(0, whole.nbytes - SAMPLE_PIECE_BYTES, SAMPLE_PIECES, dtype=int)
+        return memoryview(b"".join(whole[start : start + SAMPLE_PIECE_BYTES] for start in starts))
+
+    def compress(self, whole: memoryview) -> memoryview:
+        """Compress bytes."""
+        return memoryview(compressions[self.name].compress(whole))
+
+    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[np.ndarray]:
+        """Decompress bytes, and split them into sections of the given sizes.
+
+        Raises
+        ------
+        ValueError
+            If the result does not have the total size.
+        """
+        whole = np.frombuffer(compressions[self.name].decompress(packed), np.uint8)
+        if whole.nbytes != sum(sizes):
+            raise ValueError(
+                f"a shard of {sum(sizes)} bytes, compressed by {self.name}, decompressed to "
+                f"{whole.nbytes} bytes"
+            )
+        return np.split(whole, np.cumsum(sizes)[:-1])
+
+
+def codecs(to_host: Callable[[Buffer], bytearray | memoryview]) -> dict[str, Codec]:
+    """Return the installed codecs of Dask, by name. The first call may load libraries."""
+    return {name: Codec(name, to_host) for name in CODECS if name in compressions}
+
+
+# ---- where compression pays; these functions are pure --------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,7 +209,7 @@ class Compressor:
 
     def pack(
         self, run: RunKey, sections: Sequence[Buffer], bandwidth: float, codecs: Iterable[Codec]
-    ) -> tuple[Codec, Any] | None:
+    ) -> tuple[Codec, memoryview] | None:
         """Compress all sections of a shard into one buffer; return None if that does not pay off.
 
         The first shard of a run serves as its sample, and each compressed shard updates it. While the sample
@@ -155,7 +222,7 @@ class Compressor:
         bandwidth
             Bytes per second of the link.
         codecs
-            The codecs of the device that the peer has too.
+            The codecs that the peer has too.
 
         Returns
         -------
@@ -163,20 +230,17 @@ class Compressor:
             The codec and the compressed bytes.
         """
         nbytes = sum(section.nbytes for section in sections)
-        tried = {codec.name: codec for codec in codecs if bandwidth < codec.fast}
-        if not tried or not MIN_SHARD_BYTES <= nbytes <= MAX_SHARD_BYTES:
+        tried = {codec.name: codec for codec in codecs}
+        pays_at_all = bandwidth < MAX_LINK_BYTES_PER_S and MIN_SHARD_BYTES <= nbytes <= MAX_SHARD_BYTES
+        if not tried or not pays_at_all:
             return None
-        try:
-            samples = self._of(run, sections, tried.values())
-            name = best((samples[name] for name in tried), bandwidth)
-            return None if name is None else self._packed(tried[name], sections, samples)
-        except CodecError as error:
-            self._metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, str(error))
-            return None
+        samples = self._of(run, sections, tried.values())
+        name = best((samples[name] for name in tried), bandwidth)
+        return None if name is None else self._packed(tried[name], sections, samples)
 
     def _packed(
         self, codec: Codec, sections: Sequence[Buffer], samples: dict[str, Sample]
-    ) -> tuple[Codec, Any]:
+    ) -> tuple[Codec, memoryview]:
         start, nbytes = perf_counter(), sum(section.nbytes for section in sections)
         packed = codec.compress(codec.whole(sections))
         seconds = perf_counter() - start

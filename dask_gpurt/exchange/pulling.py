@@ -10,12 +10,10 @@ from typing import Any
 
 from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
 from dask_gpurt.dask_hooks.worker import call_soon
-from dask_gpurt.device.base import CodecError
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
 from dask_gpurt.exchange.shard import ExchangeClosed
-from dask_gpurt.observe import Fallback
 
 #: Shared by all steps while no trace is recorded.
 _NOT_RECORDED = contextlib.nullcontext()
@@ -88,14 +86,9 @@ class Puller:
 
     async def _pull_fetched(self, incoming: IncomingShard) -> None:
         began = perf_counter()
-        try:
-            reply = await self._comms.fetch(incoming)
-            self._record_fetch(incoming, began)
-            await self._end.offload(self._land_fetched, incoming, reply)
-        except CodecError as error:
-            self._end.metrics.fallback(Fallback.EXCHANGE_COMPRESSED_ON_HOST, str(error))
-            reply = await self._comms.fetch(incoming, by_host=True)
-            await self._end.offload(self._land_fetched, incoming, reply)
+        reply = await self._comms.fetch(incoming)
+        self._record_fetch(incoming, began)
+        await self._end.offload(self._land_fetched, incoming, reply)
 
     def _record_fetch(self, incoming: IncomingShard, began: float) -> None:
         if (recording := self._end.metrics.recording) is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from distributed import Client, Event
 from distributed.protocol.compression import compressions
 
 import dask_gpurt
-from dask_gpurt.device import codecs
-from dask_gpurt.device.base import Codec, CodecError
-from dask_gpurt.device.codecs import host_codecs
+from dask_gpurt.exchange import compression
 from tests.helpers.clusters import assert_same_partitions, by_tasks, counters, partitions
 from tests.helpers.two_hosts import (
     ADDRESSES,
@@ -55,31 +52,7 @@ def die() -> None:
 
 def have_codecs(found: dict[str, Any] | None) -> None:
     """Register the given codecs with Dask; all of them if None."""
-    codecs.compressions = compressions if found is None else found
-
-
-class OfTheDevice:
-    """Fake a codec that runs on a device, and at times has no room there."""
-
-    name, on_host, fast = "far", False, 1e12
-
-    def __init__(self, inner: Codec, refuses: bool):
-        self.inner, self.refuses = inner, refuses
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def decompress(self, packed: Any, sizes: Sequence[int]) -> list[Any]:
-        if self.refuses and isinstance(packed, np.ndarray):  # from a peer, not a sample
-            raise CodecError("no room")
-        return self.inner.decompress(packed, sizes)
-
-
-def have_a_codec_of_the_device(refuses: bool, dask_worker: Any) -> None:
-    device = dask_worker.plugins["gpurt"].exchange.pools.device("host")
-    inner = next(iter(host_codecs(device.to_host).values()))
-    device.own_codecs = lambda: {"far": OfTheDevice(inner, refuses)}
-    device.host_codecs = dict
+    compression.compressions = compressions if found is None else found
 
 
 def shuffle(df: Any) -> Any:
@@ -154,7 +127,7 @@ def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
         assert len(client.nthreads()) == 3
 
 
-@pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
+@pytest.mark.skipif(not compression.codecs(memoryview), reason="neither lz4 nor zstandard is installed")
 def test_over_a_slow_link_shards_are_compressed(slowly_joined: Client) -> None:
     with switched_on(client := slowly_joined):
         partitions(collection(rows=4 * ROWS).shuffle("key"))  # measures the link
@@ -165,22 +138,6 @@ def test_over_a_slow_link_shards_are_compressed(slowly_joined: Client) -> None:
         before, after = (found[f"exchange.compression.bytes.{when}"] for when in ("before", "after"))
         assert before > found["exchange.bytes.comms"] / 2
         assert after < before * 2 / 3
-
-
-@pytest.mark.skipif(not host_codecs(memoryview), reason="neither lz4 nor zstandard is installed")
-@pytest.mark.parametrize("refuses", [False, True])
-def test_where_a_codec_of_the_device_fails_shards_come_otherwise(
-    refuses: bool, slowly_joined: Client
-) -> None:
-    with switched_on(client := slowly_joined, exchange__compression="gpu"):
-        client.run(partial(have_a_codec_of_the_device, refuses))
-        partitions(collection(rows=ROWS).shuffle("key"))  # measures the link
-        df = collection(rows=2 * ROWS)
-        assert_like_tasks(shuffled(df), df)
-        assert counters(client)["exchange.compression.bytes.before"] > 0
-        fallbacks = [worker["fallbacks"] for worker in dask_gpurt.report(client)["workers"].values()]
-        for found in fallbacks:
-            assert ("exchange.compressed-on-host" in found) == refuses
 
 
 def test_switched_off_shards_go_as_they_are(slowly_joined: Client) -> None:

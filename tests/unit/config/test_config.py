@@ -273,6 +273,12 @@ def test_unknown_key_without_a_likeness() -> None:
     assert problem.startswith("unknown key 'gpurt.exchange.zebra'. Known keys: ")
 
 
+def test_compression_on_a_gpu_in_an_old_file_is_compression_on_the_host() -> None:
+    with pytest.warns(DeprecationWarning, match="auto"):
+        settings = load({"gpurt": {"exchange": {"compression": "gpu"}}})
+    assert settings.exchange.compression == "auto"
+
+
 def test_unknown_path_has_a_suggestion() -> None:
     (problem,) = problems(nested("gpurt.exchange.paths", ["shared-memroy"]))
     assert "'shared-memroy' in 'gpurt.exchange.paths': did you mean 'shared-memory'?" in problem

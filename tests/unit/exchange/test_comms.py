@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.device.base import Codec
-from dask_gpurt.device.codecs import CODECS, HostCodec
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange import calls
+from dask_gpurt.exchange import calls, compression
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
@@ -24,11 +22,10 @@ from dask_gpurt.topology import Link
 ME, SLOW, QUICK = "tcp://here:1", "tcp://slow:1", "tcp://quick:1"
 
 
-class Quiet(HostDevice):
-    """Fake a worker without codecs: nothing is compressed."""
-
-    def host_codecs(self) -> dict[str, Codec]:
-        return {name: HostCodec(name, self.to_host) for name in CODECS}
+@pytest.fixture(autouse=True)
+def have_codecs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake installed codecs: they are named in requests, and peers compress nothing."""
+    monkeypatch.setattr(compression, "compressions", dict.fromkeys(compression.CODECS))
 
 
 class Worker:
@@ -76,7 +73,7 @@ def shard_of(peer: str) -> Any:
     shard = SimpleNamespace(producer=Peer.begin(peer), device="host", id=0, share=0)
     path = SimpleNamespace(staging=None)
     return SimpleNamespace(
-        shard=shard, run=("a shuffle", 1), path=path, device=Quiet(0), check_wanted=lambda: None
+        shard=shard, run=("a shuffle", 1), path=path, device=HostDevice(0), check_wanted=lambda: None
     )
 
 

@@ -12,32 +12,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.device import codecs
-from dask_gpurt.device.base import Codec, CodecError
-from dask_gpurt.device.codecs import (
-    MAX_LINK_BYTES_PER_S,
-    SAMPLE_PIECE_BYTES,
-    SAMPLE_PIECES,
-    HostCodec,
-    host_codecs,
-)
+from dask_gpurt.exchange import compression
 from dask_gpurt.exchange.compression import (
+    MAX_LINK_BYTES_PER_S,
     MAX_RUNS,
     MIN_SHARD_BYTES,
+    SAMPLE_PIECE_BYTES,
+    SAMPLE_PIECES,
+    Codec,
     Compressor,
     Sample,
     best,
+    codecs,
     compression_pays,
 )
 from dask_gpurt.exchange.links import PRIOR_BYTES, MeasuredBandwidth
-from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.observe import Metrics
 from dask_gpurt.topology import Speed
 
 RATES = st.floats(1e6, 1e10)
 RATIOS = st.floats(0.01, 1.5)
 RUN = ("a shuffle", 1)
 
-CODECS: list[Codec] = list(host_codecs(memoryview).values())
+CODECS: list[Codec] = list(codecs(memoryview).values())
 
 has_codec = pytest.mark.skipif(not CODECS, reason="neither lz4 nor zstandard is installed")
 
@@ -233,8 +230,8 @@ def test_only_a_codec_that_the_peer_has(codec: Codec) -> None:
 
 
 def test_without_codecs_shards_go_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "compressions", {})
-    assert not host_codecs(memoryview)
+    monkeypatch.setattr(compression, "compressions", {})
+    assert not codecs(memoryview)
     assert Compressor(Metrics()).pack(RUN, sections(np.zeros(100_000)), 1e5, []) is None
 
 
@@ -249,34 +246,23 @@ def test_a_shard_that_comes_out_wrong_is_an_error() -> None:
 def test_a_sample_is_bounded_and_from_both_ends(nbytes: int) -> None:
     data = np.zeros(nbytes, np.uint8)
     data[:1], data[-1:] = 1, 2
-    taken = HostCodec("lz4", memoryview).part(memoryview(data))
+    taken = Codec("lz4", memoryview).part(memoryview(data))
     assert len(taken) == min(nbytes, SAMPLE_PIECES * SAMPLE_PIECE_BYTES)
     if nbytes > 1:
         assert (taken[0], taken[-1]) == (1, 2)
 
 
-# ---- codecs of a device --------------------------------------------------------------
+# ---- several threads -----------------------------------------------------------------
 
 
-class Refusing(HostCodec):
-    """Fake a codec of a GPU whose memory is full."""
+class Refusing(Codec):
+    """Fake a codec without memory for its result."""
 
-    on_host, fast = False, 1e12
-
-    def whole(self, sections: Any) -> Any:
-        raise CodecError("no room")
+    def compress(self, whole: Any) -> Any:
+        raise MemoryError
 
 
-def test_shards_that_a_device_cannot_compress_go_uncompressed_and_it_is_reported() -> None:
-    metrics = Metrics()
-    compressor = Compressor(metrics)
-    assert (
-        compressor.pack(RUN, sections(np.zeros(MIN_SHARD_BYTES)), 1e6, [Refusing("lz4", memoryview)]) is None
-    )
-    assert metrics.snapshot()["fallbacks"][Fallback.EXCHANGE_UNCOMPRESSED.id]["reason"] == "no room"
-
-
-class Held(HostCodec):
+class Held(Codec):
     """Compress only once released, and count the trials."""
 
     def __init__(self) -> None:
@@ -350,7 +336,8 @@ def test_a_run_that_ends_while_it_is_sampled_leaves_nothing_behind(thread: Threa
 def test_a_sample_that_fails_is_taken_of_the_next_shard() -> None:
     compressor, held = Compressor(Metrics()), Held()
     held.let.set()
-    assert compressor.pack(RUN, SHRINKING, 1e6, [held, Refusing("another", memoryview)]) is None
+    with pytest.raises(MemoryError):
+        compressor.pack(RUN, SHRINKING, 1e6, [held, Refusing("another", memoryview)])
     assert compressor.pack(RUN, SHRINKING, 1e6, [held]) is not None
     assert held.tried == 1
 
