@@ -27,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.device.base import files_of
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import HostTier
@@ -48,7 +49,7 @@ def new_tiered_buffer(device: Any, directory: str, pinned: int, host: int, files
         {
             Tier.PINNED: PinnedTier(pool),
             Tier.HOST: HostTier(host),
-            Tier.DISK: DiskTier(directory, None, files or device.files(click.echo)),
+            Tier.DISK: DiskTier(directory, None, files or files_of(device, click.echo)),
         },
         home=lambda value: Tier.DEVICE,
         device=device,

@@ -1,17 +1,32 @@
 """Abstract over the devices of a worker, host and GPU: memory pools that peers map, and copies."""
 
-from dask_gpurt.device.base import Device, PriorityError, SmContexts, SmsError
+from dask_gpurt.device.base import (
+    Allocator,
+    Device,
+    DirectComms,
+    Files,
+    Pinning,
+    PriorityError,
+    SmContexts,
+    SmsError,
+    Streams,
+)
 from dask_gpurt.device.pool import Block, Mapping, MappingError, NoMemoryForPool, Pool, PoolFull
 
 __all__ = [
+    "Allocator",
     "Block",
     "Device",
+    "DirectComms",
+    "Files",
     "Mapping",
     "MappingError",
     "NoMemoryForPool",
+    "Pinning",
     "Pool",
     "PoolFull",
     "PriorityError",
     "SmContexts",
     "SmsError",
+    "Streams",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,12 +21,6 @@ PAGE = 4096
 
 #: Environment variable of workers that share a device: their number.
 COLOCATED = "GPURT_COLOCATED"
-
-#: Libraries whose objects are in GPU memory.
-_GPU_LIBRARIES = frozenset({"cudf", "cupy", "rmm", "pylibcudf"})
-#: Collections that are searched for frames and arrays, as Dask's serialisation does, and the most objects in
-#: them.
-_COLLECTIONS, MAX_CONTENTS = frozenset({dict, list, tuple}), 1000
 
 #: Blocks, when called, until an asynchronous operation is complete.
 Fence = Callable[[], None]
@@ -46,36 +40,6 @@ def wait_for_all(fences: Iterable[Fence]) -> None:
 def workers_of_device() -> int:
     """Return the number of workers that share this worker's device, including itself."""
     return int(os.environ.get(COLOCATED, 1))
-
-
-def lives_on_device(value: Any) -> bool:
-    """Return whether an object is of a GPU library, or a collection that holds such an object."""
-    return is_of(type(value), _GPU_LIBRARIES) or any(map(lives_on_device, contents(value)))
-
-
-def contents(value: Any) -> Sequence[Any]:
-    """Return the objects in a dict, list or tuple, recursively; none for any other object.
-
-    Collections of more than ``MAX_CONTENTS`` objects, which typically hold numbers or strings, count as
-    empty, so that the event loop can call this.
-    """
-    found: list[Any] = []
-    pending = [value] if type(value) in _COLLECTIONS else []
-    seen = 0
-    while pending:
-        collection = pending.pop()
-        seen += len(collection)
-        if seen > MAX_CONTENTS:
-            return ()
-        for each in collection.values() if type(collection) is dict else collection:
-            (pending if type(each) in _COLLECTIONS else found).append(each)
-    return found
-
-
-def is_of(type_: type, libraries: frozenset[str]) -> bool:
-    """Return whether a type or one of its bases is defined in one of some libraries."""
-    # `__module__` can be set to anything, for example None.
-    return any(str(kind.__module__).partition(".")[0] in libraries for kind in type_.__mro__)
 
 
 class SmsError(OSError):
@@ -174,9 +138,13 @@ class Guard(Protocol):
 
 
 class Device(Protocol):
-    """Provide memory, streams and copies of a device."""
+    """Provide memory of a device, and copies between it and the host: what every device has.
 
-    #: "host" or "cuda"
+    What a device may lack are protocols of their own, which its class implements or not: :class:`Streams`,
+    :class:`Files`, :class:`Pinning`, :class:`DirectComms`, :class:`Allocator`. ``isinstance`` tells.
+    """
+
+    #: The name of its kind, "host" for the host.
     kind: str
     #: The path by which a peer on the same host reads a pool of this device.
     shared_path: str
@@ -188,8 +156,6 @@ class Device(Protocol):
     integrated: bool
     #: The links that its bytes cross on the way to host memory; none if they are there.
     host_links: tuple[Link, ...]
-    #: The default share of its memory for a pool: enough for producers to run ahead.
-    pool_share: float
     #: The most bytes of host memory in its buffers for copies and files.
     buffers: int
     #: Whether the runtime's streams have priority over those of user code. A change applies to later
@@ -269,18 +235,6 @@ class Device(Protocol):
         """Drop all pages of peers' pools from the resident set of this process; they remain readable."""
         ...
 
-    def carried_by(self, protocol: str) -> bool:
-        """Return whether Dask's comms of ``protocol`` ("tcp", "ucx", …) send its buffers directly."""
-        ...
-
-    def for_comm(self, source: Buffer) -> Any:
-        """Wrap a buffer for such a comm, without a copy."""
-        ...
-
-    def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
-        """Wrap buffers received through such a comm, without a copy."""
-        ...
-
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         """Copy mapped memory into new memory of this process. Synchronous.
 
@@ -327,33 +281,23 @@ class Device(Protocol):
         """
         ...
 
-    def files(self, refused: Callable[[str], None]) -> DeviceFiles | None:
-        """Return what moves its buffers to files; None if they are in host memory.
-
-        Parameters
-        ----------
-        refused
-            Called with the reason once the faster of two implementations cannot be used.
-        """
-        ...
-
     def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
         """Gather several buffers as :meth:`gather` does, in a single allocation if possible."""
         ...
 
-    def pinning(self) -> Callable[[np.ndarray], Callable[[], None]] | None:
-        """Return a function that pins host memory and returns the undo; None if pinning has no benefit."""
-        ...
+    def close(self) -> None: ...
 
-    def guard(self, short: Callable[[int], bool]) -> Guard:
-        """Install a callback for failed allocations of user code.
 
-        Parameters
-        ----------
-        short
-            Called with the requested bytes, in the allocating thread; returns whether to retry.
-        """
-        ...
+# ---- what a device may lack ----------------------------------------------------------
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """Have communication and reads on streams of their own, beside that of user code."""
+
+    #: Whether the runtime's streams have priority over those of user code. A change applies to later
+    #: launches, and does not affect their order.
+    prioritised: bool
 
     def reading(self) -> AbstractContextManager[tuple[Any, Any]]:
         """Have a library read files beside the user's stream, in the body. Blocks at its end.
@@ -364,8 +308,67 @@ class Device(Protocol):
         Raises
         ------
         ReadingError
-            If the device has no streams, or this thread may not use others. An error of CUDA is raised as it
-            is, before the body.
+            If this thread may not use other streams. An error of the device is raised as it is, before the
+            body.
+        """
+        ...
+
+
+@runtime_checkable
+class Files(Protocol):
+    """Move buffers to files without pageable host memory, as a device does whose memory is not the host's."""
+
+    def files(self, refused: Callable[[str], None]) -> DeviceFiles:
+        """Return what moves its buffers to files.
+
+        Parameters
+        ----------
+        refused
+            Called with the reason once the faster of two implementations cannot be used.
+        """
+        ...
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """Copy faster from and to host memory that is pinned."""
+
+    def register(self, memory: np.ndarray) -> Callable[[], None]:
+        """Pin host memory, so that copies run at the speed of the bus; return the undo."""
+        ...
+
+
+@runtime_checkable
+class DirectComms(Protocol):
+    """Have Dask's comms send buffers directly, not through host memory."""
+
+    #: Dask's family of serializers whose frames are buffers of the device.
+    serializer: str
+
+    def carried_by(self, protocol: str) -> bool:
+        """Return whether Dask's comms of ``protocol`` ("tcp", "ucx", …) send its buffers directly."""
+        ...
+
+    def for_comm(self, source: Buffer) -> Any:
+        """Wrap a buffer for such a comm, without a copy."""
+        ...
+
+    def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
+        """Wrap buffers received through such a comm, without a copy."""
+        ...
+
+
+@runtime_checkable
+class Allocator(Protocol):
+    """Watch the allocations of user code on the device."""
+
+    def guard(self, short: Callable[[int], bool]) -> Guard:
+        """Install a callback for failed allocations of user code.
+
+        Parameters
+        ----------
+        short
+            Called with the requested bytes, in the allocating thread; returns whether to retry.
         """
         ...
 
@@ -383,4 +386,12 @@ class Device(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
+
+def files_of(device: Device, refused: Callable[[str], None]) -> DeviceFiles | None:
+    """Return what moves a device's buffers to files; None if the host can. See :meth:`Files.files`."""
+    return device.files(refused) if isinstance(device, Files) else None
+
+
+def direct_comms(device: Device, protocol: str) -> DirectComms | None:
+    """Return a device as one whose buffers comms of a protocol ("tcp", "ucx", …) send directly, or None."""
+    return device if isinstance(device, DirectComms) and device.carried_by(protocol) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,29 @@ class Copy(NamedTuple):
     to: int
     at: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class DeviceSpan:
+    """Refer to ``size`` bytes of device memory at ``ptr``, and keep ``owner`` alive."""
+
+    ptr: int
+    size: int
+    owner: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.size
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": (self.size,),
+            "typestr": "|u1",
+            "data": (self.ptr, False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 def address(source: Any) -> int:

@@ -33,23 +33,28 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.base import (
+    Allocator,
     DeviceFiles,
+    DirectComms,
     Fence,
+    Files,
     Guard,
+    Pinning,
     PriorityError,
     ReadingError,
     SmContexts,
-    lives_on_device,
+    Streams,
     wait_for_all,
     workers_of_device,
 )
 from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
-from dask_gpurt.device.copies import Copy, fillings, runs
+from dask_gpurt.device.copies import Copy, DeviceSpan, fillings, runs
 from dask_gpurt.device.cuda_copies import copy_on_device
 from dask_gpurt.device.cuda_guard import ResourceGuard
-from dask_gpurt.device.cuda_memory import DeviceSpan, behind, bounce_buffers, copy_async, cut, is_pageable
+from dask_gpurt.device.cuda_memory import behind, bounce_buffers, copy_async, cut, is_pageable
 from dask_gpurt.device.cuda_reads import READ_MEMORY
 from dask_gpurt.device.green import GreenContexts, is_confined, usual_context
+from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_FREE,
     Block,
@@ -157,10 +162,11 @@ class CudaPool:
             self._base = 0
 
 
-class CudaDevice:
+class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
     """Use the GPU that is CUDA's current device on construction."""
 
     kind = "cuda"
+    serializer = "cuda"
     shared_path = "cuda-ipc"
     #: Kernels that read a peer's memory would occupy SMs while they wait for the link.
     reads_in_place = False
@@ -393,11 +399,7 @@ class CudaDevice:
 
         return CudaFiles(self, refused)
 
-    def pinning(self) -> Callable[[np.ndarray], Callable[[], None]]:
-        return self.register
-
     def register(self, memory: np.ndarray) -> Callable[[], None]:
-        """Pin host memory, so that copies run at the speed of the bus; return the undo. Blocks."""
         runtime.setDevice(self.index)
         runtime.hostRegister(memory.ctypes.data, memory.nbytes, 0)
         return lambda: runtime.hostUnregister(memory.ctypes.data)

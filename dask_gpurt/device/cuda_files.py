@@ -21,8 +21,8 @@ from cupy.cuda import runtime
 from dask_gpurt.device.base import PAGE, Fence, passed
 from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, Chunk, read_pages, whole_pages
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
-from dask_gpurt.device.copies import address
-from dask_gpurt.device.cuda_memory import CudaStreams, DeviceSpan, behind, bounce_buffers
+from dask_gpurt.device.copies import DeviceSpan, address
+from dask_gpurt.device.cuda_memory import CudaStreams, behind, bounce_buffers
 from dask_gpurt.device.pool import Buffer
 
 #: Threads of kvikio, the same as libcudf's default; kvikio's own default is one.

@@ -8,7 +8,6 @@ took 1.0 ms in the only thread of a process, and 185 ms beside six busy threads;
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -22,34 +21,11 @@ from rmm.pylibrmm.stream import Stream
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.base import PAGE, Fence
 from dask_gpurt.device.bounce import BounceBuffers
-from dask_gpurt.device.copies import Copy
+from dask_gpurt.device.copies import Copy, DeviceSpan
 from dask_gpurt.device.pool import Buffer
 
 #: First driver version with cudaMemcpyBatchAsync: CUDA 12.8.
 BATCHES_SINCE = 12080
-
-
-@dataclass(frozen=True)
-class DeviceSpan:
-    """Refer to ``size`` bytes of device memory at ``ptr``, and keep ``owner`` alive."""
-
-    ptr: int
-    size: int
-    owner: Any
-
-    @property
-    def nbytes(self) -> int:
-        return self.size
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.size,),
-            "typestr": "|u1",
-            "data": (self.ptr, False),
-            "version": 3,
-            "strides": None,
-        }
 
 
 class CudaStreams(Protocol):

@@ -21,7 +21,7 @@ import psutil
 from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.base import Fence, PriorityError, ReadingError, SmContexts, SmsError, passed
+from dask_gpurt.device.base import Fence, PriorityError, SmContexts, SmsError, passed
 from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.device.descriptors import advice
 from dask_gpurt.device.pool import (
@@ -259,16 +259,6 @@ def _up(offset: int) -> int:
     return -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class NoGuard:
-    """Guard nothing: Linux overcommits memory, so ``malloc`` does not fail."""
-
-    def renew(self) -> None:
-        pass
-
-    def remove(self) -> None:
-        pass
-
-
 class HostDevice:
     """Use the CPU and host memory.
 
@@ -357,15 +347,6 @@ class HostDevice:
         for mapping in mapped:
             mapping.drop_pages(0, mapping.nbytes)
 
-    def carried_by(self, protocol: str) -> bool:
-        return False  # comms send bytes, which `to_host` and `from_host` provide without a copy
-
-    def for_comm(self, source: Buffer) -> Any:
-        return source
-
-    def from_comm(self, sources: Sequence[Any]) -> list[Buffer]:
-        return list(sources)
-
     def land(self, sources: Sequence[Buffer]) -> list[Buffer]:
         return [np.array(source) for source in sources]
 
@@ -388,24 +369,6 @@ class HostDevice:
 
     def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
         return [self.gather(pieces)[0] for pieces in scattered], passed
-
-    def files(self, refused: Callable[[str], None]) -> None:
-        return None  # host memory needs no device to be written to files
-
-    def pinning(self) -> None:
-        return None  # its copies do not cross a bus
-
-    def guard(self, short: Callable[[int], bool]) -> NoGuard:
-        return NoGuard()
-
-    def reading(self) -> contextlib.AbstractContextManager[tuple[Any, Any]]:
-        raise ReadingError("a CPU has no streams")
-
-    def peak(self) -> int:
-        return 0
-
-    def allocated(self) -> int:
-        return 0
 
     def close(self) -> None:
         pass

@@ -16,7 +16,9 @@ import numpy as np
 from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
-from dask_gpurt.device import Block, Device, PoolFull
+from dask_gpurt.device import Block, Device, DirectComms, PoolFull
+from dask_gpurt.device.base import direct_comms
+from dask_gpurt.device.libraries import is_device_buffer
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange.compression import CODECS_MISSING, Codec, Compressor, codecs
 from dask_gpurt.exchange.endpoint import Endpoint
@@ -47,9 +49,9 @@ class Comms:
         #: The copies in the pool in host memory, made or in the making, by kind of device, shard and share.
         self._copies: dict[tuple[str, int, int], tuple[RunKey, asyncio.Task[dict[str, Any] | None]]] = {}
 
-    def _carries(self, device: Device) -> bool:
-        """Return whether this worker's comms can send buffers of a device directly."""
-        return device.carried_by(self._protocol)
+    def _direct(self, device: Device) -> DirectComms | None:
+        """Return the device if this worker's comms can send its buffers directly, else None."""
+        return direct_comms(device, self._protocol)
 
     # ---- fetching ----------------------------------------------------------------------
 
@@ -112,7 +114,7 @@ class Comms:
             return None
         names = list(await self._end.offload(self._codecs, device))  # blocks: the first call loads libraries
         if not names:
-            if self._compress and not self._carries(device):
+            if self._compress and self._direct(device) is None:
                 self._compress = False  # so that the fallback is counted once
                 self._end.metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, CODECS_MISSING)
             return None
@@ -120,7 +122,7 @@ class Comms:
 
     def _codecs(self, device: Device) -> dict[str, Codec]:
         """Return the codecs for shards of a device; none if the comms send its buffers directly."""
-        return {} if self._carries(device) else codecs(device.to_host)
+        return codecs(device.to_host) if self._direct(device) is None else {}
 
     def _note(self, peer: str, data: list[Any], seconds: float) -> None:
         """Record a transfer, without the time in which the peer copied and compressed."""
@@ -146,8 +148,10 @@ class Comms:
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
         """Return the function that copies fetched sections into buffers of a device."""
-        direct = self._carries(device) and not reply["staged"] and reply["codec"] is None
-        return device.from_comm if direct else device.from_host
+        direct = self._direct(device)
+        if direct is None or reply["staged"] or reply["codec"] is not None:
+            return device.from_host
+        return direct.from_comm
 
     # ---- serving -----------------------------------------------------------------------
 
@@ -271,7 +275,8 @@ class Comms:
         return None, [self._sendable(device, section) for section in sections]
 
     def _sendable(self, device: Device, buffer: Buffer) -> Any:
-        return device.for_comm(buffer) if self._carries(device) else memoryview(device.to_host(buffer))
+        direct = self._direct(device)
+        return memoryview(device.to_host(buffer)) if direct is None else direct.for_comm(buffer)
 
     def forget(self, run: RunKey) -> None:
         """Forget a run that is over; its copies are freed with its other blocks."""
@@ -286,6 +291,6 @@ def _result(copying: asyncio.Future[dict[str, Any] | None]) -> dict[str, Any] | 
 
 def received(data: Any) -> Buffer | np.ndarray:
     """Return a buffer received through a comm, as bytes."""
-    if hasattr(data, "__cuda_array_interface__"):
+    if is_device_buffer(data):
         return data
     return np.frombuffer(memoryview(data).cast("B"), np.uint8)

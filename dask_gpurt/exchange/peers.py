@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dask_gpurt._version import __version__
+from dask_gpurt.device.base import direct_comms
 from dask_gpurt.exchange import paths
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.paths import Between, HeldMapping, Path
@@ -113,7 +114,7 @@ class Peers:
         return Between(
             known and known.link,
             next((path.mapping for path in by_host if path.mapping is not None), None),
-            device.carried_by(str(self._end.me.address).partition("://")[0]),
+            direct_comms(device, str(self._end.me.address).partition("://")[0]) is not None,
         )
 
     def _note(self, path: Path) -> None:

@@ -1,9 +1,7 @@
 """Measure the memory of live objects, counting each allocation once, even if several objects share it.
 
-The columns of cudf objects are walked without touching the memory. Serialising an object would also reveal
-its buffers, but cudf copies slices first, so that the copies would be measured. A spillable buffer is
-identified by its owner, which is the same wherever the bytes are; requesting its pointer would unspill it and
-pin it to the device forever.
+Arrays and frames of numpy, pandas and Arrow are walked here. The libraries of devices have a function each in
+their table (:mod:`dask_gpurt.device.libraries`); :func:`register` adds one for another library of the host.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -22,7 +20,7 @@ from dask.sizeof import sizeof
 from dask.utils import typename
 from distributed.sizeof import safe_sizeof
 
-from dask_gpurt.device.base import contents, lives_on_device
+from dask_gpurt.device.libraries import contents, library_of, lives_on_device
 from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
 from dask_gpurt.memory.objects import sizeof_objects
 from dask_gpurt.memory.serialize import Raw
@@ -32,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of root allocations by address.
 Roots = dict[int, int]
+#: Returns the roots of an object; see :func:`register`.
+RootsOf = Callable[[Any], Iterable[tuple[int, int]] | None]
 
 #: Types of host libraries whose buffers are walked.
 _WITH_BUFFERS = (
@@ -40,14 +40,32 @@ _WITH_BUFFERS = (
 )
 
 
+#: Functions of further libraries, by name.
+_registered: dict[str, RootsOf] = {}
+
+
+def register(library: str, roots: RootsOf) -> None:
+    """Account for the objects of a library.
+
+    Parameters
+    ----------
+    library
+        The name of its top module.
+    roots
+        Returns the address and the bytes of each allocation that an object of the library refers to, or None
+        for objects that it does not know. It must not copy or touch the memory: it runs on the event loop.
+    """
+    _registered[library] = roots
+
+
 def owned(value: Any) -> Roots:
     """Return the root allocations that an object keeps alive.
 
     Parameters
     ----------
     value
-        Frames, series, indexes and arrays of numpy, pandas, Arrow, cudf and cupy are walked, also inside
-        dicts, lists and tuples. Any other object counts as one allocation of the size that Dask estimates.
+        Frames, series, indexes and arrays of known libraries are walked, also inside dicts, lists and
+        tuples. Any other object counts as one allocation of the size that Dask estimates.
     """
     roots: Roots = {}
     try:
@@ -107,20 +125,23 @@ def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
     if isinstance(value, Raw):
         for buffer in value.buffers:
             yield from _walk(buffer)
-    elif library == "rmm" and hasattr(value, "ptr"):
-        yield value.ptr, value.size
     elif library == "dask_gpurt" and hasattr(value, "owner"):  # a view of another buffer
         yield from _walk(value.owner)
-    elif library == "cupy" and hasattr(value, "data"):
-        yield value.data.mem.ptr, value.data.mem.size
-    elif library == "cudf" and hasattr(type(value), "_columns"):
-        yield from _cudf_owners(value)
+    elif (roots := _roots_in_library(value, library)) is not None:
+        yield from roots
     elif any(map(_has_buffers, held := contents(value))):
         yield id(value), sys.getsizeof(value)
         for each in held:
             yield from _walk(each)
     else:
         yield id(value), sizeof(value)
+
+
+def _roots_in_library(value: Any, library: str) -> Iterable[tuple[int, int]] | None:
+    if (known := _registered.get(library)) is not None:
+        return known(value)
+    on_device = library_of(type(value))
+    return None if on_device is None else on_device.roots(value)
 
 
 def _has_buffers(value: Any) -> bool:
@@ -165,39 +186,6 @@ def _buffer_root(buffer: Any) -> tuple[int, int]:
     while buffer.parent is not None:
         buffer = buffer.parent
     return buffer.address, buffer.size
-
-
-def _cudf_owners(value: Any) -> Iterator[tuple[int, int]]:
-    """Yield the identity and bytes of each allocation that a cudf frame, series or index refers to.
-
-    Parameters
-    ----------
-    value
-        A ``cudf`` object with columns. An index that is only a range has none.
-    """
-    if (index := getattr(value, "index", None)) is not None:
-        yield from _cudf_owners(index)
-    if type(value).__name__ != "RangeIndex":  # accessing its columns would materialise them
-        for column in value._columns:
-            yield from _of_cudf_column(column)
-
-
-def _of_cudf_column(column: Any) -> Iterator[tuple[int, int]]:
-    yield from _of_plc(column.plc_column)
-    if (categories := getattr(column.dtype, "_categories", None)) is not None:
-        yield from _of_cudf_column(categories)
-
-
-def _of_plc(column: Any) -> Iterator[tuple[int, int]]:
-    for buffer in (column.data(), column.null_mask()):
-        if buffer is not None:
-            yield _cudf_root(buffer.owner)
-    for child in column.children():
-        yield from _of_plc(child)
-
-
-def _cudf_root(owner: Any) -> tuple[int, int]:
-    return id(owner) if hasattr(owner, "is_spilled") else owner.ptr, owner.size
 
 
 class Owned:
@@ -389,18 +377,3 @@ class LiveAccount:
             owned.clear()
         for counted in (self._of, self._reservations, self._reserved):
             counted.clear()
-
-
-#: Bytes by the identity of their owner.
-BytesByOwner = dict[int, int]
-
-
-def cudf_spill_manager() -> Any:
-    """Return cudf's spill manager; None if cudf does not spill or has not been imported."""
-    module = sys.modules.get("cudf.core.buffer.spill_manager")
-    return module.get_global_manager() if module is not None else None
-
-
-def spilled_by_cudf(manager: Any) -> BytesByOwner:
-    """Return the buffers that cudf has spilled to host memory."""
-    return {id(owner): owner.size for owner in manager.buffers() if owner.is_spilled}

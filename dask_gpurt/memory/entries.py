@@ -20,7 +20,7 @@ from dask.typing import Key
 from dask.utils import key_split
 
 from dask_gpurt.device import Device
-from dask_gpurt.device.base import lives_on_device
+from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.memory.accounting import LiveAccount, owned
 from dask_gpurt.memory.ledger import PARTITIONS, Label, Ledger
 from dask_gpurt.memory.lower_tiers import LowerTier, LowerTiers

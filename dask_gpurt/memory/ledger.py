@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 from dask_gpurt.memory.tiers import Tier
 
 #: Kinds of bytes that count against a tier's capacity: data of keys, pulled shards, reservations. The other
-#: kinds do not: published shards in the exchange pool, bytes that cudf has spilled itself, and all other
+#: kinds do not: published shards in the exchange pool, bytes that a library has spilled itself, and all other
 #: memory of the process or on the device.
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
-KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", "cudf", "unmanaged")
+#: Named after the only library that does so.
+SPILLED_BY_LIBRARY = "cudf"
+KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", SPILLED_BY_LIBRARY, "unmanaged")
 #: The most task prefixes that a worker reports separately, and the name for the sum of the others.
 MAX_PREFIXES, OTHERS = 50, "(others)"
 

@@ -24,8 +24,10 @@ from dask.typing import Key
 from distributed.protocol.cuda import cuda_deserialize
 from distributed.protocol.serialize import Serialized, deserialize
 
-from dask_gpurt.device import Block, Device, Pool, PoolFull
+from dask_gpurt.device import Block, Device, DirectComms, Pool, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.copies import DeviceSpan, address
+from dask_gpurt.device.libraries import SERIALIZERS, is_device_buffer
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.memory.serialize import Frames, NotMovable, on_device, take_apart
 from dask_gpurt.observe import Fallback, Metrics
@@ -53,7 +55,7 @@ Copies = dict[Key, tuple[Loan, Serialized]]
 
 
 class OneBuffer:
-    """Stand for an object whose device buffers are sent as one, in the headers of Dask's "cuda" serializer.
+    """Stand for an object whose device buffers are sent as one, in headers of Dask's serializer for devices.
 
     There are no instances. A peer that unpickles this type imports this module, and so can read the object.
     """
@@ -128,11 +130,12 @@ class PeerCopies:
 
     def _message(self, frames: Frames, block: Block, spans: Sequence[tuple[int, int]]) -> Serialized:
         on_host = [buffer[0].data for buffer in frames.buffers if not on_device(buffer)]
+        assert isinstance(self._device, DirectComms)  # otherwise Dask does not send from the device's memory
         buffers = [self._device.for_comm(block.buffer), *on_host]
         header = {
             "sub-header": {"object": frames.header, "spans": spans},
             "type-serialized": pickle.dumps(OneBuffer),
-            "serializer": "cuda",
+            "serializer": SERIALIZERS[0],
             "compression": (False,) * len(buffers),  # neither compressed nor divided
         }
         return Serialized(header, buffers)
@@ -195,7 +198,7 @@ class PeerCopies:
         if not self._closed or (self._pool is not None and self._pool.used):
             return
         if self._pool is not None:
-            self._executor.submit(self._pool.close)  # CUDA may wait for the GPU, so not on the event loop
+            self._executor.submit(self._pool.close)  # may wait for the device, so not on the event loop
             self._pool = None
         self._executor.shutdown(wait=False)
 
@@ -218,8 +221,6 @@ cuda_deserialize.register(OneBuffer)(_read)
 
 
 def _part(whole: Any, start: int, size: int) -> Buffer:
-    if not hasattr(whole, "__cuda_array_interface__"):
+    if not is_device_buffer(whole):
         return memoryview(whole)[start : start + size]
-    from dask_gpurt.device.cuda_memory import DeviceSpan
-
-    return DeviceSpan(whole.__cuda_array_interface__["data"][0] + start, size, whole)
+    return DeviceSpan(address(whole) + start, size, whole)

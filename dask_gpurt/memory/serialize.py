@@ -14,15 +14,13 @@ from dask.utils import typename
 from distributed.protocol import pickle as dask_pickle
 from distributed.protocol.serialize import Serialized, deserialize, serialize
 
-from dask_gpurt.device.base import is_of, lives_on_device
+from dask_gpurt.device.libraries import SERIALIZERS, is_device_buffer, library_of, lives_on_device
 
 #: One buffer, in one or several pieces: arrays of bytes, or one object on a device.
 Scattered = list[Any]
 _RAW = b"raw"
 #: Pickled bytes up to this size stay in the header, which does not count as memory.
 _INLINE_BYTES = 4096
-#: Libraries whose "cuda" and "dask" serializers in Dask make the same frames.
-_SAME_ON_HOST = frozenset({"cudf", "cupy", "rmm"})
 
 #: Set while trying to pickle an object, where failure is expected and Dask should not log it.
 _asking: ContextVar[bool] = ContextVar("asking", default=False)
@@ -122,8 +120,8 @@ def _host_frames(value: Any) -> Frames:
 
 
 def _device_frames(value: Any) -> Frames:
-    header, frames = serialize(value, serializers=("cuda", "dask", "pickle"), on_error="raise")
-    flags = [hasattr(frame, "__cuda_array_interface__") for frame in frames]
+    header, frames = serialize(value, serializers=SERIALIZERS, on_error="raise")
+    flags = [is_device_buffer(frame) for frame in frames]
     buffers = tuple(
         [frame if there else np.frombuffer(memoryview(frame).cast("B"), np.uint8)]
         for frame, there in zip(frames, flags, strict=True)
@@ -178,12 +176,12 @@ def _from_host(header: dict[str, Any]) -> dict[str, Any] | None:
     if "sub-headers" in header:
         below = [_from_host(one) for one in header["sub-headers"]]
         return None if None in below else {**header, "sub-headers": below}
-    if header["serializer"] != "cuda":
+    if header["serializer"] != SERIALIZERS[0]:
         return header
     type_ = pickle.loads(header["type-serialized"])
-    if not is_of(type_, _SAME_ON_HOST):
+    library = library_of(type_)
+    if library is None or not library.same_on_host:
         return None
-    # The "dask" serializers of these libraries make the same frames and headers as the "cuda" ones.
     return {**header, "serializer": "dask", "type": typename(type_)}
 
 

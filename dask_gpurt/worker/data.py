@@ -29,6 +29,7 @@ from dask_gpurt.config import MemorySettings
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import replace_data, wrap_data_access
+from dask_gpurt.device.base import direct_comms
 from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry
 from dask_gpurt.memory.peer_copies import PeerCopies
@@ -239,7 +240,8 @@ class WorkerData:
     def _sends_from_device(self, comm: Comm, serializers: Collection[str] | None) -> bool:
         """Return whether Dask would send objects to a peer from the device's memory."""
         protocol = comm.peer_address.partition("://")[0]
-        return self.tiers.device.carried_by(protocol) and "cuda" in (serializers or ("cuda",))
+        direct = direct_comms(self.tiers.device, protocol)
+        return direct is not None and (not serializers or direct.serializer in serializers)
 
 
 def _takes_frames(comm: Comm, serializers: Collection[str] | None) -> bool:

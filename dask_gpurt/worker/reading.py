@@ -30,7 +30,7 @@ from dask_gpurt.dask_hooks.worker import (
     wrap_execute,
     wrap_submit,
 )
-from dask_gpurt.device import Device
+from dask_gpurt.device import Device, Streams
 from dask_gpurt.device.base import workers_of_device
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.policy import (
@@ -112,7 +112,8 @@ class WorkerReads:
         self, worker: WorkerServer, device: Device, settings: ReadSettings, metrics: Metrics
     ) -> None:
         self._worker = worker
-        self.device = device
+        #: The device, if it has streams beside that of user code.
+        self.streams = device if isinstance(device, Streams) else None
         self._metrics = metrics
         least = 0 if device.on_host else BESIDE_ON_GPU
         #: Learns how many tasks should leave their slot; None if the settings fix the number.
@@ -141,7 +142,7 @@ class WorkerReads:
         self._without_turn = set(self._worker.state.executing)
         self._readers = Readers(self._patches, _by(WorkerReads.read), self._refused)
         self._writers = Readers(self._patches, _by(WorkerReads.write), self._refused, WRITERS)
-        wrapped = STREAM_READERS if self.has_streams else ()
+        wrapped = STREAM_READERS if self.streams is not None else ()
         self._stream_readers = Readers(self._patches, _on_own_stream, self.share_stream, wrapped)
         for readers in (self._readers, self._writers, self._stream_readers):
             readers.wrap_imported()
@@ -162,11 +163,6 @@ class WorkerReads:
         if not self._most and not self._aside.count:
             self._submit_patch.restore()
             self._undo.close()
-
-    @property
-    def has_streams(self) -> bool:
-        """Return whether reads have CUDA streams of their own."""
-        return not self.device.on_host
 
     def is_aside(self, key: Key) -> bool:
         """Return whether a task has left its slot for a read, and has not ended."""
@@ -331,10 +327,11 @@ def _on_own_stream(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
     def read(options: Any, stream: Any = None, mr: Any = None, *args: Any, **kwargs: Any) -> Any:
         execution = _thread.execution
         given = stream is not None or mr is not None
-        if given or execution is None or not execution.is_reading or not execution.reads.has_streams:
+        streams = None if execution is None or not execution.is_reading else execution.reads.streams
+        if given or execution is None or streams is None:
             return read_parquet(options, stream, mr, *args, **kwargs)
         try:
-            reading = execution.reads.device.reading()
+            reading = streams.reading()
         except Exception as error:  # whatever CUDA raises: without a stream of its own it can still read
             execution.reads.share_stream(str(error))
             return read_parquet(options, stream, mr, *args, **kwargs)

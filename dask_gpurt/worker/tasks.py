@@ -81,7 +81,7 @@ class TaskRunner:
             if isinstance(event, ExecuteSuccessEvent):
                 # The peak includes data that the buffer admitted meanwhile, even if evicted since.
                 admitted = self._tiered_buffer.bytes_admitted(Tier.DEVICE) - before
-                await self._keep(key, event.value, nbytes, self._tiers.device.peak() - admitted)
+                await self._keep(key, event.value, nbytes, self._tiers.peak() - admitted)
             return event
         finally:
             self.admission.leave(reservation(key))
@@ -190,7 +190,7 @@ class TaskRunner:
 
     async def _until_it_fits(self, key: Key, task: WorkerTask, stimulus_id: str) -> StateMachineEvent:
         for attempt in range(self._settings.retries + 1):
-            self._tiers.device.peak()  # resets the peak
+            self._tiers.peak()  # resets the peak
             event = await self.execute(key, stimulus_id=stimulus_id)
             error = _out_of_memory(event)
             if error is None or not self._is_wanted(task):

@@ -18,14 +18,15 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.device.base import DeviceFiles, Guard, passed, workers_of_device
+from dask_gpurt.device import Allocator, Pinning
+from dask_gpurt.device.base import DeviceFiles, Guard, files_of, passed, workers_of_device
 from dask_gpurt.device.descriptors import few_left
+from dask_gpurt.device.libraries import spilled_by_libraries
 from dask_gpurt.exchange.pools import Pools
-from dask_gpurt.memory.accounting import cudf_spill_manager, spilled_by_cudf
 from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import HostTier
-from dask_gpurt.memory.ledger import PARTITIONS, Ledger
+from dask_gpurt.memory.ledger import PARTITIONS, SPILLED_BY_LIBRARY, Ledger
 from dask_gpurt.memory.peer_copies import COPIES_BYTES, COPIES_OF_LIMIT
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.policy import next_use
@@ -97,7 +98,7 @@ class WorkerTiers:
         pools.most = {"host": shares.shared_memory, pools.main: shares.pool}
         self.pinned = BlockPool(
             self.limits.pinned,
-            register=self.device.pinning(),
+            register=self.device.register if isinstance(self.device, Pinning) else None,
             failed=lambda error: metrics.fallback(Fallback.MEMORY_NOT_PINNED, str(error)),
         )
         self.disk = DiskTier(worker.local_directory, self.limits.disk, self._device_files())
@@ -141,7 +142,8 @@ class WorkerTiers:
 
     def guard(self) -> None:
         """Have failed device allocations spill and retry. Blocks."""
-        self._guard = self.device.guard(self._short)
+        if isinstance(self.device, Allocator):
+            self._guard = self.device.guard(self._short)
 
     def _short(self, nbytes: int) -> bool:
         """Free memory for a failed allocation of this thread.
@@ -234,7 +236,11 @@ class WorkerTiers:
         }
 
     def _device_files(self) -> DeviceFiles | None:
-        return self.device.files(partial(self._metrics.fallback, Fallback.MEMORY_FILES_WITHOUT_KVIKIO))
+        return files_of(self.device, partial(self._metrics.fallback, Fallback.MEMORY_FILES_WITHOUT_KVIKIO))
+
+    def peak(self) -> int:
+        """Return the peak bytes of user code on the device since the last call; 0 if it does not count."""
+        return self.device.peak() if isinstance(self.device, Allocator) else 0
 
     def home(self, value: Any) -> Tier:
         """Return the tier in which an object is live."""
@@ -263,11 +269,13 @@ class WorkerTiers:
         for kind, pool in self.pools.describe().items():
             self.ledger.set(Tier.DEVICE if kind == self.device.kind else Tier.HOST, "published", pool["used"])
         self.ledger.shared_memory = self._shared_memory()
-        if (manager := cudf_spill_manager()) is not None:
-            self._poll_cudf(manager)
+        if (spilled := spilled_by_libraries()) is not None:
+            self.ledger.set(Tier.HOST, SPILLED_BY_LIBRARY, sum(spilled.values()))
+            self.tiered_buffer.set_elsewhere(spilled)
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
-        beyond = self.device.allocated() - self.tiered_buffer.live_bytes(Tier.DEVICE)
+        allocated = self.device.allocated() if isinstance(self.device, Allocator) else 0
+        beyond = allocated - self.tiered_buffer.live_bytes(Tier.DEVICE)
         self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
         too_much = self.tiered_buffer.reservations.overshoot()
@@ -292,14 +300,9 @@ class WorkerTiers:
             self._relieving = True
             self.in_background(self._relieve)
 
-    def _poll_cudf(self, manager: Any) -> None:
-        spilled = spilled_by_cudf(manager)
-        self.ledger.set(Tier.HOST, "cudf", sum(spilled.values()))
-        self.tiered_buffer.set_elsewhere(spilled)
-
     def _managed_on_host(self) -> int:
         device = self.ledger.used(Tier.DEVICE) if self.tiered_buffer.host_tier is Tier.DEVICE else 0
-        cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, "cudf"))
+        cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, SPILLED_BY_LIBRARY))
         return device + cells + self.ledger.used(Tier.PINNED)
 
     def _pressure(self, process: int) -> int:

@@ -20,7 +20,7 @@ from dask.utils import key_split
 from distributed import Client, Future, wait
 
 import dask_gpurt
-from dask_gpurt.device.base import lives_on_device
+from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS
 from dask_gpurt.memory.tiers import Tier

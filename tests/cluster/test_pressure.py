@@ -9,7 +9,7 @@ import pytest
 from distributed.spill import ManualEvictProto
 
 import dask_gpurt
-from dask_gpurt.device.host import HostDevice, NoGuard
+from dask_gpurt.device.host import HostDevice
 from tests.helpers.in_process import gen_client_cluster, on_cluster, until
 
 BYTES = 2**20
@@ -52,14 +52,16 @@ def test_the_allocator_is_guarded_again_until_the_runtime_is_off(monkeypatch: py
     """Another library may replace it, as an engine of cudf-polars does when it starts."""
     called = []
 
-    class Recording(NoGuard):
+    class Recording:
         def renew(self) -> None:
             called.append("renew")
 
         def remove(self) -> None:
             called.append("remove")
 
-    monkeypatch.setattr(HostDevice, "guard", lambda self, short: Recording())
+    monkeypatch.setattr(HostDevice, "guard", lambda self, short: Recording(), raising=False)
+    for counted in ("peak", "allocated"):
+        monkeypatch.setattr(HostDevice, counted, lambda self: 0, raising=False)
 
     @on_cluster(workers=1)
     async def run(client: Any, scheduler: Any, a: Any) -> None:

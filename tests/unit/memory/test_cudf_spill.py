@@ -13,7 +13,8 @@ import pytest
 from distributed import Client, wait
 
 import dask_gpurt
-from dask_gpurt.memory.accounting import cudf_spill_manager, owned, spilled_by_cudf
+from dask_gpurt.device.libraries import spilled_by_libraries
+from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.clusters import cluster
@@ -94,7 +95,7 @@ def tiered_buffer(tmp_path: Path) -> Iterator[TieredBuffer]:
 
 def test_without_cudf_there_is_no_manager() -> None:
     if "cudf" not in sys.modules:
-        assert cudf_spill_manager() is None
+        assert spilled_by_libraries() is None
 
 
 @pytest.mark.parametrize("spilled", [[], [0], [0, 1]])
@@ -104,11 +105,11 @@ def test_memory_is_the_same_wherever_it_lies(buffers: list[Spillable], spilled: 
     for number in spilled:
         buffers[number].is_spilled = True
     assert owned(frame) == {id(a): a.size, id(b): b.size}
-    assert spilled_by_cudf(cudf_spill_manager()) == {id(buffers[n]): 10 * KIB for n in spilled}
+    assert spilled_by_libraries() == {id(buffers[n]): 10 * KIB for n in spilled}
 
 
 def look(tiered_buffer: TieredBuffer) -> None:
-    tiered_buffer.set_elsewhere(spilled_by_cudf(cudf_spill_manager()))
+    tiered_buffer.set_elsewhere(spilled_by_libraries())
 
 
 def test_bytes_that_cudf_spills_leave_the_account_of_the_device(

@@ -19,7 +19,7 @@ from hypothesis import given
 
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
-from dask_gpurt.device.base import MAX_CONTENTS, contents, lives_on_device
+from dask_gpurt.device.libraries import MAX_CONTENTS, contents, lives_on_device
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
 from dask_gpurt.memory.budget import Claim, gpu_memory, host_memory, share_out

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from types import ModuleType
@@ -48,8 +48,16 @@ class OfGpu(Far):
 class Gpu(FarDevice):
     """Fake a GPU whose memory only its comms can read."""
 
+    serializer = "cuda"
+
+    def carried_by(self, protocol: str) -> bool:
+        return True
+
     def for_comm(self, source: Any) -> OfGpu:
         return OfGpu(source)
+
+    def from_comm(self, sources: Sequence[Any]) -> list[Any]:
+        return list(sources)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dask_gpurt.device.base import lives_on_device
+from dask_gpurt.device.base import files_of
 from dask_gpurt.device.host import HostDevice
+from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import HostTier
@@ -144,7 +145,7 @@ class Machine(RuleBasedStateMachine):
         self.tiers: dict[Tier, Any] = {
             Tier.PINNED: Pinned(BlockPool(pinned, block=4 * KIB)),
             Tier.HOST: Host(host),
-            Tier.DISK: Disk(directory, self.limits.disk, device.files(pytest.fail)),
+            Tier.DISK: Disk(directory, self.limits.disk, files_of(device, pytest.fail)),
         }
         for mapping in self.tiers.values():
             mapping.gate = self.gate

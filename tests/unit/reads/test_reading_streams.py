@@ -23,11 +23,12 @@ class Execution:
     """Stand in for a task that reads, and for the reads and the device of its worker."""
 
     def __init__(self, *, is_reading: bool = True, has_streams: bool = True, error: Exception | None = None):
-        self.is_reading, self.has_streams, self.error = is_reading, has_streams, error
-        self.reads = self.device = self
+        self.is_reading, self.error = is_reading, error
+        self.reads = self
+        self.streams = self if has_streams else None
         self.told: list[str] = []
         self.inside = False
-        self.streams = 0
+        self.counted = 0
 
     def reading(self) -> Any:
         if self.error:
@@ -41,7 +42,7 @@ class Execution:
         self.inside = False
 
     def count_stream(self) -> None:
-        self.streams += 1
+        self.counted += 1
 
     def share_stream(self, reason: str) -> None:
         self.told.append(reason)
@@ -56,7 +57,6 @@ def test_tasks_read_beside_compute_on_a_gpu_unless_the_settings_say_otherwise(
     for device, expected in ((HostDevice(1 << 20), on_host), (FarDevice(), on_gpu)):
         reads = reading.WorkerReads(MagicMock(), device, ReadSettings(None, beside), Metrics())
         assert reads.report()["beside"] == expected
-        assert reads.has_streams is not device.on_host
 
 
 def read(execution: Any, *args: Any, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> Arguments:
@@ -76,7 +76,7 @@ def test_a_read_beside_compute_has_a_stream_of_its_own(monkeypatch: pytest.Monke
     found = read(execution := Execution(), "options", parquet_metadatas="known", monkeypatch=monkeypatch)
     assert found == ("options", "own stream", "own memory", "known", True)
     assert not execution.inside
-    assert execution.streams == 1
+    assert execution.counted == 1
     assert not execution.told
 
 
@@ -99,4 +99,4 @@ def test_without_a_stream_of_its_own_a_read_uses_the_users(monkeypatch: pytest.M
     execution = Execution(error=MemoryError("no stream"))
     assert read(execution, "options", monkeypatch=monkeypatch) == ("options", None, None, None, False)
     assert execution.told == ["no stream"]
-    assert not execution.streams
+    assert not execution.counted
