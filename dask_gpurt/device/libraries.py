@@ -10,9 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from distributed.protocol.cuda import cuda_deserialize
+
 #: The identity and the bytes of an allocation.
 Root = tuple[int, int]
 
+#: Functions of Dask that deserialise objects from buffers of a device, by type.
+deserializers = cuda_deserialize
 #: Dask's families of serializers in the order of preference: the first leaves buffers on the device.
 SERIALIZERS = ("cuda", "dask", "pickle")
 #: Collections that are searched for frames and arrays, as Dask's serialisation does, and the most objects in

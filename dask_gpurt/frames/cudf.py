@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise, product
 from typing import Any
 
 import cudf
+import pandas as pd
 import pylibcudf as plc
 import rmm
 from cudf.core.column import ColumnBase, NumericalColumn, StringColumn
@@ -36,6 +37,7 @@ from dask_gpurt.frames.backend import (
     Routed,
     giving_back,
 )
+from dask_gpurt.frames.key_values import NANOSECONDS, unit_of
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
 
@@ -469,3 +471,21 @@ class PlainRows:
             for first, last in self.spans:
                 yield Copy(ptr + into, base + first * size, (last - first) * size)
                 into += (last - first) * size
+
+
+def partitions_by_value(keys: cudf.DataFrame, npartitions: int) -> cudf.Series:
+    """Return the output partition of each row, as the function of this name in ``frames.key_values``."""
+    comparable = {at: _comparable(keys.iloc[:, at]) for at in range(keys.shape[1])}
+    return type(keys)(comparable).hash_values() % npartitions
+
+
+def _comparable(values: cudf.Series) -> cudf.Series:
+    """Return values of a dtype by which equal ones have equal hashes."""
+    if str(values.dtype) == "category":
+        values = values.astype(values.cat.categories.dtype)
+    if isinstance(values.dtype, pd.DatetimeTZDtype):
+        values = values.dt.tz_convert(None)
+    if (unit := unit_of(values.dtype)) is not None:
+        return values.astype("int64") * NANOSECONDS[unit]
+    is_text = str(values.dtype) in ("object", "str", "string")
+    return values if is_text else values.astype("float64") + 0.0

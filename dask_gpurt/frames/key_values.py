@@ -20,10 +20,10 @@ import pandas as pd
 import pyarrow as pa
 from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-defined]
 
-from dask_gpurt.frames.registry import library
+from dask_gpurt.frames.registry import library_of
 
 #: Nanoseconds in the units of times. Larger products wrap around, in the same way for equal times.
-_NANOSECONDS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+NANOSECONDS = {"D": 86_400_000_000_000, "s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 #: The hash of what is missing.
 _MISSING = np.uint64(0xFFFFFFFFFFFFFFFF)
 #: What ``infer_dtype`` finds in columns of text.
@@ -36,10 +36,10 @@ def partitions_by_value(keys: Any, npartitions: int) -> Any:
     Parameters
     ----------
     keys
-        A frame of pandas or cudf with the keys.
+        A frame with the keys.
     """
-    if library(keys) == "cudf":
-        return _hashable_in_cudf(keys).hash_values() % npartitions
+    if (library := library_of(keys)) is not None and library.hashes:
+        return library.load().partitions_by_value(keys, npartitions)
     hashes = [_hashes(keys.iloc[:, at]) for at in range(keys.shape[1])]
     return (combine_hash_arrays(iter(hashes), len(hashes)) % np.uint64(npartitions)).astype(np.int64)
 
@@ -63,7 +63,7 @@ def _hashes_of_known(values: pd.Series[Any], missing: np.ndarray) -> np.ndarray:
         return _of_floats(values.to_numpy().real)
     if pd.api.types.is_bool_dtype(dtype) or pd.api.types.is_numeric_dtype(dtype):
         return _of_floats(values.to_numpy(np.float64, na_value=np.nan))
-    if (unit := _unit(dtype)) is not None:
+    if (unit := unit_of(dtype)) is not None:
         return _of_integers(_integers(values), unit)
     if isinstance(dtype, pd.IntervalDtype):
         return _hashes(pd.Series(values.array.left))
@@ -79,14 +79,14 @@ def _of_floats(numbers: np.ndarray) -> np.ndarray:
 def _of_integers(numbers: np.ndarray, unit: str) -> np.ndarray:
     """Return the hashes of times or durations, given in a unit."""
     with np.errstate(over="ignore"):
-        return np.array(pd.util.hash_array(numbers * np.int64(_NANOSECONDS[unit])))
+        return np.array(pd.util.hash_array(numbers * np.int64(NANOSECONDS[unit])))
 
 
 def _of_text(values: np.ndarray) -> np.ndarray:
     return np.array(pd.util.hash_array(values))
 
 
-def _unit(dtype: Any) -> str | None:
+def unit_of(dtype: Any) -> str | None:
     """Return the unit of times, dates or durations; None for other dtypes."""
     if isinstance(dtype, pd.ArrowDtype):
         kind = dtype.pyarrow_dtype
@@ -149,19 +149,3 @@ def _of_intervals(values: np.ndarray) -> np.ndarray:
 
 def _of_others(values: np.ndarray) -> np.ndarray:
     return _of_text(np.array([str(value) for value in values], object))
-
-
-def _hashable_in_cudf(keys: Any) -> Any:
-    """Return keys of cudf, of dtypes by which equal values have equal hashes."""
-    return type(keys)({at: _comparable_in_cudf(keys.iloc[:, at]) for at in range(keys.shape[1])})
-
-
-def _comparable_in_cudf(values: Any) -> Any:
-    if str(values.dtype) == "category":
-        values = values.astype(values.cat.categories.dtype)
-    if isinstance(values.dtype, pd.DatetimeTZDtype):
-        values = values.dt.tz_convert(None)
-    if (unit := _unit(values.dtype)) is not None:
-        return values.astype("int64") * _NANOSECONDS[unit]
-    is_text = str(values.dtype) in ("object", "str", "string")
-    return values if is_text else values.astype("float64") + 0.0

@@ -1,16 +1,76 @@
-"""Select the backend of a frame, and load the libraries of backends ahead of their first use."""
+"""Select the backend of a frame, and load the libraries of backends ahead of their first use.
+
+A library of dataframes is a row in a table, :data:`LIBRARIES`. Its backend is a module that is imported when
+the library's frames are first shuffled.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dask_gpurt.device import Device
-from dask_gpurt.frames.backend import Frame, Table
+from dask_gpurt.frames.backend import Frame, Table, WarmUp
 from dask_gpurt.frames.chunks import ChunkTable
 from dask_gpurt.frames.numpy import NumpyChunks
+
+
+@dataclass(frozen=True)
+class FrameLibrary:
+    """Describe a library of dataframes.
+
+    Attributes
+    ----------
+    device
+        The kind of device that holds its frames.
+    module, table
+        The module of its backend, and the name of the class there that implements
+        :class:`~dask_gpurt.frames.backend.Table`. It is made with the device.
+    before
+        Modules to import before that one, if they are installed.
+    columns
+        Returns the labels of a frame's columns.
+    hashes
+        Whether the module has a ``partitions_by_value`` of its own, as that of
+        :mod:`dask_gpurt.frames.key_values`.
+    """
+
+    device: str
+    module: str
+    table: str
+    before: tuple[str, ...] = ()
+    columns: Callable[[Frame], Iterable[Any]] = lambda frame: frame.columns
+    hashes: bool = False
+
+    def load(self) -> Any:
+        """Return the module of the backend."""
+        return importlib.import_module(self.module)
+
+    def backend(self, device: Device) -> Table:
+        """Return the backend on a device."""
+        table: Table = getattr(self.load(), self.table)(device)
+        return table
+
+
+#: The libraries by the name of their top module.
+LIBRARIES = {
+    "pandas": FrameLibrary("host", "dask_gpurt.frames.pandas", "PandasTable"),
+    "cudf": FrameLibrary(
+        "cuda",
+        "dask_gpurt.frames.cudf",
+        "CudfTable",
+        # Dask and cudf have circular imports, so that a first import in two threads concurrently may fail.
+        before=("dask_cudf",),
+        # `frame.columns` makes a pandas index of them, anew for each frame.
+        columns=lambda frame: frame._column_names,
+        hashes=True,
+    ),
+}
+#: The libraries of arrays other than numpy: the kind of device, and the module and the class of the backend.
+ARRAY_LIBRARIES = {"cupy": ("cuda", "dask_gpurt.frames.cupy", "CupyChunks")}
 
 
 def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
@@ -28,32 +88,33 @@ def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
     TypeError
         If no backend supports it.
     """
-    match library(frame):
-        case "cudf":
-            from dask_gpurt.frames.cudf import CudfTable
-
-            return CudfTable(devices("cuda"))
-        case "pandas":
-            from dask_gpurt.frames.pandas import PandasTable
-
-            return PandasTable(devices("host"))
-    raise TypeError(
-        f"partitions of type {type(frame).__qualname__} cannot be shuffled: expected pandas or cudf frames"
-    )
+    if (found := library_of(frame)) is None:
+        raise TypeError(
+            f"partitions of type {type(frame).__qualname__} cannot be shuffled: expected a frame of "
+            f"{' or '.join(LIBRARIES)}"
+        )
+    return found.backend(devices(found.device))
 
 
 def device_kind(frame: Frame) -> str | None:
     """Return the kind of device that partitions of a frame's type need; None if unsupported."""
-    return {"cudf": "cuda", "pandas": "host", None: None}[library(frame)]
+    found = library_of(frame)
+    return None if found is None else found.device
 
 
 def library(frame: Frame) -> str | None:
-    """Return the library of a frame or of its base class, "pandas" or "cudf"; None if unsupported."""
+    """Return the name of the library of a frame or of its base class; None if unsupported."""
     for kind in type(frame).__mro__:
         root = kind.__module__.partition(".")[0]
-        if root in ("pandas", "cudf"):
+        if root in LIBRARIES:
             return root
     return None
+
+
+def library_of(frame: Frame) -> FrameLibrary | None:
+    """Return the library of a frame or of its base class; None if unsupported."""
+    name = library(frame)
+    return None if name is None else LIBRARIES[name]
 
 
 def has_unknown_categories(meta: Frame) -> bool:
@@ -77,18 +138,16 @@ def is_of_unknown_categories(column: Any) -> bool:
 
 
 def column_names(frame: Frame) -> tuple[Any, ...]:
-    """Return the labels of the columns of a frame.
-
-    In cudf ``frame.columns`` makes a pandas index of them, anew for each frame.
-    """
-    return tuple(frame._column_names if library(frame) == "cudf" else frame.columns)
+    """Return the labels of the columns of a frame."""
+    found = library_of(frame)
+    return tuple(frame.columns if found is None else found.columns(frame))
 
 
 def array_library(chunk: Any) -> str:
-    """Return the library of the :func:`chunk_table` for a chunk: "cupy" if it is plain cupy, else "numpy"."""
+    """Return the library of the :func:`chunk_table` for a chunk: "numpy" unless it is a plain other array."""
     kind = type(chunk)
-    is_cupy = kind.__module__.partition(".")[0] == "cupy" and kind.__name__ == "ndarray"
-    return "cupy" if is_cupy else "numpy"
+    root = kind.__module__.partition(".")[0]
+    return root if root in ARRAY_LIBRARIES and kind.__name__ == "ndarray" else "numpy"
 
 
 def chunk_table(library: str, devices: Callable[[str], Device]) -> ChunkTable:
@@ -97,28 +156,25 @@ def chunk_table(library: str, devices: Callable[[str], Device]) -> ChunkTable:
     Parameters
     ----------
     library
-        "numpy" or "cupy".
+        A result of :func:`array_library`.
     devices
         See :func:`backend_for`.
     """
-    if library == "cupy":
-        from dask_gpurt.frames.cupy import CupyChunks
-
-        return CupyChunks(devices("cuda"))
-    return NumpyChunks(devices("host"))
+    if library not in ARRAY_LIBRARIES:
+        return NumpyChunks(devices("host"))
+    device, module, table = ARRAY_LIBRARIES[library]
+    found: ChunkTable = getattr(importlib.import_module(module), table)(devices(device))
+    return found
 
 
 def import_backends(devices: Mapping[str, Device]) -> None:
-    """Import the libraries of all devices up front.
-
-    Dask and cudf have circular imports, so that a first import in two threads concurrently may fail. So this
-    has to run before other threads import them.
-    """
-    importlib.import_module("dask_gpurt.frames.pandas")
-    if "cuda" in devices:
-        with contextlib.suppress(ImportError):
-            importlib.import_module("dask_cudf")
-        importlib.import_module("dask_gpurt.frames.cudf")
+    """Import the libraries of all devices up front, before other threads import them."""
+    for each in LIBRARIES.values():
+        if each.device in devices:
+            for name in each.before:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(name)
+            each.load()
 
 
 def warm_up(devices: Mapping[str, Device]) -> None:
@@ -129,14 +185,12 @@ def warm_up(devices: Mapping[str, Device]) -> None:
     devices
         The devices of this worker, by kind.
     """
-    if "cuda" in devices:
-        from dask_gpurt.frames.cudf import CudfTable
-
-        CudfTable(devices["cuda"]).warm_up()
+    for table in _warming_up(devices):
+        table.warm_up()
 
 
 def warm_up_operators(devices: Mapping[str, Device], until: Callable[[], bool]) -> None:
-    """Compile the kernels that cudf's operators would compile on first use. Blocks for seconds.
+    """Compile the kernels that a library's operators would compile on first use. Blocks for seconds.
 
     Parameters
     ----------
@@ -145,7 +199,11 @@ def warm_up_operators(devices: Mapping[str, Device], until: Callable[[], bool]) 
     until
         Returns whether to stop early.
     """
-    if "cuda" in devices:
-        from dask_gpurt.frames.cudf import CudfTable
+    for table in _warming_up(devices):
+        table.warm_up_operators(until)
 
-        CudfTable(devices["cuda"]).warm_up_operators(until)
+
+def _warming_up(devices: Mapping[str, Device]) -> Iterator[WarmUp]:
+    for each in LIBRARIES.values():
+        if each.device in devices and isinstance(table := each.backend(devices[each.device]), WarmUp):
+            yield table

@@ -121,7 +121,7 @@ def _walk(value: Any) -> Iterator[tuple[int, int]]:
 
 
 def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
-    library = str(type(value).__module__).partition(".")[0]
+    library = _library(value)
     if isinstance(value, Raw):
         for buffer in value.buffers:
             yield from _walk(buffer)
@@ -137,6 +137,10 @@ def _walk_other(value: Any) -> Iterator[tuple[int, int]]:
         yield id(value), sizeof(value)
 
 
+def _library(value: Any) -> str:
+    return str(type(value).__module__).partition(".")[0]
+
+
 def _roots_in_library(value: Any, library: str) -> Iterable[tuple[int, int]] | None:
     if (known := _registered.get(library)) is not None:
         return known(value)
@@ -146,7 +150,7 @@ def _roots_in_library(value: Any, library: str) -> Iterable[tuple[int, int]] | N
 
 def _has_buffers(value: Any) -> bool:
     """Return whether an object may share its memory with other objects."""
-    return isinstance(value, _WITH_BUFFERS) or lives_on_device(value)
+    return isinstance(value, _WITH_BUFFERS) or lives_on_device(value) or _library(value) in _registered
 
 
 def _walk_extension(array: Any) -> Iterator[tuple[int, int]]:

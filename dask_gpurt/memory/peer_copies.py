@@ -21,13 +21,12 @@ from itertools import accumulate
 from typing import Any
 
 from dask.typing import Key
-from distributed.protocol.cuda import cuda_deserialize
 from distributed.protocol.serialize import Serialized, deserialize
 
 from dask_gpurt.device import Block, Device, DirectComms, Pool, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.copies import DeviceSpan, address
-from dask_gpurt.device.libraries import SERIALIZERS, is_device_buffer
+from dask_gpurt.device.libraries import SERIALIZERS, deserializers, is_device_buffer
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.memory.serialize import Frames, NotMovable, on_device, take_apart
 from dask_gpurt.observe import Fallback, Metrics
@@ -217,7 +216,7 @@ def _read(header: Mapping[str, Any], frames: Sequence[Any]) -> Any:
     return deserialize(body, [_part(whole, *next(spans)) if there else next(on_host) for there in flags])
 
 
-cuda_deserialize.register(OneBuffer)(_read)
+deserializers.register(OneBuffer)(_read)
 
 
 def _part(whole: Any, start: int, size: int) -> Buffer:

@@ -35,6 +35,7 @@ from dask_gpurt.dask_hooks.shuffle import (
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, WorkerState
 from dask_gpurt.frames import library
+from dask_gpurt.frames.registry import LIBRARIES
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.placement import Headroom
 from dask_gpurt.protocol import ACCEPTED_OP
@@ -194,7 +195,7 @@ class SchedulerShuffles:
                 MethodChoice.TAKEOVER_OFF.count(self._metrics)
                 return spec
             if isinstance(spec, DataFrameShuffleSpec) and library(spec.meta) is None:
-                reason = f"{type(spec.meta)} is not a frame of pandas or cudf"
+                reason = f"{type(spec.meta)} is not a frame of {' or '.join(LIBRARIES)}"
                 self._metrics.fallback(Fallback.SHUFFLE_UNSUPPORTED_FRAMES, reason)
                 return spec
             self._metrics.add("shuffle.taken-over")

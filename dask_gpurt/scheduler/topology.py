@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dask_gpurt.config.values import PATHS
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import call_soon
@@ -22,11 +23,17 @@ from dask_gpurt.topology.hosts import Host
 #: Seconds after which another worker of a host is asked to describe it.
 HOST_TIMEOUT_S = 60.0
 #: Links that each path of the exchange may cross. Transfers over other links are not samples of these.
-LINKS_OF_PATH = {
-    "shared-memory": {Link.SHARED_MEMORY},
-    "cuda-ipc": {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
-    COMMS: {Link.LOOPBACK, Link.RDMA, Link.TCP},
-}
+LINKS_OF_PATH = dict(
+    zip(
+        PATHS,
+        (
+            {Link.SHARED_MEMORY},
+            {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
+            {Link.LOOPBACK, Link.RDMA, Link.TCP},
+        ),
+        strict=True,
+    )
+)
 
 
 class SchedulerTopology:

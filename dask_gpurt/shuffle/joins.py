@@ -130,7 +130,7 @@ def with_categories_of(other: Any, side: Any) -> Any:
 
 
 def _is_categorical(dtype: Any) -> bool:
-    """Return whether a dtype is categorical, in pandas or in cudf, which has its own class."""
+    """Return whether a dtype is categorical, of whichever library."""
     return str(dtype) == "category"
 
 

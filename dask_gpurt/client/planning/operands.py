@@ -31,12 +31,14 @@ from dask_gpurt.dask_hooks.planning import (
     operands_of,
     with_deferred_values,
 )
+from dask_gpurt.frames.registry import LIBRARIES
 
 #: Packages whose functions and classes do not change while a process runs.
 TRUSTED = frozenset(
     [
         *("builtins", "functools", "operator", "_operator", "tlz", "toolz"),
-        *("numpy", "pandas", "pyarrow", "cudf", "dask", "dask_cudf", "dask_gpurt"),
+        *("numpy", "pyarrow", "dask", "dask_gpurt"),
+        *(name for library, row in LIBRARIES.items() for name in (library, *row.before)),
     ]
 )
 #: The most values in an operand, and the most bytes of an array. Larger operands count as data.
@@ -123,7 +125,7 @@ def own(value: Any) -> Any:
 
 
 def is_empty_frame(value: Any) -> bool:
-    """Return whether a value is the metadata of a frame: an empty frame of pandas or cudf."""
+    """Return whether a value is the metadata of a frame: an empty frame of a known library."""
     kind = type(value)
     return kind.__name__ in ("DataFrame", "Series") and is_trusted(kind) and len(value) == 0
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dask_gpurt.frames.registry import LIBRARIES
+
 #: Dtypes other than numpy's for which equality means that they are identical.
 SIMPLE_DTYPES = (
     pd.BooleanDtype, pd.Int8Dtype, pd.Int16Dtype, pd.Int32Dtype, pd.Int64Dtype, pd.UInt8Dtype, pd.UInt16Dtype,
@@ -26,14 +28,11 @@ def schema_of(frame: Any) -> Hashable | None:
     Parameters
     ----------
     frame
-        A frame or series of pandas or cudf. Subclasses, and frames with rows, several index or column levels,
-        attributes, frequencies or unknown dtypes have no key.
+        A frame or series of a known library. Subclasses, and frames with rows, several index or column
+        levels, attributes, frequencies or unknown dtypes have no key.
     """
     kind = type(frame)
-    if kind.__name__ not in ("DataFrame", "Series") or kind.__module__.partition(".")[0] not in (
-        "pandas",
-        "cudf",
-    ):
+    if kind.__name__ not in ("DataFrame", "Series") or kind.__module__.partition(".")[0] not in LIBRARIES:
         return None
     if len(frame) or getattr(frame, "attrs", None) or not _allows_duplicates(frame):
         return None
