@@ -12,10 +12,9 @@ two passes over the queries:
   scheduler's process.
 - ``switching``: a thread that waits for the GIL asks for it after 0.5 ms, not after Python's 5, in all
   processes.
-- ``filter``: rows that match no key of a filtered side of their join are not moved
-  (``gpurt.planning.filter``). A switch drops cached plans, so each query is planned again before it is timed.
 - ``local-groups``: rows are grouped where they are read if the files of a table have different keys
-  (``gpurt.planning.local-groups``). It drops cached plans too.
+  (``gpurt.planning.local-groups``). A switch drops cached plans, so each query is planned again before it is
+  timed.
 - ``partitions``: the size of tables decides how many partitions their files make
   (``gpurt.planning.partition-size`` and ``broadcast-size``), with the same remark.
 
@@ -87,11 +86,6 @@ def ask_for_the_gil_early(client: Client, on: bool) -> None:
     client.run(change)
 
 
-def filter_joins(_: Client, on: bool) -> None:
-    """Plan joins with filters, or without. Plans are made in this process."""
-    dask.config.set({"gpurt.planning.filter": on})
-
-
 def group_locally(_: Client, on: bool) -> None:
     """Group rows where they are read, or leave that to Dask."""
     dask.config.set({"gpurt.planning.local-groups": on})
@@ -108,14 +102,13 @@ FEATURES: dict[str, Callable[[Client, bool], None]] = {
     "priority": prioritise,
     "frozen": freeze,
     "switching": ask_for_the_gil_early,
-    "filter": filter_joins,
     "local-groups": group_locally,
     "partitions": choose_partitions,
 }
 #: Features that a new cluster has.
 ON_BY_DEFAULT = ("priority", "local-groups", "partitions")
 #: Features whose switch drops cached plans.
-REPLANNED = ("filter", "local-groups", "partitions")
+REPLANNED = ("local-groups", "partitions")
 
 
 def measure_modes(options: ClusterOptions, plan: Plan, concurrency: int, feature: str) -> Iterator[Run]:

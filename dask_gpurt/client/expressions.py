@@ -31,14 +31,13 @@ from dask_gpurt.dask_hooks.expr import (
     parameters,
     task_of,
 )
-from dask_gpurt.dask_hooks.graph import Task, TaskRef
+from dask_gpurt.dask_hooks.graph import Task
 from dask_gpurt.dask_hooks.planning import set_metadata
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, run_barrier
 from dask_gpurt.frames import Hashed, Ranged, column_names
-from dask_gpurt.frames.join_keys import Keys, all_keys, distinct_keys
 from dask_gpurt.frames.key_values import partitions_by_value
 from dask_gpurt.shuffle import ShuffleSpec
-from dask_gpurt.shuffle.joins import LEFT, matching_rows, merge_aligned, merge_frames, merge_unpack
+from dask_gpurt.shuffle.joins import merge_aligned, merge_frames, merge_unpack
 from dask_gpurt.shuffle.local import BarrierTask, shuffle_unpack, transfer
 
 #: The option of a shuffle whose outputs keep the order of the inputs, although they are sorted later.
@@ -230,7 +229,6 @@ def _hash_join_transfer(
     input_partition: int,
     by_index: bool,
     like: bytes,
-    keys: Keys = None,
 ) -> Any:
     """Transfer one side of a join, hashed as ``tasks`` does: another join may rely on where its rows are.
 
@@ -241,11 +239,7 @@ def _hash_join_transfer(
     like
         The pickled meta of the keys. Its dtypes decide what is cast before hashing: those of one partition
         may differ, and Dask's own p2p joins go by these.
-    keys
-        The keys of the other side, by which this side is filtered.
     """
-    if keys is not None:
-        frame = matching_rows(frame, by, keys)
     known, columns = _loaded(like), set(column_names(frame))
     names = [by] if isinstance(by, str) else by
     hashed: Any  # Dask's function just passes it on
@@ -299,8 +293,8 @@ def _meta_of_keys(side: Any, by: Any, by_index: bool) -> bytes:
 class GpurtHashJoin(HashJoinP2P):
     """Shuffle both sides of a join through the runtime, and join in the unpack tasks."""
 
-    _parameters = [*parameters(HashJoinP2P), "filtered_by", "any_columns", OWN_COMPUTATION]
-    _defaults = {**defaults(HashJoinP2P), "filtered_by": None, "any_columns": False, OWN_COMPUTATION: None}
+    _parameters = [*parameters(HashJoinP2P), "any_columns", OWN_COMPUTATION]
+    _defaults = {**defaults(HashJoinP2P), "any_columns": False, OWN_COMPUTATION: None}
 
     def _layer(self) -> dict[Any, Any]:
         whole = _WholeHashJoin(*self.operands)
@@ -317,29 +311,11 @@ class GpurtHashJoin(HashJoinP2P):
             if (like := likes.get(task.key[0])) is None:
                 like = likes[task.key[0]] = _meta_of_keys(sides[partition[0]], by, by_index)
             layer[task.key] = Task(task.key, _hash_join_transfer, *task.args, like)
-        if self.filtered_by is not None:
-            layer |= self._key_tasks(layer)
         for index, partition in enumerate(self._partitions):
             task = layer.pop((name_of(whole), partition))
             key = (self._name, index)
             layer[key] = Task(key, merge_unpack, *task.args, **task.kwargs)
         return layer
-
-    def _key_tasks(self, layer: dict[Any, Any]) -> dict[Any, Any]:
-        """Return tasks that collect the keys of one side, and those transfers of the other that use them."""
-        by, of = (self.left, self.right) if self.filtered_by == LEFT else (self.right, self.left)
-        on = self.left_on if self.filtered_by == LEFT else self.right_on
-        name, source, filtered = f"join-keys-{self._name}", name_of(by), name_of(of)
-        parts = [
-            Task((name, i), distinct_keys, TaskRef((source, i)), convert_to_list(on))
-            for i in range(by.npartitions)
-        ]
-        keys = Task(f"all-{name}", all_keys, *(part.ref() for part in parts))
-        tasks = {task.key: task for task in [*parts, keys]}
-        for task in layer.values():
-            if task.func is _hash_join_transfer and task.args[0].key[0] == filtered:
-                tasks[task.key] = Task(task.key, _hash_join_transfer, *task.args, keys.ref())
-        return tasks
 
     @property
     def _numbers_rows(self) -> bool:

@@ -36,7 +36,6 @@ from dask_gpurt.client.expressions import (
     RangeTargets,
     RearrangeByValues,
 )
-from dask_gpurt.client.join_filters import filtering_side
 from dask_gpurt.client.planning.fusing import needed_tasks
 from dask_gpurt.client.planning.rules.partition_notes import (
     are_together,
@@ -252,8 +251,7 @@ class Lowering:
         if type(lowered) is not HashJoinP2P:
             return _as_we_join(lowered)
         self._on_choice(name_of(expr), choice)
-        filtered_by = filtering_side(expr) if config.filters_joins() else None
-        return GpurtHashJoin(*lowered.operands, filtered_by, expr.shuffle_method == TASKS)
+        return GpurtHashJoin(*lowered.operands, expr.shuffle_method == TASKS)
 
     def is_broadcast_join(self, original: Callable[[Any], bool], expr: Any) -> bool:
         """Return whether a join sends one side to all partitions of the other, as decided by Dask.

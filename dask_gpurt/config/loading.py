@@ -19,6 +19,8 @@ with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpurt.yaml")
     # The C loader takes a tenth of the time.
     _DEFAULTS: dict[str, Any] = yaml.load(_file, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
+logger = logging.getLogger(__name__)
+
 dask.config.update_defaults(_DEFAULTS)
 
 
@@ -33,7 +35,12 @@ def _keys(settings: type, prefix: str) -> Iterator[str]:
 
 #: The full name of every key.
 KEYS = tuple(_keys(Settings, "gpurt"))
-#: The messages that :func:`say_once` has logged in this process.
+#: Keys that are gone, with what to do instead. They are ignored with a warning, not refused as unknown ones
+#: are: the runtime does without them what it did by default.
+RETIRED = {
+    "gpurt.planning.filter": "joins are no longer filtered by the keys of the other side; remove it",
+}
+#: The messages that :func:`say_once` and :func:`_ignore_retired` have logged in this process.
 _said: set[str] = set()
 
 
@@ -50,6 +57,14 @@ def _unknown(key: str, siblings: Iterable[str]) -> str:
     return f"unknown key {key!r}. Known keys: {', '.join(KEYS)}"
 
 
+def _ignore_retired(key: str) -> bool:
+    """Return whether a key is gone; say once per process what to do instead."""
+    if (hint := RETIRED.get(key)) is not None and key not in _said:
+        _said.add(key)
+        logger.warning("the setting %r is ignored: %s", key, hint)
+    return hint is not None
+
+
 def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str, found: list[str]) -> Any:
     """Build the dataclass ``settings`` from ``given``, or append errors to ``found`` and return None."""
     items = {item.name.replace("_", "-"): item for item in fields(settings)}
@@ -59,7 +74,8 @@ def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str
         found.append(str(wrong(prefix, given, f"a section with the keys {', '.join(items)}")))
         return None
     values = {str(name).replace("_", "-"): value for name, value in given.items()}
-    found.extend(_unknown(f"{prefix}.{name}", items) for name in values if name not in items)
+    unknown = [f"{prefix}.{name}" for name in values if name not in items]
+    found.extend(_unknown(key, items) for key in unknown if not _ignore_retired(key))
     read = {}
     for name, item in items.items():
         key, value = f"{prefix}.{name}", values.get(name, default[name])
@@ -124,17 +140,6 @@ def takeover() -> bool | str:
     """
     default = _DEFAULTS["gpurt"]["takeover"]
     return parse_takeover("gpurt.takeover", dask.config.get("gpurt.takeover", default))
-
-
-def filters_joins() -> bool:
-    """Return the setting ``gpurt.planning.filter`` only, which clients read for each join.
-
-    Raises
-    ------
-    ConfigError
-        If its value is invalid.
-    """
-    return _planning_switch("filter")
 
 
 def partition_sizes() -> tuple[int | None, int | None]:

@@ -224,8 +224,6 @@ class PlanningSettings:
         The bytes of a table up to which it is read as a single partition; None for the default.
     cache
         Whether to cache expressions, their metadata and plans between queries.
-    filter
-        Whether to drop rows of one side of a join that match no key of the other side before they are moved.
     fuse
         Whether to fuse tasks of a computation that run in sequence on one partition.
     local_groups
@@ -238,7 +236,6 @@ class PlanningSettings:
 
     broadcast_size: int | None = _setting(values.bytes_or_auto)
     cache: bool = _setting(values.boolean)
-    filter: bool = _setting(values.boolean)
     fuse: bool = _setting(values.boolean)
     local_groups: bool = _setting(values.boolean)
     partition_size: int | None = _setting(values.bytes_or_auto)

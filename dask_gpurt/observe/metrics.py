@@ -170,7 +170,6 @@ METRICS: Mapping[str, Metric] = {
         _counter("shuffle.lost.shards", "shards that an owner had accepted and could not read"),
         _counter("shuffle.recovered.shards", "shards offered to the owners of new shares"),
         _counter("shuffle.rows", "rows of input partitions"),
-        _counter("shuffle.rows.filtered", "rows of a join that were not moved, since they match no key"),
         _counter(
             "shuffle.shards.{answer}",
             "shards that an owner does not accept, by reason: `repeated`, `stale`, `outdated`",

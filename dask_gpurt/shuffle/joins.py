@@ -15,7 +15,6 @@ from typing import Any
 from dask_gpurt.dask_hooks.expr import convert_to_list
 from dask_gpurt.dask_hooks.graph import concat, merge_chunk
 from dask_gpurt.frames import column_names, halves
-from dask_gpurt.frames.join_keys import Keys, rows_with_keys
 from dask_gpurt.frames.registry import is_of_unknown_categories
 from dask_gpurt.frames.semi_joins import rows_that_may_match
 from dask_gpurt.observe import Fallback
@@ -25,15 +24,6 @@ from dask_gpurt.shuffle.splitting import split_and_retry
 LEFT, RIGHT, SEMI = "left", "right", "leftsemi"
 #: The side that can be joined in pieces, by kind of join.
 PROBE_SIDES = {"inner": LEFT, "left": LEFT, SEMI: LEFT, "right": RIGHT}
-
-
-def matching_rows(frame: Any, on: Any, keys: Keys) -> Any:
-    """Return the rows of a side of a join that may match a key of the other side; count the others."""
-    kept = rows_with_keys(frame, convert_to_list(on) or (), keys)
-    runtime = runtime_here()
-    if runtime is not None and len(kept) < len(frame):
-        runtime.metrics.add("shuffle.rows.filtered", len(frame) - len(kept))
-    return kept
 
 
 def merge_unpack(

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
-from dask_gpurt.config import KEYS, MODES, PATHS, ConfigError, Settings, Size, load, problems
+from dask_gpurt.config import KEYS, MODES, PATHS, RETIRED, ConfigError, Settings, Size, load, problems
 
 ROOT = Path(__file__).parents[3]
 DEFAULTS = yaml.safe_load(files("dask_gpurt").joinpath("gpurt.yaml").read_text())
@@ -277,6 +277,20 @@ def test_compression_on_a_gpu_in_an_old_file_is_compression_on_the_host() -> Non
     with pytest.warns(DeprecationWarning, match="auto"):
         settings = load({"gpurt": {"exchange": {"compression": "gpu"}}})
     assert settings.exchange.compression == "auto"
+
+
+def test_a_key_that_is_gone_is_ignored_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(RETIRED, "gpurt.shuffle.gone", "remove it")
+    old = nested("gpurt.shuffle.gone", True)
+    assert problems(old) == []
+    assert load(old) == load({})
+    assert caplog.messages == ["the setting 'gpurt.shuffle.gone' is ignored: remove it"]
+
+
+def test_no_key_that_is_gone_is_known() -> None:
+    assert not RETIRED.keys() & set(KEYS)
 
 
 def test_unknown_path_has_a_suggestion() -> None:
