@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-#: The rooms of ids that name a part of a room.
-WITHIN = {"planning": "client.planning", "dashboard": "monitor.dashboard"}
+#: Where subjects are handled that are not rooms themselves.
+_WITHIN = {"planning": "client.planning", "dashboard": "monitor.dashboard"}
 
 
 class Fallback(Enum):
@@ -38,6 +38,7 @@ class Fallback(Enum):
     EXCHANGE_COMMS = "exchange.comms", "bytes go through Dask's comms"
     EXCHANGE_THROUGH_HOST = "exchange.through-host", "bytes are copied through host memory"
     EXCHANGE_UNCOMPRESSED = "exchange.uncompressed", "shards to other hosts are not compressed"
+    EXCHANGE_COMPRESSED_ON_HOST = "exchange.compressed-on-host", "shards are compressed in host memory"
     EXCHANGE_SHM_FULL = "exchange.shm-full", "producers wait for room in shared memory"
     EXCHANGE_FEW_DESCRIPTORS = "exchange.few-descriptors", "transfers may fail for lack of file descriptors"
     EXCHANGE_SPILLED_ON_ARRIVAL = "exchange.spilled-on-arrival", "pulled shards do not fit on the device"
@@ -124,8 +125,8 @@ class Fallback(Enum):
     @property
     def room(self) -> str:
         """Return the room of the fallback, which is also the name of its logger."""
-        first = self.id.partition(".")[0]
-        return WITHIN.get(first, first)
+        subject = self.id.partition(".")[0]
+        return _WITHIN.get(subject, subject)
 
     def filled(self, *labels: str) -> tuple[str, str]:
         """Return the id and the text with the values of the labels filled in.

@@ -12,7 +12,7 @@ import pickle
 import platform
 import sys
 import types
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from enum import Enum
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -36,12 +36,10 @@ _VERSIONED = {
     **{name: (name, f"{name}-cu12", f"{name}-cu13") for name in ("cudf", "dask_cudf")},
 }
 #: Packages that plan, with the files that they do it in. Their version may stay the same while they change.
-_PLANNERS = {
+PLANNERS = {
     "dask": ("*.py", "dataframe/**/*.py"),
     "dask_cudf": ("**/*.py",),
-    "dask_gpurt": tuple(
-        f"{room}/*.py" for room in ("dask_hooks", "dataframe", "frames", "planning", "shuffle")
-    ),
+    "dask_gpurt": ("client/**/*.py", "dask_hooks/*.py", "frames/*.py", "shuffle/*.py"),
 }
 #: Types whose values are written as in source code.
 _PLAIN = frozenset([types.NoneType, bool, int, float, str, bytes])
@@ -89,7 +87,7 @@ def environment() -> str | None:
         found += (
             f"{package} {_version_of(names)}" for package, names in _VERSIONED.items() if _is_there(package)
         )
-        found += (f"{package} {_hash_of(package)}" for package in _PLANNERS if _is_there(package))
+        found += (f"{package} {_hash_of(package)}" for package in PLANNERS if _is_there(package))
     except (PackageNotFoundError, OSError):
         return None
     return "\n".join(found)
@@ -111,19 +109,29 @@ def _version_of(names: Iterable[str]) -> str:
 
 def _hash_of(package: str) -> str:
     """Return a hash of the source files of a package that plans."""
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for folder, file in sources_of(package):
+        content = file.read_bytes()
+        found.update(f"{file.relative_to(folder)} {len(content)} ".encode())
+        found.update(content)
+    return found.hexdigest()
+
+
+def sources_of(package: str) -> Iterator[tuple[Path, Path]]:
+    """Yield the source files of a package that plan, without its tests, each with the package's folder.
+
+    Raises
+    ------
+    OSError
+        If the package has no folder.
+    """
     spec = find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
     if not folders:
         raise OSError(f"{package} has no folder")
-    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for folder in map(Path, folders):
-        files = {file for pattern in _PLANNERS[package] for file in folder.glob(pattern)}
-        for file in sorted(files):
-            if "tests" not in file.parts:
-                content = file.read_bytes()
-                found.update(f"{file.relative_to(folder)} {len(content)} ".encode())
-                found.update(content)
-    return found.hexdigest()
+        files = {file for pattern in PLANNERS[package] for file in folder.glob(pattern)}
+        yield from ((folder, file) for file in sorted(files) if "tests" not in file.parts)
 
 
 def _write(value: Any, text: list[str]) -> None:

@@ -473,7 +473,7 @@ def test_source_of_planning_that_differs_gives_other_digests(
     package.mkdir()
     (package / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(digests, "_PLANNERS", {"planner_of_test": ("*.py",)})
+    monkeypatch.setattr(digests, "PLANNERS", {"planner_of_test": ("*.py",)})
     found = []
     for name, source in (("a.py", "x = 1"), ("a.py", "x = 2"), ("b.py", "x = 2")):
         (package / name).write_text(source)
@@ -481,6 +481,14 @@ def test_source_of_planning_that_differs_gives_other_digests(
         found.append(digest_of(1))
     environment.cache_clear()
     assert len(set(found)) == 3
+
+
+def test_the_source_that_plans_is_that_of_the_client() -> None:
+    files = {str(file.relative_to(folder)) for folder, file in digests.sources_of("dask_gpurt")}
+    client = ROOT / "dask_gpurt" / "client"
+    assert {str(file.relative_to(client.parent)) for file in client.rglob("*.py")} < files
+    for pattern in digests.PLANNERS["dask_gpurt"]:
+        assert any(Path(file).match(pattern) for file in files), pattern
 
 
 def test_settings_with_the_address_of_an_object_are_not_stored(path: Path, metrics: Metrics) -> None:
