@@ -106,7 +106,7 @@ def disable(client: Client | None = None) -> Client:
         off nevertheless.
     """
     client = session.given_client(client)
-    session.leave_cluster(client)
+    session.SESSIONS.close_cluster(client)
     if client.status == "closed" and not client.asynchronous:
         return client  # its loop has ended
     disabled: Client = client.sync(session.deactivate, client)

@@ -20,14 +20,14 @@ from .gpu import Utilisation, wait_until_idle
 GPURT, TASKS, P2P, CUDF_POLARS = "gpurt", "tasks", "p2p", "cudf-polars"
 #: The runtime with several workers in place of each one.
 SHARED = "gpurt-shared"
-#: The runtime, which leaves each operation of a query a task of its own. Run it and the runtime as it is one
-#: after the other: what a client plans with is kept until another one is the current one.
-UNFUSED = "gpurt-unfused"
+#: The runtime with the plans of Dask, in which each operation of a query is a task of its own. Run it and the
+#: runtime as it is one after the other: a client keeps what it plans with until another is the current one.
+PLANNED_BY_DASK = "gpurt-dask-plans"
 #: The runtime without tasks of a worker that read beside the one that computes.
 READS_FIRST = "gpurt-reads-first"
 #: The runtime with tables in as many partitions as Dask reads them in.
 UNSIZED = "gpurt-unsized"
-CONTENDERS = (GPURT, UNFUSED, SHARED, READS_FIRST, UNSIZED, TASKS, P2P, CUDF_POLARS)
+CONTENDERS = (GPURT, PLANNED_BY_DASK, SHARED, READS_FIRST, UNSIZED, TASKS, P2P, CUDF_POLARS)
 
 #: The settings of contenders that run the runtime with non-default settings.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -36,7 +36,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
         # As in the file that `pip install` puts into Dask's configuration.
         "distributed.nanny.preload": ["dask_gpurt.preload"],
     },
-    UNFUSED: {"gpurt.planning.fuse": False},
+    PLANNED_BY_DASK: {"gpurt.planning.optimise": False},
     READS_FIRST: {"gpurt.reads.beside": 0},
     UNSIZED: {"gpurt.planning.partition-size": 0, "gpurt.planning.broadcast-size": 0},
 }

@@ -14,6 +14,7 @@ import functools
 import pstats
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.client.planning.store import Store
 
 from ..common.commandline import write
 from .figures import rounded
@@ -55,6 +57,21 @@ def plan_once(query: Query, tables: ParquetTables) -> tuple[float, float]:
     built = perf_counter()
     lazy.optimize(fuse=True)
     return built - start, perf_counter() - built
+
+
+@dataclass(frozen=True)
+class OnePlanner:
+    """Plan for one client, with a store or without, and leave partitions to Dask."""
+
+    kept: Store | None = None
+    id: str = "client"
+
+    def partition_sizes(self) -> None:
+        """Leave partitions to Dask."""
+
+    def store(self) -> Store | None:
+        """Return the store."""
+        return self.kept
 
 
 class MetadataClock:

@@ -30,7 +30,7 @@ from dask_gpurt.observe import Metrics
 from ..common.commandline import write
 from .figures import rounded, spread
 from .options import planning_options
-from .planning import MetadataClock
+from .planning import MetadataClock, OnePlanner
 from .queries import QUERIES, Query
 from .tables import ARROW, FOLDER, PATTERN, ParquetTables
 
@@ -42,7 +42,7 @@ CLOCKS: Mapping[str, Callable[[], float]] = {"wall": perf_counter, "cpu": proces
 @contextmanager
 def planned_by(contender: str, metrics: Metrics) -> Iterator[None]:
     """Plan as Dask does, or with a fresh cache that is removed at the end."""
-    cache = PlanningCache(lambda: "client", metrics)
+    cache = PlanningCache(OnePlanner, metrics)
     if contender == KEPT:
         cache.install()
     try:

@@ -37,6 +37,7 @@ from ..common.commandline import write
 from ..common.processes import SPAWN
 from .figures import rounded, spread
 from .options import planning_options
+from .planning import OnePlanner
 from .queries import QUERIES
 from .tables import ARROW, FOLDER, PATTERN, ParquetTables
 
@@ -51,7 +52,7 @@ def plan_all(
         importlib.import_module("dask_cudf")
     tables, metrics = ParquetTables(directory, named), Metrics()
     store = Store(file, metrics) if contender in (FILLED, LOADED) else None
-    cache = PlanningCache(lambda: "client", metrics, store=lambda: store)
+    cache = PlanningCache(lambda: OnePlanner(store), metrics)
     seconds = []
     with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": backend}):
         if contender != DASK:

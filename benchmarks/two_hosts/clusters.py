@@ -22,7 +22,7 @@ SIDES = ("off", "on")
 PORTS = dict(zip(SIDES, (8786, 8796), strict=True))
 WORKERS_PER_HOST = 2
 #: Fused tasks would hide inputs of shuffles from the recording, and tasks from placement.
-SETTINGS = {"gpurt.planning.fuse": False, "distributed.comm.timeouts.connect": "60s"}
+SETTINGS = {"gpurt.planning.optimise": False, "distributed.comm.timeouts.connect": "60s"}
 
 
 @dataclass(frozen=True)

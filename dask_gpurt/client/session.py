@@ -1,15 +1,16 @@
-"""Keep what the runtime knows of the clients of this process, and call their schedulers for them."""
+"""Keep a session for each client of this process for which the runtime is on, and call their schedulers."""
 
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import sys
 import threading
+import weakref
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import dask
 from dask.typing import Key
@@ -28,25 +29,22 @@ from dask_gpurt.protocol import NAME
 
 if TYPE_CHECKING:
     from dask_gpurt.client.planning import PlanningCache
-    from dask_gpurt.client.planning.rules.partition_size import PartitionSizes
+    from dask_gpurt.client.planning.rules import PartitionSizes
     from dask_gpurt.client.planning.store import Store
 
 # Modules that import private parts of Dask are imported only after these have been found to exist.
 
 logger = logging.getLogger(__name__)
 
-_enabled: WeakSet[Client] = WeakSet()
-#: The planning settings of clients for which any planning feature is on.
-_planning: WeakKeyDictionary[Client, config.PlanningSettings] = WeakKeyDictionary()
-#: The counters of planning in this client process, which no worker reports.
-_metrics = Metrics()
-_lock = threading.Lock()
-#: The choices of shuffle methods that have been sent to the scheduler, by client.
-_reported_choices: WeakKeyDictionary[Client, set[tuple[str, MethodChoice]]] = WeakKeyDictionary()
 #: The partitions of a table's files that have room in GPU memory at least, where a client knows its limit.
 PARTITIONS_IN_DEVICE = 16
 #: The most choices remembered for a client; beyond that all are forgotten, and may be counted again.
-MOST_CHOICES = 10_000
+MAX_REPORTED_CHOICES = 10_000
+#: The columns of the result of :func:`memory_usage`, by its argument ``by``.
+MEMORY_COLUMNS = {
+    "tier": ("worker", "tier", "capacity", "headroom", *KINDS),
+    "prefix": ("worker", "tier", "kind", "prefix", "bytes"),
+}
 
 
 def given_client(client: Client | None) -> Client:
@@ -82,25 +80,199 @@ def open_client(client: Client | None) -> Client:
     return client
 
 
+class ClientSession:
+    """Hold what the runtime knows of a client, from switching it on until the cluster is switched off.
+
+    A session does not keep its client alive.
+
+    Parameters
+    ----------
+    client
+        The client.
+    planning
+        The settings of planning with which it was switched on.
+    sessions
+        The registry that it is in.
+
+    Attributes
+    ----------
+    id
+        Identifies the client: what is planned for it is not used for another one.
+    """
+
+    def __init__(self, client: Client, planning: config.PlanningSettings, sessions: Sessions):
+        self.id = str(client.id)
+        self.planning = planning
+        self._client = weakref.ref(client)
+        self._sessions = sessions
+        #: The choices of shuffle methods that have been sent to the scheduler.
+        self._reported: set[tuple[str, MethodChoice]] = set()
+
+    def report_choice(self, expression: str, choice: MethodChoice) -> None:
+        """Send a choice of the shuffle method to the scheduler, which counts it. Does not block.
+
+        Each expression counts once, although a join is lowered each time its divisions are accessed.
+        """
+        client: Any = self._client()
+        if client is None or (expression, choice) in self._reported:
+            return
+        if len(self._reported) >= MAX_REPORTED_CHOICES:
+            self._reported.clear()
+        self._reported.add((expression, choice))
+
+        async def tell() -> None:
+            try:
+                await _scheduler(client).log_event(topic=METHOD_TOPIC, msg=choice.name)
+            except (OSError, RuntimeError) as error:  # the client is being closed
+                logger.debug("the choice %s is not counted: %r", choice, error)
+
+        # Expressions are lowered in any thread, including that of the event loop.
+        client.loop.add_callback(tell)
+
+    def partition_sizes(self) -> PartitionSizes:
+        """Return what the number of partitions of reads depends on."""
+        from dask_gpurt.client.planning.rules import PartitionSizes
+        from dask_gpurt.dask_hooks.computing import cluster_size
+
+        client = self._client()
+        size = (0, 0) if client is None else cluster_size(client)
+        device = config.load().memory.device
+        limit = None if device is None else device.bytes
+        largest = None if limit is None else limit // PARTITIONS_IN_DEVICE
+        return PartitionSizes(*size, *config.partition_sizes(), largest)
+
+    def store(self) -> Store | None:
+        """Return the store for what is planned; None if other processes are not to find it."""
+        setting = self.planning.store
+        return None if setting is None else self._sessions.store_at(setting)
+
+
+class Sessions:
+    """Keep the sessions of all clients of this process, and what they share. Thread-safe.
+
+    Attributes
+    ----------
+    metrics
+        The counters of planning in this process, which no worker reports.
+    choices
+        Takes the choices of shuffle methods in the computation that is being planned.
+    """
+
+    def __init__(self) -> None:
+        self.metrics = Metrics()
+        self.choices = Choices(self._report_choice)
+        self._by_client: WeakKeyDictionary[Client, ClientSession] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+        self._stores: dict[str, Store | None] = {}
+        self._stores_lock = threading.Lock()
+
+    def of(self, client: Client) -> ClientSession | None:
+        """Return the session of a client; None if the runtime is off for it."""
+        return self._by_client.get(client)
+
+    def current(self) -> ClientSession | None:
+        """Return the session of the client for which this thread plans; None if there is none."""
+        from dask_gpurt.dask_hooks.computing import chosen_client
+
+        try:
+            return self.of(chosen_client() or given_client(None))
+        except ValueError:
+            return None
+
+    def is_on(self) -> bool:
+        """Return whether the computation that is being planned goes through the runtime."""
+        return self.current() is not None
+
+    def planner(self) -> ClientSession | None:
+        """Return the session for which this thread plans, if the runtime optimises its plans."""
+        session = self.current()
+        return session if session is not None and session.planning.optimise else None
+
+    @cached_property
+    def planning(self) -> PlanningCache:
+        """The cache of what is planned."""
+        from dask_gpurt.client.planning import PlanningCache
+
+        return PlanningCache(self.planner, self.metrics, self.choices)
+
+    def open(self, client: Client) -> None:
+        """Begin a session: from now on shuffles of the client go through the runtime."""
+        from dask_gpurt.client.lowering import choose
+
+        planning = config.load().planning
+        with self._lock:
+            self._by_client[client] = ClientSession(client, planning, self)
+            choose(self.is_on)
+            if planning.optimise:
+                self.planning.install()
+                self.planning.clear()  # count choices of methods anew too
+
+    def close_cluster(self, client: Client) -> None:
+        """End the sessions of all clients of a cluster, which is switched off as a whole."""
+        with self._lock:
+            for other in list(self._by_client):
+                of_the_cluster = other is client or _address(other) == _address(client) is not None
+                if of_the_cluster or other.status == "closed":
+                    del self._by_client[other]
+            left = list(self._by_client.values())
+            if "planning" in vars(self) and not any(each.planning.optimise for each in left):
+                self.planning.remove()
+            if not left and (lowering := sys.modules.get("dask_gpurt.client.lowering")):
+                lowering.leave()
+
+    def store_at(self, setting: str) -> Store | None:
+        """Return the store of a setting ``gpurt.planning.store``; None if it has no place."""
+        with self._stores_lock:
+            if not self._stores:  # save not earlier: it would take the time of a query, or of the event loop
+                atexit.register(self.save_stores)
+            if setting not in self._stores:
+                self._stores[setting] = self._open_store(setting)
+            return self._stores[setting]
+
+    def save_stores(self) -> None:
+        """Save what was planned for other processes, as at the end of this one."""
+        with self._stores_lock:
+            stores, self._stores = self._stores, {}
+        for store in filter(None, stores.values()):
+            store.save()
+
+    def _open_store(self, setting: str) -> Store | None:
+        from dask_gpurt.client.planning.store import Store, default_path
+
+        try:
+            path = default_path() if setting == "auto" else Path(setting)
+        except RuntimeError as error:  # the user has no home directory, as often in a container
+            self.metrics.fallback(Fallback.PLANNING_NOT_STORED, str(error))
+            return None
+        return Store(path, self.metrics)
+
+    def _report_choice(self, expression: str, choice: MethodChoice) -> None:
+        if (session := self.current()) is not None:
+            session.report_choice(expression, choice)
+
+
+#: The sessions of this process.
+SESSIONS = Sessions()
+
+
 def is_enabled(client: Client | None = None) -> bool:
     """Return whether shuffles of this client go through the runtime."""
     try:
-        return given_client(client) in _enabled
+        return SESSIONS.of(given_client(client)) is not None
     except ValueError:
         return False
 
 
-#: The columns of the result of :func:`memory_usage`, by its argument ``by``.
-MEMORY_COLUMNS = {
-    "tier": ("worker", "tier", "capacity", "headroom", *KINDS),
-    "prefix": ("worker", "tier", "kind", "prefix", "bytes"),
-}
+def register_method() -> None:
+    """Make Dask know the shuffle method "gpurt", which without the runtime means Dask's default method."""
+    from dask_gpurt.client.lowering import register_shuffle_method
+
+    register_shuffle_method(SESSIONS.is_on, SESSIONS.choices)
 
 
 async def activate(client: Client) -> None:
     """Switch the runtime on for a client and its cluster; preload hooks await this."""
     dask_hooks.require(expressions=True)
-    from dask_gpurt.client.lowering import choose
     from dask_gpurt.monitor import dashboard
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 
@@ -114,166 +286,34 @@ async def activate(client: Client) -> None:
             f"dask-gpurt {__version__} there and on all workers, with a Dask from {dask_hooks.OLDEST} to "
             f"{dask_hooks.NEWEST}"
         ) from error
-    with _lock:
-        _reported_choices.pop(client, None)  # the cluster starts new counters
-        _enabled.add(client)
-        choose(_is_usable)
-        planning = config.load().planning
-        if planning.cache or planning.fuse or (planning.partition_size, planning.broadcast_size) != (0, 0):
-            _planning[client] = planning
-            _planning_cache().install()
-            _planning_cache().clear()  # count choices of methods anew too
+    SESSIONS.open(client)
     if not await _stays_on(client):
-        leave_cluster(client)
+        SESSIONS.close_cluster(client)
         raise RuntimeError("the runtime was switched off by another client during this call")
 
 
-def register_method() -> None:
-    """Make Dask know the shuffle method "gpurt", which without the runtime means Dask's default method."""
-    from dask_gpurt.client.lowering import register_shuffle_method
-
-    register_shuffle_method(_is_usable, _choices)
-
-
-def _is_usable() -> bool:
-    """Return whether the computation that is being planned goes through the runtime."""
-    try:
-        return is_enabled(_planning_for())
-    except ValueError:
-        return False
-
-
-def _report_choice(expression: str, choice: MethodChoice) -> None:
-    """Send a choice of the shuffle method to the scheduler, which counts it. Does not block.
-
-    Each expression counts once, although a join is lowered each time its divisions are accessed.
-    """
-    client = _planning_for()
-    reported = _reported_choices.setdefault(client, set())
-    if (expression, choice) in reported:
-        return
-    if len(reported) >= MOST_CHOICES:
-        reported.clear()
-    reported.add((expression, choice))
-
-    async def tell() -> None:
-        try:
-            await _scheduler(client).log_event(topic=METHOD_TOPIC, msg=choice.name)
-        except (OSError, RuntimeError) as error:  # the client is being closed
-            logger.debug("the choice %s is not counted: %r", choice, error)
-
-    # Expressions are lowered in any thread, including that of the event loop.
-    client.loop.add_callback(tell)
-
-
-_choices = Choices(_report_choice)
-
-
-def leave_cluster(client: Client) -> None:
-    with _lock:
-        # The whole cluster is switched off, which affects its other clients too.
-        for other in list(_enabled):
-            of_the_cluster = other is client or _address(other) == _address(client) is not None
-            if of_the_cluster or other.status == "closed":
-                _enabled.discard(other)
-                _planning.pop(other, None)
-        if not _planning and "dask_gpurt.client.planning" in sys.modules:
-            _planning_cache().remove()
-        if not _enabled and (method := sys.modules.get("dask_gpurt.client.lowering")):
-            method.leave()
-
-
-@functools.cache
-def _planning_cache() -> PlanningCache:
-    from dask_gpurt.client.planning import PlanningCache
-
-    return PlanningCache(_planning_client, _metrics, _fuses, _planning_store, _choices, _partition_sizes)
-
-
-def _planning_client() -> str | None:
-    """Return the id of the current client if its plans are cached."""
-    client, settings = _current_planning()
-    return str(client.id) if client and settings and settings.cache else None
-
-
-def _fuses() -> bool:
-    """Return whether the computations of the current client are fused."""
-    _, settings = _current_planning()
-    return settings is not None and settings.fuse
-
-
-def _partition_sizes() -> PartitionSizes | None:
-    """Return what the number of partitions of reads depends on; None to leave it to Dask."""
-    from dask_gpurt.client.planning.rules.partition_size import PartitionSizes
-    from dask_gpurt.dask_hooks.computing import cluster_size
-
-    client, settings = _current_planning()
-    if client is None or settings is None:
-        return None
-    sizes, local_groups = config.partition_sizes(), config.groups_locally()
-    if sizes == (0, 0) and not local_groups:
-        return None
-    device = config.load().memory.device
-    largest = (
-        device.bytes // PARTITIONS_IN_DEVICE if device is not None and device.bytes is not None else None
-    )
-    return PartitionSizes(*cluster_size(client), *sizes, largest, local_groups)
-
-
-def _planning_store() -> Store | None:
-    """Return the store for what the current client plans; None if other processes are not to find it."""
-    _, settings = _current_planning()
-    return _store_of(settings.store) if settings is not None and settings.store is not None else None
-
-
-@functools.cache
-def _store_of(setting: str) -> Store | None:
-    from dask_gpurt.client.planning.store import Store, default_path
-
-    try:
-        path = default_path() if setting == "auto" else Path(setting)
-    except RuntimeError as error:  # the user has no home directory, as often in a container
-        _metrics.fallback(Fallback.PLANNING_NOT_STORED, str(error))
-        return None
-    store = Store(path, _metrics)
-    atexit.register(store.save)  # not earlier: it would take the time of a query, or of the event loop
-    return store
-
-
-def _current_planning() -> tuple[Client | None, config.PlanningSettings | None]:
-    try:
-        client = _planning_for()
-    except ValueError:
-        return None, None
-    return client, _planning.get(client)
-
-
-def _planning_for() -> Any:
-    """Return the client of the computation that is being planned; raise ValueError if there is none."""
-    from dask_gpurt.dask_hooks.computing import chosen_client
-
-    return chosen_client() or given_client(None)
-
-
 async def deactivate(client: Client) -> Client:
+    """Switch the runtime off on the cluster of a client, which is left."""
+
     # Not a handler: another client may switch off meanwhile, and then it would answer that it is off.
     async def stop(dask_scheduler: SchedulerServer) -> None:
         if (runtime := dask_scheduler.extensions.get("gpurt")) is not None:
             await runtime.stop()
 
-    if client.status != "closed" and await _is_on(client):
+    if client.status != "closed" and await is_on_cluster(client):
         try:
             await client.run_on_scheduler(stop)
         finally:
-            leave_cluster(client)  # again, for clients that have enabled it in the meantime
+            SESSIONS.close_cluster(client)  # again, for clients that have enabled it in the meantime
     return client
 
 
 async def ask_report(client: Client, connect: bool) -> RuntimeReport:
-    if not await _is_on(client):
+    """Ask the scheduler for a report; it is empty if the runtime is off."""
+    if not await is_on_cluster(client):
         return RuntimeReport()
     reply = await _scheduler(client).gpurt_report(connect=connect)
-    here = _metrics.snapshot()
+    here = SESSIONS.metrics.snapshot()
     counters = combine([reply["counters"], here["counters"]])
     return RuntimeReport.of(
         {**reply, "counters": counters, "fallbacks": {**here["fallbacks"], **reply["fallbacks"]}}
@@ -281,7 +321,8 @@ async def ask_report(client: Client, connect: bool) -> RuntimeReport:
 
 
 async def ask_explanation(client: Client, key: Key) -> Explanation:
-    rows = await _scheduler(client).gpurt_explain(key=key) if await _is_on(client) else None
+    """Ask the scheduler why placement chose the worker of a task."""
+    rows = await _scheduler(client).gpurt_explain(key=key) if await is_on_cluster(client) else None
     if rows is None:
         raise RuntimeError(
             "placement is not enabled on this cluster, so there is no decision to explain: set "
@@ -293,7 +334,8 @@ async def ask_explanation(client: Client, key: Key) -> Explanation:
 
 
 async def ask_memory(client: Client, by: str) -> MemoryUsage:
-    if not await _is_on(client):
+    """Ask the scheduler for the bytes in memory tiers; none if the runtime is off."""
+    if not await is_on_cluster(client):
         return MemoryUsage((), MEMORY_COLUMNS[by], enabled=False)
     rows = await _scheduler(client).gpurt_memory(by=by)
     return MemoryUsage(tuple(rows), MEMORY_COLUMNS[by], await _scheduler(client).gpurt_shared_memory())
@@ -317,6 +359,7 @@ async def _stays_on(client: Client) -> bool:
     return bool(await client.run_on_scheduler(settled))
 
 
-async def _is_on(client: Client) -> bool:
+async def is_on_cluster(client: Client) -> bool:
+    """Ask the scheduler whether the runtime is on."""
     # A lambda is pickled by value, so this works on a scheduler without the package.
     return bool(await client.run_on_scheduler(lambda dask_scheduler: "gpurt" in dask_scheduler.extensions))

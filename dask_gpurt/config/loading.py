@@ -12,7 +12,7 @@ import dask.config
 import yaml
 
 from dask_gpurt.config.settings import Settings
-from dask_gpurt.config.values import ConfigError, boolean, bytes_or_auto, wrong
+from dask_gpurt.config.values import ConfigError, bytes_or_auto, wrong
 from dask_gpurt.config.values import takeover as parse_takeover
 
 with open(os.path.join(os.path.dirname(os.path.dirname(__file__)), "gpurt.yaml")) as _file:
@@ -38,6 +38,10 @@ KEYS = tuple(_keys(Settings, "gpurt"))
 #: Keys that are gone, with what to do instead. They are ignored with a warning, not refused as unknown ones
 #: are: the runtime does without them what it did by default.
 RETIRED = {
+    **dict.fromkeys(
+        ("gpurt.planning.cache", "gpurt.planning.fuse", "gpurt.planning.local-groups"),
+        "gpurt.planning.optimise switches all of planning",
+    ),
     "gpurt.planning.filter": "joins are no longer filtered by the keys of the other side; remove it",
 }
 #: The messages that :func:`say_once` and :func:`_ignore_retired` have logged in this process.
@@ -156,22 +160,6 @@ def partition_sizes() -> tuple[int | None, int | None]:
         for name in ("partition-size", "broadcast-size")
     )
     return partition, broadcast
-
-
-def groups_locally() -> bool:
-    """Return the setting ``gpurt.planning.local-groups`` only, which clients read for each plan.
-
-    Raises
-    ------
-    ConfigError
-        If its value is invalid.
-    """
-    return _planning_switch("local-groups")
-
-
-def _planning_switch(name: str) -> bool:
-    default = _DEFAULTS["gpurt"]["planning"][name]
-    return boolean(f"gpurt.planning.{name}", dask.config.get(f"gpurt.planning.{name}", default))
 
 
 def load_over(base: Mapping[str, Any]) -> Settings:

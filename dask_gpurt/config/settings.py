@@ -222,12 +222,8 @@ class PlanningSettings:
     ----------
     broadcast_size
         The bytes of a table up to which it is read as a single partition; None for the default.
-    cache
-        Whether to cache expressions, their metadata and plans between queries.
-    fuse
-        Whether to fuse tasks of a computation that run in sequence on one partition.
-    local_groups
-        Whether to group rows where they are read, if the files of a table have different keys.
+    optimise
+        Whether to keep what is planned, fuse tasks, and change plans by rules; Dask's plans otherwise.
     partition_size
         The bytes of a partition up to which files of a table are put together; None for the default.
     store
@@ -235,9 +231,7 @@ class PlanningSettings:
     """
 
     broadcast_size: int | None = _setting(values.bytes_or_auto)
-    cache: bool = _setting(values.boolean)
-    fuse: bool = _setting(values.boolean)
-    local_groups: bool = _setting(values.boolean)
+    optimise: bool = _setting(values.boolean)
     partition_size: int | None = _setting(values.bytes_or_auto)
     store: str | None = _setting(values.path_auto_or_off)
 

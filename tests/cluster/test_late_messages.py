@@ -198,5 +198,5 @@ def test_another_client_has_switched_it_off_already(
     @on_plain_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         with without_warnings(caplog), monkeypatch.context() as patch:
-            patch.setattr(session, "_is_on", was_on)
+            patch.setattr(session, "is_on_cluster", was_on)
             await dask_gpurt.disable(client)

@@ -14,9 +14,9 @@ import pytest
 from distributed import Client, Event, LocalCluster
 
 import dask_gpurt
-from dask_gpurt.client import session
 from dask_gpurt.client.planning import packed
 from dask_gpurt.client.planning.table_facts import FilesChangedError
+from dask_gpurt.client.session import SESSIONS
 from tests.helpers.clusters import Library, canonical, cluster, counters, to_pandas
 from tests.helpers.planned import tables
 
@@ -63,7 +63,7 @@ def test_plans_are_reused_and_give_the_same(
 
 
 def test_that_it_can_be_switched_off(path: Path) -> None:
-    with dask.config.set({"gpurt.planning.cache": False}), cluster("pandas", workers=1) as client:
+    with dask.config.set({"gpurt.planning.optimise": False}), cluster("pandas", workers=1) as client:
         before = reused(client)
         assert result(path, "pandas").equals(result(path, "pandas"))
         assert reused(client) == before
@@ -101,8 +101,7 @@ def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, 
             with cluster("pandas", workers=1) as client:
                 found = result(path, "pandas")
                 counted.append(dask_gpurt.report(client).counters)
-            session._store_of(str(store)).save()  # as the process ends
-            session._store_of.cache_clear()
+            SESSIONS.save_stores()  # as the process ends
     with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
         assert found.equals(result(path, "pandas"))
     first, second = counted
@@ -112,10 +111,16 @@ def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, 
     assert second["shuffle.taken.default"] == first["shuffle.taken.default"] > 0
 
 
-def test_nothing_is_written_if_that_is_off(path: Path) -> None:
-    with dask.config.set({"gpurt.planning.store": False}), cluster("pandas", workers=1):
+@pytest.mark.parametrize("setting", [False, "auto"])
+def test_nothing_is_written_if_that_is_off(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: bool | str
+) -> None:
+    SESSIONS.save_stores()  # of earlier tests
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with dask.config.set({"gpurt.planning.store": setting}), cluster("pandas", workers=1):
         result(path, "pandas")
-        assert session._planning_store() is None
+        SESSIONS.save_stores()
+    assert (tmp_path / "cache").exists() == (setting == "auto")
 
 
 def tasks(client: Client) -> int:
@@ -126,11 +131,11 @@ def tasks(client: Client) -> int:
 
 
 def test_computations_have_fewer_tasks_and_the_same_results(path: Path) -> None:
-    with cluster("pandas", planning__fuse=False) as client:
+    with cluster("pandas", planning__optimise=False) as client:
         expected = result(path, "pandas")
         unfused = tasks(client)
         dask_gpurt.disable(client)
-        with dask.config.set({"gpurt.planning.fuse": True}):
+        with dask.config.set({"gpurt.planning.optimise": True}):
             dask_gpurt.enable(client)
         assert result(path, "pandas").equals(expected)
         assert tasks(client) <= unfused / 2

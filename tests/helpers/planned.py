@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt.client.planning import PlanningCache
-from dask_gpurt.client.planning.rules.partition_size import PartitionSizes
+from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.store import Store
 from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices
@@ -31,28 +31,29 @@ class Planner:
     """Hold a planning cache that tests can switch on and off, and what it counts and tells."""
 
     def __init__(self, metrics: Metrics | None = None) -> None:
+        self.id = "client"
         self.usable = False
-        self.fused = False
-        self.store: Store | None = None
+        self.kept: Store | None = None
         self.sizes: PartitionSizes | None = None
         self.choices: list[tuple[str, MethodChoice]] = []
         self.tell = Choices(lambda *choice: self.choices.append(choice))
         self.metrics = metrics or Metrics()
-        self.cache = PlanningCache(
-            lambda: "client" if self.usable else None,
-            self.metrics,
-            lambda: self.fused,
-            lambda: self.store,
-            self.tell,
-            lambda: self.sizes,
-        )
+        self.cache = PlanningCache(lambda: self if self.usable else None, self.metrics, self.tell)
+
+    def partition_sizes(self) -> PartitionSizes | None:
+        """Return what the number of partitions of reads depends on, if a test has set it."""
+        return self.sizes
+
+    def store(self) -> Store | None:
+        """Return the store that a test has set."""
+        return self.kept
 
     def begin_again(self, path: Path) -> None:
         """Save what was planned, and go on as another process would, with nothing but the file."""
-        if self.store is not None:
-            self.store.save()
+        if self.kept is not None:
+            self.kept.save()
         self.cache.clear()
-        self.store = Store(path, self.metrics)
+        self.kept = Store(path, self.metrics)
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -61,16 +62,7 @@ class Planner:
         try:
             yield
         finally:
-            self.usable, self.store = False, None
-
-    @contextmanager
-    def fusing(self) -> Iterator[None]:
-        """Fuse computations inside the context."""
-        self.fused = True
-        try:
-            yield
-        finally:
-            self.fused = False
+            self.usable, self.kept = False, None
 
     def count(self, what: str) -> float:
         """Return the counter ``planning.<what>``."""

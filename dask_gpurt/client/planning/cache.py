@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import astuple
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
@@ -32,8 +32,9 @@ from dask_gpurt.client.planning.lru import LRU
 from dask_gpurt.client.planning.operands import Plain, frozen, own
 from dask_gpurt.client.planning.packed import forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower
+from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.rules.local_groups import with_local_groups
-from dask_gpurt.client.planning.rules.partition_size import PartitionSizes, with_chosen_partitions
+from dask_gpurt.client.planning.rules.partition_size import with_chosen_partitions
 from dask_gpurt.client.planning.schemas import schema_of
 from dask_gpurt.client.planning.store import Store
 from dask_gpurt.client.planning.table_facts import TableFacts
@@ -91,49 +92,51 @@ class Plan(NamedTuple):
     files: FilesSeen
 
 
+class Planner(Protocol):
+    """Say how the plans of one client are made."""
+
+    @property
+    def id(self) -> Hashable:
+        """Return what identifies the client: results of one are not used for another."""
+
+    def partition_sizes(self) -> PartitionSizes | None:
+        """Return what the number of partitions of reads depends on; None to leave plans to Dask."""
+
+    def store(self) -> Store | None:
+        """Return the store for results; None if they are not kept for other processes."""
+
+
 class PlanningCache:
     """Cache expressions, metadata, plans and facts about files while the runtime is on. Thread-safe.
 
     Parameters
     ----------
-    current_client
-        Returns a key of the current client; None if Dask should plan without the cache. Results of one client
-        are not used for another.
+    current
+        Returns the planner of the client for which this thread plans; None if Dask should plan as shipped.
     metrics
         Counts uses of the caches.
-    is_fused
-        Returns whether computations of the current client are fused.
-    store
-        Returns the store for results of the current client; None if they are not kept for other processes.
     choices
         Receives the choices of shuffle methods in plans that another process has made.
-    sizes
-        Returns what the number of partitions of reads depends on; None to leave them to Dask.
     """
 
     def __init__(
         self,
-        current_client: Callable[[], Hashable | None],
+        current: Callable[[], Planner | None],
         metrics: Metrics,
-        is_fused: Callable[[], bool] = lambda: False,
-        store: Callable[[], Store | None] = lambda: None,
         choices: Choices | None = None,
-        sizes: Callable[[], PartitionSizes | None] = lambda: None,
     ):
-        self._current_client = current_client
-        self._is_fused = is_fused
+        self._current = current
         self._metrics = metrics
         self._patches = PatchSet()
         self._lock = threading.Lock()
         self._choices = choices or Choices(lambda expression, choice: None)
-        self._sizes = sizes
         self._settings: tuple[Any, ...] | None = None
         self._changes = 0
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
-        self._metadata: Kept[Any] = Kept("metadata", METADATA_LIMIT, store)
-        self._plans: Kept[Plan] = Kept("plans", PLANS_LIMIT, store)
-        self._files: Kept[tuple[FileStates, dict[str, Any]]] = Kept("files", FILES_LIMIT, store)
+        self._metadata: Kept[Any] = Kept("metadata", METADATA_LIMIT, self._store)
+        self._plans: Kept[Plan] = Kept("plans", PLANS_LIMIT, self._store)
+        self._files: Kept[tuple[FileStates, dict[str, Any]]] = Kept("files", FILES_LIMIT, self._store)
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
         self._tokens: LRU[str] = LRU(TOKENS_LIMIT)
 
@@ -145,7 +148,7 @@ class PlanningCache:
             replace_planning(
                 self._patches,
                 made=self._made,
-                optimise=self._optimise,
+                optimise=self.optimise,
                 describe=self._describe,
                 look_at_files=self._look_at_files,
                 name_read=self._name_read,
@@ -183,10 +186,10 @@ class PlanningCache:
         The number is part of cache keys. If thread 1 optimises, thread 2 changes a setting and clears the
         caches, and then thread 1 stores its plan, the plan has the previous generation and is never found.
         """
-        if (client := self._current_client()) is None:
+        if (planner := self._current()) is None:
             return None
         current = settings()
-        found = (client, *current)
+        found = (planner.id, *current)
         with self._lock:
             changed = found != self._settings
             self._settings = found
@@ -232,10 +235,11 @@ class PlanningCache:
         self._metrics.add("planning.expressions.{outcome}", 1, outcome)
         return expr
 
-    def _optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
-        fused = is_computation(expr) and self._is_fused()
-        local = runs_locally()
-        sizes = self._sizes() if is_computation(expr) and stage in LOWERED and not local else None
+    def optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
+        """Optimise an expression as Dask's function does, or find its plan."""
+        planner = self._current() if is_computation(expr) else None
+        fused, local = planner is not None, runs_locally()
+        sizes = planner.partition_sizes() if planner and stage in LOWERED and not local else None
 
         def plan_anew() -> Expr:
             found = original(expr, stage) if sizes is None else self._by_size(original, expr, stage, sizes)
@@ -268,6 +272,10 @@ class PlanningCache:
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return known.expr
 
+    def _store(self) -> Store | None:
+        planner = self._current()
+        return None if planner is None else planner.store()
+
     def _packed(self, plan: Expr) -> Expr:
         try:
             return pack(plan)
@@ -283,8 +291,7 @@ class PlanningCache:
         facts = TableFacts()
         try:
             changed = with_chosen_partitions(tuned, sizes, self._count_reads, facts)
-            if sizes.local_groups:
-                changed = with_local_groups(changed, self._count_local, facts)
+            changed = with_local_groups(changed, self._count_local, facts)
             return lower(facts.checked(changed), stage)
         except Exception as error:  # expressions of Dask may raise anything
             found = lower(tuned, stage)  # raises too if it is the program that is wrong

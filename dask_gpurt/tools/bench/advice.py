@@ -213,7 +213,7 @@ def _before_tasks(found: Findings) -> Iterator[Advice]:
         yield Advice(
             f"planning took {found.planning:.1f} of {found.seconds:.1f} s",
             "this scale says little about the cluster: measure a larger --scale; in programs that repeat "
-            "their queries leave gpurt.planning.cache on",
+            "their queries leave gpurt.planning.optimise on",
             "docs/guides/planning.md",
         )
     if found.starting >= STARTING_SHARE * found.seconds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -15,10 +16,9 @@ import pandas as pd
 import pytest
 from pandas.testing import assert_frame_equal
 
-from dask_gpurt.client import session
 from dask_gpurt.client.lowering import choose, leave
 from dask_gpurt.client.planning.fusing import fuse
-from dask_gpurt.client.session import register_method
+from dask_gpurt.client.session import SESSIONS, register_method
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 
 LEFT = pd.DataFrame({"k": np.arange(400) % 10, "x": np.arange(400)[::-1], "c": list("abcd") * 100})
@@ -74,6 +74,8 @@ PROGRAMS: dict[str, Callable[[Build], pd.DataFrame]] = {
         dask.get((plan := fuse(build().optimize().expr)).__dask_graph__(), plan.__dask_keys__())
     ),
 }
+#: The session of a client that does not plan, and whose choices nobody counts.
+SESSION = SimpleNamespace(planning=SimpleNamespace(optimise=False), report_choice=lambda *choice: None)
 #: Values of the setting ``scheduler``.
 SCHEDULERS = ("threads", "Synchronous", "single-threaded", local_get)
 
@@ -84,9 +86,7 @@ def runtime_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(distributed, "default_client", lambda: None)
     # Idempotent: a test before this one may have made the method known, as clients do.
     register_method()
-    monkeypatch.setattr(session, "is_enabled", lambda client: True)
-    monkeypatch.setattr(session, "_planning_for", lambda: None)
-    monkeypatch.setattr(session._choices, "_report", lambda expression, choice: None)
+    monkeypatch.setattr(SESSIONS, "current", lambda: SESSION)
     choose(lambda: True)
     yield
     leave()

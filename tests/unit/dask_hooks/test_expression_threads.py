@@ -14,12 +14,11 @@ import pandas as pd
 import pytest
 from dask._expr import Expr, SingletonExpr
 
-from dask_gpurt.client.planning import PlanningCache
 from dask_gpurt.dask_hooks import expression_threads
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.seams import PLANNING
-from dask_gpurt.observe import Metrics
+from tests.helpers.planned import Planner
 from tests.helpers.waiting import THREAD_LIMIT_S
 
 
@@ -67,14 +66,15 @@ def test_a_key_error_of_an_operand_is_raised(monkeypatch: pytest.MonkeyPatch) ->
 def test_planning_is_kept_beside_it() -> None:
     with sharing_expressions():
         assert differences(PLANNING.seams) == []
-        cache = PlanningCache(lambda: "client", metrics := Metrics())
-        cache.install()
+        planner = Planner()
+        planner.cache.install()
         try:
-            assert len(dd.from_dict({"x": [1, 2]}, npartitions=1).x.sum().optimize().dask) > 0
-            assert metrics.snapshot()["counters"]["planning.expressions.not-kept"] > 0
-            assert not metrics.snapshot()["fallbacks"]
+            with planner.used():
+                assert len(dd.from_dict({"x": [1, 2]}, npartitions=1).x.sum().optimize().dask) > 0
+            assert planner.count("expressions.not-kept") > 0
+            assert not planner.metrics.snapshot()["fallbacks"]
         finally:
-            cache.remove()
+            planner.cache.remove()
 
 
 @pytest.fixture(autouse=True)

@@ -25,14 +25,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
-from dask_gpurt.client.planning.rules.partition_size import PartitionSizes
+from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.table_facts import FilesChangedError
 from dask_gpurt.observe import Metrics
 from tests.helpers.planned import Planner, some_programs
 
 #: Sizes by which tables stay as they are, and by which each is a single partition.
-APART = PartitionSizes(1, 1, 0, 0, local_groups=True)
-WHOLE = PartitionSizes(1, 1, 1 << 50, 1 << 50, local_groups=True)
+APART = PartitionSizes(1, 1, 0, 0)
+WHOLE = PartitionSizes(1, 1, 1 << 50, 1 << 50)
 #: The files of a table beside its first. With fewer files Arrow's would be a single partition.
 OTHERS = [([5, 6], [4, 1]), ([7, 7], [2, 2]), ([8, 9], [1, 1])]
 #: An integer that is equal to the one before it if both are floats.
@@ -193,9 +193,9 @@ def test_a_plan_from_the_store_is_of_the_files_as_they_are(planner: Planner, tmp
     planner.sizes = APART
     store = tmp_path / "planning" / "results"
     planner.begin_again(store)
-    kept = planner.store
+    kept = planner.kept
     result(query, planner)
-    planner.store = kept
+    planner.kept = kept
     planner.begin_again(store)
     write(tmp_path / "rows/part.0.parquet", table([1, 5], [1, 5]), same=True)
     assert result(query, planner).query("key == 5")[VALUE].tolist() == [9]

@@ -18,14 +18,13 @@ from dask._expr import optimize_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.client.planning import PlanningCache
 from dask_gpurt.client.planning.reads import lower
+from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.rules.local_groups import are_apart, with_local_groups
-from dask_gpurt.client.planning.rules.partition_size import PartitionSizes, with_chosen_partitions
+from dask_gpurt.client.planning.rules.partition_size import with_chosen_partitions
 from dask_gpurt.client.planning.table_facts import TableFacts
-from dask_gpurt.observe import Metrics
 from tests.helpers.clusters import Library, canonical, to_pandas
-from tests.helpers.planned import some_programs
+from tests.helpers.planned import Planner, some_programs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -412,19 +411,18 @@ def test_a_table_that_has_gone_is_left_to_dask(tmp_path: Path) -> None:
     assert with_local_groups(tuned) is tuned
 
 
-@pytest.mark.parametrize("local_groups", [True, False])
-def test_a_client_groups_locally_unless_it_is_told_not_to(folder: Path, local_groups: bool) -> None:
-    metrics = Metrics()
-    sizes = PartitionSizes(1, 2, 0, 0, local_groups=local_groups)
-    cache = PlanningCache(lambda: None, metrics, sizes=lambda: sizes)
+@pytest.mark.parametrize("sizes", [PartitionSizes(1, 2, 0, 0), None])
+def test_a_client_groups_locally_unless_it_leaves_that_to_dask(
+    folder: Path, sizes: PartitionSizes | None
+) -> None:
+    planner = Planner()
+    planner.sizes = sizes
     rows, small = (dd.read_parquet(folder / each) for each in ("sorted", "small"))
     expr = LOCAL["distinct pairs of a key"][0](rows, small).expr.finalize_compute()
-    with dask.config.set(scheduler=None):
-        plan = cache._optimise(optimize_until, expr, "simplified-physical")
-    counters = metrics.snapshot()["counters"]
-    expected = {"planning.local.duplicates": 1, "planning.local.groups": 1} if local_groups else {}
-    assert {name: counters[name] for name in counters if ".local." in name} == expected
-    assert (plan._name == optimize_until(expr, "simplified-physical")._name) != local_groups
+    with dask.config.set(scheduler=None), planner.used():
+        planner.cache.optimise(optimize_until, expr, "simplified-physical")
+    counts = planner.count("local.duplicates"), planner.count("local.groups")
+    assert counts == ((1, 1) if sizes else (0, 0))
 
 
 # ---- random programs --------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.operations import COMPUTING, KEEPING
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
+from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.rules.dependence import columns_of_result
-from dask_gpurt.client.planning.rules.partition_size import PartitionSizes, with_chosen_partitions
+from dask_gpurt.client.planning.rules.partition_size import with_chosen_partitions
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.planned import some_programs
 

@@ -149,7 +149,6 @@ def times_factor(frame: pd.DataFrame) -> pd.DataFrame:
 @pytest.fixture
 def planner() -> Iterator[Planner]:
     planner = Planner()
-    planner.fused = True
     planner.cache.install()
     with planner.used(), dask.config.set({"dataframe.shuffle.method": "tasks"}):
         yield planner

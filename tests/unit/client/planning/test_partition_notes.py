@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.reads import lower
+from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.rules.partition_notes import divisions
-from dask_gpurt.client.planning.rules.partition_size import PartitionSizes, with_chosen_partitions
+from dask_gpurt.client.planning.rules.partition_size import with_chosen_partitions
 from tests.helpers.clusters import Library, to_pandas
 from tests.helpers.planned import some_programs
 

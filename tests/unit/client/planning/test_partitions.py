@@ -20,21 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.lowering import Lowering, lower_with
-from dask_gpurt.client.planning import PlanningCache
 from dask_gpurt.client.planning.footers import Column, Footer
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
+from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.rules.partition_size import (
     MOST_FILES,
-    PartitionSizes,
     TableRead,
     bytes_in_memory,
     choose_partitions,
     with_chosen_partitions,
 )
 from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.observe import Metrics
 from tests.helpers.clusters import Library, canonical, to_pandas
-from tests.helpers.planned import Step, computed, programs, run, some_programs, written
+from tests.helpers.planned import Planner, Step, computed, programs, run, some_programs, written
 from tests.helpers.slow import slow
 
 #: Sizes for which each table that may be a single partition becomes one.
@@ -459,16 +457,17 @@ def test_a_query_that_cannot_be_planned_by_size_is_planned_by_dask(
     def fail(*_: Any) -> Any:
         raise AttributeError("an expression of a newer Dask")
 
-    metrics = Metrics()
-    cache = PlanningCache(lambda: None, metrics, sizes=lambda: WHOLE)
+    planners = Planner(), Planner()
     expr = dd.read_parquet(folder / "large").key.sum().expr.finalize_compute()
-    with dask.config.set(scheduler=None):
-        by_size = cache._optimise(optimize_until, expr, "simplified-physical")
+    values = []
+    for planner in planners:
+        planner.sizes = WHOLE
+        with dask.config.set(scheduler=None), planner.used():
+            values.append(value_of(planner.cache.optimise(optimize_until, expr, "simplified-physical")))
         monkeypatch.setattr("dask_gpurt.client.planning.cache.with_chosen_partitions", fail)
-        by_dask = cache._optimise(optimize_until, expr, "simplified-physical")
-    assert by_size._name != by_dask._name == optimize_until(expr, "simplified-physical")._name
-    assert metrics.snapshot()["counters"] == {"planning.reads.by-size": 1}
-    assert list(metrics.snapshot()["fallbacks"]) == ["planning.as-dask"]
+    assert [planner.count("reads.by-size") for planner in planners] == [1, 0]
+    assert [[*planner.metrics.snapshot()["fallbacks"]] for planner in planners] == [[], ["planning.as-dask"]]
+    assert values[0] == values[1]
 
 
 def test_a_table_that_has_gone_is_left_to_dask(tmp_path: Path) -> None:

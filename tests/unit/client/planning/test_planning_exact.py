@@ -143,10 +143,10 @@ def test_more_fused_programs_have_the_same_results(
 def assert_same_results_if_fused(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
 ) -> None:
-    with warnings.catch_warnings(), dask.config.set(scheduler="sync"), planner.used():
+    with warnings.catch_warnings(), dask.config.set(scheduler="sync"):
         warnings.simplefilter("ignore")
         expected = computed(readers, program)
-        with planner.fusing():
+        with planner.used():
             found = computed(readers, program)
     assert type(found) is type(expected)
     if isinstance(expected, pd.DataFrame):

@@ -40,7 +40,7 @@ def test_tokens_of_file_systems_that_fsspec_configures_are_neither_stored_nor_us
     planner.cache.install()
     try:
         with planner.used():
-            planner.store = Store(path, planner.metrics)
+            planner.kept = Store(path, planner.metrics)
             for token, begins in (("one", False), ("two", False), ("three", True)):
                 if begins:
                     planner.begin_again(path)
@@ -50,7 +50,7 @@ def test_tokens_of_file_systems_that_fsspec_configures_are_neither_stored_nor_us
                 assert read[read.key > 1].key.sum().compute(scheduler="sync") == 4
                 del read
                 gc.collect()
-            planner.store.save()
+            planner.kept.save()
     finally:
         planner.cache.remove()
     assert not any(token in path.read_bytes() for token in (b"one", b"two", b"three"))

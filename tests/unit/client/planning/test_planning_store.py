@@ -30,7 +30,6 @@ from dask.utils import M
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.client import session
 from dask_gpurt.client.planning import keys as digests
 from dask_gpurt.client.planning import results_file, store
 from dask_gpurt.client.planning.kept import Generation, Kept
@@ -39,6 +38,7 @@ from dask_gpurt.client.planning.operands import frozen
 from dask_gpurt.client.planning.results_file import ResultsFile, add
 from dask_gpurt.client.planning.schemas import schema_of
 from dask_gpurt.client.planning.store import Store
+from dask_gpurt.client.session import Sessions
 from dask_gpurt.config import cache_files
 from dask_gpurt.dask_hooks.parquet_files import pickled
 from dask_gpurt.dask_hooks.planning import content_of
@@ -397,12 +397,11 @@ def test_a_user_without_a_home_directory_has_no_store(monkeypatch: pytest.Monkey
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    metrics = Metrics()
-    monkeypatch.setattr(session, "_metrics", metrics)
+    sessions = Sessions()
     monkeypatch.setattr(Path, "home", home)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert session._store_of.__wrapped__("auto") is None
-    assert "home directory" in reasons(metrics)[NOT_STORED]
+    assert sessions.store_at("auto") is None
+    assert "home directory" in reasons(sessions.metrics)[NOT_STORED]
 
 
 # ---- digests ----------------------------------------------------------------------------------------
@@ -590,7 +589,7 @@ def test_a_plan_is_not_stored_if_a_setting_has_changed_meanwhile(table: str, pat
     with dask.config.set(chosen), planner.used():
         for _ in range(3):
             planner.begin_again(path)
-            planner.cache._optimise(plan, dd.read_parquet(table).key.expr, "fused")
+            planner.cache.optimise(plan, dd.read_parquet(table).key.expr, "fused")
             found.append(planner.count("plans.loaded"))
     planner.cache.remove()
     assert found == [0, 0, 1]
@@ -612,7 +611,7 @@ with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"})
     found = read[read.key.isin([2, 1, 5, 7])].merge(sums, on="key")
     found = found.assign(twice=found.value_x * 2)
     rows = found.compute().to_dict("list")
-    planner.store.save()
+    planner.kept.save()
     json.dump([rows, repr(described(found._meta)), planner.metrics.snapshot()], sys.stdout)
 """
 
