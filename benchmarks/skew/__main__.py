@@ -1,4 +1,4 @@
-"""Time joins of skewed keys and a pipeline with a slow worker, against even keys and full speed.
+"""Time joins of skewed keys, against even keys.
 
     python -m benchmarks.skew --workers 4 --threads 1 --rows 8_000_000 --repeat 9 --minutes 7 --json skew.json
 
@@ -6,32 +6,20 @@
 except for one key with 30% of the rows. Their yardstick is ``even``. Each key occurs once in the other side,
 so all three results have the same number of rows. The frames are on the workers before the clock starts.
 
-``half-speed`` is a pipeline that makes data, joins them and groups them, while one worker alternately stops
-for 20 ms and runs for 20 ms; ``half-speed-known`` repeats it, after a run in which the speed could be
-learned. Their yardstick is ``full-speed``, divided by the share of the processors that was left. That share
-is measured: where workers share processors, the rest of the workers use the time of the slow one.
-
-``slow-link`` is the same pipeline with each worker on a host of its own, a network namespace of this machine,
-while the link of one worker is at a tenth of its rate; ``slow-link-known`` repeats it. The ideal is derived
-from the time at full speed by :func:`benchmarks.skew.figures.ideal_with_slow_link`:
-
-    python -m benchmarks.skew --cells slow-link-known --workers 4 --rows 4_000_000 --json link.json
-
 Contenders take turns, each turn starts with a different one, and each runs all its cells in a row.
 ``gpurt-unbalanced`` is the runtime without ``gpurt.shuffle.balance``. ``tasks`` and ``p2p`` are Dask's own as
 shipped, on a cluster where the runtime was never on. All rows of each result are checked against those that
 follow from the left frame. With cudf, GPUs draw the frames.
 
 Besides wall time it reports the load, output rows and CPU seconds by worker, which shows an imbalance even
-where workers share processors, and each worker's peak memory. On a GPU a stopped worker launches nothing, but
-kernels in flight continue.
+where workers share processors, and each worker's peak memory.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,13 +32,13 @@ from rich.console import Console
 import dask_gpurt
 from benchmarks.common.commandline import in_bytes, split_list, write
 from benchmarks.skew.clusters import CONTENDERS, OURS, UNBALANCED, Plan, clusters, require
-from benchmarks.skew.contest import BESIDE, LINKED, ON_ONE_HOST, YARDSTICKS, Contest, in_order
-from benchmarks.skew.figures import WIDTH, figures, slow_link_lines, table
+from benchmarks.skew.contest import YARDSTICKS, Contest, in_order
+from benchmarks.skew.figures import WIDTH, figures, table
 from benchmarks.skew.frames import Size
 from dask_gpurt.cli.cluster import choose_backend, default_workers
 from dask_gpurt.cli.environment import environment
 
-#: Default partitions of each frame per worker: enough to redistribute a slow worker's work in small pieces.
+#: Default partitions of each frame per worker: enough to move a busy worker's outputs in small pieces.
 PARTITIONS_PER_WORKER = 8
 
 #: Fewest turns for an interval.
@@ -62,18 +50,13 @@ MIN_WARM_TURNS = 2
 @click.option("--partitions", type=click.IntRange(min=1), help="[default: 8 per worker]")
 @click.option("--workers", type=click.IntRange(min=2), help="[default: 2, or one per GPU]")
 @click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Of a worker.")
-@click.option("--cells", default=",".join(ON_ONE_HOST), show_default=True, callback=split_list(list(BESIDE)))
+@click.option(
+    "--cells", default=",".join(YARDSTICKS), show_default=True, callback=split_list(list(YARDSTICKS))
+)
 @click.option("--contenders", default="gpurt,tasks,p2p", show_default=True, callback=split_list(CONTENDERS))
 @click.option("--repeat", type=click.IntRange(min=2), default=5, show_default=True, help="Warm turns.")
 @click.option("--minutes", type=click.FloatRange(min=0), help="Skip turns that may end later.")
 @click.option("--memory-limit", default="2GiB", show_default=True, callback=in_bytes, help="Of a worker.")
-@click.option(
-    "--link",
-    default="20MB",
-    show_default=True,
-    callback=in_bytes,
-    help="Link rate per second, for slow-link.",
-)
 @click.option("--backend", type=click.Choice(["auto", "pandas", "cudf"]), default="auto", show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
 @click.option(
@@ -90,7 +73,6 @@ def main(
     repeat: int,
     minutes: float | None,
     memory_limit: int,
-    link: int,
     backend: str,
     protocol: str | None,
     rmm_pool_size: str,
@@ -108,20 +90,17 @@ def main(
         memory_limit,
         protocol,
         rmm_pool_size=pool if backend == "cudf" else None,
-        link=link_of(cells, link),
     )
     size = Size(rows, partitions or PARTITIONS_PER_WORKER * workers, backend)
     load = os.getloadavg()
-    with clusters(plan, contenders) as (clients, star):
-        contest = Contest(clients, size, in_order(cells), star)
+    with clusters(plan, contenders) as clients:
+        contest = Contest(clients, size, in_order(cells))
         for turn in turns(repeat, minutes and minutes * 60):
             contest.turn(turn)
         fallbacks = {each: _fallbacks(clients[each]) for each in contenders if each in (OURS, UNBALANCED)}
     found = figures(contest.runs, YARDSTICKS, OURS, memory_limit)
     console = Console(width=WIDTH)
     console.print(table(found, OURS))
-    for line in slow_link_lines(found):
-        console.print(line)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "parameters": {
@@ -139,21 +118,6 @@ def main(
         "runs": [asdict(run) for run in contest.runs],
     }
     write(results, output)
-
-
-def link_of(cells: Sequence[str], rate: int) -> int | None:
-    """Return the bytes per second of workers' links, or None if no cell needs workers with links.
-
-    Raises
-    ------
-    click.UsageError
-        If only some of the cells need them.
-    """
-    if not set(cells) & set(LINKED):
-        return None
-    if others := set(cells) - set(LINKED):
-        raise click.UsageError(f"{', '.join(sorted(others))} cannot run together with {', '.join(LINKED)}")
-    return rate
 
 
 def turns(repeat: int, limit: float | None, clock: Callable[[], float] = time.monotonic) -> Iterator[int]:

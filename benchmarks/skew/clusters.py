@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,6 @@ from distributed import Client, LocalCluster
 
 import dask_gpurt
 from benchmarks.common.peaks import PeakMemory
-from benchmarks.skew.links import cluster_on
-from benchmarks.two_hosts.star import Star, make_star
 from dask_gpurt.config import KEYS
 
 OURS, UNBALANCED = "gpurt", "gpurt-unbalanced"
@@ -44,9 +41,6 @@ class Plan:
         Protocol of the cluster; None for Dask's default.
     rmm_pool_size
         Initial size of a worker's pool, as a share of the GPU or in bytes; None for no pool.
-    link
-        Bytes per second of the link of each worker, each on a host of its own; None to run all workers on
-        this host.
     """
 
     workers: int
@@ -55,7 +49,6 @@ class Plan:
     memory_limit: int
     protocol: str | None = None
     rmm_pool_size: float | str | None = None
-    link: int | None = None
 
 
 def require(contenders: Sequence[str]) -> None:
@@ -71,37 +64,28 @@ def require(contenders: Sequence[str]) -> None:
 
 
 @contextmanager
-def clusters(plan: Plan, contenders: Sequence[str]) -> Iterator[tuple[dict[str, Client], Star | None]]:
-    """Yield a client for each contender, and the hosts of workers with links.
-
-    Dask's contenders share a cluster, and all clusters share the hosts.
-    """
+def clusters(plan: Plan, contenders: Sequence[str]) -> Iterator[dict[str, Client]]:
+    """Yield a client for each contender; Dask's contenders share a cluster."""
     with ExitStack() as stack:
-        star = make_star(stack, plan.workers, plan.link) if plan.link else None
         made: dict[str, Client] = {}
         for contender in contenders:
             kind = contender if contender in (OURS, UNBALANCED) else "dask"
             if kind not in made:
-                made[kind] = stack.enter_context(_cluster(plan, kind, star, len(made)))
-        yield {each: made.get(each) or made["dask"] for each in contenders}, star
+                made[kind] = stack.enter_context(_cluster(plan, kind))
+        yield {each: made.get(each) or made["dask"] for each in contenders}
 
 
 @contextmanager
-def _cluster(plan: Plan, kind: str, star: Star | None, number: int) -> Iterator[Client]:
+def _cluster(plan: Plan, kind: str) -> Iterator[Client]:
     settings = {BALANCE: False} if kind == UNBALANCED else {}
     with (
         dask.config.set({"dataframe.backend": plan.backend, **settings}),
-        _on_this_host(plan) if star is None else cluster_on(star, plan, number) as client,
+        _local(plan) as cluster,
+        Client(cluster, set_as_default=False) as client,
     ):
         if kind != "dask":
             dask_gpurt.enable(client)
         client.register_plugin(PeakMemory())
-        yield client
-
-
-@contextmanager
-def _on_this_host(plan: Plan) -> Iterator[Client]:
-    with _local(plan) as cluster, Client(cluster, set_as_default=False) as client:
         yield client
 
 
@@ -121,12 +105,6 @@ def _local(plan: Plan) -> Any:
 def shuffle_method(contender: str) -> str:
     """Return the name of a contender's shuffle method for Dask."""
     return OURS if contender == UNBALANCED else contender
-
-
-def pids(client: Client) -> dict[str, int]:
-    """Return the process id of each worker."""
-    found: dict[str, int] = client.run(os.getpid)
-    return found
 
 
 def processor_seconds(client: Client) -> dict[str, float]:

@@ -4,103 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dask
 from distributed import Client, futures_of, wait
 from rich.console import Console
 
-from benchmarks.skew.clusters import outputs_moved, peaks, pids, processor_seconds, shuffle_method
-from benchmarks.skew.figures import Run, capacity_left
-from benchmarks.skew.frames import (
-    Digest,
-    Size,
-    delayed_digests,
-    expected,
-    join,
-    join_groupby,
-    left_frame,
-    right_frame,
-    total,
-)
-from benchmarks.skew.slowed import half_speed
-from benchmarks.two_hosts.servers import link_bytes
-from benchmarks.two_hosts.star import Star
+from benchmarks.skew.clusters import outputs_moved, peaks, processor_seconds, shuffle_method
+from benchmarks.skew.figures import Run
+from benchmarks.skew.frames import Size, delayed_digests, expected, join, left_frame, right_frame, total
 
 #: Seconds after which a run counts as hung.
 RUN_TIMEOUT_S = 300.0
 POLL_INTERVAL_S = 0.005
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Describe a measurement.
-
-    Parameters
-    ----------
-    build
-        Builds the collection to time from both sides.
-    keys
-        The kind of keys of the left side.
-    persisted
-        Whether both sides are on the workers before the clock starts; otherwise the timed tasks make them.
-    slow
-        Whether one worker is slowed down.
-    slow_link
-        Whether the link of one worker is slowed down.
-    counts
-        Whether it is reported; if not, it only lets the cluster learn that no worker is slow any more.
-    """
-
-    build: Callable[[Any, Any], Any]
-    keys: str = "even"
-    persisted: bool = False
-    slow: bool = False
-    slow_link: bool = False
-    counts: bool = True
-
-
-CELLS: Mapping[str, Cell] = {
-    "even": Cell(join, persisted=True),
-    "zipf": Cell(join, "zipf", persisted=True),
-    "hot": Cell(join, "hot", persisted=True),
-    "full-speed": Cell(join_groupby),
-    "half-speed": Cell(join_groupby, slow=True),
-    "half-speed-known": Cell(join_groupby, slow=True),
-    "slow-link": Cell(join_groupby, slow_link=True),
-    "slow-link-known": Cell(join_groupby, slow_link=True),
-    "settle": Cell(join_groupby, counts=False),
-}
-YARDSTICKS = {
-    "zipf": "even",
-    "hot": "even",
-    "half-speed": "full-speed",
-    "half-speed-known": "full-speed",
-    "slow-link": "full-speed",
-    "slow-link-known": "full-speed",
-}
-#: Cells that need workers with links of their own.
-LINKED = ("slow-link", "slow-link-known")
-#: Further cells that a cell needs in its turn.
-BESIDE = {
-    "zipf": ("even",),
-    "hot": ("even",),
-    "half-speed": ("full-speed", "settle"),
-    "half-speed-known": ("full-speed", "half-speed", "settle"),
-    "slow-link": ("full-speed", "settle"),
-    "slow-link-known": ("full-speed", "slow-link", "settle"),
-}
-ON_ONE_HOST = tuple(cell for cell in BESIDE if cell not in LINKED)
+#: The keys of the left side of the timed join, by cell.
+CELLS = ("even", "zipf", "hot")
+#: The cell that each cell is compared with.
+YARDSTICKS = {"zipf": "even", "hot": "even"}
 
 
 def in_order(cells: Sequence[str]) -> list[str]:
-    """Return the cells of a turn: the requested cells and the cells that they need."""
-    wanted = {each for cell in cells for each in (cell, *BESIDE[cell])}
+    """Return the cells of a turn: the requested cells and their yardsticks."""
+    wanted = {each for cell in cells for each in (cell, YARDSTICKS[cell])}
     return [cell for cell in CELLS if cell in wanted]
 
 
@@ -115,8 +44,6 @@ class Contest:
         Size of the frames.
     cells
         Cells in the order of a turn.
-    star
-        The hosts of the workers; None if all are on this host.
 
     Attributes
     ----------
@@ -124,29 +51,20 @@ class Contest:
         The timed runs.
     """
 
-    def __init__(
-        self, clients: Mapping[str, Client], size: Size, cells: Sequence[str], star: Star | None = None
-    ):
+    def __init__(self, clients: Mapping[str, Client], size: Size, cells: Sequence[str]):
         self.runs: list[Run] = []
         self._clients = clients
         self._size = size
         self._cells = cells
-        self._star = star
-        self._expected = _expected(cells, size)
+        self._expected = {cell: expected(cell, size) for cell in cells}
         self._frames = {client: self._frames_on(client) for client in set(clients.values())}
 
-    def _frames_on(self, client: Client) -> dict[tuple[str, bool], tuple[Any, Any]]:
-        """Return both sides for each kind of keys, persisted and lazy."""
-        found = {}
+    def _frames_on(self, client: Client) -> dict[str, tuple[Any, Any]]:
+        """Return both sides for each kind of keys, on the workers."""
         with client.as_current():
-            right = right_frame(self._size)
-            kept = right.persist()
-            for cell in (CELLS[name] for name in self._cells):
-                left = left_frame(cell.keys, self._size)
-                if (cell.keys, cell.persisted) not in found:
-                    sides = (left.persist(), kept) if cell.persisted else (left, right)
-                    found[cell.keys, cell.persisted] = sides
-                    wait(sides)
+            right = right_frame(self._size).persist()
+            found = {cell: (left_frame(cell, self._size).persist(), right) for cell in self._cells}
+            wait(list(found.values()))
         return found
 
     def turn(self, number: int) -> None:
@@ -156,66 +74,39 @@ class Contest:
         for contender in [*contenders[first:], *contenders[:first]]:
             for cell in self._cells:
                 run = self._run(cell, contender, number)
-                if CELLS[cell].counts:
-                    self.runs.append(run)
-                    Console(stderr=True).print(
-                        f"{cell}, {contender}, run {number}: {run.seconds:.2f} s",
-                        style="dim",
-                    )
+                self.runs.append(run)
+                Console(stderr=True).print(
+                    f"{cell}, {contender}, run {number}: {run.seconds:.2f} s", style="dim"
+                )
 
-    def _run(self, name: str, contender: str, turn: int) -> Run:
-        cell, client = CELLS[name], self._clients[contender]
-        sides = self._frames[client][cell.keys, cell.persisted]
+    def _run(self, cell: str, contender: str, turn: int) -> Run:
+        client = self._clients[contender]
+        sides = self._frames[client][cell]
         client.run(gc.collect)
         peaks(client)
-        threads, used, moved = client.nthreads(), processor_seconds(client), outputs_moved(client)
-        slow = max(threads) if cell.slow or cell.slow_link else None
-        crossed = link_bytes(client)
-        with (
-            client.as_current(),
-            dask.config.set({"dataframe.shuffle.method": shuffle_method(contender)}),
-            self._slow_link(slow if cell.slow_link else None) as rate,
-            slowed(client, slow if cell.slow else None) as stopped_seconds,
-        ):
-            before, began = stopped_seconds(), time.perf_counter()
-            result = cell.build(*sides).persist()
+        workers, used, moved = client.nthreads(), processor_seconds(client), outputs_moved(client)
+        with client.as_current(), dask.config.set({"dataframe.shuffle.method": shuffle_method(contender)}):
+            began = time.perf_counter()
+            result = join(*sides).persist()
             wait(result, timeout=RUN_TIMEOUT_S)
             seconds = time.perf_counter() - began
-            stopped = (stopped_seconds() - before) / seconds
         now, taken = processor_seconds(client), peaks(client)
-        crosses = link_bytes(client)
-        each, cores = max(threads.values()), len(os.sched_getaffinity(0))
-        rows = self._checked(client, result, f"{name} by {contender}, run {turn}")
+        rows = self._checked(client, result, f"{cell} by {contender}, run {turn}")
         outputs = [future.key for future in futures_of(result)]
         del result
         gc.collect()
         client.run_on_scheduler(_until_forgotten, keys=outputs)
         return Run(
-            name,
+            cell,
             contender,
             turn,
             seconds,
-            capacity_left(len(threads), each, stopped, cores),
             rows,
-            [now[worker] - used[worker] for worker in threads],
-            [taken[worker]["host"] for worker in threads],
-            [taken[worker]["device"] for worker in threads if "device" in taken[worker]],
+            [now[worker] - used[worker] for worker in workers],
+            [taken[worker]["host"] for worker in workers],
+            [taken[worker]["device"] for worker in workers if "device" in taken[worker]],
             outputs_moved(client) - moved,
-            None if slow is None else list(threads).index(slow),
-            *([crosses[worker][way] - crossed[worker][way] for worker in threads] for way in (0, 1)),
-            rate,
-            each,
-            cores,
         )
-
-    @contextmanager
-    def _slow_link(self, worker: str | None) -> Iterator[int]:
-        """Slow down the link of a worker, if given; yield its bytes per second, else 0."""
-        if worker is None or self._star is None:
-            yield 0
-            return
-        with self._star.slow(worker) as rate:
-            yield rate
 
     def _checked(self, client: Client, result: Any, run: str) -> list[int]:
         """Check all rows of a result, and return their number by worker.
@@ -239,23 +130,6 @@ async def _until_forgotten(keys: Sequence[Any], dask_scheduler: Any) -> None:
     async with asyncio.timeout(RUN_TIMEOUT_S):
         while not dask_scheduler.tasks.keys().isdisjoint(keys):
             await asyncio.sleep(POLL_INTERVAL_S)
-
-
-def _expected(cells: Sequence[str], size: Size) -> dict[str, Digest]:
-    """Return the expected digest of each cell; equal cells are computed once."""
-    kinds = {cell: (CELLS[cell].keys, CELLS[cell].build is join_groupby) for cell in cells}
-    known = {kind: expected(kind[0], size, grouped=kind[1]) for kind in set(kinds.values())}
-    return {cell: known[kind] for cell, kind in kinds.items()}
-
-
-@contextmanager
-def slowed(client: Client, worker: str | None) -> Iterator[Callable[[], float]]:
-    """Run a worker, if given, at half speed; yield a function that returns the seconds it was stopped."""
-    if worker is None:
-        yield lambda: 0.0
-        return
-    with half_speed(pids(client)[worker]) as cycle:
-        yield lambda: cycle.stopped_seconds
 
 
 def rows_by_worker(

@@ -1,20 +1,17 @@
 """Make hosts on one machine, each with a link of its own to a switch.
 
-The switch is a bridge in one more namespace. Links can be slowed down one by one.
+The switch is a bridge in one more namespace.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.two_hosts.hosts import LINK, Host, host_of, limit, require
+from benchmarks.two_hosts.hosts import LINK, Host, limit, require
 
 #: The network, and the host number of the switch.
 NETWORK, SWITCH = "10.98.0", 250
-#: Slowdown of a slow link.
-SLOWER = 10
 #: Queue of a link in milliseconds at its rate, before it drops packets: about the 1,000 packets that a
 #: network card queues at 100 Mbit/s.
 QUEUE_MS = 120
@@ -37,24 +34,6 @@ class Star:
     switch: Host
     hosts: tuple[Host, ...]
     rate: int | None
-
-    @contextlib.contextmanager
-    def slow(self, worker: str) -> Iterator[int]:
-        """Slow down the link of a worker in both directions until the end of the block; yield its rate.
-
-        Raises
-        ------
-        ValueError
-            If links have no limit.
-        """
-        if self.rate is None:
-            raise ValueError("a link without a limit cannot be slowed down")
-        at = [host.address for host in self.hosts].index(host_of(worker))
-        self._limit(at, slow := self.rate // SLOWER)
-        try:
-            yield slow
-        finally:
-            self._limit(at, self.rate)
 
     def _limit(self, at: int, rate: int) -> None:
         limit(self.hosts[at], LINK, rate, QUEUE_MS)

@@ -23,7 +23,6 @@ from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange.compression import CODECS_MISSING, Codec, Compressor, codecs
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard
-from dask_gpurt.exchange.links import PeerClass
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.exchange.shard import PeerLost, RunKey
 from dask_gpurt.observe import Fallback
@@ -129,8 +128,6 @@ class Comms:
         nbytes, now = sum(map(size_of, data)), perf_counter()
         self._end.traffic.note(peer, COMMS, nbytes, seconds)
         self._end.links.observe(peer, nbytes, now - seconds, now)
-        if self._end.links.peer_class(peer) is PeerClass.OTHER_HOST:
-            self._end.links.arrivals.observe(nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
         """Return the sections of a fetched shard. Staged ones are valid until it is released. Blocks."""

@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+
+
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -26,12 +28,12 @@ from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 UNKNOWN_PEER_RETRY_S = 10.0
 #: Bytes that the prior speed counts for, and window of the running average in bytes.
 PRIOR_BYTES, WINDOW_BYTES = 2**20, 2**26
-#: The most recent transfers that the arrival rate is measured from, and the fewest that it takes.
-MAX_ARRIVALS, MIN_ARRIVALS = 32, 8
 #: The most pairs of a peer and a path in one report; transfers beyond that are not counted.
 MAX_PEERS = 64
 #: Pseudo-path of shards that are read in place, which takes no copy and counts no time.
 IN_PLACE = "in-place"
+
+
 
 
 class PeerClass(StrEnum):
@@ -86,43 +88,6 @@ class MeasuredBandwidth:
         return self._seconds_per_byte.inverse
 
 
-class _Arrival(NamedTuple):
-    nbytes: int
-    begin: float
-    end: float
-
-    def within(self, begin: float, end: float) -> float:
-        """Return the bytes that arrived in an interval, assuming a constant rate."""
-        seconds = min(self.end, end) - max(self.begin, begin)
-        return self.nbytes * max(0.0, seconds) / max(self.end - self.begin, 1e-9)
-
-
-class ArrivalRate:
-    """Measure how fast a worker can receive: the highest rate among its last transfers. Thread-safe.
-
-    A worker with a fast link also receives slowly while it waits for one with a slow link, so the mean rate
-    does not distinguish the two; the highest does. The rate is computed over the duration of each transfer,
-    including the overlapping parts of concurrent ones.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._arrivals: deque[tuple[_Arrival, float]] = deque(maxlen=MAX_ARRIVALS)
-
-    def observe(self, nbytes: int, begin: float, end: float) -> None:
-        """Add a completed transfer, in order of completion; times in seconds of any clock."""
-        with self._lock:
-            together = nbytes + sum(other.within(begin, end) for other, _ in self._arrivals)
-            rate = together / max(end - begin, 1e-9)
-            self._arrivals.append((_Arrival(nbytes, begin, end), rate))
-
-    def since(self, begin: float) -> float:
-        """Return the rate in bytes per second since ``begin``; 0 after too few transfers."""
-        with self._lock:
-            rates = [rate for arrival, rate in self._arrivals if arrival.begin >= begin]
-        return max(rates) if len(rates) >= MIN_ARRIVALS else 0.0
-
-
 class Links:
     """Hold the links to this worker, by peer. On the event loop, not thread-safe.
 
@@ -142,8 +107,6 @@ class Links:
         self._asking: asyncio.Task[None] | None = None
         self._closed = False
         self._measured: dict[Link, MeasuredBandwidth] = {}
-        #: The rate at which this worker can receive from other hosts.
-        self.arrivals = ArrivalRate()
 
     def known(self, peers: Collection[str]) -> dict[str, LinkEstimate]:
         """Return the known links of peers, and request unknown ones from the scheduler."""

@@ -288,7 +288,6 @@ class SchedulerShuffles:
     def _remove_worker(self, original: Callable[..., None]) -> Callable[..., None]:
         def remove(scheduler: SchedulerServer, worker: str, **options: Any) -> None:
             self.recovery.remove_worker(worker)
-            self._balancing.on_worker_removed(worker)
             self.results.on_worker_removed(worker)
             original(scheduler, worker, **options)
             for heartbeats in self._extension.heartbeats.values():  # of runs that continue without the worker

@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, TypeVar
 
 from dask.sizeof import sizeof
@@ -40,8 +39,6 @@ class _Published:
         The outputs that the input was split for.
     shards
         The shards as first offered, one for each block in the pool.
-    seconds
-        Time to split and pack, excluding waits for room, in seconds.
     empty
         See :class:`~dask_gpurt.exchange.shard.Commit`.
     """
@@ -51,7 +48,6 @@ class _Published:
     outputs: frozenset[int]
     outbox: Outbox
     shards: tuple[Shard, ...]
-    seconds: float
     empty: bytes | None
 
 
@@ -94,7 +90,6 @@ class Sender:
         self.owners = owners
         self._published: dict[int, _Published] = {}
         self._retries = itertools.count()
-        self._began = perf_counter()
 
     def add(self, data: Any, source: int, dispatch: int) -> Attempt:
         """Split an input partition, publish its shards, and commit the attempt to each share.
@@ -111,7 +106,6 @@ class Sender:
         Attempt
             The attempt, which has succeeded.
         """
-        began = perf_counter()
         attempt = Attempt(dispatch, next(self._retries))
         ready = self.spec.input(data, source, self.exchange)
         outbox = self.exchange.pools.outbox(ready.packer.device.kind)
@@ -139,10 +133,9 @@ class Sender:
             packing.publish_all(owned)
             owned.clear()
         outputs = frozenset(output for share in shares for output in share.outputs)
-        seconds = perf_counter() - began - packing.waited_s
         # As with ``tasks``, outputs without rows are like the first input.
         empty = ready.empty() if source == 0 else None
-        published = _Published(source, attempt, outputs, outbox, tuple(packing.shards), seconds, empty)
+        published = _Published(source, attempt, outputs, outbox, tuple(packing.shards), empty)
         self._end(published, owners, packing.commits(shares, empty))
         return attempt
 
@@ -153,13 +146,7 @@ class Sender:
         if published is None or published.attempt != attempt:
             return None
         sections = (section for shard in published.shards for section in shard.sections)
-        return InputSizes.of(
-            sections,
-            len(published.outputs),
-            seconds=published.seconds,
-            whole=published.outbox.has_all(self.run),
-            arriving=self.exchange.links.arrivals.since(self._began),
-        )
+        return InputSizes.of(sections, len(published.outputs), whole=published.outbox.has_all(self.run))
 
     def in_parts(
         self,
@@ -276,8 +263,6 @@ class _Packing:
         self.attempt = attempt
         #: Shards that have been offered.
         self.shards: list[Shard] = []
-        #: Time spent waiting for room, in seconds.
-        self.waited_s = 0.0
         self._parts = Counter[int]()
         #: Packed but unpublished pieces, by share.
         self._packed: dict[Share, list[tuple[Piece, Packed]]] = {}
@@ -335,9 +320,7 @@ class _Packing:
                 raise _NotPacked(*error.args) from error
             except PoolFull as full:
                 self._publish()
-                began = perf_counter()
                 self.outbox.wait_for_room(full.nbytes, seen, self.sender.check)
-                self.waited_s += perf_counter() - began
 
     def _publish(self) -> None:
         self.packer.settle()

@@ -68,7 +68,7 @@ def note_sizes(metadata: dict[str, Any], result: Transferred, sizes: InputSizes)
     """Add the sizes of outputs to the task's metadata; see :meth:`Transferred.note`."""
     heavy = [number for pair in sizes.heavy.items() for number in pair]
     which = int(result), result.source, result.attempt.dispatch
-    metadata[SIZES] = *which, sizes.nbytes, sizes.seconds, sizes.whole, heavy, sizes.arriving
+    metadata[SIZES] = *which, sizes.nbytes, sizes.whole, heavy
 
 
 def sizes_of_task(task: SchedulerTask, run_id: int) -> tuple[int, InputSizes] | None:
@@ -78,8 +78,8 @@ def sizes_of_task(task: SchedulerTask, run_id: int) -> tuple[int, InputSizes] | 
     """
     if (note := (task.metadata or {}).get(SIZES)) is None:
         return None
-    of_run, source, dispatch, nbytes, seconds, whole, heavy, arriving = note
+    of_run, source, dispatch, nbytes, whole, heavy = note
     if of_run != run_id or dispatch != task.run_id:
         return None
     pairs = zip(heavy[::2], heavy[1::2], strict=True)
-    return source, InputSizes(nbytes, dict(pairs), seconds, whole, arriving)
+    return source, InputSizes(nbytes, dict(pairs), whole)

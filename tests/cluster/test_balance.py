@@ -16,31 +16,12 @@ from distributed import futures_of, wait
 from distributed.shuffle._core import id_from_key
 
 from dask_gpurt.scheduler.recovery import Recovery
-from dask_gpurt.shuffle.balance import InputSizes
-from dask_gpurt.shuffle.sender import Sender
 from tests.helpers.in_process import on_cluster, until
 
 PARTS, ROWS, KEYS, HOT = 32, 20_000, 4096, 7
 #: Share of rows with the hot key, which all go to one output.
 SHARE = 0.3
 MOVED = "shuffle.outputs.moved"
-
-
-@pytest.fixture(autouse=True)
-def slow(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list of workers whose transfers report twice the seconds per byte of the other workers.
-
-    Reported times are fixed, since outputs would move because of noise on a busy machine.
-    """
-    sizes, slow = Sender.sizes, list[str]()
-
-    def by_its_clock(self: Sender, source: int, attempt: Any) -> InputSizes | None:
-        told = sizes(self, source, attempt)
-        twice = 2 if self.exchange.me.address in slow else 1
-        return told and told._replace(seconds=told.nbytes * 1e-7 * twice)
-
-    monkeypatch.setattr(Sender, "sizes", by_its_clock)
-    return slow
 
 
 def left_part(at: int, share: float) -> pd.DataFrame:
@@ -221,25 +202,6 @@ def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch,
     run()
 
 
-# ---- slow workers ----------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_slow_worker_gets_fewer_outputs(slow: list[str]) -> None:
-    @on_cluster(workers=4)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        slow.append(workers[0].address)
-        out = persisted(client, lambda: left(0.0, 2 * PARTS).shuffle("key"))
-        await wait(out)
-        assert counted(scheduler, MOVED)
-        rows = await rows_by_worker(scheduler, out)
-        assert rows[slow[0]] < 0.2 * sum(rows.values())
-        assert_same(await client.compute(out), local(0.0, 2 * PARTS))
-        del out
-
-    run()
-
-
 # ---- where outputs stay ----------------------------------------------------------------
 
 
@@ -270,7 +232,6 @@ def test_shards_are_reused_right_as_outputs_move(monkeypatch: pytest.MonkeyPatch
         balance(self, shuffles, to, reason)
 
     monkeypatch.setattr(Recovery, "balance", without_shards)
-    monkeypatch.setattr("dask_gpurt.shuffle.transfer_times.BALANCE_CHECKS", (1.0,))
 
     @on_cluster(workers=4, **{"gpurt.shuffle.retries": 0, "gpurt.exchange.paths": ["comms"]})
     async def run(client: Any, scheduler: Any, *workers: Any) -> None:
