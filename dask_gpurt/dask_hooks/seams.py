@@ -246,18 +246,6 @@ RESULTS = SeamGroup(
     ),
     without="barriers and outputs of shuffles fetch the results that they need",
 )
-#: The choice of the worker to fetch from. The runtime has a copy of the body with another order.
-REPLICA_CHOICE = SeamGroup(
-    "replica choice",
-    (
-        Seam(
-            "distributed.worker_state_machine:WorkerState._select_workers_for_gather",
-            "self",
-            bodies=("19649549c823",),
-        ),
-    ),
-    without="Dask chooses where dependencies are fetched from",
-)
 #: The choice of the worker that runs a task. Methods that differ are left to Dask individually.
 PLACEMENT = SeamGroup(
     "placement",
@@ -352,7 +340,6 @@ PARTS = (
     RESULTS,
     RETIREMENT,
     BAGS,
-    REPLICA_CHOICE,
     NANNY,
     HTTP,
     *CHOICES,

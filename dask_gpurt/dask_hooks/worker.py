@@ -19,8 +19,8 @@ from distributed.worker_state_machine import SecedeEvent, UpdateDataEvent
 
 from dask_gpurt.dask_hooks.comparison import UnsupportedError
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
-from dask_gpurt.dask_hooks.seams import REPLICA_CHOICE, WORKER
-from dask_gpurt.dask_hooks.types import WorkerServer, WorkerStateMachine
+from dask_gpurt.dask_hooks.seams import WORKER
+from dask_gpurt.dask_hooks.types import WorkerServer
 
 logger = logging.getLogger(__name__)
 
@@ -168,17 +168,6 @@ def put_results(worker: WorkerServer, results: Mapping[Key, object]) -> None:
             # The key is being fetched or computed. That continues and reports the replica at its end; until
             # then withdraw the replica.
             worker.batched_stream.send({"op": "release-worker-data", "key": key, "stimulus_id": stimulus_id})
-
-
-def wrap_replica_choice(patches: PatchSet, state: WorkerStateMachine, wrap: Wrap) -> None:
-    """Wrap ``(state)``, which yields the workers to fetch from next, each with its tasks.
-
-    Raises
-    ------
-    UnsupportedError
-        If its signature or body differs from the known one.
-    """
-    patches.put_class(state, REPLICA_CHOICE["_select_workers_for_gather"], wrap)
 
 
 async def call_scheduler(

@@ -12,9 +12,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
-
-
-from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -107,11 +104,6 @@ class Links:
         self._asking: asyncio.Task[None] | None = None
         self._closed = False
         self._measured: dict[Link, MeasuredBandwidth] = {}
-
-    def known(self, peers: Collection[str]) -> dict[str, LinkEstimate]:
-        """Return the known links of peers, and request unknown ones from the scheduler."""
-        self._ask_soon(peers)
-        return {peer: self._known[peer] for peer in peers if peer in self._known}
 
     def peer_class(self, peer: str) -> PeerClass:
         """Return the class of a peer, from its link or, if that is unknown, from its address."""

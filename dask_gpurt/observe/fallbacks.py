@@ -42,10 +42,6 @@ class Fallback(Enum):
     EXCHANGE_SHM_FULL = "exchange.shm-full", "producers wait for room in shared memory"
     EXCHANGE_FEW_DESCRIPTORS = "exchange.few-descriptors", "transfers may fail for lack of file descriptors"
     EXCHANGE_SPILLED_ON_ARRIVAL = "exchange.spilled-on-arrival", "pulled shards do not fit on the device"
-    EXCHANGE_REPLICA_CHOICE = (
-        "exchange.replica-choice",
-        "Dask chooses where dependencies are fetched from",
-    )
 
     MEMORY_FETCH_WITHOUT_ROOM = "memory.fetch-without-room", "fetches start without a memory reservation"
     MEMORY_ADMITTED_OVERDUE = (

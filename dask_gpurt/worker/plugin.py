@@ -66,7 +66,6 @@ from dask_gpurt.worker.layers import Layer
 from dask_gpurt.worker.lookups import RunLookup
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
-from dask_gpurt.worker.replica_selector import ReplicaSelector
 from dask_gpurt.worker.reports import ProgressReporter, TopologyReporter, add_metric, amounts
 from dask_gpurt.worker.residency import WorkerResidency
 from dask_gpurt.worker.streams import PromptStreams
@@ -219,7 +218,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(add_metric(worker, PROGRESS_METRIC, self.progress.report))
         undo.push_async_callback(self.overlap.save)
         # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
-        for part in (self.overlap, self.run_lookup, self.replica_selector):
+        for part in (self.overlap, self.run_lookup):
             undo.callback(part.uninstall)
             part.install()
         if settings.memory.tiers:
@@ -368,7 +367,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
             self._undo.callback(set_reader_threads(settings.reads.threads))
         self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics)
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
-        self.replica_selector = ReplicaSelector(worker, self.exchange.links, self.metrics)
         self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
         self._undo.callback(self.residency.close)
         self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
