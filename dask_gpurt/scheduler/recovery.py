@@ -30,9 +30,8 @@ from dask_gpurt.protocol import NEW_OWNERS_OP
 from dask_gpurt.scheduler.results import RetainedResults
 from dask_gpurt.scheduler.runs import ActiveRuns, is_unfinished, owners_of
 from dask_gpurt.scheduler.switching import Workers
-from dask_gpurt.shuffle.losses import Contribution, Loss, PendingLosses, common_owners
+from dask_gpurt.shuffle.losses import Contribution, Loss, LossesInARow, PendingLosses, common_owners
 from dask_gpurt.shuffle.owners import Owners, deal, fair_share
-from dask_gpurt.shuffle.retries import LossesInARow
 from dask_gpurt.shuffle.spec import outputs_of
 
 logger = logging.getLogger(__name__)

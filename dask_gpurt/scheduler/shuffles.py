@@ -53,9 +53,9 @@ from dask_gpurt.scheduler.runs import (
 )
 from dask_gpurt.scheduler.switching import Workers
 from dask_gpurt.scheduler.unresponsive import Abandoning, BarrierEnds
+from dask_gpurt.shuffle.losses import RunsInARow
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec
-from dask_gpurt.shuffle.retries import RunsInARow
 from dask_gpurt.shuffle.run import ASSEMBLED_KEY
 from dask_gpurt.shuffle.spec import RunSpec, ShuffleSpec, outputs_of
 

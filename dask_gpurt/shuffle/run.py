@@ -30,10 +30,9 @@ from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from dask_gpurt.protocol import OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
 from dask_gpurt.shuffle.dask_figures import DaskFigures
 from dask_gpurt.shuffle.messages import GONE, Message, Retire, RunInterrupted, Seal, error_of
-from dask_gpurt.shuffle.offers import Offers
+from dask_gpurt.shuffle.offers import Offers, RetiredShares
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
-from dask_gpurt.shuffle.retired_shares import RetiredShares
 from dask_gpurt.shuffle.sealing import Sealing
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import RunSpec

@@ -21,18 +21,18 @@ from tests.helpers.exchange_scheduler import Scheduler, frame_of, spec_of
 def without_pauses(calls: int = 4) -> Iterator[None]:
     """Skip pauses of the exchange, shorten those of runs to a millisecond, and limit the number of calls."""
     from dask_gpurt.exchange import calls as module
-    from dask_gpurt.shuffle import retired_shares, run
+    from dask_gpurt.shuffle import offers, run
 
     kept = module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, requests.PEER_RETRY_INTERVAL_S
     module.FIRST_PAUSE_S = module.LONGEST_PAUSE_S = requests.PEER_RETRY_INTERVAL_S = 0.0
     module.MAX_CALLS = calls
-    kept_here = run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S, retired_shares.LONGEST_PAUSE_S
+    kept_here = run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S, offers.LONGEST_PAUSE_S
     run.sync = _without_waiting
-    run.FIRST_PAUSE_S = run.LONGEST_PAUSE_S = retired_shares.LONGEST_PAUSE_S = 0.001
+    run.FIRST_PAUSE_S = run.LONGEST_PAUSE_S = offers.LONGEST_PAUSE_S = 0.001
     try:
         yield
     finally:
-        run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S, retired_shares.LONGEST_PAUSE_S = kept_here
+        run.sync, run.FIRST_PAUSE_S, run.LONGEST_PAUSE_S, offers.LONGEST_PAUSE_S = kept_here
         module.FIRST_PAUSE_S, module.LONGEST_PAUSE_S, module.MAX_CALLS, requests.PEER_RETRY_INTERVAL_S = kept
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dask_gpurt.exchange import PeerLost
-from dask_gpurt.shuffle import retired_shares
+from dask_gpurt.shuffle import offers
 from dask_gpurt.shuffle.messages import Retire
-from dask_gpurt.shuffle.retired_shares import RetiredShares
+from dask_gpurt.shuffle.offers import RetiredShares
 
 A, B = "tcp://a:1", "tcp://b:1"
 
@@ -81,7 +81,7 @@ def test_each_former_owner_is_asked_once_for_its_shares() -> None:
 
 def test_an_owner_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may still read, so it is asked again."""
-    monkeypatch.setattr(retired_shares, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(offers, "LONGEST_PAUSE_S", 0.0)
     producer = Producer()
     producer.answers = [PeerLost("no reply")]
     asyncio.run(producer.retired.ask(B, frozenset({2})))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_gpurt.shuffle.retries import LossesInARow, RunsInARow
+from dask_gpurt.shuffle.losses import LossesInARow, RunsInARow
 
 
 def test_runs_that_fail_in_a_row_add_up() -> None:
