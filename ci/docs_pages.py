@@ -1,4 +1,4 @@
-"""Generate the pages of the documentation from the code: settings, command line and API.
+"""Generate pages from the code and from results: settings, command line, API, the list of results.
 
 MkDocs loads this file as a hook (``hooks`` in ``mkdocs.yml``). The functions that write a page need neither
 MkDocs nor a GPU, so that ``tests/unit/docs/test_docs.py`` can compare them with the code."""
@@ -216,9 +216,53 @@ def write_metrics_tables() -> None:
     page.write_text(text)
 
 
+RESULTS = ROOT / "benchmarks" / "results"
+RESULTS_HEAD = """\
+# Results
+
+Each file records one measurement, with date, hardware, versions and parameters as far as the program that wrote it records them.
+Compare figures within one file only. [Benchmarks](../../docs/benchmarks.md) has the current headline figures.
+
+Written by `python ci/docs_pages.py` from the files.
+
+| file | date | hardware | what was measured |
+|---|---|---|---|
+"""
+#: Where files say what they measured, best first: older programs wrote less.
+WHAT_KEYS = ("what", "benchmark", "command", "program", "note")
+
+
+def _hardware(found: Any) -> str:
+    """Return a file's hardware in a few words."""
+    if not isinstance(found, Mapping):
+        return str(found or "").partition(";")[0]
+    gpus = [re.sub(r"^NVIDIA |( \d+GB)? HBM3$", "", name) for name in found.get("gpus", [])]
+    counted = [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
+    return ", ".join([*counted, f"{found['cores']} cores"] if "cores" in found else counted)
+
+
+def _shortened(text: str, limit: int = 160) -> str:
+    """Return the beginning of a text as a cell of a table."""
+    cell = _cell(text)
+    return cell if len(cell) <= limit else cell[:limit].rpartition(" ")[0] + " …"
+
+
+def _result_row(file: Path) -> str:
+    content = json.loads(file.read_text())
+    what = next((str(content[key]) for key in WHAT_KEYS if key in content), "")
+    date = str(content.get("date", ""))[:10]
+    return f"| `{file.name}` | {date} | {_hardware(content.get('hardware'))} | {_shortened(what)} |\n"
+
+
+def results_list() -> str:
+    """Return the list of the files of results, from what they say themselves."""
+    return RESULTS_HEAD + "".join(map(_result_row, sorted(RESULTS.glob("*.json"))))
+
+
 def root_page(name: str) -> str:
     """Return a page from the root of the repository, with links relative to the documentation."""
-    return (ROOT / name).read_text().replace("](docs/", "](")
+    text = (ROOT / name).read_text().replace("](benchmarks/results/README.md", "](results.md")
+    return text.replace("](docs/", "](")
 
 
 #: Functions that generate pages, by path in the documentation.
@@ -228,13 +272,17 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/api.md": api_page,
     "contributing.md": lambda: root_page("CONTRIBUTING.md"),
     "changelog.md": lambda: root_page("CHANGELOG.md"),
+    "results.md": lambda: results_list().replace("../../docs/", ""),
 }
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Redirect links to pages outside the documentation to their copies in the site."""
     up = "../" * page.file.src_uri.count("/")
-    return markdown.replace(f"]({up}../CONTRIBUTING.md", f"]({up}contributing.md")
+    copies = {"CONTRIBUTING.md": "contributing.md", "benchmarks/results/README.md": "results.md"}
+    for outside, copy in copies.items():
+        markdown = markdown.replace(f"]({up}../{outside}", f"]({up}{copy}")
+    return markdown
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -248,3 +296,4 @@ def on_files(files: Any, config: Any) -> Any:
 
 if __name__ == "__main__":  # other pages are generated only when the site is built
     write_metrics_tables()
+    (RESULTS / "README.md").write_text(results_list())
