@@ -220,7 +220,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 RESULTS_HEAD = """\
 # Results
 
-Each file records one measurement, with date, hardware, versions and parameters as far as the program that wrote it records them.
+Each file records one measurement, with date, hardware, versions and parameters as far as its program does.
 Compare figures within one file only. [Benchmarks](../../docs/benchmarks.md) has the current headline figures.
 
 Written by `python ci/docs_pages.py` from the files.
@@ -237,7 +237,7 @@ def _hardware(found: Any) -> str:
     if not isinstance(found, Mapping):
         return str(found or "").partition(";")[0]
     gpus = [re.sub(r"^NVIDIA |( \d+GB)? HBM3$", "", name) for name in found.get("gpus", [])]
-    counted = [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus)]
+    counted = [f"{gpus.count(name)} {name}" for name in dict.fromkeys(gpus)]
     return ", ".join([*counted, f"{found['cores']} cores"] if "cores" in found else counted)
 
 
