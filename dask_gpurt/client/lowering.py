@@ -9,6 +9,8 @@ There are two sets of patches. Each handles only shuffles that go through the ru
 - the *default* of dask-expr, which is "gpurt" between :func:`choose` and :func:`leave`. Dask's configuration
   stays unchanged, since ``dask.bag`` reads the same key and does not know "gpurt". In that time, threads
   share expressions without the lock by which Dask can deadlock on Python 3.11.
+
+Decisions and their figures: ``docs/decisions/partitions.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Represent sets of integers as ranges: the free parts of a pool, and its parts with backing memory."""
+"""Represent sets of integers as ranges: the free parts of a pool, and its parts with backing memory.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Along each axis, the boundaries of old and new chunks divide an array into intervals. The product of one
 interval per axis is a *box*: the elements that one old chunk and one new chunk have in common.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations

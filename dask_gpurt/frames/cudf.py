@@ -2,6 +2,8 @@
 
 Splitting and packing run on the communication stream, ordered after the user's work. Outputs are assembled on
 the user's stream, since that is where their memory is freed.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations

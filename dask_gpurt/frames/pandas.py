@@ -1,4 +1,7 @@
-"""Split pandas partitions, pack them column by column or with pickle, and assemble outputs."""
+"""Split pandas partitions, pack them column by column or with pickle, and assemble outputs.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
+"""
 
 from __future__ import annotations
 

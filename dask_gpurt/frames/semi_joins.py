@@ -4,6 +4,8 @@ pandas has no semi join: Dask removes the duplicates of the right side, and make
 right side is a single partition, each task on a partition of the left side does so for the whole of it.
 Looking up its keys among the few of a left partition takes a small part of that time. cudf has a semi join,
 and its frames stay as they are.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Sort integers by position, faster than numpy's ``argsort``."""
+"""Sort integers by position, faster than numpy's ``argsort``.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
+"""
 
 from __future__ import annotations
 

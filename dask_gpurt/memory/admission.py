@@ -29,6 +29,8 @@ waiting for tasks of its own, so it does not count as running.
 
 Rule 3 may exceed the memory limit by one request per patience. That is unnecessary if tasks just run longer
 than the patience while memory is short, so the patience is long, and each case is counted.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

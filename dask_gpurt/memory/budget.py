@@ -6,6 +6,8 @@ refused with the reason, what is automatic gets at most what is left.
 
 The exchange pool in host memory allocates pages only as shards need them. Until then a live tier there may
 use the pool's part, and shrinks when there are pages: see :attr:`Shares.spare`.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

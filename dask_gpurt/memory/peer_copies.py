@@ -5,6 +5,8 @@ of in the process of the peer. For a pool that has most of a GPU this takes half
 loops of both workers wait, and the peer keeps the pool mapped: if its worker is killed, the one that replaces
 it cannot allocate a pool. So objects are copied into a small allocation that serves only this, and sent from
 there, to other workers each as one buffer. What does not fit there is copied into the pool of the exchange.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Pinning (registering) memory is slow, takes it away from all other processes, and delays the end of a process
 that is killed. So it is done in a few large slabs, as they are needed. Objects use any free blocks of the
 slabs, so there is no fragmentation beyond the last block of each object, and no compaction.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reserve bytes of the live tiers before they are allocated."""
+"""Reserve bytes of the live tiers before they are allocated.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
+"""
 
 from __future__ import annotations
 

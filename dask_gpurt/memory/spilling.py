@@ -1,4 +1,7 @@
-"""Spill objects from a live tier, those with the latest next use first."""
+"""Spill objects from a live tier, those with the latest next use first.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Make objects in lower tiers live again."""
+"""Make objects in lower tiers live again.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 The library (``_interposer.c`` and ``_residency.c``) changes launches according to a policy that this module
 writes into its memory, and redirects threads to other contexts. It must be loaded before CUDA, so nannies add
 it to ``LD_PRELOAD``.
+
+Decisions and their figures: ``docs/decisions/overlap.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Select the candidates for a task: workers that hold its inputs, and few others."""
+"""Select the candidates for a task: workers that hold its inputs, and few others.
+
+Decisions and their figures: ``docs/decisions/placement.md`` and ``docs/decisions/scheduler.md``.
+"""
 
 from __future__ import annotations
 

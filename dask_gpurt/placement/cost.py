@@ -1,4 +1,7 @@
-"""Compare workers for a task by the time until it would have run there, in seconds. Pure."""
+"""Compare workers for a task by the time until it would have run there, in seconds. Pure.
+
+Decisions and their figures: ``docs/decisions/placement.md``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Estimate the cost of a task on a worker, from the state of Dask's scheduler."""
+"""Estimate the cost of a task on a worker, from the state of Dask's scheduler.
+
+Decisions and their figures: ``docs/decisions/placement.md``.
+"""
 
 from __future__ import annotations
 

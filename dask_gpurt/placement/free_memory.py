@@ -1,4 +1,7 @@
-"""Look up free memory of workers, in their ledgers or in Dask's own counts."""
+"""Look up free memory of workers, in their ledgers or in Dask's own counts.
+
+Decisions and their figures: ``docs/decisions/placement.md``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Switch placement on only while workers differ enough for it to matter; otherwise Dask chooses."""
+"""Switch placement on only while workers differ enough for it to matter; otherwise Dask chooses.
+
+Decisions and their figures: ``docs/decisions/placement.md``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Replace the choices of Dask's scheduler by placement, and restore them."""
+"""Replace the choices of Dask's scheduler by placement, and restore them.
+
+Decisions and their figures: ``docs/decisions/placement.md``.
+"""
 
 from __future__ import annotations
 

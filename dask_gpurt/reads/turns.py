@@ -13,6 +13,8 @@ all of it::
 So the tasks with a turn are at any time those that Dask would run if it started the same tasks in the same
 order. Whatever they wait for (an Event, a Lock, a database), they block each other only if they would there,
 and a waiting task gets its turn once earlier ones end.
+
+Decisions and their figures: ``docs/decisions/overlap.md``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The worker that runs the barrier sends a :class:`~dask_gpurt.shuffle.messages.Seal` to all owners and
 producers. docs/design/exactly-once.md describes what each of them does with it.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Send the shards of a run: split a partition, pack the pieces, offer them to their owners."""
+"""Send the shards of a run: split a partition, pack the pieces, offer them to their owners.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
+"""
 
 from __future__ import annotations
 

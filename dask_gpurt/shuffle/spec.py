@@ -6,6 +6,8 @@ make them create the runs of this package.
 There is a spec for each kind of data: :class:`ShuffleSpec` for the rows of dataframes, and
 :class:`~dask_gpurt.shuffle.rechunk.RechunkSpec` for the chunks of arrays. Runs refer to inputs and outputs by
 number.
+
+Decisions and their figures: ``docs/decisions/partitions.md``.
 """
 
 from __future__ import annotations

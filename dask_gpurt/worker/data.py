@@ -3,6 +3,8 @@
 Three of the worker's coroutines are wrapped on the instance. The wrappers make inputs live and free memory
 for results on threads of the tiers, then call Dask's own coroutine. The wrapper of ``execute`` is outside
 that of overlap (:class:`~dask_gpurt.scheduler.switching.Layer`), which must not measure the wait for memory.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

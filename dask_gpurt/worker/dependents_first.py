@@ -7,6 +7,8 @@ result to be spilled, and it must be read back. If memory is short, pausing for 
 The worker is paused with the event of Dask's own pause, for at most ``MAX_PAUSE_S`` seconds. It always
 resumes: each poll either schedules the next one or unpauses, even if it fails, and polls continue after the
 runtime is switched off. If Dask pauses or closes the worker meanwhile, unpausing is left to Dask.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Confine a worker's tasks while runs are in flight, according to the overlap settings."""
+"""Confine a worker's tasks while runs are in flight, according to the overlap settings.
+
+Decisions and their figures: ``docs/decisions/overlap.md``.
+"""
 
 from __future__ import annotations
 

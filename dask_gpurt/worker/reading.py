@@ -1,4 +1,7 @@
-"""Let a worker's tasks read files while other tasks compute."""
+"""Let a worker's tasks read files while other tasks compute.
+
+Decisions and their figures: ``docs/decisions/overlap.md``.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,8 @@ share the next batch, so a busy scheduler batches as before.
 
 Sending needs the GIL, which the next task needs at the same moment. So a worker with ready tasks batches the
 ends of tasks as Dask does, until its last task runs.
+
+Decisions and their figures: ``docs/decisions/overlap.md``.
 """
 
 from __future__ import annotations

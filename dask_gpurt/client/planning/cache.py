@@ -15,6 +15,8 @@ If a setting that influences planning changes, all caches are cleared.
 
 Metadata, plans and facts about files are also kept in a store, from which other processes load them
 (:mod:`~dask_gpurt.client.planning.store`).
+
+Decisions and their figures: ``docs/decisions/planning.md``.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ projection, comparison and product of a query is a separate task, whose result i
 reported to the scheduler. Here ``compute()`` fuses blockwise operations by Dask's own rule, and then chains
 around shuffles, which Dask's rule does not cover: tasks that only a transfer needs are fused into the
 transfer, and tasks that need only an output are fused with the output.
+
+Decisions and their figures: ``docs/decisions/planning.md``.
 """
 
 from __future__ import annotations

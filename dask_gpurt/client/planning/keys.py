@@ -3,6 +3,8 @@
 A digest covers the key, and everything else that a result of planning depends on: the settings, the versions
 of libraries, and the source of the packages that plan. Equal digests imply equal keys. A key that names
 something which may be different in another process, such as a function of the user's, has no digest.
+
+Decisions and their figures: ``docs/decisions/planning.md``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 For a plan that is known already, pickling it on the client and unpickling it on the scheduler took more than
 half of the time between the user's ``compute()`` and the first task.
+
+Decisions and their figures: ``docs/decisions/planning.md``.
 """
 
 from __future__ import annotations

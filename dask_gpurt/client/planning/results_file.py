@@ -9,6 +9,8 @@ asked for are read. A writer replaces the file, and a process that has opened it
 The head has the index's own checksum, so that nothing is parsed or allocated by what a damaged file says. The
 file begins and ends with the runtime's name: one that is damaged at either is still known to be the runtime's
 and may be replaced, and a file of the user's that a setting names by mistake is not.
+
+Decisions and their figures: ``docs/decisions/planning.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Keep results of planning for the processes that plan the same queries later."""
+"""Keep results of planning for the processes that plan the same queries later.
+
+Decisions and their figures: ``docs/decisions/planning.md``.
+"""
 
 from __future__ import annotations
 

@@ -244,6 +244,37 @@ def test_the_walks_name_what_is_there() -> None:
     assert [file for file in files if not (PACKAGE / file).exists() and not (ROOT / file).exists()] == []
 
 
+# ---- decisions -----------------------------------------------------------------------
+
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+
+
+def docstring(module: str) -> str:
+    return ast.get_docstring(ast.parse((PACKAGE / module).read_text())) or ""
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_modules_name_the_page_of_the_decisions_that_govern_them(page: Path) -> None:
+    governed = re.findall(r"Governs((?:[\s,]+`[\w/]+\.py`)+)", page.read_text())
+    modules = {name for names in governed for name in re.findall(r"`([\w/]+\.py)`", names)}
+    assert [name for name in modules if f"docs/decisions/{page.name}" not in docstring(name)] == []
+
+
+def test_decisions_that_docstrings_name_exist() -> None:
+    named = re.findall(r"docs/decisions/[\w/]+\.md", " ".join(literals()))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.stem)
+def test_records_of_decisions_are_short(page: Path) -> None:
+    records = without_blocks(page.read_text()).split("\n## ")[1:]
+    prose = {
+        record.splitlines()[0]: [line for line in record.split("\n") if line and line[0] != "|"]
+        for record in records
+    }
+    assert [title for title, lines in prose.items() if len(lines) > 13] == []
+
+
 # ---- quoted messages -----------------------------------------------------------------
 
 

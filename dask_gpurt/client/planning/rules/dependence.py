@@ -9,6 +9,8 @@ A result is the same if each operation of the plan is one of these, with the gua
 
 No operation may have categorical data. Which labels and which order the rows of the result have is followed
 through the plan, too: if they depend on partitions, so does the result.
+
+Decisions and their figures: ``docs/decisions/partitions.md``.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Dask reads several files as one partition if a query needs few of their columns,
 of their number, however little they hold. Each partition is a task in every step of the query, and on a GPU a
 task of 10 rows takes as long as one of some million. So a table of 64 small files is read in 8 tasks, and
 joined with 16 more. Here its size decides, in programs whose result does not depend on partitions.
+
+Decisions and their figures: ``docs/decisions/partitions.md``.
 """
 
 from __future__ import annotations
