@@ -286,10 +286,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the generated pages to MkDocs' files."""
+    """Add the generated pages to MkDocs' files, in place of those that stand for them in a checkout."""
     from mkdocs.structure.files import File
 
     for path, write in PAGES.items():
+        if (stand_in := files.get_file_from_path(path)) is not None:
+            files.remove(stand_in)
         files.append(File.generated(config, path, content=write()))
     return files
 

@@ -31,8 +31,6 @@ MAX_PEERS = 64
 IN_PLACE = "in-place"
 
 
-
-
 class PeerClass(StrEnum):
     """Classify peers by distance: the label ``peer`` of metrics."""
 

@@ -144,6 +144,13 @@ def test_links_resolve(page: Path) -> None:
     assert list(unresolved(page)) == []
 
 
+def test_links_between_pages_resolve_in_a_checkout() -> None:
+    linked = {
+        page.parent / link for page in PAGES for link in re.findall(r"\]\(([\w./-]+\.md)", page.read_text())
+    }
+    assert [path for path in linked if not path.resolve().exists()] == []
+
+
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_links_of_pages_from_the_code_resolve(page: Path) -> None:
     assert list(unresolved(page)) == []
@@ -156,7 +163,7 @@ def test_the_navigation_has_every_page_once() -> None:
                 yield from files(found) if isinstance(found, list) else [found]
 
     listed = sorted(files(yaml.safe_load(text("mkdocs.yml"))["nav"]))
-    pages = [page for page in [*PAGES, *WRITTEN] if ROOT / "docs" in page.parents]
+    pages = {page for page in [*PAGES, *WRITTEN] if ROOT / "docs" in page.parents}
     assert listed == sorted(str(page.relative_to(ROOT / "docs")) for page in pages)
 
 
