@@ -19,6 +19,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import dask
@@ -70,6 +71,7 @@ from dask_gpurt.dask_hooks.expr import (
     parameters,
     replace_default_method,
     replace_lowering,
+    replace_merge,
 )
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.graph import convert_legacy_graph
@@ -145,7 +147,39 @@ def choose(is_usable: Callable[[], bool]) -> None:
         return method if is_ours() else original(method)
 
     replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
+    join_by_labels(is_usable, _default)
     _sharing.enter_context(sharing_expressions())
+
+
+def join_by_labels(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have collections joined by keys labelled "" or 0. Dask sees no keys, and takes all common columns.
+
+    Parameters
+    ----------
+    is_usable
+        See :func:`register_shuffle_method`.
+    """
+
+    def merge(
+        original: Callable[..., Any],
+        left: Any,
+        right: Any,
+        how: str = "inner",
+        on: Any = None,
+        left_on: Any = None,
+        right_on: Any = None,
+        left_index: bool = False,
+        right_index: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        keys = [on, left_on, right_on]
+        none_seen = all(key is None or _looks_absent(key) for key in keys)
+        if is_usable() and none_seen and not (left_index or right_index):
+            keys = [key if key is None else [key] for key in keys]
+        return original(left, right, how, *keys, left_index, right_index, *args, **kwargs)
+
+    replace_merge(patches, merge)
 
 
 def leave() -> None:
@@ -387,7 +421,7 @@ def _lower_shuffling_all(original: Callable[[Any], Any], join: Any) -> Any:
 
 
 def _looks_absent(label: Any) -> bool:
-    return label is not None and not isinstance(label, (list, tuple)) and not label
+    return isinstance(label, (str, Number)) and not label
 
 
 def _with_hashed_values(lowered: Any, join: Any) -> Any:

@@ -73,6 +73,7 @@ __all__ = [
     "parameters",
     "replace_default_method",
     "replace_lowering",
+    "replace_merge",
     "task_of",
 ]
 
@@ -192,6 +193,18 @@ def replace_default_method(
     default = [seam for seam in EXPRESSIONS.seams if seam.attribute == "get_default_shuffle_method"]
     wraps = dict.fromkeys(default, _instead(default_method))
     patches.replace_all({**wraps, _seam("_get_shuffle_preferring_order"): _instead(preferring_order)})
+
+
+def replace_merge(patches: PatchSet, merge: Replacement) -> None:
+    """Replace the function that joins collections, which their methods call too.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such function.
+    """
+    # Each module has its own reference to the function.
+    patches.replace_all({seam: _instead(merge) for seam in EXPRESSIONS.seams if seam.short == "merge"})
 
 
 def default_shuffle_method() -> str:

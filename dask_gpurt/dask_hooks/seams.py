@@ -176,6 +176,8 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_merge:get_default_shuffle_method", ""),
         Seam(_EXPR + "_collection:get_default_shuffle_method", ""),
         Seam(_EXPR + "_collection:_get_shuffle_preferring_order", "shuffle"),
+        Seam(_EXPR + "_collection:merge"),
+        Seam("dask.dataframe:merge"),
         Seam(_EXPR + "_util:_convert_to_list", "column"),
         Seam("dask.base:compute", "args traverse optimize_graph scheduler get kwargs"),
         Seam("dask.base:persist", "args traverse optimize_graph scheduler kwargs"),

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dask_gpurt.client.lowering import Lowering, lower_with
+from dask_gpurt.client.lowering import Lowering, join_by_labels, lower_with
 from dask_gpurt.dask_hooks import PatchSet
 
 _random = np.random.default_rng(0)
@@ -32,6 +32,7 @@ def switch() -> Iterator[dict[str, bool]]:
     """Lower expressions as where the runtime is on; yield the switch."""
     patches, state = PatchSet(), {"on": True}
     lower_with(Lowering(lambda: state["on"], lambda name, choice: None), patches)
+    join_by_labels(lambda: state["on"], patches)
     as_given = {"dataframe.convert-string": False}
     with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync", **as_given}):
         yield state
@@ -214,6 +215,19 @@ def test_a_key_with_a_label_that_is_false_is_one(label: Any, how: str) -> None:
     for options in ({"on": label}, {"left_on": label, "right_on": "k"}, {"left_on": "j", "right_on": label}):
         joined, expected = a.merge(b, how=how, **options), left.merge(right, how=how, **options)
         same_rows(joined[["x", "y"]].compute(), expected[["x", "y"]])
+
+
+@pytest.mark.parametrize("how", ["inner", "leftsemi"])
+@pytest.mark.parametrize("label", LABELS)
+def test_a_key_with_a_label_that_is_false_is_the_only_one(label: Any, how: str) -> None:
+    """Dask takes all columns that both sides have."""
+    left, right = LEFT.rename(columns={"k": label}), RIGHT.rename(columns={"k": label})
+    tables = Tables(lazily=True)
+    a, b = tables.table(left, 5), tables.table(right, 3)
+    expected = left.merge(right, on=label) if how == "inner" else left[left[label].isin(right[label])]
+    for keys in ({"on": label}, {"left_on": label, "right_on": label}):
+        same_rows(a.merge(b, how=how, **keys).compute(), expected)
+        same_rows(dd.merge(a, b, how, **keys).compute(), expected)
 
 
 @pytest.mark.parametrize("how", ["inner", "outer"])
