@@ -23,6 +23,7 @@ from numbers import Number
 from typing import Any
 
 import dask
+from dask.base import is_dask_collection
 from dask.core import flatten
 from dask.typing import Key
 
@@ -65,6 +66,7 @@ from dask_gpurt.dask_hooks.expr import (
     SetIndexBlockwise,
     SetPartitionsPreSetIndex,
     Shuffle,
+    convert_to_list,
     default_shuffle_method,
     meta,
     name_of,
@@ -152,7 +154,9 @@ def choose(is_usable: Callable[[], bool]) -> None:
 
 
 def join_by_labels(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Have collections joined by keys labelled "" or 0. Dask sees no keys, and takes all common columns.
+    """Have collections joined by keys labelled "" or 0. Dask sees none, and takes all common columns.
+
+    Nor does cudf see such a key, unless it is in a list.
 
     Parameters
     ----------
@@ -174,9 +178,10 @@ def join_by_labels(is_usable: Callable[[], bool], patches: PatchSet) -> None:
         **kwargs: Any,
     ) -> Any:
         keys = [on, left_on, right_on]
-        none_seen = all(key is None or _looks_absent(key) for key in keys)
-        if is_usable() and none_seen and not (left_index or right_index):
-            keys = [key if key is None else [key] for key in keys]
+        # Dask takes keys for a label where it sets the index of a frame that is no collection.
+        can_list = not (left_index or right_index) or (is_dask_collection(left) and is_dask_collection(right))
+        if is_usable() and can_list and any(map(_looks_absent, keys)):
+            keys = list(map(convert_to_list, keys))
         return original(left, right, how, *keys, left_index, right_index, *args, **kwargs)
 
     replace_merge(patches, merge)

@@ -70,6 +70,8 @@ GROUPS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_groups(library: Library, label: Any, groups: str) -> None:
+    if (library.name, groups, label) == ("cudf", "statistics", 0):
+        pytest.skip("dask_cudf joins the labels of columns as text")
     table = LEFT.rename(columns={"k": label})
     found = GROUPS[groups](library.lazy(parts(table, 5)), label, split_out=3).compute()
     assert_same_rows(found, GROUPS[groups](table, label), index=groups != "values")

@@ -228,6 +228,7 @@ def test_a_key_with_a_label_that_is_false_is_the_only_one(label: Any, how: str) 
     for keys in ({"on": label}, {"left_on": label, "right_on": label}):
         same_rows(a.merge(b, how=how, **keys).compute(), expected)
         same_rows(dd.merge(a, b, how, **keys).compute(), expected)
+        same_rows(a.merge(right, how=how, **keys).compute(), expected)
 
 
 @pytest.mark.parametrize("how", ["inner", "outer"])
@@ -238,6 +239,7 @@ def test_an_index_with_a_label_that_is_false_is_a_key(label: Any, how: str) -> N
     a, b = tables.table(left, 5), tables.table(right, 3)
     ways = {"left_index": True, "right_index": True}, {"left_on": "j", "right_index": True}
     for options in (*ways, {"left_index": True, "right_on": "k"}):
+        same_rows(left.merge(right, **options)[["x", "y"]], a.merge(right, **options)[["x", "y"]].compute())
         joined, expected = a.merge(b, how=how, **options), left.merge(right, how=how, **options)
         same_rows(joined[["x", "y"]].compute(), expected[["x", "y"]])
         assert joined.compute().index.name == expected.index.name
