@@ -13,9 +13,12 @@ import dask_gpurt
 from dask_gpurt.memory.peer_copies import COPIES_BYTES
 from dask_gpurt.worker.data import RESULT_BYTES
 from tests.helpers.clusters import cluster
+from tests.helpers.gpus import cuda_devices
 from tests.helpers.objects import OBJECTS, same
 
 pytestmark = pytest.mark.gpu
+#: Workers that share a GPU do not use UCX.
+needs_two = pytest.mark.skipif(cuda_devices() < 2, reason="LocalCUDACluster needs a GPU for each worker")
 
 
 def note_served(dask_worker: Worker) -> None:
@@ -47,7 +50,7 @@ def make(nbytes: int) -> Any:
     return cudf.DataFrame({"n": range(nbytes // 8)}).astype("int64")
 
 
-@pytest.mark.parametrize("protocol", ["tcp", "ucx"])
+@pytest.mark.parametrize("protocol", ["tcp", pytest.param("ucx", marks=needs_two)])
 def test_the_client_gets_small_results_from_host_memory(
     protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +84,7 @@ def to_gpu(made: pd.DataFrame | pd.Series) -> Any:
     return cudf.from_pandas(made)
 
 
+@needs_two
 def test_peers_get_frames_of_all_kinds_over_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPURT_TEST_PROTOCOL", "ucx")
     with cluster("cudf", workers=2) as client:
@@ -102,6 +106,7 @@ def test_peers_get_frames_of_all_kinds_over_ucx(monkeypatch: pytest.MonkeyPatch)
         assert after[second] == before[second]
 
 
+@needs_two
 def test_peers_get_large_frames_over_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied into the pool of the exchange."""
     monkeypatch.setenv("GPURT_TEST_PROTOCOL", "ucx")

@@ -10,8 +10,10 @@ import pytest
 #: Accepted reasons for skipping a test of GPUs on a host with GPUs.
 ACCEPTED = {
     "LocalCUDACluster cannot grow beyond the GPUs there are",
+    "LocalCUDACluster needs a GPU for each worker",
     "cudf has no such column",
     "cupy has no such arrays",
+    "dask_cudf joins the labels of columns as text",
     "cudf's groupby.apply returns another index than pandas for a scalar",
     "pandas has its own test of these",
     "xgboost was built without CUDA",
