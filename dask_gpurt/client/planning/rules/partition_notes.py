@@ -147,7 +147,7 @@ def _hashes(meta: Any, columns: Iterable[Any]) -> Hashes:
 def _hash_of(meta: Any, column: Any) -> str | None:
     """Return how Dask hashes a column or an index: equal names mean equal hashes of equal values."""
     if column is not INDEX and meta.ndim == 2 and list(meta.columns).count(column) == 1:
-        dtype = meta.dtypes[column]
+        dtype = meta[column].dtype  # `dtypes` would make a series of all
     elif meta.index.nlevels == 1:
         dtype = meta.index.dtype
     else:
