@@ -279,7 +279,7 @@ def test_records_of_decisions_are_short(page: Path) -> None:
         record.splitlines()[0]: [line for line in record.split("\n") if line and line[0] != "|"]
         for record in records
     }
-    assert [title for title, lines in prose.items() if len(lines) > 13] == []
+    assert [title for title, lines in prose.items() if len(lines) > 11] == []
 
 
 # ---- quoted messages -----------------------------------------------------------------
