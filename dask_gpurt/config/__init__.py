@@ -6,6 +6,7 @@ and its description in ``gpurt-schema.yaml``. Preload hooks import this package,
 
 from dask_gpurt.config.loading import (
     KEYS,
+    PUBLIC_KEYS,
     RETIRED,
     load,
     load_over,
@@ -32,6 +33,7 @@ __all__ = [
     "KEYS",
     "MODES",
     "PATHS",
+    "PUBLIC_KEYS",
     "RETIRED",
     "ConfigError",
     "ExchangeSettings",

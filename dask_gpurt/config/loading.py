@@ -24,17 +24,18 @@ logger = logging.getLogger(__name__)
 dask.config.update_defaults(_DEFAULTS)
 
 
-def _keys(settings: type, prefix: str) -> Iterator[str]:
+def _keys(settings: type, prefix: str) -> Iterator[tuple[str, bool]]:
     for item in fields(settings):
         key = f"{prefix}.{item.name.replace('_', '-')}"
         if section := item.metadata.get("section"):
             yield from _keys(section, key)
         else:
-            yield key
+            yield key, "default" not in item.metadata
 
 
-#: The full name of every key.
-KEYS = tuple(_keys(Settings, "gpurt"))
+#: The full name of every key, and of those that the schema and the documentation list.
+KEYS = tuple(key for key, _ in _keys(Settings, "gpurt"))
+PUBLIC_KEYS = tuple(key for key, is_public in _keys(Settings, "gpurt") if is_public)
 #: Keys that are gone, with what to do instead. They are ignored with a warning, not refused as unknown ones
 #: are: the runtime does without them what it did by default.
 RETIRED = {
@@ -58,7 +59,7 @@ def _unknown(key: str, siblings: Iterable[str]) -> str:
     for names in (candidates, elsewhere):
         if close := difflib.get_close_matches(name, names, n=1):
             return f"unknown key {key!r}: did you mean {names[close[0]]!r}?"
-    return f"unknown key {key!r}. Known keys: {', '.join(KEYS)}"
+    return f"unknown key {key!r}. Known keys: {', '.join(PUBLIC_KEYS)}"
 
 
 def _ignore_retired(key: str) -> bool:
@@ -82,7 +83,7 @@ def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str
     found.extend(_unknown(key, items) for key in unknown if not _ignore_retired(key))
     read = {}
     for name, item in items.items():
-        key, value = f"{prefix}.{name}", values.get(name, default[name])
+        key, value = f"{prefix}.{name}", values.get(name, default.get(name, item.metadata.get("default")))
         try:
             if section := item.metadata.get("section"):
                 read[item.name] = _read(section, value, default[name], key, found)

@@ -14,6 +14,11 @@ def _setting(parse: Callable[[str, object], object]) -> Any:
     return field(metadata={"parse": parse})
 
 
+def _knob(parse: Callable[[str, object], object], default: object) -> Any:
+    """Declare a key for experiments and tests: users have no reason to change it, and it may go any time."""
+    return field(metadata={"parse": parse, "default": default})
+
+
 def _section(settings: type) -> Any:
     return field(metadata={"section": settings})
 
@@ -35,7 +40,7 @@ class ExchangeSettings:
     """
 
     pool: Size | None = _setting(values.size_or_auto)
-    inflight: int = _setting(values.nbytes)
+    inflight: int = _knob(values.nbytes, "1 GiB")
     paths: frozenset[str] = _setting(values.paths)
     compression: str = _setting(values.compression)
 
@@ -52,7 +57,7 @@ class ShuffleSettings:
         Whether outputs may move to other owners once their sizes are known.
     """
 
-    retries: int = _setting(values.count)
+    retries: int = _knob(values.count, 10)
     balance: bool = _setting(values.boolean)
 
 
@@ -82,7 +87,7 @@ class ReadSettings:
     """
 
     threads: int | None = _setting(values.positive_or_auto)
-    beside: int | None = _setting(values.count_or_auto)
+    beside: int | None = _knob(values.count_or_auto, "auto")
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class MemorySettings:
     pinned: Size | int | None = _setting(values.size_or_none)
     host: Size | int | None = _setting(values.size_or_none)
     disk: Size | None = _setting(values.size_or_auto)
-    retries: int = _setting(values.count)
+    retries: int = _knob(values.count, 3)
 
 
 @dataclass(frozen=True)

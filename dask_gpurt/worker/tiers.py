@@ -351,7 +351,7 @@ class WorkerTiers:
             f"out of memory {self.settings.memory.retries + 1} times, with everything possible spilled: "
             f"{error}. "
             f"Tiers: {tiers}. Largest: {largest or 'none'}. Use smaller partitions or fewer threads, or "
-            "change gpurt.memory.device; gpurt.memory.retries sets the number of retries"
+            "change gpurt.memory.device"
         )
 
     def rows(self) -> list[dict[str, Any]]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dask_gpurt.worker import idle
 from distributed import get_worker
 from distributed.core import Status
 
 import dask_gpurt
+from dask_gpurt.worker import idle
 from tests.helpers.in_process import gen_client_cluster, until
 from tests.helpers.waiting import LIMIT_S
 
