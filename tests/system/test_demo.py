@@ -28,6 +28,7 @@ from dask_gpurt.tools.demo.command import (
     dashboard_page,
     preview,
     print_results,
+    spilled_bytes,
 )
 from dask_gpurt.tools.demo.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
 from dask_gpurt.tools.demo.report import render_report, speedups
@@ -239,6 +240,14 @@ def test_a_wrong_or_missing_result_of_the_runtime_fails_the_demo() -> None:
     assert not all_passed(
         [OperationTiming("b", 1, {}, checks={"gpurt": True, "p2p": False})], ["gpurt", "p2p"]
     )
+
+
+def test_bytes_that_move_up_are_not_spilled() -> None:
+    counters = {
+        "memory.spill.bytes.device.disk": 5, "memory.spill.bytes.exchange.host": 2,
+        "memory.spill.bytes.disk.device": 7, "memory.waits": 1,
+    }  # fmt: skip
+    assert spilled_bytes(counters) == 7
 
 
 def test_methods_are_split_and_speedups_are_geometric_means() -> None:

