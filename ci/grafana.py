@@ -136,9 +136,9 @@ PANELS = (
     ),
     Panel(
         "Overlap",
-        "Changes of a kernel's setting, and times that compute was confined, a second.",
+        "Times that residency caps were switched on beside a shuffle, a second.",
         "ops",
-        {"decisions": _rate("overlap_decisions_total"), "confined": _rate("overlap_confined_total")},
+        {"confined": _rate("overlap_confined_total")},
     ),
     Panel(
         "Fallbacks",

@@ -115,7 +115,7 @@ async def _activate(server: Any) -> None:
     from dask_gpurt.client import session
     from dask_gpurt.monitor import dashboard
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
-    from dask_gpurt.worker import colocation, residency
+    from dask_gpurt.worker import colocation, overlap
 
     settings = dict(dask.config.get("gpurt", {}))
     plugin = GpurtSchedulerPlugin(settings, dashboard.observe)
@@ -125,7 +125,7 @@ async def _activate(server: Any) -> None:
         await session.activate(server)
     elif isinstance(server, (Worker, Nanny)):
         if isinstance(server, Nanny):
-            residency.preload_into(server)
+            overlap.preload_into(server)
             await colocation.colocate(server)
         # dask-cuda's workers ignore distributed.worker.preload; their nannies read distributed.nanny.preload.
         await _activate_through(server, plugin)

@@ -61,8 +61,6 @@ LINKS_HANDLER = "gpurt_links"
 HOST_ROOM_HANDLER = "gpurt_host_room"
 #: → bytes of shared memory that each host's workers hold.
 SHARED_MEMORY_HANDLER = "gpurt_shared_memory"
-#: Statistics of a worker's kernels → those of all workers, averaged.
-STATISTICS_HANDLER = "gpurt_learned"
 
 # From workers to the scheduler: stream operations and metrics.
 

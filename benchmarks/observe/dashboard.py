@@ -36,7 +36,6 @@ from dask_gpurt.monitor.dashboard.pages import PARTS
 from dask_gpurt.monitor.dashboard.sampler import MAX_POINTS
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
-from dask_gpurt.overlap.stats_sync import SharedStatistics
 from dask_gpurt.placement.cost import Candidate, Terms
 from dask_gpurt.placement.history import MAX_KEYS, History
 from dask_gpurt.protocol import PROGRESS_METRIC
@@ -69,7 +68,6 @@ class Reports:
         self.runtime: Any = SimpleNamespace(
             cluster_memory=self._memory,
             placement=_decisions(addresses),
-            learned=SharedStatistics(),
             places=SimpleNamespace(topology=topology),
             scheduler=SimpleNamespace(workers=self._states, tasks={}),
         )
@@ -102,7 +100,7 @@ class Reports:
             "runs": [[f"{number:032}", number, figures] for number in latest],
             "moved": [["device", "pinned", n << 30], ["pinned", "device", n << 29]],
             "counters": {"overlap.confined": n},
-            "overlap": {"mode": "adaptive", "steps": n, "elapsed": 1.0, "lost": 0.0, "last": ["k", "s", "w"]},
+            "overlap": {"mode": "calibrated"},
         }
 
 

@@ -1,4 +1,4 @@
-"""Measure the gain of overlapping compute and communication, under each setting and the governor.
+"""Measure the gain of overlapping compute and communication, under each setting.
 
     python -m benchmarks.overlap --parts collectives,workers,pipeline --json results.json --plot results.png
 
@@ -51,7 +51,6 @@ SECONDS = (90.0, 120.0, 120.0)
 REHEARSAL = {
     "seconds": 0.05,
     "task": 0.01,
-    "learn": 0.2,
     "size": 2**22,
     "partitions": 4,
     "rows": 20_000,
@@ -141,9 +140,8 @@ def _pipeline_table(found: Mapping[str, Any]) -> Table:
     for mode, of in found["modes"].items():
         hidden = f"{found['f'][mode]:.2f}" if mode in found["f"] else ""
         table.add_row(mode, *(f"{of[which]:.3f}" for which in ("median", "least", "most")), hidden)
-    for name in ("against_off", "against_best"):
-        if (ratio := found[name]) is not None:
-            table.add_row(f"adaptive {name.replace('_', ' ')}", f"{ratio:.3f}")
+    if found["against_off"] is not None:
+        table.add_row(f"{found['best']} against off", f"{found['against_off']:.3f}")
     return table
 
 
@@ -170,9 +168,7 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
 @click.option("--repeat", type=click.IntRange(min=1), default=3, show_default=True, help="Rounds.")
 @click.option("--seconds", default=0.2, show_default=True, help="Compute alone in a leg.")
 @click.option("--task", default=0.025, show_default=True, help="Seconds of a task.")
-@click.option("--learn", default=6.0, show_default=True, help="Seconds to learn a cell in.")
 @click.option("--caps", default="8,6,4", show_default=True, callback=numbers(int), help="Residency caps.")
-@click.option("--sms", default="116", show_default=True, callback=numbers(int), help="SMs for compute.")
 @click.option("--size", default="16GiB", show_default=True, callback=in_bytes, help="Bytes of a shuffle.")
 @click.option("--partitions", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option(
@@ -182,7 +178,7 @@ def numbers(kind: type) -> Callable[[Any, Any, str], tuple[Any, ...]]:
 @click.option(
     "--collective", default="896MiB", show_default=True, callback=in_bytes, help="Bytes on each GPU."
 )
-@click.option("--modes", default=",".join(MODES), callback=split_list(MODES), help="Modes of pipeline.")
+@click.option("--modes", default="off,priority", callback=split_list(MODES), help="Modes of pipeline.")
 @click.option(
     "--threads", type=click.IntRange(min=1), default=1, show_default=True, help="Threads per worker."
 )
@@ -227,7 +223,7 @@ def main(
         programs: dict[str, Callable[[Path], tuple[Any, ...]]] = {
             "collectives": lambda folder: (collectives_part, plan, cells, folder),
             "workers": lambda folder: (workers_part, plan, workloads, folder),
-            "pipeline": lambda folder: (pipeline_part, plan, folder),
+            "pipeline": lambda folder: (pipeline_part, plan),
         }
         limits = dict(zip(PARTS, timeouts, strict=True))
         for part in parts:

@@ -1,9 +1,8 @@
 """Measure matrix and elementwise kernels beside NCCL collectives, in one process per GPU.
 
 PyTorch issues the collectives, at normal or at high stream priority. Compute is confined by the interposer,
-which is preloaded into the processes, or to some of the SMs. The governor of each process learns the longest
-times of all processes, so that all of them choose the same setting. ``--backend pandas`` rehearses with numpy
-on the host, where the collectives are copies and nothing is confined.
+which is preloaded into the processes. ``--backend pandas`` rehearses with numpy on the host, where the
+collectives are copies and nothing is confined.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -22,15 +21,10 @@ import numpy as np
 
 from benchmarks.common.processes import Child, one_of_each
 from benchmarks.overlap.figures import OFF, Round
-from benchmarks.overlap.plan import LEARNING, Plan, rotated
+from benchmarks.overlap.plan import Plan, rotated
 from benchmarks.overlap.workers import Board
-from dask_gpurt.overlap.actuators import SERIAL_SPEED_SHARE, CompositeActuator, ResidencyCaps, SmShare
-from dask_gpurt.overlap.governor import Governor, rows
-from dask_gpurt.overlap.interposer import Interposer, NotLoadedError, library, redirect_context, with_preload
-from dask_gpurt.overlap.occupancy import Residency
-from dask_gpurt.overlap.samples import OFF as NO_PRIORITY
-from dask_gpurt.overlap.samples import OverlapSample, Setting, SoloSample, StepSample
-from dask_gpurt.overlap.statistics import MIN_SOLO_SAMPLES
+from dask_gpurt.overlap import Caps, Interposer, NotLoadedError, Residency
+from dask_gpurt.overlap.interposer import library, with_preload
 
 COLLECTIVES = ("all-to-all", "all-reduce")
 COMPUTE = ("bf16 GEMM", "fp32 GEMM", "elementwise")
@@ -58,8 +52,6 @@ class Times:
 
 class Side(Protocol):
     """Run one process of the comparison."""
-
-    share: SmShare | None
 
     def choose(self, cell: str) -> None:
         """Prepare the compute and the collective of a cell."""
@@ -90,9 +82,8 @@ class Torch:
             False: self.dist.new_group(backend="nccl"),
             True: self.dist.new_group(backend="nccl", pg_options=options),
         }
-        # A green context confines its default stream. Collectives wait for the stream they are called on.
+        # Collectives wait for the stream they are called on.
         self.computing, self.calling = torch.cuda.default_stream(), torch.cuda.Stream()
-        self.share = _share(rank, plan.sms)
         self.sent = torch.randn(plan.collective // 4, device=self.device)
         self.received = torch.empty_like(self.sent)
         self.compute: Callable[[], Any]
@@ -146,19 +137,12 @@ class Torch:
         return Times(*longest.tolist())
 
     def _launched(self, computes: int, begin: Any, computed: Any) -> None:
-        """Launch ``computes`` kernels between two events, confined if there is a share of the SMs."""
-
-        def launch() -> None:
-            with self.torch.cuda.stream(self.computing):
-                begin.record()
-                for _ in range(computes):
-                    self.compute()
-                computed.record()
-
-        if self.share:
-            self.share.run(launch)
-        else:
-            launch()
+        """Launch ``computes`` kernels between two events."""
+        with self.torch.cuda.stream(self.computing):
+            begin.record()
+            for _ in range(computes):
+                self.compute()
+            computed.record()
 
 
 class Rehearsal:
@@ -169,7 +153,6 @@ class Rehearsal:
         self.sent = np.ones(plan.collective // 4, np.float32)
         self.matrix = np.ones((plan.side, plan.side), np.float32)
         self.threads = ThreadPoolExecutor(1)
-        self.share = None
 
     def choose(self, cell: str) -> None:
         self.run(1, 1, first=True)
@@ -193,95 +176,34 @@ class Rehearsal:
 class Cell:
     """Run one process's part in a cell."""
 
-    def __init__(self, plan: Plan, name: str, side: Side, caps: ResidencyCaps | None):
-        self.plan, self.name, self.side, self.caps = plan, name, side, caps
-        self.actuator = CompositeActuator(caps, side.share)
+    def __init__(self, plan: Plan, name: str, side: Side, residency: Residency | None):
+        self.plan, self.name, self.side, self.residency = plan, name, side, residency
         side.choose(name)
         once = min(side.run(4, 0, first=True).total for _ in range(3)) / 4
         collective = min(side.run(0, 4, first=True).total for _ in range(3)) / 4
-        self.leg = LEG * plan.task
-        self.computes = max(2, round(self.leg / once))
+        self.computes = max(2, round(LEG * plan.task / once))
         self.collectives = max(2, round(self.computes * once / collective))
-        self.work, self.moved = float(self.computes), float(self.collectives * plan.collective)
-        #: The last measured times of each alone.
-        self.alone = Times(0.0, self.computes * once, self.collectives * collective)
 
-    def measure_alone(self) -> Times:
-        """Measure each alone; the total is their sum."""
-        compute = self.side.run(self.computes, 0, first=True).total
-        communication = self.side.run(0, self.collectives, first=True).total
-        self.alone = Times(compute + communication, compute, communication)
-        return self.alone
-
-    def together(self, setting: Setting, *, first: bool = True) -> Times:
-        """Measure both together under a setting."""
-        self.actuator.apply(replace(setting, first=True))  # the process group sets the priority
+    def together(self, cap: int | None, *, first: bool) -> float:
+        """Measure both together, with a cap or without."""
+        if self.residency is None:
+            return self.side.run(self.computes, self.collectives, first=first).total
+        self.residency.apply(Caps(cap))
         try:
-            return self.side.run(self.computes, self.collectives, first=first)
+            return self.side.run(self.computes, self.collectives, first=first).total
         finally:
-            self.actuator.clear()
+            self.residency.clear()
 
-    def governed(self, governor: Governor) -> Times:
-        """Measure both together under a governor's choice, and report the times to it."""
-        setting = governor.choose(self.name).setting
-        times = self.together(setting, first=setting.first)
-        governor.learn_step(step(self.name, setting, times, self.work, self.moved))
-        return times
-
-    def learn(self) -> Governor:
-        """Let a governor explore for a while; return one with the normal budget that has its statistics."""
-        candidates = {**(self.plan.candidates() if self.caps else {}), NO_PRIORITY: SERIAL_SPEED_SHARE}
-        candidates |= self.side.share.settings() if self.side.share else {}
-        governor = Governor(candidates, budget=LEARNING)
-        for turn in range(max(8, round(self.plan.learn / (2 * self.leg)))):
-            if turn % 8 == 0:
-                for _ in range(1 if turn else MIN_SOLO_SAMPLES):
-                    governor.learn(SoloSample(self.name, self.work, self.measure_alone().compute))
-            self.governed(governor)
-        return Governor(candidates, governor.known)
-
-    def rounds(self, governor: Governor) -> Iterator[Round]:
+    def rounds(self) -> Iterator[Round]:
         """Yield rounds: compute and communication alone, then together under each setting."""
-        settings = self.plan.settings(caps=self.caps is not None, contexts=self.side.share is not None)
+        settings = self.plan.settings(caps=self.residency is not None)
         for turn in range(ROUNDS * self.plan.repeat):
-            alone = self.measure_alone()
-            together = {name: self._under(name, settings[name], governor) for name in rotated(settings, turn)}
-            yield Round(alone.compute, alone.communication, {name: together[name] for name in settings})
-
-    def _under(self, name: str, setting: Setting | None, governor: Governor) -> float:
-        if setting is None:
-            return self.governed(governor).total
-        return self.together(setting, first=name != OFF).total
-
-
-def _share(rank: int, sms: Sequence[int]) -> SmShare | None:
-    """Return the actuator that confines compute to SMs; None if it is off or unavailable."""
-    if not sms:
-        return None
-    contexts = import_module("dask_gpurt.device.green").GreenContexts(rank, redirect_context)
-    try:
-        for number in sms:
-            contexts.try_out(number)
-    except NotLoadedError:  # already reported for the caps
-        return None
-    return SmShare(contexts, _not_confined, sms)
-
-
-def _not_confined(reason: str) -> None:
-    raise RuntimeError(f"compute could not be confined: {reason}")
-
-
-def step(name: str, setting: Setting, times: Times, work: float, moved: float) -> StepSample:
-    """Report a leg to a governor.
-
-    Parameters
-    ----------
-    times
-        Times of both together.
-    work, moved
-        Work of compute and bytes of communication in the whole leg.
-    """
-    return StepSample(times.total - times.compute, moved, {name: OverlapSample(work, times.compute, setting)})
+            compute = self.side.run(self.computes, 0, first=True).total
+            communication = self.side.run(0, self.collectives, first=True).total
+            together = {
+                name: self.together(settings[name], first=name != OFF) for name in rotated(settings, turn)
+            }
+            yield Round(compute, communication, {name: together[name] for name in settings})
 
 
 def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> Iterator[Any]:
@@ -289,21 +211,18 @@ def rank_program(plan: Plan, names: Sequence[str], rank: int, folder: Path) -> I
     kind = Torch if plan.backend == "cudf" else Rehearsal
     side: Side = kind(plan, rank, folder)
     try:
-        caps = ResidencyCaps(Residency(Interposer(), rank if plan.backend == "cudf" else 0))
+        residency = Residency(Interposer(), rank if plan.backend == "cudf" else 0)
         yield None
     except NotLoadedError as error:
-        caps = None
+        residency = None
         yield str(error)
     for name in names:
-        cell = Cell(plan, name, side, caps)
-        governor = cell.learn()
-        rounds = [asdict(one) for one in cell.rounds(governor)]
+        cell = Cell(plan, name, side, residency)
         yield {
-            "rounds": rounds,
+            "rounds": [asdict(one) for one in cell.rounds()],
             "computes": cell.computes,
             "collectives": cell.collectives,
-            "learned": rows(governor.known),
-            "launches": dict(cell.actuator.counters()),
+            "launches": residency.counters() if residency is not None else {},
         }
 
 

@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-#: CUPTI's number of the default stream in CUDA 13, which user code runs on. In a green context user code runs
-#: on a stream with another number.
+#: CUPTI's number of the default stream in CUDA 13, which user code runs on.
 DEFAULT = 7
 #: Maximum of kernels and copies to name.
 MAX_SHOWN = 12

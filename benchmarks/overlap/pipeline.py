@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import dask
@@ -14,15 +13,13 @@ from distributed import Client, wait
 
 import dask_gpurt
 from benchmarks.overlap import gpu_timeline
-from benchmarks.overlap.figures import ADAPTIVE, Round, against, spread
-from benchmarks.overlap.plan import LEARNING, Plan, rotated
+from benchmarks.overlap.figures import Round, against, spread
+from benchmarks.overlap.plan import Plan, rotated
 from benchmarks.overlap.workers import LOADED
 from dask_gpurt.cli.cluster import local_cluster
 
 Frame = Any
 STEPS = 10
-#: Factor on the learning time of a cell: the pipeline has several kinds of tasks.
-LEARNING_FACTOR = 3
 #: Bytes of a row: two keys and a payload.
 ROW = 24
 #: Average rows per key in an input.
@@ -68,11 +65,8 @@ def only_compute(shuffled: Frame) -> Frame:
     return shuffled
 
 
-def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
-    """Run the pipeline under each mode in turn, and its parts alone, on one cluster; yield each result.
-
-    The governor learns for a while first, and saves its statistics to a file, as between runs.
-    """
+def pipeline_part(plan: Plan) -> Iterator[tuple[str, Any]]:
+    """Run the pipeline under each mode in turn, and its parts alone, on one cluster; yield each result."""
     count = plan.size // ROW // plan.partitions
     highest = max(1, count * plan.partitions // ALIKE)
     settings = {"dataframe.shuffle.method": "gpurt", "gpurt.compute.concurrency": plan.concurrency}
@@ -88,7 +82,8 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
         frame = dd.from_map(source, range(plan.partitions), args=[count, highest, plan.backend], meta=meta)
         frame = frame.persist()
         wait(frame)
-        expected = learn(client, frame, plan, folder / "learned.json")
+        dask_gpurt.enable(client)
+        _, expected = timed(pipeline(frame))
         shuffled = frame.shuffle("a").persist()
         profiles: dict[str, dict[str, Any]] = {}
         for turn in range(plan.repeat):
@@ -96,7 +91,7 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
             shuffles, _ = timed(only_shuffles(frame))
             yield "alone", {"turn": turn, "compute": compute, "shuffles": shuffles}
             for mode in rotated(plan.modes, turn):
-                switch(client, mode, folder / "learned.json")
+                switch(client, mode)
                 before = client.run_on_scheduler(thread_seconds)
                 if plan.timeline:
                     client.run(gpu_timeline.begin)
@@ -114,36 +109,19 @@ def pipeline_part(plan: Plan, folder: Path) -> Iterator[tuple[str, Any]]:
                 if plan.timeline:
                     profiles[mode]["timeline"] = client.run(gpu_timeline.end)
                 yield "profile", profiles
-                if mode == ADAPTIVE:
-                    yield "overlap", {name: reply["overlap"] for name, reply in workers.items()}
                 yield "fallbacks", {name: reply.fallbacks.to_dict() for name, reply in workers.items()}
 
 
-def switch(client: Client, mode: str, learned: Path) -> None:
+def switch(client: Client, mode: str) -> None:
     """Restart the runtime in another mode."""
     dask_gpurt.disable(client)
-    with dask.config.set({"gpurt.overlap.mode": mode, "gpurt.overlap.learned": str(learned)}):
+    with dask.config.set({"gpurt.overlap.mode": mode}):
         dask_gpurt.enable(client)
     client.run(_connect)
 
 
 async def _connect(dask_worker: Any) -> None:
     await dask_worker.plugins["gpurt"].exchange.peers.connect_all()
-
-
-def _allow(dask_worker: Any) -> None:
-    dask_worker.plugins["gpurt"].overlap.allow(LEARNING)
-
-
-def learn(client: Client, frame: Frame, plan: Plan, learned: Path) -> int:
-    """Run the pipeline for the governor's learning time; return the checksum of a correct run."""
-    switch(client, ADAPTIVE, learned)
-    client.run(_allow)
-    ends = time.monotonic() + (LEARNING_FACTOR * plan.learn if ADAPTIVE in plan.modes else 0)
-    while True:
-        _, total = timed(pipeline(frame))
-        if time.monotonic() > ends:
-            return total
 
 
 def timed(program: Frame) -> tuple[float, int]:
@@ -168,7 +146,7 @@ def modes(runs: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, float]
     -------
     dict
         The seconds of ``modes``, and of ``compute`` and ``shuffles`` alone, as median, least and most; ``f``
-        of each mode, by medians; the adaptive mode's time relative to the other modes.
+        of each mode, by medians; the ``best`` mode, and its time relative to ``off``.
     """
     seconds: dict[str, list[float]] = {}
     for run in runs:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.overlap.figures import ADAPTIVE, OFF
-from dask_gpurt.overlap.actuators import USUAL_BLOCKS
-from dask_gpurt.overlap.samples import PRIORITY, Setting
+from benchmarks.overlap.figures import OFF
 
 #: The setting in which communication only has the higher priority.
 FIRST = "priority"
-#: Compared modes of the runtime.
-MODES = (OFF, FIRST, ADAPTIVE)
-#: The governor's budget while it learns: the share of the time that exploration may cost.
-LEARNING = 1.0
+#: Modes of the runtime that can be compared; ``calibrated`` needs a table of ``dask gpurt calibrate``.
+MODES = (OFF, FIRST, "calibrated")
 
 
 @dataclass(frozen=True)
@@ -28,11 +24,9 @@ class Plan:
     seconds
         Compute alone in a leg, and as much communication.
     task
-        Seconds of a task, the governor's unit of work.
-    learn
-        Seconds for which the governor may explore before it is measured.
-    caps, sms
-        Residency caps and SMs for compute, both as fixed settings and as the governor's candidates.
+        Seconds of a task.
+    caps
+        Residency caps for compute.
     size, partitions
         Bytes of a shuffle of the runtime, on all workers together, and its partitions.
     rows, side
@@ -51,9 +45,7 @@ class Plan:
     repeat: int
     seconds: float
     task: float
-    learn: float
     caps: tuple[int, ...]
-    sms: tuple[int, ...]
     size: int
     partitions: int
     rows: int
@@ -66,20 +58,10 @@ class Plan:
     protocol: str | None = None
     rmm_pool_size: float = 0.5
 
-    def candidates(self) -> dict[Setting, float]:
-        """Return the caps that the governor may try, with the lowest share of speed that compute keeps."""
-        return {Setting(residency=cap): min(1.0, cap / USUAL_BLOCKS) for cap in self.caps}
-
-    def settings(self, *, caps: bool, contexts: bool = False) -> dict[str, Setting | None]:
-        """Return the settings that take turns; None stands for the governor's choice.
-
-        Parameters
-        ----------
-        caps, contexts
-            Whether caps and green contexts are available; settings of unavailable ones are left out.
-        """
-        confined = [*(self.candidates() if caps else ()), *(Setting(sms=n) for n in self.sms if contexts)]
-        return {OFF: PRIORITY, FIRST: PRIORITY, **{str(one): one for one in confined}, ADAPTIVE: None}
+    def settings(self, *, caps: bool) -> dict[str, int | None]:
+        """Return the settings that take turns, with their caps; without caps if those are not available."""
+        capped = {f"residency {cap}": cap for cap in self.caps} if caps else {}
+        return {OFF: None, FIRST: None, **capped}
 
 
 def rotated(settings: Iterable[str], turn: int) -> list[str]:

@@ -91,17 +91,6 @@ def _several(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def _residency(found: Mapping[str, Any]) -> str:
-    setting = found["setting"]
-    if not found["ready"]:
-        return found["reason"] or "off"
-    return (
-        f"at most {_several(setting, 'block')} of a kernel on an SM"
-        if isinstance(setting, int)
-        else "possible, none set"
-    )
-
-
 def _seam_lines(seams: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield lines that count the seams by state, and name those that differ."""
     states = Counter(seam["state"] for seam in seams)
@@ -148,15 +137,16 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield SHM, f"{format_bytes(shm['free'])} free of {format_bytes(shm['total'])}"
     if cluster is None or not cluster["enabled"]:
         if "cuda" in machine["devices"]:
-            yield "Residency caps", machine["interposer"]["reason"] or "possible: the interposer is built"
+            yield "Overlap", machine["interposer"]["reason"] or "caps are possible: the interposer is built"
         yield "Paths", f"{', '.join(machine['paths'])} where both workers can"
         return
     yield from _method_lines(cluster["counters"])
     yield from _path_lines(cluster["paths"])
     for sentence in cluster["departed"]:
         yield "Left", sentence
-    for found in cluster["residency"] if "cuda" in cluster["devices"] else ():
-        yield "Residency caps", f"{_residency(found)}, on {_several(found['count'], 'worker')}"
+    for found in cluster["overlap"] if "cuda" in cluster["devices"] else ():
+        why = f", because {found['reason']}" if found["reason"] else ""
+        yield "Overlap", f"{found['mode']} on {_several(found['count'], 'worker')}{why}"
     for kind in sorted({kind for pools in cluster["pools"].values() for kind in pools}):
         pools = [found[kind] for found in cluster["pools"].values() if kind in found]
         used, capacity = (sum(pool[what] for pool in pools) for what in ("used", "capacity"))

@@ -165,7 +165,7 @@ def _examine_cluster(client: Client) -> dict[str, Any]:
         "versions": _cluster_versions(client),
         "devices": dict(Counter(kind for reply in workers.values() for kind in reply.devices)),
         "paths": _count_paths(workers.values()),
-        "residency": _count_residency(workers.values()),
+        "overlap": _count_overlap(workers.values()),
         "pools": {address: reply.pools for address, reply in workers.items() if reply.error is None},
         "fallbacks": _count_fallbacks(
             [
@@ -205,13 +205,11 @@ def _count_paths(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
     return [{"path": path, "reason": reason, "count": n} for (path, reason), n in counts.most_common()]
 
 
-def _count_residency(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
-    """Count workers by residency caps, or by the reason why they have none."""
-    counts = Counter(tuple(reply.residency.values()) for reply in replies if reply.residency)
-    return [
-        {"setting": setting, "ready": ready, "reason": reason, "count": n}
-        for (setting, ready, reason), n in counts.most_common()
-    ]
+def _count_overlap(replies: Iterable[WorkerReport]) -> list[dict[str, Any]]:
+    """Count workers by the mode of overlap in effect, and the reason why it is not the one asked for."""
+    modes = [reply.overlap for reply in replies if reply.overlap]
+    counts = Counter((mode["mode"], mode["reason"]) for mode in modes)
+    return [{"mode": mode, "reason": reason, "count": n} for (mode, reason), n in counts.most_common()]
 
 
 def _count_fallbacks(counted: Iterable[Fallbacks]) -> list[dict[str, Any]]:

@@ -44,6 +44,10 @@ RETIRED = {
         "gpurt.planning.optimise switches all of planning",
     ),
     "gpurt.planning.filter": "joins are no longer filtered by the keys of the other side; remove it",
+    "gpurt.overlap.adaptive": "compute is no longer confined to some of the SMs; remove it",
+    "gpurt.overlap.fixed": "set 'gpurt.overlap.mode' to the number of blocks, such as 4",
+    "gpurt.overlap.learned": "'dask gpurt calibrate' writes a table for each model of device; remove it",
+    "gpurt.overlap.residency": "set 'gpurt.overlap.mode' to 'calibrated' or to the number of blocks",
 }
 #: The messages that :func:`say_once` and :func:`_ignore_retired` have logged in this process.
 _said: set[str] = set()

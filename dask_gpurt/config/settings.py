@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask_gpurt.config import values
-from dask_gpurt.config.values import Size, wrong
+from dask_gpurt.config.values import Size
 
 
 def _setting(parse: Callable[[str, object], object]) -> Any:
@@ -132,75 +132,21 @@ class MemorySettings:
 
 
 @dataclass(frozen=True)
-class FixedSettings:
-    """Configure the mode ``fixed``. None sets no limit.
-
-    Parameters
-    ----------
-    residency
-        Maximum blocks of a kernel on an SM.
-    sms
-        Number of SMs that compute may use.
-    """
-
-    residency: int | None = _setting(values.limit)
-    sms: int | None = _setting(values.limit)
-
-
-@dataclass(frozen=True)
-class AdaptiveSettings:
-    """Configure additional trials of the mode ``adaptive``. None adds no trial.
-
-    Parameters
-    ----------
-    sms
-        Number of SMs that compute may be confined to.
-    """
-
-    sms: int | None = _setting(values.limit)
-
-
-@dataclass(frozen=True)
 class OverlapSettings:
     """Configure compute beside communication on one GPU.
 
     Parameters
     ----------
-    residency
-        Whether to enable caps: ``"off"``, ``"auto"``, or a cap that always applies to every kernel.
     mode
-        One of :data:`MODES`.
-    fixed
-        Limits in the mode ``fixed``.
-    adaptive
-        Trials of the mode ``adaptive`` besides caps.
-    learned
-        The file for statistics of the mode ``adaptive``; None leaves it to the worker.
-
-    Raises
-    ------
-    ConfigError
-        If the mode is ``fixed`` and either no limit is set or ``residency`` is a cap.
+        One of :data:`MODES`, or the most blocks of a kernel on an SM while a shuffle runs.
     """
 
-    residency: int | str = _setting(values.residency)
-    mode: str = _setting(values.mode)
-    fixed: FixedSettings = _section(FixedSettings)
-    adaptive: AdaptiveSettings = _section(AdaptiveSettings)
-    learned: str | None = _setting(values.path_or_auto)
+    mode: int | str = _setting(values.overlap_mode)
 
     @property
     def intercepts(self) -> bool:
-        """Return whether the settings require the interposer in worker processes."""
-        asked = {"fixed": self.fixed.sms, "adaptive": self.adaptive.sms}
-        return self.residency != "off" or asked.get(self.mode) is not None
-
-    def __post_init__(self) -> None:
-        if self.mode == "fixed" and self.fixed == FixedSettings(None, None):
-            keys = "'gpurt.overlap.fixed.residency' or 'gpurt.overlap.fixed.sms'"
-            raise wrong("gpurt.overlap.mode", self.mode, f"another mode, or a number for {keys}")
-        if self.mode == "fixed" and isinstance(self.residency, int):
-            raise wrong("gpurt.overlap.residency", self.residency, f"'auto' in the mode {self.mode!r}")
+        """Return whether the mode requires the interposer in worker processes."""
+        return self.mode not in ("off", "priority")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from dask.utils import parse_bytes
 #: The paths that a shard may take between workers.
 PATHS = ("shared-memory", "cuda-ipc", "comms")
 
-#: How to confine compute while a shuffle runs beside it.
-MODES = ("off", "priority", "adaptive", "fixed")
+#: How a shuffle and compute beside it share a GPU.
+MODES = ("off", "priority", "calibrated")
+#: What earlier modes did unless more was set.
+EARLIER_MODES = {"adaptive": "priority", "fixed": "priority"}
 
 
 class ConfigError(ValueError):
@@ -194,26 +196,13 @@ def file_name(key: str, value: object) -> str | None:
     raise wrong(key, value, "the name of a file, or nothing")
 
 
-def mode(key: str, value: object) -> str:
+def overlap_mode(key: str, value: object) -> int | str:
     word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
-    if word not in MODES:
-        raise wrong(key, value, f"one of {', '.join(MODES)}")
-    return word
-
-
-def limit(key: str, value: object) -> int | None:
-    word = str(value).strip().lower()
-    if word == "none":
-        return None
-    if isinstance(value, (int, str)) and not isinstance(value, bool) and word.isdecimal() and int(word):
+    if (word := EARLIER_MODES.get(word, word)) in MODES:
+        return word
+    if not isinstance(value, (bool, float)) and word.isdecimal() and int(word) >= 1:
         return int(word)
-    raise wrong(key, value, "'none' or a whole number of at least 1")
-
-
-def path_or_auto(key: str, value: object) -> str | None:
-    if not isinstance(value, str) or not value.strip():
-        raise wrong(key, value, "'auto' or the path of a file")
-    return None if value.strip().lower() == "auto" else os.path.expanduser(value.strip())
+    raise wrong(key, value, f"one of {', '.join(MODES)}, or a whole number of blocks of at least 1")
 
 
 def path_auto_or_off(key: str, value: object) -> str | None:
@@ -223,15 +212,6 @@ def path_auto_or_off(key: str, value: object) -> str | None:
         raise wrong(key, value, "'auto', 'off', or the path of a file")
     word = value.strip()
     return "auto" if word.lower() == "auto" else os.path.expanduser(word)
-
-
-def residency(key: str, value: object) -> int | str:
-    word = str(value).strip().lower()
-    if word in ("off", "auto") or value is False:  # yaml reads off as false
-        return "auto" if word == "auto" else "off"
-    if not isinstance(value, (bool, float)) and word.isdecimal() and int(word) >= 1:
-        return int(word)
-    raise wrong(key, value, "'off', 'auto', or a whole number of blocks of at least 1")
 
 
 def paths(key: str, value: object) -> frozenset[str]:

@@ -113,8 +113,6 @@ class Exchange:
         self._receiving = ActiveRuns()
         #: The runs without outputs left to read here.
         self._read: set[RunKey] = set()
-        #: Bytes of the shards accepted by this worker.
-        self.moved = 0
         #: Called on the event loop with the numbers of publishing runs and of pulls in flight.
         self.in_flight: Callable[[int, int], None] = _ignore
         self.closed = False
@@ -241,7 +239,6 @@ class Exchange:
         release = partial(self._release_soon, path)
         incoming = IncomingShard(run, shard, path, device, self.landing, release, failed)
         self._incoming[shard.producer].add(incoming)
-        self.moved += shard.nbytes
         headers = sum(len(section.header) for section in shard.sections)
         peer = self.links.peer_class(shard.producer.address)
         self.metrics.add("exchange.bytes.{path}", shard.nbytes + headers, path.name, peer)

@@ -100,16 +100,7 @@ class Fallback(Enum):
         "this worker's GPU is not in the topology file, so its own report is used",
     )
 
-    OVERLAP_UNCONFINED = "overlap.unconfined", "compute is not confined"
-    OVERLAP_TASK_UNCONFINED = "overlap.task-unconfined", "a task is not confined to SMs"
-    OVERLAP_PRIORITY_FIXED = "overlap.priority-fixed", "communication keeps its priority"
-    OVERLAP_POLICY_FAILED = "overlap.policy-failed", "compute is no longer confined"
-    OVERLAP_RESIDENCY = "overlap.residency", "residency caps are not possible"
-    OVERLAP_NOT_SHARED = (
-        "overlap.not-shared",
-        "kernel statistics are not shared with this worker",
-    )
-    OVERLAP_NOT_SAVED = "overlap.not-saved", "kernel statistics are not saved"
+    OVERLAP_UNCAPPED = "overlap.uncapped", "kernels are not capped beside a shuffle"
     OVERLAP_HANDED_OVER_EARLY = "overlap.handed-over-early", "memory is reused before pending work ends"
 
     OBSERVE_JSON_API = "observe.json-api", "the JSON API is not served"

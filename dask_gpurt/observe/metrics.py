@@ -310,10 +310,7 @@ METRICS: Mapping[str, Metric] = {
             on=Server.CLIENT,
         ),
         # ---- overlap
-        _counter("overlap.decisions", "changes of the setting under which a kernel runs"),
-        _counter("overlap.confined", "times that compute was confined"),
-        _counter("overlap.forgotten", "measurements dropped because the kernel has changed"),
-        _counter("overlap.agreed", "replies of the scheduler with the combined measurements of all workers"),
+        _counter("overlap.confined", "times that residency caps were switched on beside a shuffle"),
         _counter(
             "overlap.handovers", "checks of memory handovers, if `tools.testing.Instruments` is registered"
         ),

@@ -114,9 +114,9 @@ class WorkerReport(_Record):
     paths, host_paths
         The ``path`` from a peer's main device, and from its host memory, with the ``reason`` why no better
         path is used; by address of the peer.
-    overlap, residency
-        Which tasks are confined beside shuffles, and the statistics behind it; see
-        ``docs/guides/overlap.md``.
+    overlap
+        The ``mode`` in effect, the ``caps`` of kernels beside shuffles, and the ``reason`` if
+        there cannot be any.
     reads
         ``beside``: the maximum number of tasks started while others read; ``threads``: the number of threads
         with which libcudf reads, as set in the environment.
@@ -136,7 +136,6 @@ class WorkerReport(_Record):
     host_paths: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     pools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     overlap: Mapping[str, Any] = field(default_factory=dict)
-    residency: Mapping[str, Any] = field(default_factory=dict)
     reads: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     counters: Mapping[str, float] = field(default_factory=dict)

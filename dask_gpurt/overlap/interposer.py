@@ -151,12 +151,12 @@ class Interposer:
         """Switch all caps on or off."""
         self._shared.on = on
 
-    def write(self, default: int, kernels: Mapping[str, int]) -> None:
+    def write(self, default: int, kernels: Mapping[str | int, int]) -> None:
         """Set all caps; 0 means no cap. Concurrent launches of other threads are left alone."""
         self._process.gpurt_residency_changed()
         try:
-            for entry, (name, cap) in zip(self._shared.table, kernels.items(), strict=False):
-                entry.id, entry.cap = name_id(name), cap
+            for entry, (kernel, cap) in zip(self._shared.table, kernels.items(), strict=False):
+                entry.id, entry.cap = kernel if isinstance(kernel, int) else name_id(kernel), cap
             self._shared.cap, self._shared.entries = default, len(kernels)
         finally:
             self._process.gpurt_residency_changed()
@@ -194,6 +194,7 @@ class Interposer:
                 one.launches,
                 one.capped,
                 one.refused,
+                one.id,
             )
             for one in self._shared.kernels[: self._shared.kernel_count]
         ]
@@ -219,5 +220,5 @@ def _why_not() -> str:
         return f"the loader did not take {path} from LD_PRELOAD: see the first lines of this process's stderr"
     return (
         "this process was started without the interposer in LD_PRELOAD: a nanny adds it if "
-        "'gpurt.enabled' is true and residency caps or SMs are configured when the nanny starts"
+        "'gpurt.enabled' is true and 'gpurt.overlap.mode' is 'calibrated' or a number when the nanny starts"
     )

@@ -127,11 +127,11 @@ class Caps:
     default
         The cap of kernels without a cap of their own.
     kernels
-        Caps by mangled name.
+        Caps by mangled name, or by the id of a :class:`LaunchedKernel`.
     """
 
     default: int | None = None
-    kernels: Mapping[str, int | None] = field(default_factory=dict)
+    kernels: Mapping[str | int, int | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ class LaunchedKernel:
     ----------
     name
         The mangled name, truncated if long; empty with a driver before CUDA 12.3.
+    id
+        A hash of the whole name.
     registers
         Registers per thread.
     shared
@@ -158,6 +160,7 @@ class LaunchedKernel:
     launches: int
     capped: int
     refused: bool
+    id: int
 
 
 class Launches(Protocol):
@@ -166,7 +169,7 @@ class Launches(Protocol):
     def switch(self, on: bool) -> None:
         """Switch all caps on or off."""
 
-    def write(self, default: int, kernels: Mapping[str, int]) -> None:
+    def write(self, default: int, kernels: Mapping[str | int, int]) -> None:
         """Set all caps; 0 means no cap."""
 
     def limits(self, device: int) -> DeviceLimits | None:
@@ -224,6 +227,11 @@ class Residency:
         """Remove all caps."""
         with self._lock:
             self._launches.switch(False)
+
+    def resume(self) -> None:
+        """Set the caps again that were applied last. Takes no time."""
+        with self._lock:
+            self._launches.switch(True)
 
     def counters(self) -> dict[str, int]:
         """Return counts of launches under caps: ``seen``, ``capped``, ``repeated``, ``left.*`` by reason."""

@@ -25,7 +25,6 @@ from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.overlap.stats_sync import SharedStatistics
 from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.protocol import (
     CLUSTER_REPORT_HANDLER,
@@ -47,7 +46,6 @@ from dask_gpurt.protocol import (
     SEALED_OP,
     SHARED_MEMORY_HANDLER,
     SILENT_HANDLER,
-    STATISTICS_HANDLER,
     STATUS_OP,
     TOKEN_HANDLER,
     is_off,
@@ -168,7 +166,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.cluster_memory = ClusterMemory()
         self._memory_reported = asyncio.Event()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
-        self.learned = SharedStatistics()
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex
@@ -192,7 +189,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             MEMORY_HANDLER: self.memory,
             SHARED_MEMORY_HANDLER: self.shared_memory,
             EXPLAIN_HANDLER: self.explain,
-            STATISTICS_HANDLER: self.learned.learned,
             JOIN_HANDLER: self.workers.join,
             TOKEN_HANDLER: lambda: self.workers.token,
             OWNERS_HANDLER: self.shuffles.recovery.owners,
@@ -289,7 +285,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.reports.remove(worker)
         self.workers.remove(worker)
         self.places.remove(worker)
-        self.learned.remove(worker)
         if self.placement is not None:
             self.placement.remove(worker)
 

@@ -1,8 +1,7 @@
 """Replace a worker's ``data`` with the tiered buffer, and keep moves between tiers off the event loop.
 
 Three of the worker's coroutines are wrapped on the instance. The wrappers make inputs live and free memory
-for results on threads of the tiers, then call Dask's own coroutine. The wrapper of ``execute`` is outside
-that of overlap (:class:`~dask_gpurt.scheduler.switching.Layer`), which must not measure the wait for memory.
+for results on threads of the tiers, then call Dask's own coroutine.
 
 Decisions and their figures: ``docs/decisions/memory.md``.
 """

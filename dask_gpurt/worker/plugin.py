@@ -67,7 +67,6 @@ from dask_gpurt.worker.lookups import RunLookup
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
 from dask_gpurt.worker.reports import ProgressReporter, TopologyReporter, add_metric, amounts
-from dask_gpurt.worker.residency import WorkerResidency
 from dask_gpurt.worker.streams import PromptStreams
 from dask_gpurt.worker.tiers import WorkerTiers
 from dask_gpurt.worker.tracebacks import spare_tracebacks
@@ -216,7 +215,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         await self.topology.start()
         await self.exchange.offload(self.overlap.prepare)
         undo.callback(add_metric(worker, PROGRESS_METRIC, self.progress.report))
-        undo.push_async_callback(self.overlap.save)
         # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
         for part in (self.overlap, self.run_lookup):
             undo.callback(part.uninstall)
@@ -367,9 +365,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             self._undo.callback(set_reader_threads(settings.reads.threads))
         self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics)
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
-        self.residency = WorkerResidency(settings.overlap.residency, self.metrics)
-        self._undo.callback(self.residency.close)
-        self.overlap = WorkerOverlap(worker, self.exchange, settings.overlap, self.residency, self.metrics)
+        self.overlap = WorkerOverlap(self.exchange, settings.overlap, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)
         self.tracing = WorkerTracing(worker, self.metrics, self.exchange)
         runs, summary = self.exchange.recent_runs, self.overlap.summary
@@ -430,13 +426,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
             ),
             *(
                 ("residency.{outcome}", (name.removeprefix("residency."),), launches)
-                for name, launches in self.residency.counters().items()
+                for name, launches in self.overlap.counters().items()
             ),
         ]
 
     def _counted(self) -> dict[str, Any]:
         known = self.metrics.snapshot()
-        return {**known, "counters": known["counters"] | self.residency.counters()}
+        return {**known, "counters": known["counters"] | self.overlap.counters()}
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Return this worker's devices, paths, pools, counters and fallbacks (handler)."""
@@ -449,7 +445,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
             "host_paths": self.exchange.peers.describe("host"),
             "pools": self.exchange.pools.describe(),
             "overlap": self.overlap.report(),
-            "residency": self.residency.describe(),
             "reads": self.reads.report(),
             "problems": config.problems(),
             **self._counted(),

@@ -37,7 +37,6 @@ REPORTED = (
     "memory.waits",
     "memory.retries",
     "overlap.confined",
-    "overlap.decisions",
     "reads.seconds.reading",
     "reads.seconds.beside",
 )

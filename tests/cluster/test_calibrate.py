@@ -1,17 +1,26 @@
-"""Calibrate: the learned figures, their file, and the message if there is nothing to learn."""
+"""Calibrate: measure workloads beside shuffles, write the table, and say why where that is not possible."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 from click.testing import CliRunner
+from distributed import get_worker
 
-import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.cli.calibrate import QUERIES, ensure_confined, learn, random_rows, split_text, written_since
-from dask_gpurt.overlap.statistics_file import load
+from dask_gpurt.cli.overlap import (
+    CAPS,
+    WORKLOADS,
+    device_of,
+    launched_by,
+    measure,
+    random_rows,
+    split_text,
+    tables,
+)
+from dask_gpurt.overlap.table import path_of, read, write
 from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import Starting
 from tests.helpers.overlap_cluster import start as start  # a fixture
@@ -24,43 +33,50 @@ def test_without_a_gpu_there_is_nothing_to_calibrate(monkeypatch: pytest.MonkeyP
     assert "there is no GPU on this host" in shown.output
 
 
-def test_where_nothing_confines_it_says_why() -> None:
+def test_where_nothing_is_capped_it_says_why() -> None:
     with (
-        cluster(overlap__mode="adaptive", overlap__residency="auto") as client,
-        pytest.raises(click.ClickException, match=r"no statistics can be collected on worker .*interposer"),
+        cluster(overlap__mode=8) as client,
+        pytest.raises(click.ClickException, match=r"kernels cannot be capped on worker .*interposer"),
     ):
-        ensure_confined(client)
+        device_of(client)
 
 
 @pytest.mark.slow
-def test_every_query_is_learnt_beside_shuffles(
-    start: Starting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dask_gpurt.cli.calibrate.PARTITIONS_PER_WORKER", 4)
-    client = start(mode="adaptive", learned=str(tmp_path / "learned.json"))
-    ensure_confined(client)
-    assert learn(client, "pandas", 2**22, 0.0) == len(QUERIES)
-    budgets = client.run(lambda dask_worker: dask_worker.plugins["gpurt"].overlap._governor.budget)
-    assert set(budgets.values()) == {1.0}, "trials may lose all of the time"
-    dask_gpurt.disable(client)
-    _, known = load(tmp_path / "learned.json")
-    kernels = known.kernels
-    assert {"sort_values", "split_text"} <= set(kernels)
-    assert all(kernel.samples > 0 for kernel in kernels.values())
-    assert any(kernel.alone.count for kernel in kernels.values())
-    assert any(kernel.beside for kernel in kernels.values())
+def test_every_workload_is_measured_beside_shuffles(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
+    workloads = {name: WORKLOADS[name] for name in ("join", "text")}
+    monkeypatch.setattr("dask_gpurt.cli.overlap.PARTITIONS_PER_WORKER", 1)
+    monkeypatch.setattr("dask_gpurt.cli.overlap.MIN_ROUNDS", 2)
+    monkeypatch.setattr("dask_gpurt.cli.overlap.CAPS", (8, 4))
+    monkeypatch.setattr("dask_gpurt.cli.overlap.WORKLOADS", workloads)
+    table = measure(start(8), "pandas", 2**16, 0.0)
+    assert table.device == "host"
+    assert [(one.workload, one.cap, one.rounds) for one in table.measured] == [
+        (name, cap, 2) for name in workloads for cap in (8, 4)
+    ]
+    assert read(write(table)) == table
+    shown = CliRunner().invoke(main, ["overlap"]).stdout
+    assert shown.startswith("host")
+    assert all(name in shown for name in workloads)
+    assert str(path_of("host")) in shown.replace("\n", "")
+
+
+def launching(part: Any) -> Any:
+    for kernel in ("sort", "gather"):
+        get_worker().plugins["gpurt"].overlap.residency._launches.launch(kernel)
+    return part
+
+
+def test_the_kernels_of_a_workload_are_those_that_it_launches(start: Starting) -> None:
+    client = start(max(CAPS))
+    frame, _ = tables("pandas", 2**12, 4)
+    computed = frame.map_partitions(launching, meta=frame._meta)
+    assert sorted(launched_by(client, computed).values()) == ["gather", "sort"]
+    assert launched_by(client, frame.map_partitions(len, meta=(None, "int64"))) == {}
+    assert len(computed.compute()), "beside no run"
+    kernels = client.run(lambda dask_worker: len(dask_worker.plugins["gpurt"].overlap.residency.kernels()))
+    assert set(kernels.values()) == {2}
 
 
 def test_text_is_cut_at_a_digit() -> None:
     part = random_rows(0, 3, 4, "pandas").assign(value=[172, 7, 55])
     assert split_text(part).tolist() == [1, 0, 2]
-
-
-def test_only_new_files_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "dask-gpurt"
-    folder.mkdir()
-    path = folder / "overlap-H200.json"
-    path.write_text("{}")
-    assert written_since(0.0) == [path]
-    assert written_since(path.stat().st_mtime + 1) == []

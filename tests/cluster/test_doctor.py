@@ -140,7 +140,7 @@ def test_parts_of_dask_that_are_as_expected_take_one_sentence() -> None:
 
 
 def test_rows_of_gpus_are_not_printed_without_one() -> None:
-    assert ("Residency caps" in doctor().stdout) is ("cuda" in consult()["machine"]["devices"])
+    assert ("Overlap" in doctor().stdout) is ("cuda" in consult()["machine"]["devices"])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_cluster_with_the_runtime(on: Client, local: LocalCluster) -> None:
     printed = doctor("--scheduler", local.scheduler_address).stdout
     assert "shared-memory: 2 connections between workers" in printed
     assert "local" not in printed
-    assert "Residency caps" not in printed
+    assert "Overlap" not in printed
     assert "the runtime is on, with takeover true" in " ".join(printed.split())
     assert re.search(r"Pools +shared memory: .* used, on 2 workers", printed)
 

@@ -16,7 +16,7 @@ from dask_gpurt.client import session
 from dask_gpurt.exchange import ExchangeClosed
 from dask_gpurt.protocol import ACCEPTED_OP, ASK_STATUS_OP, NEW_OWNERS_OP, SEND_RESULTS_OP
 from dask_gpurt.scheduler.switching import Workers
-from dask_gpurt.worker.overlap import WorkerOverlap
+from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from tests.helpers.in_process import active, on_plain_cluster
 from tests.helpers.switching import Gate, another, begun
 
@@ -55,15 +55,15 @@ class Left:
 
 def stops_on(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Stop one worker while it switches off; all of its handlers are still there."""
-    gate, save = Gate(), WorkerOverlap.save
+    gate, give_back = Gate(), GpurtWorkerPlugin._give_data_back
 
     async def stops(this: Any) -> None:
-        if this._worker is worker:
+        if this.worker is worker:
             gate.reached.set()
             await gate.open.wait()
-        await save(this)
+        await give_back(this)
 
-    monkeypatch.setattr(WorkerOverlap, "save", stops)
+    monkeypatch.setattr(GpurtWorkerPlugin, "_give_data_back", stops)
     return gate
 
 

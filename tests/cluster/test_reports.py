@@ -45,7 +45,7 @@ def test_totals_outlive_a_killed_worker_and_the_loss_is_said(client: Client) -> 
     killed, pid = next(iter(client.run(os.getpid).items()))
 
     def fall_back(dask_worker) -> None:  # type: ignore[no-untyped-def]
-        dask_worker.plugins["gpurt"].metrics.fallback(Fallback.OVERLAP_NOT_SAVED, "no space left")
+        dask_worker.plugins["gpurt"].metrics.fallback(Fallback.OVERLAP_UNCAPPED, "no space left")
 
     client.run(fall_back, workers=[killed])
     before = dask_gpurt.report(client)
@@ -64,7 +64,7 @@ def test_totals_outlive_a_killed_worker_and_the_loss_is_said(client: Client) -> 
     assert after.counters["shuffle.runs"] == 1
     (gone,) = after.departed
     assert gone.address == killed
-    assert gone.fallbacks["overlap.not-saved"].reason == "no space left"
+    assert gone.fallbacks["overlap.uncapped"].reason == "no space left"
     assert f"{killed} left at" in repr(after)
     assert "no space left" in repr(after)
     printed = CliRunner().invoke(main, ["doctor", "--scheduler", client.scheduler.address]).stdout

@@ -58,9 +58,9 @@ def test_a_worker_of_dask_cuda_caps(packages: Path) -> None:
         SOURCES / "capped_worker.py",
         PYTHONPATH=paths(packages / "built"),
         DASK_GPURT__ENABLED="True",
-        DASK_GPURT__OVERLAP__RESIDENCY=str(CAP),
+        DASK_GPURT__OVERLAP__MODE=str(CAP),
         DASK_DISTRIBUTED__NANNY__PRELOAD='["dask_gpurt.preload"]',
     )
-    assert found["residency"] == {"setting": CAP, "ready": True, "reason": None}
+    assert found["overlap"]["caps"]["default"] == CAP
     assert found["worker"] == found["plain"]
     assert found["counters"]["residency.capped"] > 0

@@ -17,7 +17,7 @@ from dask_gpurt.overlap import CapError, Caps, Interposer, NotLoadedError, Resid
 #: Maximum number of blocks of a kernel on an SM; 0 means no cap.
 CAP = int(os.environ.get("GPURT_TEST_RESIDENCY", 0))
 #: Settings of the tests' workers.
-SETTINGS: dict[str, Any] = {"gpurt.overlap.residency": CAP} if CAP else {}
+SETTINGS: dict[str, Any] = {"gpurt.overlap.mode": CAP} if CAP else {}
 
 _of_workers: Counter[str] = Counter()
 

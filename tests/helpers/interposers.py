@@ -121,7 +121,7 @@ from distributed import Client, LocalCluster
 
 def look(dask_worker):
     maps = open("/proc/self/maps").read()
-    known = dask_worker.plugins["gpurt"].residency.describe()
+    known = dask_worker.plugins["gpurt"].overlap.report()
     return {"preload": os.environ.get("LD_PRELOAD"), "loaded": "_interposer" in maps, **known}
 
 def main():
@@ -133,8 +133,8 @@ def main():
             if "--restart" in sys.argv:
                 client.restart(timeout=120)
             (second,) = client.run(look).values()
-    fallbacks = [fallback for fallback in facts["cluster"]["fallbacks"] if "residency" in fallback["id"]]
-    print(json.dumps({**first, "same": first == second, "doctor": facts["cluster"]["residency"],
+    fallbacks = [fallback for fallback in facts["cluster"]["fallbacks"] if "overlap" in fallback["id"]]
+    print(json.dumps({**first, "same": first == second, "doctor": facts["cluster"]["overlap"],
                       "interposer": facts["machine"]["interposer"], "fallbacks": fallbacks,
                       "package": dask_gpurt.__file__}))
 

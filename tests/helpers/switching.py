@@ -13,7 +13,6 @@ import pytest
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from dask_gpurt.worker.reports import TopologyReporter
 
@@ -74,7 +73,7 @@ def setup_stops_early(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def teardown_stops(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    return Gate().put(monkeypatch, WorkerOverlap, "save")
+    return Gate().put(monkeypatch, GpurtWorkerPlugin, "_give_data_back")
 
 
 async def begun(coroutine: Any) -> asyncio.Task[Any]:

@@ -136,8 +136,13 @@ def test_launched_kernels_are_known_by_name(one: Process) -> None:
         "launches": 2,
         "capped": 1,
         "refused": False,
+        "id": name_id("sum"),
     }
-    assert second["name"] == long[:255]
+    assert (second["name"], second["id"]) == (long[:255], name_id(long))
+    one.apply(None, {str(second["id"]): 4})
+    assert [only(one.launch(handle)) for handle in handles] == [0, FOUR], (
+        "by an id, which knows the whole name"
+    )
 
 
 def test_a_kernel_of_a_library_is_resolved_for_each_device(one: Process) -> None:

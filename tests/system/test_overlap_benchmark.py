@@ -1,4 +1,4 @@
-"""Run the benchmark of overlap on this host, and check its figures and what it reports to the governor."""
+"""Run the benchmark of overlap on this host, and check its figures."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.overlap import collectives as collectives
 from benchmarks.overlap import figures as figures
 from benchmarks.overlap import gpu_timeline
 from benchmarks.overlap.plan import rotated
-from dask_gpurt.overlap.samples import PRIORITY, SoloSample
-from dask_gpurt.overlap.statistics import MIN_SOLO_SAMPLES, OverlapStatistics
 
 pytestmark = pytest.mark.slow
 
@@ -37,8 +34,8 @@ def test_f_is_0_one_after_the_other_and_1_for_the_longer_one(compute: float, com
     assert one.saved("hidden") == pytest.approx(min(compute, communication) / (compute + communication))
 
 
-def test_the_adaptive_setting_is_held_against_the_best_fixed_one() -> None:
-    seconds = {"off": (1.8, 1.9, 2.0), "priority": (1.6, 1.6, 1.7), "adaptive": (1.7, 1.7, 1.7)}
+def test_the_best_setting_is_held_against_no_control() -> None:
+    seconds = {"off": (1.8, 1.9, 2.0), "priority": (1.6, 1.6, 1.7), "residency 4": (1.7, 1.7, 1.7)}
     rounds = [
         figures.Round(1.0, 1.0, {setting: times[turn] for setting, times in seconds.items()})
         for turn in range(3)
@@ -46,8 +43,8 @@ def test_the_adaptive_setting_is_held_against_the_best_fixed_one() -> None:
     found = figures.figures(rounds)
     assert found["settings"]["off"]["f"] == pytest.approx({"median": 0.1, "least": 0.0, "most": 0.2})
     assert found["settings"]["priority"]["saved"]["median"] == pytest.approx(0.2)
-    assert found["against_off"] == pytest.approx(1.7 / 1.9)
-    assert found["against_best"] == pytest.approx(1.7 / 1.6)
+    assert found["best"] == "priority"
+    assert found["against_off"] == pytest.approx(1.6 / 1.9)
 
 
 def test_without_rounds_there_are_no_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +55,7 @@ def test_without_rounds_there_are_no_figures(capsys: pytest.CaptureFixture[str])
 
 
 def test_each_setting_comes_first_once() -> None:
-    turns = {"off": PRIORITY, "priority": PRIORITY, "adaptive": None}
+    turns = {"off": None, "priority": None, "residency 4": 4}
     orders = [rotated(turns, turn) for turn in range(3)]
     assert sorted(order[0] for order in orders) == sorted(turns)
     assert all(sorted(order) == sorted(turns) for order in orders)
@@ -97,25 +94,6 @@ def test_where_nothing_ran_there_is_nothing_to_share() -> None:
     assert set(gpu_timeline.shares([]).values()) == {0.0}
 
 
-# ---- reports to the governor ---------------------------------------------------------------
-
-
-@given(compute=SECONDS, communication=SECONDS, c=st.floats(0.1, 1), m=st.floats(0.1, 1))
-def test_a_leg_tells_what_communication_has_added(
-    compute: float, communication: float, c: float, m: float
-) -> None:
-    """Both run at some speeds until one is done; the other continues alone at full speed."""
-    both = min(compute / c, communication / m)
-    ends = both + compute - both * c, both + communication - both * m
-    times = collectives.Times(max(ends), *ends)
-    known = OverlapStatistics()
-    for _ in range(MIN_SOLO_SAMPLES):
-        known.add(SoloSample("kernel", 10.0, compute))
-    costs = known.costs(collectives.step("kernel", PRIORITY, times, 10.0, 100.0))
-    assert costs is not None
-    assert 100.0 * costs.adds == pytest.approx(max(ends) - compute, abs=1e-6)
-
-
 # ---- as a user types it ------------------------------------------------------------------
 
 
@@ -130,19 +108,19 @@ def test_a_rehearsal_on_this_host(tmp_path: Path) -> None:
     assert list(parts["collectives"]["cells"]) == ["fp32 GEMM / all-to-all"]
     assert list(parts["workers"]["cells"]) == ["join", "sort"]
     for cell in parts["workers"]["cells"].values():
-        assert {"off", "priority", "adaptive"} <= set(cell["settings"])
+        assert {"off", "priority"} <= set(cell["settings"])
         assert len(cell["rounds"]) == 1
-    assert set(parts["pipeline"]["figures"]["modes"]) == {"off", "priority", "adaptive"}
-    assert len(parts["pipeline"]["run"]) == 3
-    assert set(parts["pipeline"]["figures"]["f"]) == {"off", "priority", "adaptive"}
-    assert "adaptive / off, worst cell" in done.stdout
+    assert set(parts["pipeline"]["figures"]["modes"]) == {"off", "priority"}
+    assert len(parts["pipeline"]["run"]) == 2
+    assert set(parts["pipeline"]["figures"]["f"]) == {"off", "priority"}
+    assert "best setting of each cell / off" in done.stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_part_that_takes_too_long_leaves_what_it_has(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     arguments = ("--parts", "collectives", "--timeouts", "15,5,5", "--repeat", "100000")
-    done = overlap("--json", output, "--learn", "0.1", *arguments)
+    done = overlap("--json", output, *arguments)
     assert done.returncode == 1
     assert "was not done after 10 s" in done.stdout
     results = json.loads(output.read_text())

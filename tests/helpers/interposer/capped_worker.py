@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from capped import digests
 from dask_cuda import LocalCUDACluster
 from distributed import Client
 
 import dask_gpurt
+
+
+async def begin_run(dask_worker: Any) -> None:
+    """Have a run in flight, since kernels are capped beside runs only."""
+    dask_worker.plugins["gpurt"].exchange.run_begins(("run of the test", 1))
 
 
 def main() -> None:
@@ -19,9 +25,10 @@ def main() -> None:
         Client(cluster) as client,
     ):
         dask_gpurt.enable(client)
+        client.run(begin_run)
         (found,) = client.run(digests).values()
         (reply,) = dask_gpurt.report(client)["workers"].values()
-    kept = {name: reply[name] for name in ("residency", "counters")}
+    kept = {name: reply[name] for name in ("overlap", "counters")}
     print(json.dumps({"plain": plain, "worker": found, **kept}))
 
 

@@ -66,8 +66,10 @@ class Host:
         self.residency = Residency(Interposer())
 
     def apply(self, default: int | None = None, kernels: dict[str, int | None] | None = None) -> None:
+        """Set caps; names that are numbers are ids."""
         assert self.residency
-        self.residency.apply(Caps(default, kernels or {}))
+        given = {int(name) if name.isdecimal() else name: cap for name, cap in (kernels or {}).items()}
+        self.residency.apply(Caps(default, given))
 
     def clear(self) -> None:
         assert self.residency

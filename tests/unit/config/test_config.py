@@ -71,7 +71,7 @@ def test_defaults() -> None:
     assert settings.memory.device is None
     assert settings.exchange.paths == set(PATHS)
     assert settings.shuffle.retries == 10
-    assert settings.overlap.mode == "adaptive"
+    assert settings.overlap.mode == "priority"
     assert problems(DEFAULTS) == []
 
 
@@ -98,19 +98,19 @@ def test_schema_knows_the_paths() -> None:
 
 def test_schema_knows_the_modes() -> None:
     mode = SCHEMA["properties"]["gpurt"]["properties"]["overlap"]["properties"]["mode"]
-    assert mode["enum"] == [*MODES, False]
+    assert mode["oneOf"][0]["enum"] == [*MODES, False]
 
 
-def test_fixed_takes_the_numbers_that_are_set() -> None:
-    fixed = {"mode": "fixed", "fixed": {"residency": 4, "sms": 116}}
-    found = load({"gpurt": {"overlap": fixed}}).overlap
-    assert (found.mode, found.fixed.residency, found.fixed.sms) == ("fixed", 4, 116)
-
-
-def test_a_cap_that_counts_always_leaves_nothing_to_choose() -> None:
-    fixed = {"mode": "fixed", "fixed": {"residency": 8}, "residency": 4}
-    (problem,) = problems({"gpurt": {"overlap": fixed}})
-    assert problem == "'gpurt.overlap.residency' is 4: expected 'auto' in the mode 'fixed'"
+@pytest.mark.parametrize("mode", ["adaptive", "fixed"])
+def test_earlier_settings_of_overlap_do_not_keep_the_runtime_off(
+    mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dask_gpurt.config.loading._said", set())
+    given = {"mode": mode, "fixed": {"residency": 4, "sms": 116}, "residency": "auto", "learned": "auto"}
+    assert load({"gpurt": {"overlap": given}}).overlap.mode == "priority"
+    assert "'gpurt.overlap.fixed' is ignored: set 'gpurt.overlap.mode' to the number" in caplog.text
+    assert problems({"gpurt": {"overlap": given}}) == []
+    assert len(caplog.records) == 3, "each is said once"
 
 
 def test_defaults_are_in_dask_config() -> None:
@@ -159,18 +159,10 @@ def test_load_reads_the_environment() -> None:
         ("gpurt.exchange.paths", ["cuda-ipc"], {"cuda-ipc", "comms"}),
         ("gpurt.exchange.paths", "shared-memory,cuda-ipc", set(PATHS)),
         ("gpurt.shuffle.retries", "3", 3),
-        ("gpurt.overlap.mode", "Adaptive", "adaptive"),
+        ("gpurt.overlap.mode", "Calibrated", "calibrated"),
         ("gpurt.overlap.mode", False, "off"),
-        ("gpurt.overlap.fixed.residency", "4", 4),
-        ("gpurt.overlap.fixed.sms", "none", None),
-        ("gpurt.overlap.adaptive.sms", "116", 116),
-        ("gpurt.overlap.learned", "auto", None),
-        ("gpurt.overlap.learned", "/tmp/learned.json", "/tmp/learned.json"),
-        ("gpurt.overlap.residency", False, "off"),
-        ("gpurt.overlap.residency", "OFF", "off"),
-        ("gpurt.overlap.residency", "auto", "auto"),
-        ("gpurt.overlap.residency", "4", 4),
-        ("gpurt.overlap.residency", 1, 1),
+        ("gpurt.overlap.mode", "4", 4),
+        ("gpurt.overlap.mode", 1, 1),
         ("gpurt.planning.store", "auto", "auto"),
         ("gpurt.planning.store", False, None),
         ("gpurt.planning.store", "Off", None),
@@ -223,25 +215,13 @@ def test_good_values(key: str, value: object, expected: object) -> None:
         ("gpurt.reads.beside", -1),
         ("gpurt.overlap.mode", "always"),
         ("gpurt.overlap.mode", True),
-        ("gpurt.overlap.mode", "fixed"),
-        ("gpurt.overlap.fixed", 4),
-        ("gpurt.overlap.fixed.residency", 0),
-        ("gpurt.overlap.fixed.residency", 2.5),
-        ("gpurt.overlap.fixed.residency", "off"),
-        ("gpurt.overlap.fixed.sms", -8),
-        ("gpurt.overlap.fixed.sms", True),
-        ("gpurt.overlap.adaptive.sms", 0),
-        ("gpurt.overlap.learned", ""),
-        ("gpurt.overlap.learned", 5),
+        ("gpurt.overlap.mode", 0),
+        ("gpurt.overlap.mode", "0"),
+        ("gpurt.overlap.mode", -1),
+        ("gpurt.overlap.mode", 4.0),
+        ("gpurt.overlap.mode", None),
         ("gpurt.planning.store", ""),
         ("gpurt.planning.store", True),
-        ("gpurt.overlap.residency", 0),
-        ("gpurt.overlap.residency", "0"),
-        ("gpurt.overlap.residency", -1),
-        ("gpurt.overlap.residency", 4.0),
-        ("gpurt.overlap.residency", True),
-        ("gpurt.overlap.residency", "on"),
-        ("gpurt.overlap.residency", None),
     ],
 )
 def test_bad_values_are_named_with_what_would_be_right(key: str, value: object) -> None:

@@ -72,13 +72,13 @@ class Launches:
 
     def __init__(self, limits: DeviceLimits | None = H200):
         self.on = False
-        self.written: list[tuple[int, dict[str, int]]] = []
+        self.written: list[tuple[int, dict[str | int, int]]] = []
         self._limits = limits
 
     def switch(self, on: bool) -> None:
         self.on = on
 
-    def write(self, default: int, kernels: Mapping[str, int]) -> None:
+    def write(self, default: int, kernels: Mapping[str | int, int]) -> None:
         self.written.append((default, dict(kernels)))
 
     def limits(self, device: int) -> DeviceLimits | None:
@@ -143,7 +143,7 @@ def test_threads_write_one_after_the_other() -> None:
     class Slow(Launches):
         inside = 0
 
-        def write(self, default: int, kernels: Mapping[str, int]) -> None:
+        def write(self, default: int, kernels: Mapping[str | int, int]) -> None:
             self.inside += 1
             assert self.inside == 1
             super().write(default, kernels)
@@ -160,3 +160,14 @@ def test_threads_write_one_after_the_other() -> None:
         thread.join()
     assert launches.inside == 0
     assert launches.written
+
+
+def test_caps_are_resumed_as_they_were() -> None:
+    launches = Launches()
+    actuator = Residency(launches)
+    actuator.apply(Caps(6, {"add": 4, 11: 8}))
+    actuator.clear()
+    assert not launches.on
+    actuator.resume()
+    assert launches.on
+    assert launches.written == [(6, {"add": 4, 11: 8})]
