@@ -7,8 +7,6 @@ from dask_gpurt.device.base import (
     Files,
     Pinning,
     PriorityError,
-    SmContexts,
-    SmsError,
     Streams,
 )
 from dask_gpurt.device.pool import Block, Mapping, MappingError, NoMemoryForPool, Pool, PoolFull
@@ -26,7 +24,5 @@ __all__ = [
     "Pool",
     "PoolFull",
     "PriorityError",
-    "SmContexts",
-    "SmsError",
     "Streams",
 ]

@@ -42,44 +42,8 @@ def workers_of_device() -> int:
     return int(os.environ.get(COLOCATED, 1))
 
 
-class SmsError(OSError):
-    """Compute cannot be confined to some of the SMs; the message has the reason."""
-
-
 class PriorityError(OSError):
     """The priority of communication streams cannot be changed; the message has the reason."""
-
-
-class ReadingError(OSError):
-    """Files cannot be read beside the user's stream; the message has the reason."""
-
-
-class SmContexts(Protocol):
-    """Provide contexts of a device with some of its SMs to threads."""
-
-    #: SMs of the device, and the granularity by which they can be taken from compute.
-    total: int
-    unit: int
-
-    def entered(self, sms: int) -> AbstractContextManager[None]:
-        """Confine the launches of this thread to this many SMs in the body.
-
-        Raises
-        ------
-        SmsError
-            If that is not possible.
-        """
-        ...
-
-    def try_out(self, sms: int) -> None:
-        """Check that kernels can be confined to this many SMs.
-
-        Raises
-        ------
-        SmsError
-            If they cannot.
-        """
-        ...
 
 
 class DeviceFiles(Protocol):
@@ -158,38 +122,9 @@ class Device(Protocol):
     host_links: tuple[Link, ...]
     #: The most bytes of host memory in its buffers for copies and files.
     buffers: int
-    #: Whether the runtime's streams have priority over those of user code. A change applies to later
-    #: launches, and does not affect their order.
-    prioritised: bool
 
     def describe(self) -> dict[str, Any]:
         """Return the name, memory and other facts for ``dask gpurt doctor``."""
-        ...
-
-    def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
-        """Return contexts with some of its SMs.
-
-        Parameters
-        ----------
-        instead
-            Redirects this thread: when code makes the first context current, it gets the second one. Contexts
-            are given as integers; 0 and 0 end the redirection.
-
-        Raises
-        ------
-        SmsError
-            If the device or its driver does not support them.
-        """
-        ...
-
-    def try_priorities(self) -> None:
-        """Check that the priority of a stream can be changed.
-
-        Raises
-        ------
-        PriorityError
-            If it cannot.
-        """
         ...
 
     def memory(self) -> tuple[int, int]:
@@ -304,12 +239,7 @@ class Streams(Protocol):
 
         The body gets a stream of this thread, ordered after the work submitted to the user's stream so far,
         and the memory resource for what is read. Afterwards it can be used and freed like anything else.
-
-        Raises
-        ------
-        ReadingError
-            If this thread may not use other streams. An error of the device is raised as it is, before the
-            body.
+        An error of the device is raised as it is, before the body.
         """
         ...
 

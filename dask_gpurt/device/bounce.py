@@ -2,8 +2,6 @@
 
 The copy that fills a bounce buffer may be asynchronous, for example from a GPU. With two buffers, one is
 filled while the other is written to disk.
-
-Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Use a GPU as a device: a pool is one cudaMalloc that peers map through CUDA IPC.
 
 The user's allocator may not be mappable (asynchronous and managed pools are not), so the pool has memory of
-its own. Copies run on one stream per thread, with the highest priority unless the governor decides otherwise.
+its own. Copies run on one stream per thread, with the highest priority unless `gpurt.overlap.mode` is `off`.
 Copies from a mapped peer use the copy engines, not the SMs.
 """
 
@@ -24,7 +24,6 @@ from cuda.bindings.runtime import (
     cudaError_t,
     cudaStreamAttrID,
     cudaStreamAttrValue,
-    cudaStreamGetPriority,
     cudaStreamSetAttribute,
 )
 from cupy.cuda import runtime
@@ -41,8 +40,6 @@ from dask_gpurt.device.base import (
     Guard,
     Pinning,
     PriorityError,
-    ReadingError,
-    SmContexts,
     Streams,
     wait_for_all,
     workers_of_device,
@@ -53,7 +50,6 @@ from dask_gpurt.device.cuda_copies import copy_on_device
 from dask_gpurt.device.cuda_guard import ResourceGuard
 from dask_gpurt.device.cuda_memory import behind, bounce_buffers, copy_async, cut, is_pageable
 from dask_gpurt.device.cuda_reads import READ_MEMORY
-from dask_gpurt.device.green import GreenContexts, is_confined, usual_context
 from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_FREE,
@@ -190,13 +186,13 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
         """Return this thread's communication stream, for rmm and libcudf, and for cupy."""
         mine, first = self._streams, self.prioritised
         if not hasattr(mine, "pair"):
-            with usual_context(self.index):  # the first caller may be a task in a green context
+            with cupy.cuda.Device(self.index):
                 stream = cupy.cuda.Stream(non_blocking=True, priority=self._priority(first))
             mine.pair, mine.first = (Stream(stream), stream), first
         pair: tuple[Stream, Any] = mine.pair
         if mine.first != first:
             # Change this stream rather than create another one, to keep its work in order.
-            with usual_context(self.index):
+            with cupy.cuda.Device(self.index):
                 prioritise(pair[1], self._priority(first))
             mine.first = first
         return pair
@@ -205,20 +201,10 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
         _, least, greatest = cudaDeviceGetStreamPriorityRange()
         return int(greatest if first else least)
 
-    def try_priorities(self) -> None:
-        with usual_context(self.index):
-            stream = cupy.cuda.Stream(non_blocking=True, priority=self._priority(True))
-            for first in (False, True):
-                prioritise(stream, priority := self._priority(first))
-                if (found := cudaStreamGetPriority(stream.ptr)[1]) != priority:
-                    raise PriorityError(f"a stream has priority {found} after setting it to {priority}")
-
     def reading(self) -> AbstractContextManager[tuple[Stream, Any]]:
-        if is_confined():
-            raise ReadingError("this thread's tasks are confined to some SMs")
         mine = self._streams
         if not hasattr(mine, "reading"):
-            with usual_context(self.index):
+            with cupy.cuda.Device(self.index):
                 raw = cupy.cuda.Stream(non_blocking=True)
             mine.reading = Stream(raw), raw
         stream, raw = mine.reading
@@ -251,11 +237,8 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
             "allocator": _allocator(rmm.mr.get_per_device_resource(self.index)),
         }
 
-    def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
-        return GreenContexts(self.index, instead)
-
     def memory(self) -> tuple[int, int]:
-        with usual_context(self.index):
+        with cupy.cuda.Device(self.index):
             free, total = runtime.memGetInfo()
         if self.integrated:  # CUDA does not count reclaimable page cache
             free = min(max(free, psutil.virtual_memory().available), total)

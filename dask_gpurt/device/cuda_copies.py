@@ -3,8 +3,6 @@
 cudaMemcpyBatchAsync takes 5 µs of the calling thread per copy, even of a few bytes, and each copy waits for
 kernels of other streams to make room. One kernel waits once, and takes 1 µs per copy, to list the ranges. It
 gets them as its parameter, so that they need no copy of their own.
-
-Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import numpy as np
 
 from dask_gpurt.device.copies import Copy, grid_of
 from dask_gpurt.device.cuda_memory import copy_async
-from dask_gpurt.device.green import is_confined
 
 #: Copies per launch. Parameters have at most 4 KiB on all GPUs, 32,764 bytes since compute capability 7.0.
 CAPACITIES = 168, 1360
@@ -61,8 +58,7 @@ extern "C" __global__ void copy_ranges(const __grid_constant__ Copies copies) {
 def copy_on_device(copies: Sequence[Copy], stream: Any) -> None:
     """Start copies within the memory of the current device, in the order of a cupy stream.
 
-    Ranges must not overlap. A single copy is left to CUDA, and so are those of a thread that is confined to
-    some SMs, since a kernel would have to be launched in another context than that of the stream.
+    Ranges must not overlap. A single copy is left to CUDA.
 
     Raises
     ------
@@ -70,7 +66,7 @@ def copy_on_device(copies: Sequence[Copy], stream: Any) -> None:
         If CUDA reports an error.
     """
     copies = [copy for copy in copies if copy.nbytes]
-    if len(copies) < 2 or is_confined():
+    if len(copies) < 2:
         copy_async(copies, stream.ptr)
         return
     for start in range(0, len(copies), CAPACITIES[-1]):

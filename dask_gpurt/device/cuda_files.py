@@ -124,7 +124,7 @@ def _kvikio() -> Any:
     import kvikio
     import kvikio.defaults
 
-    # kvikio may have been set up before the runtime has set the variable (see dask_gpurt.worker.reading).
+    # kvikio may have been set up before the runtime has set the variable (see dask_gpurt.reads.threads).
     given = os.environ.get("KVIKIO_NTHREADS") or os.environ.get("KVIKIO_NUM_THREADS")
     threads = int(given) if given else KVIKIO_THREADS
     if kvikio.defaults.get("num_threads") < threads:

@@ -9,8 +9,6 @@ would be freed in the order of the stream that has allocated it::
     B reads into the same memory, which the kernel of A still uses
 
 So this memory resource frees each allocation in the order of the stream that uses it last.
-
-Decisions and their figures: ``docs/decisions/overlap.md``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import psutil
 from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena
-from dask_gpurt.device.base import Fence, PriorityError, SmContexts, SmsError, passed
+from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.device.descriptors import advice
 from dask_gpurt.device.pool import (
@@ -276,7 +276,6 @@ class HostDevice:
     host_links: tuple[Link, ...] = ()
     pool_share = 0.25
     buffers = FILE_BUFFERS * BOUNCE_BUFFER_BYTES
-    prioritised = False
 
     def __init__(self, memory_limit: int):
         self.memory_limit = memory_limit
@@ -292,12 +291,6 @@ class HostDevice:
             "shm": total,
             "shm_free": free,
         }
-
-    def sm_contexts(self, instead: Callable[[int, int], None]) -> SmContexts:
-        raise SmsError("a CPU has no SMs")
-
-    def try_priorities(self) -> None:
-        raise PriorityError("copies of a CPU have no priority")
 
     def memory(self) -> tuple[int, int]:
         return shm_memory()

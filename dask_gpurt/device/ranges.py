@@ -1,7 +1,4 @@
-"""Represent sets of integers as ranges: the free parts of a pool, and its parts with backing memory.
-
-Decisions and their figures: ``docs/decisions/memory.md``.
-"""
+"""Represent sets of integers as ranges: the free parts of a pool, and its parts with backing memory."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@
  * through dlsym or cuGetProcAddress, is given the ones below. They raise the dynamic shared memory of a launch as
  * _residency.c says. All else goes to the driver as it came. The policy is `gpurt_residency`, which
  * overlap/interposer.py mirrors and writes.
- *
- * It also keeps threads in the context that they were given, see `gpurt_instead`.
  */
 #define _GNU_SOURCE
 #include "_interposer.h"
@@ -107,29 +105,6 @@ typedef CUresult unload(uintptr_t);
 UNLOAD(module_unload)
 UNLOAD(library_unload)
 
-/* ---- which context is current ------------------------------------------------------------ */
-
-typedef CUresult make_current(CUcontext);
-
-/* What this thread gets in place of the usual context, which much code makes current before it copies or
- * launches: that would leave the order of what the thread has launched before. */
-static THREAD_LOCAL CUcontext usual, instead;
-
-EXPORT void gpurt_instead(CUcontext of_usual, CUcontext other) {
-    usual = of_usual;
-    instead = other;
-}
-
-#define MAKE_CURRENT(name)                                                                                    \
-    static _Atomic(make_current *) real_##name;                                                               \
-    static CUresult name(CUcontext context) {                                                                 \
-        return atomic_load_explicit(&real_##name, RELAXED)(context && context == usual ? instead : context);  \
-    }
-
-MAKE_CURRENT(set_current)
-MAKE_CURRENT(push_current)
-MAKE_CURRENT(push_current_before) /* before CUDA 4.0 */
-
 /* ---- who asks for the driver's functions ------------------------------------------------- */
 
 typedef CUresult get_proc_address(const char *, void **, int, uint64_t);
@@ -150,9 +125,6 @@ static const struct {
     {"cuLaunchKernel_ptsz", EITHER(launch_per_thread), EITHER(&real_launch[1])},
     {"cuLaunchKernelEx", {launch_ex_legacy, launch_ex_per_thread}, {&real_launch_ex[0], &real_launch_ex[1]}},
     {"cuLaunchKernelEx_ptsz", EITHER(launch_ex_per_thread), EITHER(&real_launch_ex[1])},
-    {"cuCtxSetCurrent", EITHER(set_current), EITHER(&real_set_current)},
-    {"cuCtxPushCurrent", EITHER(push_current_before), EITHER(&real_push_current_before)},
-    {"cuCtxPushCurrent_v2", EITHER(push_current), EITHER(&real_push_current)},
     {"cuModuleUnload", EITHER(module_unload), EITHER(&real_module_unload)},
     {"cuLibraryUnload", EITHER(library_unload), EITHER(&real_library_unload)},
     {"cuGetProcAddress", EITHER(get_proc), EITHER(&real_get_proc)},
@@ -172,14 +144,12 @@ static void *wrap(const char *name, void *found, bool per_thread) {
     return found;
 }
 
-enum { PER_THREAD_DEFAULT_STREAM = 2, PUSH_V2_SINCE = 4000, V2_SINCE = 12000 };
+enum { PER_THREAD_DEFAULT_STREAM = 2, V2_SINCE = 12000 };
 
 static void wrap_at(const char *name, void **found, int cuda, uint64_t flags) {
     /* The name stays the same, but callers of later versions of CUDA are given the second version. */
     bool asking = !strcmp(name, "cuGetProcAddress") && cuda >= V2_SINCE;
-    bool pushing = !strcmp(name, "cuCtxPushCurrent") && cuda >= PUSH_V2_SINCE;
-    *found = wrap(asking ? "cuGetProcAddress_v2" : pushing ? "cuCtxPushCurrent_v2" : name, *found,
-                  !!(flags & PER_THREAD_DEFAULT_STREAM));
+    *found = wrap(asking ? "cuGetProcAddress_v2" : name, *found, !!(flags & PER_THREAD_DEFAULT_STREAM));
 }
 
 static CUresult get_proc(const char *name, void **found, int cuda, uint64_t flags) {

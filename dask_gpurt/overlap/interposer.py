@@ -1,8 +1,7 @@
 """Find and control the interposer, a library that is preloaded into workers.
 
 The library (``_interposer.c`` and ``_residency.c``) changes launches according to a policy that this module
-writes into its memory, and redirects threads to other contexts. It must be loaded before CUDA, so nannies add
-it to ``LD_PRELOAD``.
+writes into its memory. It must be loaded before CUDA, so nannies add it to ``LD_PRELOAD``.
 
 Decisions and their figures: ``docs/decisions/overlap.md``.
 """
@@ -10,7 +9,6 @@ Decisions and their figures: ``docs/decisions/overlap.md``.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import re
 from collections.abc import Mapping
@@ -19,7 +17,7 @@ from pathlib import Path
 
 from dask_gpurt.overlap.occupancy import MAX_KERNELS, DeviceLimits, LaunchedKernel
 
-__all__ = ["Interposer", "NotLoadedError", "library", "redirect_context", "with_preload"]
+__all__ = ["Interposer", "NotLoadedError", "library", "with_preload"]
 
 #: The version of the shared memory's layout. A library with another version is rejected.
 LAYOUT_VERSION = 2
@@ -161,16 +159,6 @@ class Interposer:
         finally:
             self._process.gpurt_residency_changed()
 
-    def redirect_context(self, usual: int, other: int) -> None:
-        """Make ``other`` current on this thread whenever any library makes ``usual`` current.
-
-        Parameters
-        ----------
-        usual, other
-            Handles of driver contexts; 0 and 0 end the redirection.
-        """
-        self._process.gpurt_instead(ctypes.c_void_p(usual), ctypes.c_void_p(other))
-
     def limits(self, device: int) -> DeviceLimits | None:
         """Return the limits of a device; None if the driver cannot report them yet."""
         found = _Limits()
@@ -198,20 +186,6 @@ class Interposer:
             )
             for one in self._shared.kernels[: self._shared.kernel_count]
         ]
-
-
-_loaded = functools.cache(Interposer)
-
-
-def redirect_context(usual: int, other: int) -> None:
-    """Redirect this thread's context, see :meth:`Interposer.redirect_context`.
-
-    Raises
-    ------
-    NotLoadedError
-        If the process has no interposer.
-    """
-    _loaded().redirect_context(usual, other)
 
 
 def _why_not() -> str:

@@ -13,7 +13,7 @@
 
 typedef int CUresult;
 enum { OK = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, CAPTURE_IMPLICIT = 906 };
-enum { DEVICES = 2, RECORDS = 1 << 16, DEEPEST = 8 };
+enum { DEVICES = 2, RECORDS = 1 << 16 };
 
 enum tag { FUNCTION = 0xF0, KERNEL = 0xCE };
 
@@ -47,7 +47,7 @@ static const int ATTRIBUTES[DEVICES][7][2] = {
     {{16, 84}, {106, 16}, {39, 1536}, {82, 65536}, {81, 102400}, {111, 1024}, {97, 101376}},
 };
 static int contexts[DEVICES];
-static _Thread_local int *current = contexts, *below[DEEPEST], depth;
+static _Thread_local int *current = contexts;
 static struct record records[RECORDS];
 static _Atomic unsigned recorded;
 static _Atomic int silent, implicit_capture, thread_capture, refuse_sets;
@@ -114,27 +114,6 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
 CUresult cuCtxGetCurrent(void **context) {
     *context = current;
     return OK;
-}
-
-CUresult cuCtxSetCurrent(int *context) {
-    current = context;
-    return OK;
-}
-
-CUresult cuCtxPushCurrent_v2(int *context) {
-    if (depth == DEEPEST)
-        return INVALID_CONTEXT;
-    below[depth++] = current;
-    return cuCtxSetCurrent(context);
-}
-
-CUresult cuCtxPushCurrent(int *context) { return cuCtxPushCurrent_v2(context); }
-
-CUresult cuCtxPopCurrent_v2(int **context) {
-    if (!depth)
-        return INVALID_CONTEXT;
-    *context = current;
-    return cuCtxSetCurrent(below[--depth]);
 }
 
 CUresult cuCtxGetDevice(int *device) {
@@ -281,7 +260,7 @@ CUresult cuGetProcAddress(const char *name, void **found, int cuda, uint64_t fla
     strncat(full, name, 50);
     if ((!strncmp(name, "cuLaunchKernel", 14) || !strcmp(name, "cuStreamSynchronize")) && flags & 2)
         strcat(full, "_ptsz");
-    if ((!strcmp(name, "cuGetProcAddress") && cuda >= 12000) || (!strcmp(name, "cuCtxPushCurrent") && cuda >= 4000))
+    if (!strcmp(name, "cuGetProcAddress") && cuda >= 12000)
         strcat(full, "_v2");
     if (!self)
         self = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);

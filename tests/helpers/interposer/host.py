@@ -10,10 +10,9 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from dask_gpurt.overlap.interposer import Interposer, redirect_context
+from dask_gpurt.overlap.interposer import Interposer
 from dask_gpurt.overlap.occupancy import Caps, Residency
 
 POINTER, UNSIGNED = ctypes.c_void_p, ctypes.c_uint
@@ -55,7 +54,7 @@ class Host:
 
     def load_driver(self, path: str) -> None:
         self.driver = ctypes.CDLL(path)
-        for name in ("fake_function", "fake_kernel", "fake_stream", "fake_context"):
+        for name in ("fake_function", "fake_kernel", "fake_stream"):
             getattr(self.driver, name).restype = POINTER
         self.driver.fake_launches.restype = ctypes.c_long
         self.driver.fake_record.restype = ctypes.POINTER(Record)
@@ -83,9 +82,6 @@ class Host:
         assert self.residency
         return [vars(kernel) for kernel in self.residency.kernels()]
 
-    def redirect_context(self, usual: int, other: int) -> None:
-        redirect_context(usual, other)
-
     # ---- the driver
 
     def limits(self, device: int) -> dict[str, int] | None:
@@ -110,15 +106,6 @@ class Host:
             *(POINTER(arg) if isinstance(arg, int) and arg > 2**31 else arg for arg in args)
         )
         return done
-
-    def context(self, device: int) -> int:
-        found: int = self.driver.fake_context(device)
-        return found
-
-    def current(self) -> int:
-        found = POINTER()
-        self.driver.cuCtxGetCurrent(ctypes.byref(found))
-        return found.value or 0
 
     def become(self, handle: int, name: str, registers: int, shared: int) -> None:
         self.driver.fake_become(POINTER(handle), name.encode(), registers, shared)
@@ -195,12 +182,6 @@ class Host:
         """Call a function of a library."""
         found: int = getattr(ctypes.CDLL(path), name)()
         return found
-
-    def on_a_thread(self, call: str, *args: Any, then: str) -> Any:
-        """Run two requests on a thread of their own, and return the second result."""
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(getattr(self, call), *args).result()
-            return thread.submit(getattr(self, then)).result()
 
     def fork(self, call: str, **arguments: Any) -> Any:
         """Run a request in a forked child."""
