@@ -44,12 +44,10 @@ from dask_gpurt.device.base import (
     wait_for_all,
     workers_of_device,
 )
-from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.device.copies import Copy, DeviceSpan, fillings, runs
 from dask_gpurt.device.cuda_copies import copy_on_device
 from dask_gpurt.device.cuda_guard import ResourceGuard
-from dask_gpurt.device.cuda_memory import behind, bounce_buffers, copy_async, cut, is_pageable
-from dask_gpurt.device.cuda_reads import READ_MEMORY
+from dask_gpurt.device.cuda_memory import READ_MEMORY, behind, bounce_buffers, copy_async, cut, is_pageable
 from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_FREE,
@@ -63,7 +61,14 @@ from dask_gpurt.device.pool import (
     PoolLimits,
     Ticket,
 )
-from dask_gpurt.device.staging import STAGED_FROM_BYTES, STAGING_CHUNK_BYTES, STAGING_THREADS, Staging
+from dask_gpurt.device.staging import (
+    BOUNCE_BUFFER_BYTES,
+    FILE_BUFFERS,
+    STAGED_FROM_BYTES,
+    STAGING_CHUNK_BYTES,
+    STAGING_THREADS,
+    Staging,
+)
 from dask_gpurt.topology.detect import host_id
 from dask_gpurt.topology.links import Link
 

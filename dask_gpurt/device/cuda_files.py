@@ -2,7 +2,7 @@
 
 kvikio bypasses host memory if GPUDirect Storage is set up, and otherwise copies through pinned memory in its
 own threads. It is not installed everywhere and does not support every file system, so the fallback is a
-simpler copy through pinned bounce buffers (:mod:`dask_gpurt.device.bounce`).
+simpler copy through pinned bounce buffers (:mod:`dask_gpurt.device.staging`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import rmm
 from cupy.cuda import runtime
 
 from dask_gpurt.device.base import PAGE, Fence, passed
-from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, Chunk, read_pages, whole_pages
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
 from dask_gpurt.device.copies import DeviceSpan, address
 from dask_gpurt.device.cuda_memory import CudaStreams, behind, bounce_buffers
 from dask_gpurt.device.pool import Buffer
+from dask_gpurt.device.staging import BOUNCE_BUFFER_BYTES, Chunk, read_pages, whole_pages
 
 #: Threads of kvikio, the same as libcudf's default; kvikio's own default is one.
 KVIKIO_THREADS = 4

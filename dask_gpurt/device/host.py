@@ -13,16 +13,15 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import psutil
 from dask.utils import format_bytes
 
-from dask_gpurt.device.arena import Arena
+from dask_gpurt.device.arena import Arena, Ranges
 from dask_gpurt.device.base import Fence, passed
-from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.device.descriptors import advice
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
@@ -37,7 +36,7 @@ from dask_gpurt.device.pool import (
     SharedMemoryFull,
     Ticket,
 )
-from dask_gpurt.device.ranges import Ranges
+from dask_gpurt.device.staging import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.topology.detect import host_id
 from dask_gpurt.topology.links import Link
 

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from dask_gpurt.device.base import PAGE, Device, DeviceFiles, Fence, passed
-from dask_gpurt.device.bounce import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, read_pages, whole_pages
 from dask_gpurt.device.pool import Buffer
+from dask_gpurt.device.staging import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, read_pages, whole_pages
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 

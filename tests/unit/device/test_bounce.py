@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.device.base import PAGE, Fence
-from dask_gpurt.device.bounce import BounceBuffers, Chunk, read_pages, whole_pages
+from dask_gpurt.device.staging import BounceBuffers, Chunk, read_pages, whole_pages
 
 
 def aligned(nbytes: int) -> np.ndarray:

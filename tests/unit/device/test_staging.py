@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_gpurt.device.base import Fence
-from dask_gpurt.device.bounce import BounceBuffers
 from dask_gpurt.device.copies import Copy
-from dask_gpurt.device.staging import Staging
+from dask_gpurt.device.staging import BounceBuffers, Staging
 
 CHUNK = 64
 
