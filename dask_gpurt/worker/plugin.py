@@ -28,6 +28,7 @@ from dask_gpurt.dask_hooks.parquet_files import renew_files
 from dask_gpurt.dask_hooks.shuffle import ShuffleId, active_runs
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing, put_results
+from dask_gpurt.device import Streams
 from dask_gpurt.device.discover import kinds
 from dask_gpurt.exchange import Exchange, ExchangeClosed
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
@@ -353,7 +354,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
         memory_limit = worker.memory_manager.memory_limit or MEMORY_LIMIT
         pools = Pools(settings.exchange.pool, memory_limit, self.metrics)
         for device in pools.devices.values():
-            device.prioritised &= settings.overlap.mode != "off"
+            if isinstance(device, Streams):
+                device.prioritised &= settings.overlap.mode != "off"
         self.tiers = self._tiers(worker, settings, pools, reply)
         self._undo.push_async_callback(self.tiers.close)
         most = most_in_flight(settings.exchange.inflight, self.tiers.host)
