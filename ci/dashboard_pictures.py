@@ -26,6 +26,7 @@ from PIL import Image
 import dask_gpurt
 from dask_gpurt.monitor.dashboard.collector import NAME
 from dask_gpurt.tools.demo.flights import load_tables
+from dask_gpurt.tools.testing import differing_links
 from tests.helpers import browser
 from tests.helpers.in_process import until
 
@@ -38,7 +39,6 @@ UPDATES_S = 2.5
 MAX_BYTES = 150 * 1024
 SETTINGS = {
     "gpurt.placement.enabled": True,
-    "gpurt.placement.always": True,
     "gpurt.memory.device": "96 MiB",
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
@@ -114,7 +114,7 @@ def shrink(taken: Path, target: Path) -> None:
 async def main() -> None:
     with tempfile.TemporaryDirectory(prefix="gpurt-pictures-") as folder:
         settings = {**SETTINGS, "temporary-directory": folder}
-        with dask.config.set(settings):
+        with differing_links(), dask.config.set(settings):
             async with (
                 LocalCluster(
                     n_workers=4,

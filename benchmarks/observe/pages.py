@@ -37,6 +37,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
 from dask_gpurt.monitor.json_api import RESOURCES, JsonApi, Query
 from dask_gpurt.observe.progress import Figures
+from dask_gpurt.tools.testing import differing_links
 
 #: Task prefixes with partitions on each worker, and tasks of each kind in the shuffle.
 PREFIXES, PARTITIONS = 20, 200
@@ -124,7 +125,8 @@ def show(figures: dict[int, dict[str, Figure]]) -> None:
 def main(workers: str, repeat: int, output: Path | None) -> None:
     numbers = [int(number) for number in workers.split(",")]
     with (
-        dask.config.set({"gpurt.placement.enabled": True, "gpurt.placement.always": True}),
+        differing_links(),
+        dask.config.set({"gpurt.placement.enabled": True}),
         local_cluster("pandas", 2) as cluster,
         Client(cluster) as client,
     ):

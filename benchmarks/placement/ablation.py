@@ -35,9 +35,8 @@ from dask_gpurt.cli.environment import environment
 from dask_gpurt.placement import GatedPlacement, candidates, gate
 from dask_gpurt.placement.available import IdleWorkerFilter
 from dask_gpurt.placement.candidates import CandidateSelector
-from dask_gpurt.placement.cost import Candidate
+from dask_gpurt.placement.cost import Candidate, Routes
 from dask_gpurt.placement.estimates import Estimates
-from dask_gpurt.placement.routes import Routes
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.tools.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
 from dask_gpurt.tools.simulate.clock import Stuck
@@ -106,10 +105,8 @@ def _always(value: Any) -> Callable[..., Any]:
 RULES: Mapping[str, Sequence[Patch]] = {
     "tasks with inputs": [(Placement, "_decide_worker_non_rootish", _dasks_non_rootish)],
     "stealing: thieves": [(Placement, "_get_thief", _dasks_thief)],
-    "gate": [(GatedPlacement, "_differing", _always(gate.Reason.LINKS))],
+    "gate": [(GatedPlacement, "_differ", _always(True))],
     "gate: links": [(gate, "links_differ", _always(False))],
-    "gate: residency": [(gate, "lie_unevenly", _always(False))],
-    "gate: headroom": [(gate, "is_short", _always(False))],
     "root tasks: all": [(CandidateSelector, "for_root", _always([]))],
     "root tasks: near the worker of a sibling": [(candidates, "anchor", _always(None))],
     "root tasks: only where there is room": [(IdleWorkerFilter, "check", _not_excluded)],

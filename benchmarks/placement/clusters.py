@@ -34,6 +34,7 @@ from benchmarks.common.moved import moved
 from benchmarks.placement import simulator
 from benchmarks.placement.workloads import WORKLOADS, Workload
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.tools.testing import differing_links
 
 #: The sides, by what decides.
 SIDES = ("stock", "gpurt")
@@ -69,9 +70,9 @@ def clusters(workers: int, nbytes: int) -> Iterator[dict[str, Client]]:
 @contextlib.contextmanager
 def cluster(workers: int, nbytes: int, placement: bool) -> Iterator[Client]:
     """Run a cluster with the runtime on, and yield its client."""
-    settings = {"gpurt.placement.enabled": placement, "gpurt.placement.always": True}
+    settings = {"gpurt.placement.enabled": placement}
     memory = max(MIN_MEMORY_BYTES, MEMORY_FACTOR * nbytes // workers)
-    with dask.config.set(settings), simulator.cluster(workers, memory) as client:
+    with differing_links(), dask.config.set(settings), simulator.cluster(workers, memory) as client:
         dask_gpurt.enable(client)
         try:
             yield client

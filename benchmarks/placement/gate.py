@@ -29,7 +29,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, Placement
 from dask_gpurt.topology import Place, Topology
 
-#: Workers looked at to time a look.
+#: Workers of all checks that are timed.
 CALLS = 20_000
 SIDES = ("stock", "gated")
 
@@ -51,7 +51,7 @@ def gated(state: BareState) -> GatedPlacement:
     for number, address in enumerate(state.workers):
         topology.add(address, Place("host", f"gpu{number}", nvlink="host"))
     placement = Placement(state, topology, headroom, metrics)
-    gate = GatedPlacement(placement, state, topology, headroom, metrics)
+    gate = GatedPlacement(placement, state, topology, metrics)
     gate.bind()
     return gate
 
@@ -66,8 +66,8 @@ def a_task(graph: Callable[[int], Any], workers: int, tasks: int, side: str) -> 
     state.submit(*submitted)
     done = state.run()
     seconds = time.process_time() - began
-    if gate is not None and gate.reason is not None:
-        raise RuntimeError(f"placement engaged although workers are alike: {gate.reason}")
+    if gate is not None and gate.is_open:
+        raise RuntimeError("placement engaged although workers are alike")
     return 1e6 * seconds / len(done)
 
 
@@ -89,8 +89,8 @@ def compared(graph: Callable[[int], Any], workers: int, tasks: int, repeat: int)
 
 
 def look_us(workers: int) -> float:
-    """Return the microseconds of a look at all workers."""
-    return timed(gated(BareState(workers)).look, max(1, CALLS // workers))
+    """Return the microseconds of a check of links."""
+    return timed(gated(BareState(workers)).bind, max(1, CALLS // workers))
 
 
 def timed(call: Callable[[], Any], calls: int) -> float:
@@ -110,7 +110,7 @@ def main(workers: str, tasks: int, repeat: int, output: Path | None) -> None:
     numbers = [int(number) for number in workers.split(",")]
     looks = [{"workers": number, "look_us": look_us(number)} for number in numbers]
     for look in looks:
-        click.echo("{workers} workers: a look {look_us:.0f} µs".format(**look))
+        click.echo("{workers} workers: a check {look_us:.0f} µs".format(**look))
     rows = []
     for graph, number in product((pairs, tree), numbers):
         rows.append(row := compared(graph, number, tasks, repeat))

@@ -58,6 +58,7 @@ from benchmarks.two_hosts.clusters import SIDES
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.tools.bench.counters import difference, read_counters
+from dask_gpurt.tools.testing import differing_links
 
 #: Bytes of the left frame, by backend.
 DEFAULT_SIZE = {"pandas": "128MiB", "cudf": "8GiB"}
@@ -207,25 +208,17 @@ def measure(
 def measured(plan: Plan, name: str, size: Size, repeat: int, left: Callable[[], float]) -> dict[str, Any]:
     """Return the figures and runs of a cell, and what has ended it, if not its last turn."""
     runs: list[Run] = []
-    found: dict[str, Any] = {"error": None, "engaged": {}, "fallbacks": {}}
+    found: dict[str, Any] = {"error": None, "fallbacks": {}}
     try:
-        with clusters(plan, CELLS[name]) as clients:
+        with differing_links(), clusters(plan, CELLS[name]) as clients:
             try:
                 measure(clients, name, size, repeat, left, runs)
             finally:
-                found["engaged"] = engaged(clients["on"])
                 found["fallbacks"] = dask_gpurt.report(clients["on"]).fallbacks.to_dict()
     except Exception as error:  # the other cells run nevertheless, and those before it are kept
         found["error"] = f"{type(error).__name__}: {error}"
         say(f"{name}: {found['error']}")
     return {**found, "figures": figures(runs), "runs": [run._asdict() for run in runs]}
-
-
-def engaged(client: Client) -> dict[str, float]:
-    """Return how often placement has become active, by reason; also while data were put on workers."""
-    known: Mapping[str, float] = client.run_on_scheduler(placement_counters)
-    prefix = "placement.engaged."
-    return {name.removeprefix(prefix): count for name, count in known.items() if name.startswith(prefix)}
 
 
 def until(deadline: float) -> Callable[[], float]:

@@ -89,7 +89,6 @@ def table(cells: Mapping[str, Mapping[str, Any]]) -> Table:
     made.add_column("cell", no_wrap=True)
     for heading in ("off", "on", "off / on", "moved", "spilled", "decisions"):
         made.add_column(heading, justify="right", no_wrap=True)
-    made.add_column("engaged by")
     for name, each in cells.items():
         made.add_row(name, *_row(each))
     return made
@@ -105,7 +104,6 @@ def _row(cell: Mapping[str, Any]) -> list[str]:
         _told(*ratio),
         *(", ".join(f"{found[side][name] / 2**20:.0f}" for side in SIDES) for name in ("moved", "spilled")),
         f"{found['on']['decisions']:.0f}",
-        ", ".join(f"{reason} {count:.0f}" for reason, count in cell["engaged"].items()) or "nothing",
     ]
 
 

@@ -48,6 +48,7 @@ from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluste
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.tools.demo.command import METHODS, exchange_bytes
 from dask_gpurt.tools.demo.report import speedups
+from dask_gpurt.tools.testing import differing_links
 
 #: The runtime's methods, without and with placement.
 OURS = ("gpurt", "placed")
@@ -228,10 +229,13 @@ def main(
         "protocol": protocol,
         "rmm_pool_size": pool if backend == "cudf" else None,
     }
-    with local_cluster(backend, workers, protocol, pool) as cluster, Client(cluster) as client:
+    with (
+        differing_links(),  # for "placed"
+        local_cluster(backend, workers, protocol, pool) as cluster,
+        Client(cluster) as client,
+    ):
         if set(methods) & set(OURS):
-            with dask.config.set({"gpurt.placement.always": True}):  # of "placed"
-                dask_gpurt.enable(client)
+            dask_gpurt.enable(client)
         client.register_plugin(PeakMemory())
         runs, sizes = measure(client, parameters)
         limit = link_limit(client, backend)

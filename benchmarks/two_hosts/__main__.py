@@ -127,7 +127,7 @@ def on_link(link: str, plan: Plan, names: Sequence[str], pairs: int, scale: floa
                 for turn in range(1, min(pairs, RECORDED) + 1)
             ]
             virtual = [
-                simulated.seconds(name, each, workers, speeds, overheads, plan.memory_limit, plan.always)
+                simulated.seconds(name, each, workers, speeds, overheads, plan.memory_limit)
                 for each in recordings
             ]
             cells.append(cell(link, name, runs, virtual))
@@ -136,15 +136,15 @@ def on_link(link: str, plan: Plan, names: Sequence[str], pairs: int, scale: floa
         return {
             "cells": cells,
             "bandwidths": speeds.bandwidths(),
-            "reasons": sides["on"].run_on_scheduler(_reasons),
+            "engaged": sides["on"].run_on_scheduler(_engaged),
             "fallbacks": fallbacks(sides["on"]),
         }
 
 
-def _reasons(dask_scheduler: Any) -> dict[str, float]:
-    """Return how often placement has engaged, by reason."""
-    known = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
-    return {name: count for name, count in known.items() if name.startswith("placement.engaged.")}
+def _engaged(dask_scheduler: Any) -> float:
+    """Return how often placement has engaged."""
+    counters = dask_scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
+    return float(counters.get("placement.engaged", 0))
 
 
 def fallbacks(client: Client) -> dict[str, Any]:
@@ -180,7 +180,6 @@ def fallbacks(client: Client) -> dict[str, Any]:
 )
 @click.option("--scale", default=1.0, show_default=True, help="Factor on the size of the data.")
 @click.option("--memory-limit", default="2 GiB", show_default=True, help="Memory of a worker.")
-@click.option("--always", is_flag=True, help="Keep the gate open: placement always chooses.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
 def main(
     hosts: str,
@@ -189,11 +188,10 @@ def main(
     names: Sequence[str],
     scale: float,
     memory_limit: str,
-    always: bool,
     output: Path | None,
 ) -> None:
     began, memory = os.getloadavg(), parse_bytes(memory_limit)
-    plans = {link: Plan(int(hosts), LINKS.get(link), memory, always, link == SAME_HOST) for link in links}
+    plans = {link: Plan(int(hosts), LINKS.get(link), memory, link == SAME_HOST) for link in links}
     found = {link: on_link(link, plan, names, pairs, scale) for link, plan in plans.items()}
     cells = [each for of in found.values() for each in of.pop("cells")]
     console = Console(width=WIDTH)
@@ -210,7 +208,6 @@ def main(
             "pairs": pairs,
             "scale": scale,
             "memory_limit": memory,
-            "always": always,
         },
         "load": {"before": began, "after": os.getloadavg()},
         "links": {link: {**means, **found[link]} for link, means in by_link(cells).items()},

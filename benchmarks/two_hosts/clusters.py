@@ -37,8 +37,6 @@ class Plan:
         Bytes per second of a link in one direction; None for no limit.
     memory_limit
         Bytes of each worker.
-    always
-        Whether placement chooses even when its gate would leave that to Dask.
     one_host
         Whether all workers are on the first host.
     """
@@ -46,7 +44,6 @@ class Plan:
     hosts: int
     rate: int | None
     memory_limit: int
-    always: bool = False
     one_host: bool = False
 
 
@@ -57,7 +54,7 @@ def clusters(plan: Plan, scratch: Path) -> Iterator[dict[str, Client]]:
         hosts = _hosts(plan, stack)
         made = {}
         for side, port in PORTS.items():
-            placement = {"gpurt.placement.enabled": side == "on", "gpurt.placement.always": plan.always}
+            placement = {"gpurt.placement.enabled": side == "on"}
             with dask.config.set({**SETTINGS, **placement}):
                 made[side] = stack.enter_context(_cluster(hosts, port, scratch / side, plan.memory_limit))
         yield made

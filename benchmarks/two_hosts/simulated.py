@@ -23,7 +23,6 @@ def seconds(
     speeds: Speeds,
     overheads: Overheads,
     memory: int,
-    always: bool = False,
 ) -> dict[str, float]:
     """Return the virtual seconds of a recorded run, by side.
 
@@ -40,13 +39,10 @@ def seconds(
         Measured overheads.
     memory
         Bytes of each worker.
-    always
-        Whether placement chooses even when its gate would leave that to Dask.
     """
     cluster = _cluster(workers, speeds, memory)
     workload, found = replayed(name, recording, workers), {}
-    placements = {**PLACEMENTS, "on": "always"} if always else PLACEMENTS
-    for side, placement in placements.items():
+    for side, placement in PLACEMENTS.items():
         first = simulate(cluster, workload, placement, overheads=overheads)
         ends = simulate(cluster, workload, placement, overheads=charged(first)).ends
         found[side] = ends[-1] - ends[-2]

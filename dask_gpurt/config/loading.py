@@ -39,6 +39,7 @@ PUBLIC_KEYS = tuple(key for key, is_public in _keys(Settings, "gpurt") if is_pub
 #: Keys that are gone, with what to do instead. They are ignored with a warning, not refused as unknown ones
 #: are: the runtime does without them what it did by default.
 RETIRED = {
+    "gpurt.placement.always": "placement chooses only while links between workers differ; remove it",
     **dict.fromkeys(
         ("gpurt.planning.cache", "gpurt.planning.fuse", "gpurt.planning.local-groups"),
         "gpurt.planning.optimise switches all of planning",

@@ -157,12 +157,9 @@ class PlacementSettings:
     ----------
     enabled
         Whether the runtime chooses; otherwise Dask does.
-    always
-        Whether the runtime also chooses while workers do not differ enough for that to matter.
     """
 
     enabled: bool = _setting(values.boolean)
-    always: bool = _setting(values.boolean)
 
 
 @dataclass(frozen=True)

@@ -275,8 +275,8 @@ METRICS: Mapping[str, Metric] = {
         # ---- placement
         _counter("placement.decisions", "tasks for which placement chose the worker", on=Server.SCHEDULER),
         _counter(
-            "placement.engaged.{reason}",
-            "times that placement engaged, by reason: `links`, `residency`, `headroom`",
+            "placement.engaged",
+            "times that placement engaged, since links between workers differed",
             on=Server.SCHEDULER,
         ),
         # ---- planning

@@ -2,7 +2,7 @@
 
 from dask_gpurt.memory.ledger import FreeMemory
 from dask_gpurt.placement.cost import TERMS
-from dask_gpurt.placement.free_memory import Headroom, LedgerHeadroom
+from dask_gpurt.placement.estimates import Headroom, LedgerHeadroom
 from dask_gpurt.placement.gate import GatedPlacement
 from dask_gpurt.placement.strategy import Placement
 

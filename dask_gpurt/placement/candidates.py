@@ -1,4 +1,6 @@
-"""Select the candidates for a task: workers that hold its inputs, and few others.
+"""Select the candidates for a task: workers that hold its inputs, those of its siblings, and few others.
+
+The siblings of a root task are the tasks whose results will be needed together with its own.
 
 Decisions and their figures: ``docs/decisions/placement.md`` and ``docs/decisions/scheduler.md``.
 """
@@ -6,7 +8,7 @@ Decisions and their figures: ``docs/decisions/placement.md`` and ``docs/decision
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import partial
 from heapq import nsmallest
 from itertools import islice
@@ -16,12 +18,15 @@ from dask_gpurt.placement import cost
 from dask_gpurt.placement.available import MAX_FAR_WORKERS, AvailableWorkers
 from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Demand, Estimates, is_alias
-from dask_gpurt.placement.siblings import anchor
 
 #: How many holders of inputs are compared, those with the most bytes, and how many holders of one input.
 MAX_HOLDERS, MAX_REPLICAS = 4, 4
 #: The assumed size of an unknown result: enough to keep siblings together, too small to outweigh a task.
 UNKNOWN_RESULT_BYTES = 1 << 20
+#: Tasks with more inputs have no siblings: these lie on many workers wherever each of them is.
+MAX_SIBLINGS = 16
+#: The longest chain of single inputs that is followed.
+MAX_CHAIN = 4
 
 
 class CandidateSelector:
@@ -128,3 +133,40 @@ class CandidateSelector:
         nbytes = demand.nbytes or UNKNOWN_RESULT_BYTES
         idlest = idlest._replace(moving=self._estimates.seconds_between(ws, near, nbytes))
         return [idlest, self._estimates.cost(demand, near)]
+
+
+# ---- siblings ------------------------------------------------------------------------------------------
+
+
+def anchor(ts: SchedulerTask) -> WorkerState | None:
+    """Return the worker of a sibling of a task; None if no sibling has a worker yet."""
+    return next((ws for sibling in siblings(ts) if (ws := _worker_of(sibling)) is not None), None)
+
+
+def siblings(ts: SchedulerTask) -> Iterator[SchedulerTask]:
+    """Yield the tasks whose results will be needed together with a task's result; none if there are many."""
+    dependent = next(iter(ts.dependents), None)
+    for _ in range(MAX_CHAIN):
+        if dependent is None or len(dependent.dependencies) > 1:
+            break
+        dependent = next(iter(dependent.dependents), None)
+    if dependent is not None and 1 < len(dependent.dependencies) <= MAX_SIBLINGS:
+        for sibling in dependent.dependencies:
+            if (origin := _origin(sibling)) is not ts:
+                yield origin
+
+
+def _origin(ts: SchedulerTask) -> SchedulerTask:
+    """Follow a chain of single inputs to its head, or to the first task that has a worker."""
+    for _ in range(MAX_CHAIN):
+        if len(ts.dependencies) != 1 or _worker_of(ts):
+            break
+        ts = next(iter(ts.dependencies))
+    return ts
+
+
+def _worker_of(ts: SchedulerTask) -> WorkerState | None:
+    """Return a worker that has the result of a task, or will have it."""
+    if ts.processing_on is not None:
+        return ts.processing_on
+    return next(iter(ts.who_has), None) if ts.who_has else None

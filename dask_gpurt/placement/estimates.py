@@ -1,22 +1,63 @@
-"""Estimate the cost of a task on a worker, from the state of Dask's scheduler.
+"""Estimate the cost of a task on a worker, from the state of Dask's scheduler and reports of free memory.
 
 Decisions and their figures: ``docs/decisions/placement.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from dask_gpurt.dask_hooks.graph import Alias
 from dask_gpurt.dask_hooks.scheduler import network_occupancy, prefix_duration
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, TaskPrefix, WorkerState
+from dask_gpurt.memory.ledger import ClusterMemory, FreeMemory
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.free_memory import Headroom
-from dask_gpurt.placement.routes import End, Routes
+from dask_gpurt.placement.cost import Candidate, End, Routes
 from dask_gpurt.topology import Topology
+
+# ---- free memory ---------------------------------------------------------------------------------------
+
+
+class Headroom(Protocol):
+    """Look up the reported free memory of all workers.
+
+    Each decision calls this several times, so implementations only use state on the scheduler.
+    """
+
+    def free_memory(self, worker: str) -> FreeMemory:
+        """Return the free memory of a worker."""
+
+
+class LedgerHeadroom:
+    """Look up free memory in the workers' ledgers, or in Dask's counts for a worker without a ledger.
+
+    Parameters
+    ----------
+    ledgers
+        The ledgers of all workers.
+    workers
+        Dask's ``WorkerState`` by address.
+    """
+
+    def __init__(self, ledgers: ClusterMemory, workers: Mapping[str, WorkerState]):
+        self._ledgers = ledgers
+        self._workers = workers
+
+    def free_memory(self, worker: str) -> FreeMemory:
+        """Return the free memory of a worker; infinite if it has left or has no memory limit."""
+        return self._ledgers.room(worker) or self._known_to_dask(worker)
+
+    def _known_to_dask(self, worker: str) -> FreeMemory:
+        state = self._workers.get(worker)
+        if not state or not state.memory_limit:
+            return FreeMemory(math.inf)
+        return FreeMemory(state.memory_limit - state.nbytes, live=state.memory_limit)
+
+
+# ---- costs ---------------------------------------------------------------------------------------------
 
 
 class InputRef(NamedTuple):

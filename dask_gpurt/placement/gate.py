@@ -1,4 +1,4 @@
-"""Switch placement on only while workers differ enough for it to matter; otherwise Dask chooses.
+"""Switch placement on only while links between workers differ enough to matter; otherwise Dask chooses.
 
 Decisions and their figures: ``docs/decisions/placement.md``.
 """
@@ -7,28 +7,51 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, pairwise
 from time import monotonic
+from typing import NamedTuple
 
 from dask_gpurt.dask_hooks.types import SchedulerState, TaskPrefix
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement.candidates import UNKNOWN_RESULT_BYTES
-from dask_gpurt.placement.engagement import Holding, Reason, UsualTask, is_short, lie_unevenly, links_differ
 from dask_gpurt.placement.estimates import mean_result_bytes
-from dask_gpurt.placement.free_memory import Headroom
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.topology import Topology
 from dask_gpurt.topology.links import BETWEEN_HOSTS
 
 logger = logging.getLogger(__name__)
 
-#: The shortest interval between checks of links and residency, in seconds: a check looks at all workers.
+#: Two links differ if the result of a mean task takes this many times as long over one as over the other:
+#: speeds are learnt from few transfers, so that a smaller ratio may be chance ...
+LINK_FACTOR = 2.0
+#: ... and if the difference is at least this fraction of the duration of that task, since a choice of links
+#: gains no more than the difference.
+LINK_SHARE = 0.05
+#: The shortest interval between checks, in seconds: a check looks at links of all hosts.
 RECHECK_S = 0.5
 #: How long placement stays on after the last difference, in seconds: a hysteresis.
 HOLD_S = 5.0
 #: The most hosts, and the most neighbours on each host, whose links are compared.
 MAX_HOSTS, MAX_NEIGHBOURS = 16, 4
+
+
+# ---- the rule ------------------------------------------------------------------------------------------
+
+
+class UsualTask(NamedTuple):
+    """Describe the mean of the tasks at present.
+
+    Parameters
+    ----------
+    seconds
+        The duration.
+    nbytes
+        The size of the result.
+    """
+
+    seconds: float
+    nbytes: float
 
 
 def usual_task(prefixes: Iterable[TaskPrefix]) -> UsualTask | None:
@@ -44,13 +67,33 @@ def usual_task(prefixes: Iterable[TaskPrefix]) -> UsualTask | None:
     return UsualTask(seconds / tasks, nbytes / tasks) if tasks else None
 
 
+def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
+    """Return whether links differ enough to matter for the usual task.
+
+    Parameters
+    ----------
+    seconds
+        Transfer times of the usual task's result over links between workers.
+    usual
+        The usual task. If None, any difference of links counts.
+    """
+    if not seconds:
+        return False
+    fast, slow = min(seconds), max(seconds)
+    if slow < LINK_FACTOR * fast or slow == fast:
+        return False
+    return usual is None or slow - fast >= LINK_SHARE * usual.seconds
+
+
+# ---- on a scheduler ------------------------------------------------------------------------------------
+
+
 class GatedPlacement:
-    """Bind a placement while workers differ in a way that matters for the present tasks.
+    """Bind a placement while links between workers differ in a way that matters for the present tasks.
 
     Otherwise Dask's own methods are in place, and decisions have no overhead. The rule is evaluated again
-    when a worker becomes short of memory, or has memory again; and when a memory report or a graph arrives
-    after a worker has joined, moved or left, or at least ``RECHECK_S`` after the last check. Residency is
-    only checked when a graph arrives.
+    when a memory report or a graph arrives after a worker has joined, moved or left, or at least
+    ``RECHECK_S`` after the last check.
 
     Parameters
     ----------
@@ -60,8 +103,6 @@ class GatedPlacement:
         Dask's ``SchedulerState``.
     topology
         The places of workers and the speeds of links.
-    headroom
-        Free memory of the workers.
     metrics
         Counts how often placement is switched on.
     clock
@@ -73,50 +114,42 @@ class GatedPlacement:
         placement: Placement,
         state: SchedulerState,
         topology: Topology,
-        headroom: Headroom,
         metrics: Metrics,
         clock: Callable[[], float] = monotonic,
     ):
         self._placement = placement
         self._state = state
         self._topology = topology
-        self._headroom = headroom
         self._metrics = metrics
         self._clock = clock
-        #: Workers that are short of memory, by address.
-        self._short: set[str] = set()
-        self._reason: Reason | None = None
-        self._uneven = False
-        self._checked_at = self._looked_at = self._differed_at = -math.inf
+        self._is_open = False
+        self._checked_at = self._differed_at = -math.inf
 
     @property
-    def reason(self) -> Reason | None:
-        """Return the difference for which placement is on; None while Dask chooses."""
-        return self._reason
+    def is_open(self) -> bool:
+        """Return whether placement chooses at present, rather than Dask."""
+        return self._is_open
 
     def bind(self) -> None:
-        """Check the present workers, and bind the placement if it can matter."""
-        for worker in list(self._state.workers):
-            self._note_memory(worker)
+        """Bind the placement if it can matter for the present workers."""
         self._check()
 
     def unbind(self) -> None:
         """Unbind the placement, so that Dask chooses."""
-        if self._reason is not None:
+        if self._is_open:
             self._placement.unbind()
-            self._reason = None
+            self._is_open = False
 
     # ---- events ------------------------------------------------------------------------
 
     def on_graph(self) -> None:
         """Note a new graph, before any of its tasks is placed."""
-        if self._clock() - min(self._checked_at, self._looked_at) >= RECHECK_S:
-            self.look()
+        if self._clock() - self._checked_at >= RECHECK_S:
+            self._check()
 
     def on_memory_reported(self, worker: str) -> None:
         """Note that a worker has reported its memory."""
-        if self._note_memory(worker) or self._clock() - self._checked_at >= RECHECK_S:
-            self._check()
+        self.on_graph()  # reports are regular, so links are checked between graphs too
         self._placement.on_memory_reported(worker)
 
     def on_place_changed(self, worker: str) -> None:
@@ -126,59 +159,48 @@ class GatedPlacement:
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker that Dask has removed."""
-        self._short.discard(worker)
         self._placement.on_worker_removed(worker)
         self._checked_at = -math.inf
 
-    def _note_memory(self, worker: str) -> bool:
-        """Note whether a worker is short of memory; return whether that has changed."""
-        memory = self._headroom.free_memory(worker)
-        short = is_short(memory.free, memory.live)
-        if short is (worker in self._short):
-            return False
-        (self._short.add if short else self._short.discard)(worker)
-        return True
-
     # ---- checks ------------------------------------------------------------------------
-
-    def look(self) -> None:
-        """Check how evenly data lie on workers, before tasks move them, and evaluate the rule."""
-        self._looked_at = self._clock()
-        self._uneven = lie_unevenly([Holding(ws.nbytes, ws.nthreads) for ws in self._state.running])
-        self._check()
 
     def _check(self) -> None:
         """Evaluate the rule, and bind or unbind the placement."""
         now = self._checked_at = self._clock()
-        reason = self._differing()
-        if reason is not None:
+        differ = self._differ()
+        if differ:
             self._differed_at = now
         elif now - self._differed_at < HOLD_S:
             return
-        if (reason is None) is (self._reason is None):
-            self._reason = reason
+        if differ is self._is_open:
             return
-        self._reason = reason
-        if reason is None:
-            logger.info("Placement is off: workers do not differ enough for it to matter")
-            self._placement.unbind()
-        else:
-            logger.info("Placement is on: workers differ in %s", reason)
-            self._metrics.add("placement.engaged.{reason}", 1, str(reason))
+        self._is_open = differ
+        if differ:
+            logger.info("Placement is on: links between workers differ")
+            self._metrics.add("placement.engaged")
             self._placement.bind()
+        else:
+            logger.info("Placement is off: links between workers do not differ enough for it to matter")
+            self._placement.unbind()
 
-    def _differing(self) -> Reason | None:
-        """Return the first difference between workers that matters, cheapest check first; else None."""
-        workers = len(self._state.running)
-        if workers < 2:
-            return None
-        if 0 < len(self._short) < workers:  # where all are short, no choice helps
-            return Reason.HEADROOM
-        if self._uneven:
-            return Reason.RESIDENCY
+    def _differ(self) -> bool:
+        if len(self._state.running) < 2:
+            return False
         usual = usual_task(self._state.task_prefixes.values())
         nbytes = UNKNOWN_RESULT_BYTES if usual is None else usual.nbytes
-        return Reason.LINKS if links_differ(list(self._transfers(nbytes)), usual) else None
+        transfers = list(self._transfers(nbytes))
+        differ = links_differ(transfers, usual)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "Links differ: %s. %.3g to %.3g s over %d links for %.0f bytes; usual task %s",
+                differ,
+                min(transfers, default=0.0),
+                max(transfers, default=0.0),
+                len(transfers),
+                nbytes,
+                usual,
+            )
+        return differ
 
     def _transfers(self, nbytes: float) -> Iterator[float]:
         """Yield the seconds of a transfer between neighbours on some hosts, and from host to host."""

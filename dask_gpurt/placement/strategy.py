@@ -18,8 +18,7 @@ from dask_gpurt.placement import cost
 from dask_gpurt.placement.available import AvailableWorkers, IdleWorkerFilter
 from dask_gpurt.placement.candidates import CandidateSelector
 from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.estimates import Estimates
-from dask_gpurt.placement.free_memory import Headroom
+from dask_gpurt.placement.estimates import Estimates, Headroom
 from dask_gpurt.placement.history import MAX_KEYS, History
 from dask_gpurt.topology import Topology
 

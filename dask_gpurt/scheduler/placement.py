@@ -26,8 +26,6 @@ class SchedulerPlacement:
         Dask's scheduler.
     topology, ledgers
         The places of workers, and the contents of their tiers.
-    always
-        Place tasks even if workers do not differ enough for placement to matter.
     """
 
     def __init__(
@@ -36,46 +34,41 @@ class SchedulerPlacement:
         topology: Topology,
         ledgers: ClusterMemory,
         metrics: Metrics,
-        always: bool = False,
     ):
         self._scheduler = scheduler
         headroom = LedgerHeadroom(ledgers, scheduler.workers)
         self._placement = Placement(scheduler, topology, headroom, metrics)
-        self._gate = (
-            None if always else GatedPlacement(self._placement, scheduler, topology, headroom, metrics)
-        )
-        self._chooser = self._gate or self._placement
+        self._gate = GatedPlacement(self._placement, scheduler, topology, metrics)
         self._patches = PatchSet()
 
     def install(self) -> None:
         """Start choosing workers, whenever the gate finds that it can matter."""
         self._patches.put_item(self._scheduler.stream_handlers, PLACE_OP, self._after_place)
-        self._chooser.bind()
+        self._gate.bind()
 
     def _after_place(self, original: Callable[..., None]) -> Callable[..., None]:
         def on_place(worker: str, **message: Any) -> None:
             original(worker, **message)
-            self._chooser.on_place_changed(worker)
+            self._gate.on_place_changed(worker)
 
         return on_place
 
     def uninstall(self) -> None:
         """Restore Dask's choices."""
-        self._chooser.unbind()
+        self._gate.unbind()
         self._patches.restore()
 
     def memory_changed(self, worker: str) -> None:
         """Note that a worker has reported its tiers."""
-        self._chooser.on_memory_reported(worker)
+        self._gate.on_memory_reported(worker)
 
     def submitted(self) -> None:
         """Note a new graph, none of whose tasks has been placed."""
-        if self._gate is not None:
-            self._gate.on_graph()
+        self._gate.on_graph()
 
     def remove(self, worker: str) -> None:
         """Note that Dask has removed a worker."""
-        self._chooser.on_worker_removed(worker)
+        self._gate.on_worker_removed(worker)
 
     def latest(self, most: int) -> list[dict[str, Any]]:
         """Return the latest decisions with their reasons."""
@@ -88,7 +81,7 @@ class SchedulerPlacement:
     @property
     def is_choosing(self) -> bool:
         """Return whether placement chooses workers at present, rather than Dask."""
-        return self._gate is None or self._gate.reason is not None
+        return self._gate.is_open
 
     @property
     def history(self) -> History:

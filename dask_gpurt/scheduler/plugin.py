@@ -294,9 +294,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Switch placement on or off; while it is off, Dask chooses the workers of tasks."""
         if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
-            self.placement = SchedulerPlacement(
-                self.scheduler, topology, self.cluster_memory, self.metrics, self.settings.placement.always
-            )
+            self.placement = SchedulerPlacement(self.scheduler, topology, self.cluster_memory, self.metrics)
             self.placement.install()
         elif not on and self.placement is not None:
             self.placement.uninstall()

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from random import Random
 from typing import Any, TypeVar
+from unittest import mock
 
 from distributed import WorkerPlugin
 from distributed.worker_state_machine import ExecuteFailureEvent
@@ -28,6 +30,7 @@ from dask_gpurt.device.base import Fence, passed
 from dask_gpurt.device.copies import address
 from dask_gpurt.frames import ChunkTable, Packed, Part, Piece, Table
 from dask_gpurt.observe import Fallback
+from dask_gpurt.placement import gate
 from dask_gpurt.worker.plugin import INSTRUMENTS, GpurtWorkerPlugin
 
 #: Methods of devices that allocate memory and may raise MemoryError; not every device has all of them.
@@ -470,3 +473,13 @@ def overlap(some: Sequence[AddressRange], others: Sequence[AddressRange]) -> boo
         else:
             other = next(theirs, None)
     return False
+
+
+# ---- placement ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def differing_links() -> Iterator[None]:
+    """Have placement choose on the schedulers of this process, as if links between their workers differed."""
+    with mock.patch.object(gate, "links_differ", return_value=True):
+        yield

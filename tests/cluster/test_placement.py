@@ -10,13 +10,14 @@ import pytest
 from distributed import Client, Event, SchedulerPlugin, as_completed, wait
 
 import dask_gpurt
+from dask_gpurt.tools.testing import differing_links
 from tests.helpers.clusters import cluster, counters
 from tests.helpers.waiting import until
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with cluster(workers=2, placement__enabled=True, placement__always=True) as client:
+    with differing_links(), cluster(workers=2, placement__enabled=True) as client:
         yield client
 
 
@@ -88,7 +89,7 @@ def test_a_cluster_adapts_to_its_load_and_back() -> None:
         assert Event("all at work").wait(timeout=60)
         return i
 
-    with cluster(workers=1, placement__enabled=True, placement__always=True) as client:
+    with differing_links(), cluster(workers=1, placement__enabled=True) as client:
         local: Any = client.cluster
         seen: list[int] = []
         plugin = Arrivals(seen)

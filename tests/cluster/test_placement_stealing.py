@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from dask_gpurt.tools.testing import differing_links
 from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster, until
 
 #: Event that a test's tasks wait for; the workers are in this process.
 GO = threading.Event()
 PLACEMENT: dict[str, Any] = {
     "gpurt.placement.enabled": True,
-    "gpurt.placement.always": True,
     "distributed.scheduler.work-stealing": True,
     "distributed.scheduler.work-stealing-interval": "20 ms",
 }
@@ -23,7 +23,8 @@ PLACEMENT: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _go() -> Any:
     GO.clear()
-    yield
+    with differing_links():
+        yield
     GO.set()
 
 

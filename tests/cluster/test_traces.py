@@ -18,6 +18,7 @@ import pytest
 from distributed import Client, Worker, wait
 
 import dask_gpurt
+from dask_gpurt.tools.testing import differing_links
 from tests.helpers.clusters import cluster
 from tests.helpers.commands import DASK, run
 from tests.helpers.trace_format import around, check, flows, slices
@@ -31,7 +32,6 @@ SETTINGS: dict[str, Any] = {
     "memory__pinned": 512 * KIB,
     "memory__host": 512 * KIB,
     "placement__enabled": True,
-    "placement__always": True,
 }
 PARTITIONS = 6
 STEPS = {"split", "pack", "pull", "assemble", "spill", "unspill"}
@@ -39,7 +39,7 @@ STEPS = {"split", "pack", "pull", "assemble", "spill", "unspill"}
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with cluster("pandas", **SETTINGS) as client:
+    with differing_links(), cluster("pandas", **SETTINGS) as client:
         yield client
 
 

@@ -48,4 +48,3 @@ def test_each_cell_of_one_host_takes_turns_and_has_figures(tmp_path: Path) -> No
         assert cell["figures"]["off"]["decisions"] == 0
     assert cells["uneven"]["figures"]["on"]["first_share"] == pytest.approx(0.9, abs=0.02)
     assert cells["pressure"]["figures"]["on"]["first_free"] < 0.2
-    assert "headroom" in cells["pressure"]["engaged"]

@@ -21,6 +21,7 @@ from distributed import Client, wait
 
 from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.metrics import METRICS, READINGS, Server
+from dask_gpurt.tools.testing import differing_links
 from tests.helpers.clusters import cluster, counters
 from tests.helpers.commands import started
 from tests.helpers.grafana import expressions
@@ -104,7 +105,7 @@ def free_port() -> int:
 def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, Client]]:
     """Yield a Prometheus that scrapes two workers and their scheduler, and the client."""
     folder = tmp_path_factory.mktemp("prometheus")
-    with cluster("pandas", placement__enabled=True, placement__always=True, **SMALL) as client:
+    with differing_links(), cluster("pandas", placement__enabled=True, **SMALL) as client:
         targets = pages(client)
         (folder / "prometheus.yml").write_text(CONFIGURATION.format(targets=json.dumps(targets)))
         address = f"127.0.0.1:{free_port()}"

@@ -39,7 +39,7 @@ def test_sides_take_turns_agree_and_are_simulated(hosts: int, tmp_path: Path) ->
         "--scale",
         "0.1",
     )
-    command = [sys.executable, "-m", "benchmarks.two_hosts", *some, "--always", "--json", str(output)]
+    command = [sys.executable, "-m", "benchmarks.two_hosts", *some, "--json", str(output)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if "the kernel forbids hosts" in done.stderr:
         pytest.skip("the kernel forbids hosts on one machine")
@@ -51,7 +51,6 @@ def test_sides_take_turns_agree_and_are_simulated(hosts: int, tmp_path: Path) ->
         assert [run["side"] for run in cell["runs"]] == ["on", "off", "off", "on", "on", "off"]
         assert cell["measured"]["low"] <= cell["measured"]["ratio"] <= cell["measured"]["high"]
         assert cell["simulated"] > 0
-        assert cell["decisions"] > 0
         assert len(cell["simulated_seconds"]) == 2
     assert results["parameters"]["hosts"] == hosts
     assert len(results["links"]["1"]["bandwidths"]["between"]) == hosts * (hosts - 1)

@@ -116,7 +116,7 @@ def bind_placement(simulation: Simulation, *, always: bool = False) -> None:
     placement: Placement | GatedPlacement = bound
     if not always:
         metrics, clock = simulation.metrics, simulation.clock
-        placement = GatedPlacement(bound, scheduler, topology, headroom, metrics, lambda: clock.now)
+        placement = GatedPlacement(bound, scheduler, topology, metrics, lambda: clock.now)
 
     # Reading the tiers of all workers is the simulator's own work; a real scheduler gets messages.
     noted = scheduler.busy.around(placement.on_memory_reported)

@@ -113,6 +113,18 @@ def test_earlier_settings_of_overlap_do_not_keep_the_runtime_off(
     assert len(caplog.records) == 3, "each is said once"
 
 
+def test_an_earlier_setting_of_placement_does_not_keep_the_runtime_off(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dask_gpurt.config.loading._said", set())
+    given = {"gpurt": {"placement": {"enabled": True, "always": True}}}
+    for _ in range(2):
+        assert load(given).placement.enabled
+    (said,) = caplog.messages
+    assert "'gpurt.placement.always' is ignored: placement chooses only while links" in said
+    assert problems(given) == []
+
+
 def test_defaults_are_in_dask_config() -> None:
     dask.config.refresh()  # ``gen_cluster`` restores the configuration from before the package was imported
     for key in PUBLIC_KEYS:
