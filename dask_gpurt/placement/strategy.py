@@ -5,6 +5,7 @@ Decisions and their figures: ``docs/decisions/placement.md``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any
@@ -21,6 +22,8 @@ from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Estimates, Headroom
 from dask_gpurt.placement.history import MAX_KEYS, History
 from dask_gpurt.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 #: How many thieves have their costs compared, and from how many of the least loaded workers these are taken.
 MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
@@ -174,6 +177,8 @@ class Placement:
             raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
         self._estimates.on_decided(chosen, ws)
         self._history.add(ts.key, chosen.worker, candidates)
+        if logger.isEnabledFor(logging.DEBUG):
+            _log("placed", ts, chosen, candidates)
         self._metrics.add("placement.decisions")
         if (recording := self._metrics.recording) is not None:
             recording.mark(
@@ -241,5 +246,13 @@ class Placement:
         if not fitting or (thief := cost.best(fitting)).seconds >= wait(victim):
             return None
         self._history.add(ts.key, thief.worker, [self._estimates.cost(demand, victim), thief])
+        if logger.isEnabledFor(logging.DEBUG):
+            _log("stolen", ts, thief, found)
         ws: WorkerState = self._state.workers[thief.worker]
         return ws
+
+
+def _log(what: str, ts: SchedulerTask, chosen: Candidate, candidates: Collection[Candidate]) -> None:
+    """Log a decision at DEBUG with the candidates that it has rejected."""
+    rejected = [candidate for candidate in candidates if candidate.worker != chosen.worker]
+    logger.debug("%r is %s on %s; rejected: %s", ts.key, what, chosen, rejected or "none")

@@ -429,6 +429,9 @@ class Recovery:
             self._metrics.add("shuffle.runs.recovered", int(loss is not None))
             self._log_event(shuffle, "goes-on" if loss is None else "recovers", reason, len(lost))
             self._move(shuffle, to, () if loss is None else loss.gone, kept)
+            logger.debug(
+                "Shuffle %s: new owners %s, if needed again %s; of workers %s", shuffle, to, kept, workers
+            )
         for worker in {*to.values(), *kept.values()}:
             self._in_a_row.takes_part(worker, shuffles)
         barriers = map(barrier_key, shuffles)

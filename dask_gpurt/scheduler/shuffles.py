@@ -239,6 +239,9 @@ class SchedulerShuffles:
             wanted = needed_outputs(barrier, chosen)
             if isinstance(spec, RechunkSpec):  # Dask's spec of a rechunk does not list the culled chunks
                 wanted = asked_outputs(barrier, wanted)
+            if logger.isEnabledFor(logging.DEBUG):
+                unneeded = sorted(chosen.keys() - set(wanted))
+                logger.debug("Shuffle %s: first owners %s, without tasks %s", spec.id, chosen, unneeded)
             return Owners.begin(chosen, wanted)
 
         return calculate

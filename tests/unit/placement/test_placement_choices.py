@@ -38,6 +38,19 @@ def test_a_busy_holder_hands_over_to_an_idle_neighbour_with_nvlink() -> None:
     assert terms[cluster.addresses[chosen]]["missing"] == GB
 
 
+def test_a_decision_is_logged_at_debug_with_what_was_rejected(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster()
+    cluster.data("x", 5)
+    cluster.busy(5, 3)
+    with caplog.at_level("DEBUG", logger="dask_gpurt.placement"):
+        chosen = cluster.place("y", "x")
+    (said,) = [record.getMessage() for record in caplog.records if "placement" in record.name]
+    placed, rejected = said.split("rejected:")
+    assert placed.startswith("'y' is placed on")
+    assert cluster.addresses[chosen] in placed
+    assert cluster.addresses[5] in rejected
+
+
 @pytest.mark.parametrize(("tasks", "moves"), [(0, True), (3, True), (4, False)])
 def test_a_task_goes_where_it_waits_too_only_if_that_is_less(tasks: int, moves: bool) -> None:
     cluster = Cluster(2)
