@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +14,30 @@ from rich.console import Console
 from rich.table import Table
 
 from dask_gpurt.cli.cluster import connected
-from dask_gpurt.topology import SHIPPED, Link, Speed
+from dask_gpurt.topology import SHIPPED, Link
 from dask_gpurt.topology.detect import discover, nvml_missing, visible_devices
 from dask_gpurt.topology.file import Description, TopologyError, as_values, load, parse
 from dask_gpurt.topology.hosts import Gpu, Host, Nic
 
 
 @click.command(short_help="Show devices, the links between them, their speeds.")
-@click.option("--measure", is_flag=True, help="Measure the links of this host, for a few seconds.")
 @click.option("--load", "file", type=click.Path(dir_okay=False, path_type=Path), help="Show a topology file.")
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Show the topology that the scheduler of a cluster uses."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a topology file.")
-def topology(measure: bool, file: Path | None, scheduler: str | None, as_json: bool) -> None:
+def topology(file: Path | None, scheduler: str | None, as_json: bool) -> None:
     """Show the devices of this host, of a file or of a cluster, the links between them, and their speeds.
 
-    --load and the setting gpurt.topology.file read the output of --json.
+    --load and the setting gpurt.topology.file read the output of --json. With --scheduler, speeds are those
+    measured from transfers.
     """
-    if measure + (file is not None) + (scheduler is not None) > 1:
-        raise click.UsageError("--measure, --load and --scheduler exclude each other: give one")
+    if file is not None and scheduler is not None:
+        raise click.UsageError("--load and --scheduler exclude each other: give one")
     try:
         description = _description(file, scheduler)
     except TopologyError as error:
         raise click.ClickException(str(error)) from error
-    if measure:
-        description = replace(description, speeds=_measured(description))
     if as_json:
         click.echo(json.dumps(as_values(description), indent=2))
     else:
@@ -65,13 +62,6 @@ def _of_cluster(address: str) -> Description:
             f"the runtime is off at {address}: dask_gpurt.enable(client) switches it on"
         )
     return parse(json.dumps(values), address)
-
-
-def _measured(description: Description) -> Mapping[Link, Speed]:
-    from dask_gpurt.topology.measure import measure
-
-    (host,) = description.hosts.values()
-    return measure(host)
 
 
 # ---- printing ------------------------------------------------------------------------

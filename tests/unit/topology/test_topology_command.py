@@ -76,7 +76,7 @@ def test_it_says_why_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "code", "said"),
     [
         (("--load", "nowhere.yaml"), 1, "nowhere.yaml cannot be read"),
-        (("--measure", "--load", "x"), 2, "give one"),
+        (("--scheduler", "tcp://127.0.0.1:1", "--load", "x"), 2, "give one"),
         (("--scheduler", "tcp://127.0.0.1:1"), 1, "no scheduler answers at tcp://127.0.0.1:1"),
     ],
 )
