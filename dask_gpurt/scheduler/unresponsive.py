@@ -16,6 +16,8 @@ its earlier number, and is not executed again. But mostly it is::
 
 This goes on while a barrier takes less time than a message. So reports of earlier dispatches are held back,
 and handled only if nothing else has happened to the barrier after a while.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations
