@@ -12,9 +12,8 @@ two passes over the queries:
   scheduler's process.
 - ``switching``: a thread that waits for the GIL asks for it after 0.5 ms, not after Python's 5, in all
   processes.
-- ``local-groups``: rows are grouped where they are read if the files of a table have different keys
-  (``gpurt.planning.local-groups``). A switch drops cached plans, so each query is planned again before it is
-  timed.
+- ``local-groups``: rows are grouped where they are read if the files of a table have different keys. A
+  switch drops cached plans, so each query is planned again before it is timed.
 - ``partitions``: the size of tables decides how many partitions their files make
   (``gpurt.planning.partition-size`` and ``broadcast-size``), with the same remark.
 
@@ -38,6 +37,9 @@ from distributed import Client
 from rich.console import Console
 
 from dask_gpurt.cli.environment import environment
+from dask_gpurt.client.planning.cache import RULES
+from dask_gpurt.client.planning.rules.local_groups import LocalGroups
+from dask_gpurt.client.session import SESSIONS
 
 from ..common.commandline import split_list, write
 from ..common.processes import Child
@@ -88,7 +90,10 @@ def ask_for_the_gil_early(client: Client, on: bool) -> None:
 
 def group_locally(_: Client, on: bool) -> None:
     """Group rows where they are read, or leave that to Dask."""
-    dask.config.set({"gpurt.planning.local-groups": on})
+    SESSIONS.planning.clear()
+    SESSIONS.planning.rules = (
+        RULES if on else tuple(rule for rule in RULES if not isinstance(rule, LocalGroups))
+    )
 
 
 def choose_partitions(_: Client, on: bool) -> None:

@@ -1,7 +1,7 @@
 """Add the shuffle method "gpurt" to dask-expr, which has no registry of methods.
 
-There are two sets of patches. Each handles only shuffles that go through the runtime, as decided in
-:mod:`dask_gpurt.client.takeover`, and passes all others to the original:
+There are two sets of patches. Each handles only shuffles that go through the runtime, as
+:func:`choose_method` decides, and passes all others to the original:
 
 - the *name* of the method, from the first :func:`register_shuffle_method` on, permanently: a collection that
   was built while the runtime was on may name it, and is computed with Dask's default method once the runtime
@@ -10,12 +10,18 @@ There are two sets of patches. Each handles only shuffles that go through the ru
   stays unchanged, since ``dask.bag`` reads the same key and does not know "gpurt". In that time, threads
   share expressions without the lock by which Dask can deadlock on Python 3.11.
 
+Most GPU programs configure Dask's method ``tasks`` because ``p2p`` is slow there, and not because they need
+``tasks``. So a configured ``tasks`` is taken over. The argument ``shuffle_method="tasks"`` is taken over only
+with ``gpurt.takeover: all``. dask-expr writes a configured method into expressions as if it were an argument,
+so the two are distinguished by the configuration: an argument that equals it counts as configured.
+
 Decisions and their figures: ``docs/decisions/partitions.md``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +54,6 @@ from dask_gpurt.client.planning.rules.partition_notes import (
     is_aligned,
     needs_no_shuffle,
 )
-from dask_gpurt.client.takeover import METHOD, P2P, TASKS, choose_method
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.expr import (
@@ -84,8 +89,13 @@ from dask_gpurt.observe import MethodChoice
 from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.joins import LEFT, SEMI
 
+logger = logging.getLogger(__name__)
+
 #: Called with the name of an expression and the choice for it, each time that it is lowered.
 OnChoice = Callable[[str, MethodChoice], None]
+
+METHOD = "gpurt"
+TASKS, P2P = "tasks", "p2p"
 
 _name, _default = PatchSet(), PatchSet()
 _sharing = contextlib.ExitStack()
@@ -191,6 +201,54 @@ def leave() -> None:
     """Restore the default method of dask-expr."""
     _default.restore()
     _sharing.close()
+
+
+def choose_method(
+    asked: str | None,
+    configured: str | None,
+    takeover: bool | str,
+    *,
+    explicit_comms: bool = False,
+    local: bool = False,
+) -> MethodChoice | None:
+    """Choose between the runtime and Dask for a shuffle or a join.
+
+    Parameters
+    ----------
+    asked
+        The method in the expression; None if it has none.
+    configured
+        The setting ``dataframe.shuffle.method`` at the time of lowering.
+    takeover
+        The setting ``gpurt.takeover``.
+    explicit_comms
+        The setting ``explicit-comms`` of dask-cuda, which then handles ``tasks`` itself.
+    local
+        Whether a local scheduler of Dask is selected, which has no workers.
+
+    Returns
+    -------
+    MethodChoice or None
+        None for ``p2p``, which the scheduler may take over.
+    """
+    method = asked or configured
+    if method == P2P:
+        return None
+    if local:
+        return MethodChoice.LOCAL_SCHEDULER
+    if method is None:
+        return MethodChoice.DEFAULT
+    if method == METHOD:
+        return MethodChoice.NAMED
+    if method != TASKS:
+        return MethodChoice.OTHER_METHOD
+    if not takeover:
+        return MethodChoice.TAKEOVER_OFF
+    if explicit_comms:
+        return MethodChoice.EXPLICIT_COMMS
+    if configured == TASKS:
+        return MethodChoice.CONFIGURED_TASKS
+    return MethodChoice.ARGUMENT_TASKS if takeover == "all" else MethodChoice.ONLY_CONFIGURED
 
 
 class Lowering:
@@ -302,11 +360,10 @@ class Lowering:
         """
         if "shuffle_method" in parameters(type(expr)) and _names_ours(expr.shuffle_method):
             expr = expr.substitute_parameters({"shuffle_method": "p2p"})
-        if self._is_usable() and type(expr) is Merge:
-            if expr.how == SEMI and expr.broadcast_side == LEFT:
-                return False
-            if expr.how != "inner" and not hash_alike(expr):
-                return False
+        is_ours = type(expr) is Merge and self._is_usable()
+        if is_ours and (reason := _why_not_broadcast(expr)) is not None:
+            logger.debug("%s is not a broadcast join: %s", name_of(expr), reason)
+            return False
         return original(expr)
 
     def is_aligned(self, original: Callable[[Any, Any, Any], bool], expr: Any, side: Any, on: Any) -> bool:
@@ -342,6 +399,14 @@ class Lowering:
         if choice is not None and choice.taken and any(map(_overwrites_a_column, frames)):
             return MethodChoice.COLUMN_TAKEN
         return choice
+
+
+def _why_not_broadcast(join: Any) -> str | None:
+    if join.how == SEMI and join.broadcast_side == LEFT:
+        return "it would repeat rows of the left side"
+    if join.how != "inner" and not hash_alike(join):
+        return "the keys of its sides have unlike hashes"
+    return None
 
 
 def _has_column_levels(frame: Any) -> bool:

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt.client.planning import PlanningCache
-from dask_gpurt.client.planning.rules import PartitionSizes
+from dask_gpurt.client.planning.rules import Facts, PartitionSizes
+from dask_gpurt.client.planning.rules.broadcast import Broadcast
+from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.store import Store
 from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices
@@ -67,6 +69,11 @@ class Planner:
     def count(self, what: str) -> float:
         """Return the counter ``planning.<what>``."""
         return float(self.metrics.snapshot()["counters"].get(f"planning.{what}", 0))
+
+
+def by_size(tuned: Any, facts: Facts) -> Any:
+    """Return a tuned plan that the rules which go by size have changed."""
+    return PartitionSize().apply(Broadcast().apply(tuned, facts), facts)
 
 
 def tables(rows: int = 12) -> list[pd.DataFrame]:

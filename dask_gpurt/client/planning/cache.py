@@ -34,12 +34,12 @@ from dask_gpurt.client.planning.lru import LRU
 from dask_gpurt.client.planning.operands import Plain, frozen, own
 from dask_gpurt.client.planning.packed import forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower
-from dask_gpurt.client.planning.rules import PartitionSizes
-from dask_gpurt.client.planning.rules.local_groups import with_local_groups
-from dask_gpurt.client.planning.rules.partition_size import with_chosen_partitions
+from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
+from dask_gpurt.client.planning.rules.broadcast import Broadcast
+from dask_gpurt.client.planning.rules.local_groups import LocalGroups
+from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.schemas import schema_of
 from dask_gpurt.client.planning.store import Store
-from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.parquet_files import (
@@ -73,6 +73,9 @@ from dask_gpurt.observe.methods import Choices
 
 #: The sizes of the caches. The 22 queries of TPC-H create 7,000 expressions.
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
+
+#: The rules, in the order in which they are applied: tables that are small are so for the largest of all.
+RULES: tuple[Rule, ...] = (Broadcast(), PartitionSize(), LocalGroups())
 
 
 class Plan(NamedTuple):
@@ -119,6 +122,11 @@ class PlanningCache:
         Counts uses of the caches.
     choices
         Receives the choices of shuffle methods in plans that another process has made.
+
+    Attributes
+    ----------
+    rules
+        The rules that change plans; benchmarks leave one out.
     """
 
     def __init__(
@@ -127,6 +135,7 @@ class PlanningCache:
         metrics: Metrics,
         choices: Choices | None = None,
     ):
+        self.rules = RULES
         self._current = current
         self._metrics = metrics
         self._patches = PatchSet()
@@ -244,7 +253,7 @@ class PlanningCache:
         sizes = planner.partition_sizes() if planner and stage in LOWERED and not local else None
 
         def plan_anew() -> Expr:
-            found = original(expr, stage) if sizes is None else self._by_size(original, expr, stage, sizes)
+            found = original(expr, stage) if sizes is None else self._by_rules(original, expr, stage, sizes)
             return fuse(found) if fused else found
 
         generation = self._generation()
@@ -285,27 +294,21 @@ class PlanningCache:
             self._metrics.fallback(Fallback.PLANNING_PICKLED_ANEW, repr(error))
             return plan
 
-    def _by_size(
+    def _by_rules(
         self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, sizes: PartitionSizes
     ) -> Expr:
-        """Return a plan whose reads have as many partitions as their sizes call for, and local groups."""
+        """Return a plan that all rules have changed; Dask's if one of them fails."""
         tuned = original(expr, "tuned-logical")
-        facts = TableFacts()
+        facts = Facts(sizes, metrics=self._metrics)
         try:
-            changed = with_chosen_partitions(tuned, sizes, self._count_reads, facts)
-            changed = with_local_groups(changed, self._count_local, facts)
-            return lower(facts.checked(changed), stage)
+            changed = tuned
+            for rule in self.rules:
+                changed = rule.apply(changed, facts)
+            return lower(facts.tables.checked(changed), stage)
         except Exception as error:  # expressions of Dask may raise anything
             found = lower(tuned, stage)  # raises too if it is the program that is wrong
             self._metrics.fallback(Fallback.PLANNING_AS_DASK, repr(error))
             return found
-
-    def _count_reads(self, outcome: str, number: int) -> None:
-        if number:
-            self._metrics.add("planning.reads.{outcome}", number, outcome)
-
-    def _count_local(self, what: str, number: int) -> None:
-        self._metrics.add("planning.local.{what}", number, what)
 
     def _describe(self, original: Callable[[Expr], Any], expr: Expr) -> Any:
         generation = self._generation()

@@ -13,8 +13,7 @@ import pytest
 
 from dask_gpurt import config
 from dask_gpurt.client.expressions import GpurtHashJoin, GpurtShuffle
-from dask_gpurt.client.lowering import Lowering
-from dask_gpurt.client.takeover import choose_method
+from dask_gpurt.client.lowering import Lowering, choose_method
 from dask_gpurt.dask_hooks.expr import RearrangeByColumn, Shuffle
 from dask_gpurt.observe import MethodChoice
 

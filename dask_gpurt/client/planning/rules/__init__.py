@@ -1,8 +1,22 @@
-"""Rules that change a plan, one a module."""
+"""Rules that change a plan, one a module, and what they may ask besides the plan.
+
+A rule is applied to the *tuned* plan of a computation whose result goes to the client: after Dask has
+simplified it, before it is lowered. It returns a plan with the same result. What it relies on of the files it
+notes in the facts, so that tasks check it as they read. The list is :data:`.cache.RULES`.
+
+Two modules are not rules but what these and lowering stand on: :mod:`.dependence` (does a result depend on
+how tables are divided?) and :mod:`.partition_notes` (by what are rows divided, so that nothing need be
+shuffled?).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dask_gpurt.client.planning.table_facts import TableFacts
+from dask_gpurt.dask_hooks.planning import Expr
+from dask_gpurt.observe import Metrics
 
 #: The bytes up to which a table is small by default: of pandas, and on a GPU as a share of a partition, which
 #: is what dask_cudf aims at for files, 1/32 of the GPU's memory.
@@ -50,3 +64,35 @@ class PartitionSizes:
             by_default if self.partition is None else self.partition,
             small if self.broadcast is None else self.broadcast,
         )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Hold what rules may ask besides the plan. Each plan gets facts of its own.
+
+    Attributes
+    ----------
+    sizes
+        The cluster, and the sizes that the settings ask for.
+    tables
+        Tells what is in the files, and notes on what of that the plan relies.
+    metrics
+        Counts what is changed.
+    """
+
+    sizes: PartitionSizes
+    tables: TableFacts = field(default_factory=TableFacts)
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+class Rule(Protocol):
+    """Change a plan such that it takes less time and has the same result."""
+
+    def apply(self, plan: Expr, facts: Facts) -> Expr:
+        """Return a plan with the same result; the same plan if there is nothing to change.
+
+        Raises
+        ------
+        Exception
+            If expressions do something unexpected: the plan is then left to Dask as a whole.
+        """

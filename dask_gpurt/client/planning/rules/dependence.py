@@ -10,6 +10,14 @@ A result is the same if each operation of the plan is one of these, with the gua
 No operation may have categorical data. Which labels and which order the rows of the result have is followed
 through the plan, too: if they depend on partitions, so does the result.
 
+What it does not reason about
+    Functions of the user, other libraries, and operations without a guarantee, which all depend on partitions
+    for it; how likely it is that a result would differ; results that stay on the cluster.
+Why it may be trusted
+    Each guarantee has a test with rows divided at random (``tests/unit/client/planning/test_operations.py``).
+The figure
+    Those of the rules that stand on it.
+
 Decisions and their figures: ``docs/decisions/partitions.md``.
 """
 

@@ -5,10 +5,21 @@ again. Some of its notes are false, and such a groupby repeats groups, such a jo
 that send one side to all partitions of the other, of joins that give a noted name to another column by
 suffixes or keep unmatched rows, of columns that were renamed or assigned anew, and of hashes modulo another
 number of partitions. So the runtime derives them itself, and Dask's are not used.
+
+What it does not reason about
+    Divisions by values of operations that it does not know, or by keys that are computed: these count as
+    unknown, and rows are shuffled once more. Whether shuffling once more would take less time.
+Why the result is the same
+    Each operation has a guarantee of which rows stay together (``_KEEP_ROWS``, ``_RELABEL``, joins by kind),
+    with random programs as tests; without one a shuffle stays.
+The figure
+    Rows, not seconds: Dask's notes repeat groups and lose rows of joins
+    (``docs/reference/where-dask-is-wrong.md``).
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -22,6 +33,8 @@ from dask.dataframe.dask_expr._shuffle import RearrangeByColumn, ShuffleBase
 from dask.dataframe.utils import UNKNOWN_CATEGORIES
 
 from dask_gpurt.client.planning.operations import is_no_operation
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "Division",
@@ -95,7 +108,10 @@ def is_aligned(join: Any, side: Any, on: Any) -> bool:
     columns = _keys(on, join.left_index if is_left else join.right_index)
     own, other = hashes_of_keys(join)
     hashed = other if is_left else own
-    return any(found == Division(columns, hashed) for found in divisions(side) if found.hashed is not None)
+    wanted = Division(columns, hashed)
+    aligned = any(found == wanted for found in divisions(side) if found.hashed is not None)
+    _log(join, f"the {'left' if is_left else 'right'} side", wanted, side, is_shuffled=not aligned)
+    return aligned
 
 
 def needs_no_shuffle(join: Any) -> bool:
@@ -106,7 +122,16 @@ def needs_no_shuffle(join: Any) -> bool:
 def are_together(expr: Any) -> bool:
     """Return whether all rows of a group, or all duplicates, are in one partition already."""
     keys = _keys_of_groups(expr)
-    return any(keys.issuperset(found.columns) for found in divisions(expr.frame))
+    together = any(keys.issuperset(found.columns) for found in divisions(expr.frame))
+    _log(expr, "its rows", sorted(keys, key=str), expr.frame, is_shuffled=not together)
+    return together
+
+
+def _log(expr: Any, what: str, wanted: object, frame: Any, *, is_shuffled: bool) -> None:
+    if logger.isEnabledFor(logging.DEBUG):
+        text = "need a shuffle" if is_shuffled else "need no shuffle"
+        known = sorted(map(str, divisions(frame)))
+        logger.debug("%s: %s %s by %s; divided by %s", expr._name, what, text, wanted, known)
 
 
 def groups_need_shuffle(expr: Any) -> bool:

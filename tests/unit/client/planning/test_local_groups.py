@@ -19,12 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.reads import lower
-from dask_gpurt.client.planning.rules import PartitionSizes
-from dask_gpurt.client.planning.rules.local_groups import are_apart, with_local_groups
-from dask_gpurt.client.planning.rules.partition_size import with_chosen_partitions
+from dask_gpurt.client.planning.rules import Facts, PartitionSizes
+from dask_gpurt.client.planning.rules.local_groups import LocalGroups, are_apart
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.clusters import Library, canonical, to_pandas
-from tests.helpers.planned import Planner, some_programs
+from tests.helpers.planned import Planner, by_size, some_programs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -178,10 +177,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(result: Any, sizes: PartitionSizes | None = None) -> tuple[Any, dict[str, int]]:
     """Return the lowered plan of a computation, and what is done locally."""
     tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
-    counted: dict[str, int] = {}
-    if sizes is not None:
-        tuned = with_chosen_partitions(tuned, sizes)
-    plan = with_local_groups(tuned, counted.__setitem__)
+    facts = Facts(sizes or PartitionSizes(1, 2, 0, 0))
+    plan = LocalGroups().apply(by_size(tuned, Facts(facts.sizes)) if sizes else tuned, facts)
+    counters = facts.metrics.snapshot()["counters"]
+    counted = {name.removeprefix("planning.local."): int(number) for name, number in counters.items()}
     return lower(plan, "simplified-physical"), counted
 
 
@@ -408,7 +407,7 @@ def test_a_table_that_has_gone_is_left_to_dask(tmp_path: Path) -> None:
     tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
     for file in (tmp_path / "sorted").iterdir():
         file.unlink()
-    assert with_local_groups(tuned) is tuned
+    assert LocalGroups().apply(tuned, Facts(PartitionSizes(1, 2, 0, 0))) is tuned
 
 
 @pytest.mark.parametrize("sizes", [PartitionSizes(1, 2, 0, 0), None])

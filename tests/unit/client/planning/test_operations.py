@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.operations import COMPUTING, KEEPING
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
-from dask_gpurt.client.planning.rules import PartitionSizes
+from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.dependence import columns_of_result
-from dask_gpurt.client.planning.rules.partition_size import with_chosen_partitions
 from dask_gpurt.client.planning.table_facts import TableFacts
-from tests.helpers.planned import some_programs
+from tests.helpers.planned import by_size, some_programs
 
 #: An integer that is not exact as a float.
 LARGE = 2**53 + 1
@@ -249,7 +248,7 @@ def plans(program: Program, consumer: str, seed: int) -> tuple[Any, list[Any]]:
     """Return a collection on a table, and plans of it whose reads have fewer partitions."""
     result = CONSUMERS[consumer](program(dd.read_parquet(table_of(seed))))
     tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
-    changed = (with_chosen_partitions(tuned, sizes) for sizes in SIZES)
+    changed = (by_size(tuned, Facts(sizes)) for sizes in SIZES)
     are_changed = [plan for plan in changed if any(type(each) is FewerPartitions for each in plan.walk())]
     return result, [lower(plan, "simplified-physical") for plan in are_changed]
 

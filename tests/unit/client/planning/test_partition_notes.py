@@ -17,11 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.reads import lower
-from dask_gpurt.client.planning.rules import PartitionSizes
+from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.partition_notes import divisions
-from dask_gpurt.client.planning.rules.partition_size import with_chosen_partitions
 from tests.helpers.clusters import Library, to_pandas
-from tests.helpers.planned import some_programs
+from tests.helpers.planned import by_size, some_programs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,9 +154,12 @@ def test_a_groupby_by_the_key_of_a_join_is_planned_by_size(folder: Path) -> None
     )
     result = groups.reset_index().left.sum()
     tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
-    counted: dict[str, int] = {}
-    plan = with_chosen_partitions(tuned, PartitionSizes(1, 2, 1 << 30, 0), counted.__setitem__)
-    assert counted == {"by-size": 1, "as-dask": 1}  # Dask reads the other one in as few partitions
+    plan = by_size(tuned, facts := Facts(PartitionSizes(1, 2, 1 << 30, 0)))
+    counted = facts.metrics.snapshot()["counters"]
+    assert counted == {
+        "planning.reads.by-size": 1,
+        "planning.reads.as-dask": 1,
+    }  # Dask reads the other one in as few partitions
     (key,) = (lowered := lower(plan, "simplified-physical")).__dask_keys__()
     assert dask.get(lowered.__dask_graph__(), key) == result.compute()
 

@@ -22,17 +22,13 @@ from hypothesis import strategies as st
 from dask_gpurt.client.lowering import Lowering, lower_with
 from dask_gpurt.client.planning.footers import Column, Footer
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
-from dask_gpurt.client.planning.rules import PartitionSizes
-from dask_gpurt.client.planning.rules.partition_size import (
-    MOST_FILES,
-    TableRead,
-    bytes_in_memory,
-    choose_partitions,
-    with_chosen_partitions,
-)
+from dask_gpurt.client.planning.rules import Facts, PartitionSizes
+from dask_gpurt.client.planning.rules.broadcast import Broadcast, choose_small
+from dask_gpurt.client.planning.rules.partition_size import choose_partitions
+from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, bytes_in_memory
 from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers.clusters import Library, canonical, to_pandas
-from tests.helpers.planned import Planner, Step, computed, programs, run, some_programs, written
+from tests.helpers.planned import Planner, Step, by_size, computed, programs, run, some_programs, written
 from tests.helpers.slow import slow
 
 #: Sizes for which each table that may be a single partition becomes one.
@@ -55,11 +51,18 @@ reads = st.dictionaries(
 # ---- the decision -----------------------------------------------------------------------------------
 
 
+def choose(tables: dict[str, TableRead], *, workers: int, threads: int) -> dict[str, int]:
+    """Return the number of partitions of each read that either rule changes, one after the other."""
+    small = choose_small(tables, workers=workers)
+    rest = {name: read for name, read in tables.items() if name not in small}
+    return small | choose_partitions(rest, threads=threads)
+
+
 @given(reads=reads, workers=st.integers(1, 300), threads=st.integers(1, 8))
 def test_no_table_has_more_partitions_than_dask_makes(
     reads: dict[str, TableRead], workers: int, threads: int
 ) -> None:
-    chosen = choose_partitions(reads, workers=workers, threads=threads * workers)
+    chosen = choose(reads, workers=workers, threads=threads * workers)
     assert all(1 <= number < reads[name].partitions for name, number in chosen.items())
 
 
@@ -68,7 +71,7 @@ def test_threads_share_the_partitions_of_a_table_evenly(
     reads: dict[str, TableRead], workers: int, threads: int
 ) -> None:
     threads *= workers
-    for name, number in choose_partitions(reads, workers=workers, threads=threads).items():
+    for name, number in choose(reads, workers=workers, threads=threads).items():
         is_small = reads[name].bytes <= reads[name].small
         assert number % threads == 0 or (number == 1 and is_small)
         if number not in (1, threads):  # no more than the size and the files of the table need
@@ -78,7 +81,7 @@ def test_threads_share_the_partitions_of_a_table_evenly(
 
 @given(reads=reads, workers=st.integers(1, 300))
 def test_no_task_opens_more_files_than_dask_would_let_it(reads: dict[str, TableRead], workers: int) -> None:
-    for name, number in choose_partitions(reads, workers=workers, threads=workers).items():
+    for name, number in choose(reads, workers=workers, threads=workers).items():
         assert reads[name].files <= number * MOST_FILES
 
 
@@ -87,7 +90,7 @@ def test_copies_of_a_small_table_are_no_more_than_a_worker_sends_in_a_shuffle(
     reads: dict[str, TableRead], workers: int
 ) -> None:
     largest = max((read.bytes for read in reads.values()), default=0)
-    for name, number in choose_partitions(reads, workers=workers, threads=2 * workers).items():
+    for name, number in choose(reads, workers=workers, threads=2 * workers).items():
         if number == 1:
             assert reads[name].bytes * workers <= largest / workers
 
@@ -99,10 +102,10 @@ def test_a_table_is_as_many_partitions_as_its_size_needs() -> None:
         "suppliers": TableRead(20 << 20, 64, 8, 4 << 30, 1 << 30),
         "nations": TableRead(100, 1, 1, 4 << 30, 1 << 30),
     }
-    assert choose_partitions(tables, workers=2, threads=2) == {"lines": 6, "orders": 2, "suppliers": 1}
+    assert choose(tables, workers=2, threads=2) == {"lines": 6, "orders": 2, "suppliers": 1}
     # More workers: each sends less in a shuffle, and every thread reads something.
-    assert choose_partitions(tables, workers=4, threads=4) == {"orders": 4, "suppliers": 1}
-    assert choose_partitions(tables, workers=40, threads=40) == {}
+    assert choose(tables, workers=4, threads=4) == {"orders": 4, "suppliers": 1}
+    assert choose(tables, workers=40, threads=40) == {}
 
 
 def test_what_is_left_to_dask_by_default() -> None:
@@ -144,7 +147,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def planned(result: Any, sizes: PartitionSizes = WHOLE) -> Any:
     """Return the lowered plan of a computation."""
     tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
-    return lower(with_chosen_partitions(tuned, sizes), "simplified-physical")
+    return lower(by_size(tuned, Facts(sizes)), "simplified-physical")
 
 
 def changed(result: Any, sizes: PartitionSizes = WHOLE) -> list[int]:
@@ -464,7 +467,7 @@ def test_a_query_that_cannot_be_planned_by_size_is_planned_by_dask(
         planner.sizes = WHOLE
         with dask.config.set(scheduler=None), planner.used():
             values.append(value_of(planner.cache.optimise(optimize_until, expr, "simplified-physical")))
-        monkeypatch.setattr("dask_gpurt.client.planning.cache.with_chosen_partitions", fail)
+        monkeypatch.setattr(Broadcast, "apply", fail)
     assert [planner.count("reads.by-size") for planner in planners] == [1, 0]
     assert [[*planner.metrics.snapshot()["fallbacks"]] for planner in planners] == [[], ["planning.as-dask"]]
     assert values[0] == values[1]

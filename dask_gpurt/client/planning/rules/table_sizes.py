@@ -1,0 +1,155 @@
+"""Estimate the sizes of the tables that a plan reads, and change the number of their partitions.
+
+Shared by the rules that go by size, :mod:`.broadcast` and :mod:`.partition_size`. They change nothing unless
+the result of the plan is independent of partitions, as :mod:`.dependence` finds out, and have tasks check
+what that relies on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from dask_gpurt.client.planning.footers import Column
+from dask_gpurt.client.planning.operations import Columns
+from dask_gpurt.client.planning.reads import ParquetRead, is_idle, parquet_reads
+from dask_gpurt.client.planning.rules import Facts
+from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
+from dask_gpurt.client.planning.table_facts import Independence, TableFacts
+from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
+
+logger = logging.getLogger(__name__)
+
+#: The most files that are put together, since a task opens one after the other. Dask's own limit is 100.
+MOST_FILES = 100
+
+
+@dataclass(frozen=True)
+class TableRead:
+    """Describe a read of a table's files.
+
+    Parameters
+    ----------
+    bytes
+        The estimated size of the columns that are read, in memory.
+    files
+        The number of files.
+    partitions
+        The number of partitions that it is read in.
+    partition
+        The bytes of a partition up to which its files are put together; 0 to leave that to Dask.
+    small
+        The bytes up to which it is small.
+    """
+
+    bytes: int
+    files: int
+    partitions: int
+    partition: int
+    small: int
+
+
+#: Returns the new number of partitions of those reads for which it changes, by name.
+Choose = Callable[[Mapping[str, TableRead]], Mapping[str, int]]
+
+
+def with_partitions(plan: Expr, facts: Facts, choose: Choose) -> tuple[Expr, int, int]:
+    """Return a plan with other numbers of partitions, and how many reads were changed and were left.
+
+    Parameters
+    ----------
+    plan
+        A tuned plan, in which a read that a rule has changed is not changed again.
+    facts
+        See :class:`.Facts`.
+    choose
+        Decides, given the reads whose size is known.
+    """
+    bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
+    found = parquet_reads(bare)
+    chosen = _chosen(bare, found, facts, choose) if found else {}
+    if not chosen:
+        return plan, 0, len(found)
+
+    def change(expr: Expr) -> Expr:
+        name = name_of(expr)
+        return found[name].with_partitions(chosen[name]) if name in chosen else expr
+
+    for name, number in chosen.items():
+        logger.debug("%s is read in %d partitions, not %d", name, number, found[name].expr.npartitions)
+    return rebuild(bare, change), len(chosen), len(found) - len(chosen)
+
+
+def _chosen(plan: Expr, found: Mapping[str, ParquetRead], facts: Facts, choose: Choose) -> Mapping[str, int]:
+    """Return the number of partitions of each read for which it changes; none if a file has gone."""
+    if not facts.sizes.threads or depends_on_partitions(plan):
+        reason = "results depend on partitions" if facts.sizes.threads else "there are no workers"
+        logger.debug("%s: all reads are left to Dask, since %s", name_of(plan), reason)
+        return {}
+    try:
+        if not (chosen := choose(_tables(found, facts))):
+            return {}
+        if (known := independence_of(plan, facts.tables)) is None:
+            logger.debug("%s: all reads are left to Dask, since dtypes vary from file to file", name_of(plan))
+            return {}
+    except OSError as error:  # Dask finds out as it reads it
+        logger.debug("%s: all reads are left to Dask: %r", name_of(plan), error)
+        return {}
+    facts.tables.rely_on_dtypes(known)
+    return chosen
+
+
+def _tables(found: Mapping[str, ParquetRead], facts: Facts) -> dict[str, TableRead]:
+    """Describe the reads; a table of which a column is not known, by its name, is left to Dask."""
+    tables: dict[str, TableRead] = {}
+    for name, read in found.items():
+        if (sampled := facts.tables.sample(read.read)) is None:
+            logger.debug("%s is left to Dask: a column is not in its files", name)
+            continue
+        files, sample = sampled
+        mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)
+        limits = facts.sizes.of(read.blocksize)
+        tables[name] = TableRead(int(files * mean), math.ceil(files), read.expr.npartitions, *limits)
+    return tables
+
+
+def bytes_in_memory(columns: Iterable[Column]) -> int:
+    """Estimate the size of columns in memory from what footers say.
+
+    A value of fixed width takes at most 8 bytes. Strings are kept as they are, or, if few of them differ, as
+    numbers in the file, which hides their length; 16 bytes each include offsets.
+    """
+    return sum(
+        column.rows * 8 if column.has_fixed_width else max(column.encoded, column.rows * 16)
+        for column in columns
+    )
+
+
+def independence_of(plan: Expr, facts: TableFacts) -> Independence | None:
+    """Return on what of its tables a plan relies so that its result does not depend on partitions.
+
+    Parameters
+    ----------
+    plan
+        A tuned plan.
+    facts
+        Tells which dtypes of the tables vary.
+
+    Returns
+    -------
+    Independence
+        None if the result may depend on partitions.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read.
+    """
+    if (tables := facts.columns(plan)) is None:
+        return None
+    with_any_nulls = {name: Columns(columns.varying) for name, columns in tables.items()}
+    if not depends_on_partitions(plan, with_any_nulls):
+        return Independence(plan, without_nulls=False)
+    return None if depends_on_partitions(plan, tables) else Independence(plan, without_nulls=True)
