@@ -29,17 +29,15 @@ from typing import Any, NamedTuple, Protocol
 from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
 from dask_gpurt.client.planning.fusing import fuse
-from dask_gpurt.client.planning.kept import LOADED, Found, Generation, Kept
+from dask_gpurt.client.planning.keys import Plain, frozen, own, schema_of
 from dask_gpurt.client.planning.lru import LRU
-from dask_gpurt.client.planning.operands import Plain, frozen, own
 from dask_gpurt.client.planning.packed import forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
-from dask_gpurt.client.planning.schemas import schema_of
-from dask_gpurt.client.planning.store import Store
+from dask_gpurt.client.planning.store import LOADED, Found, Generation, Store, StoredCache
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.parquet_files import (
@@ -145,9 +143,11 @@ class PlanningCache:
         self._changes = 0
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
-        self._metadata: Kept[Any] = Kept("metadata", METADATA_LIMIT, self._store)
-        self._plans: Kept[Plan] = Kept("plans", PLANS_LIMIT, self._store)
-        self._files: Kept[tuple[FileStates, dict[str, Any]]] = Kept("files", FILES_LIMIT, self._store)
+        self._metadata: StoredCache[Any] = StoredCache("metadata", METADATA_LIMIT, self._store)
+        self._plans: StoredCache[Plan] = StoredCache("plans", PLANS_LIMIT, self._store)
+        self._files: StoredCache[tuple[FileStates, dict[str, Any]]] = StoredCache(
+            "files", FILES_LIMIT, self._store
+        )
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
         self._tokens: LRU[str] = LRU(TOKENS_LIMIT)
 
@@ -211,7 +211,7 @@ class PlanningCache:
         return generation
 
     def _keep(
-        self, kept: Kept[Any], generation: Generation, key: Hashable, value: Any, sought: Found[Any]
+        self, kept: StoredCache[Any], generation: Generation, key: Hashable, value: Any, sought: Found[Any]
     ) -> None:
         """Keep a result, in the store only if no setting has changed since its generation was taken.
 

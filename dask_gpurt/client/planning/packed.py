@@ -69,7 +69,7 @@ def pack(plan: Expr) -> Expr:
     of ``__main__``, and of modules that the user has registered with cloudpickle, by value.
 
     The pickled form is the same each time only if the plan holds nothing but plain operands (see
-    :class:`~dask_gpurt.client.planning.operands.Plain`): no data that someone may change in place, and no
+    :class:`~dask_gpurt.client.planning.keys.Plain`): no data that someone may change in place, and no
     function that is pickled by value together with the globals that it uses.
     """
     payload = pickled(plan)

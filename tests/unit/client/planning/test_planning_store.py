@@ -31,13 +31,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning import keys as digests
-from dask_gpurt.client.planning import results_file, store
-from dask_gpurt.client.planning.kept import Generation, Kept
-from dask_gpurt.client.planning.keys import digest_of, environment
-from dask_gpurt.client.planning.operands import frozen
-from dask_gpurt.client.planning.results_file import ResultsFile, add
-from dask_gpurt.client.planning.schemas import schema_of
-from dask_gpurt.client.planning.store import Store
+from dask_gpurt.client.planning import store
+from dask_gpurt.client.planning.keys import digest_of, environment, frozen, schema_of
+from dask_gpurt.client.planning.store import Generation, ResultsFile, Store, StoredCache, add
 from dask_gpurt.client.session import Sessions
 from dask_gpurt.config import cache_files
 from dask_gpurt.dask_hooks.parquet_files import pickled
@@ -116,7 +112,7 @@ def test_a_process_keeps_the_file_that_it_has_opened(path: Path, metrics: Metric
 def test_another_process_that_is_writing_is_not_waited_for(
     path: Path, metrics: Metrics, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results_file, "WRITING_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(store, "WRITING_TIMEOUT_S", 0.0)
     write(path, metrics, "a")
     with cache_files.alone(path, 1):
         write(path, metrics, "b")
@@ -125,7 +121,7 @@ def test_another_process_that_is_writing_is_not_waited_for(
 
 
 def test_the_least_recently_used_plan_goes_first(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_file, "FILE_LIMIT_BYTES", 25)
+    monkeypatch.setattr(store, "FILE_LIMIT_BYTES", 25)
     for now, key in enumerate(KEYS[:2]):
         add(path, {key: b"0123456789"}, (), now)
     add(path, {KEYS[2]: b"0123456789"}, {KEYS[0]}, 5)
@@ -184,11 +180,11 @@ def test_a_plan_that_cannot_be_pickled_is_counted_and_made_anew(path: Path, metr
 
 
 def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - len(results_file.MAGIC) - 1)
+    os.truncate(path, path.stat().st_size - len(store.MAGIC) - 1)
 
 
 def empty(path: Path) -> None:
-    os.truncate(path, len(results_file.MAGIC))
+    os.truncate(path, len(store.MAGIC))
 
 
 def empty_head(path: Path) -> None:
@@ -197,19 +193,19 @@ def empty_head(path: Path) -> None:
 
 def flip_result(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[-len(results_file.MAGIC) - 9] ^= 1  # a letter of the result
+    content[-len(store.MAGIC) - 9] ^= 1  # a letter of the result
     path.write_bytes(content)
 
 
 def flip_index(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[results_file._HEAD_BYTES] ^= 1
+    content[store.HEAD_BYTES] ^= 1
     path.write_bytes(content)
 
 
 def lengthen_index(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[results_file._HEAD_BYTES - 1] = 255
+    content[store.HEAD_BYTES - 1] = 255
     path.write_bytes(content)
 
 
@@ -228,8 +224,8 @@ def with_index(index: str) -> Callable[[Path], None]:
 
     def damage(path: Path) -> None:
         raw = index.encode()
-        checksum = bytes.fromhex(results_file._checksum(raw))
-        path.write_bytes(results_file.MAGIC + checksum + len(raw).to_bytes(8, "little") + raw)
+        checksum = bytes.fromhex(store.checksum_of(raw))
+        path.write_bytes(store.MAGIC + checksum + len(raw).to_bytes(8, "little") + raw)
 
     return damage
 
@@ -291,8 +287,8 @@ def test_whatever_is_damaged_results_are_right_or_made_anew(
         for found, right in zip(read(path, metrics), RESULTS, strict=True):
             assert found in (None, right)
         write(path, metrics, *RESULTS)
-        name = results_file.NAME
-        if name.startswith(content[: len(name)]) or content.endswith(results_file.MAGIC):
+        name = store.NAME
+        if name.startswith(content[: len(name)]) or content.endswith(store.MAGIC):
             assert read(path, metrics) == RESULTS
             assert NOT_STORED not in reasons(metrics)
         else:  # nobody knows whose file it is
@@ -308,7 +304,7 @@ def test_a_program_ends_quietly_whatever_happens_to_its_store(
 
     keeper = Store(path, metrics)
     keeper.put(KEYS[0], "a")
-    monkeypatch.setattr(results_file, "add", fail)
+    monkeypatch.setattr(store, "add", fail)
     keeper.save()
     assert reasons(metrics) == {NOT_STORED: "OverflowError('too large')"}
 
@@ -495,7 +491,7 @@ def test_settings_with_the_address_of_an_object_are_not_stored(path: Path, metri
     keeper = Store(path, metrics)
     for settings, is_stored in (((repr(object()),), False), (("{}",), True)):
         for number, expected in ((1, None), (2, "a" if is_stored else None)):
-            kept: Kept[str] = Kept("kind", 9, lambda: keeper)
+            kept: StoredCache[str] = StoredCache("kind", 9, lambda: keeper)
             generation = Generation(number, settings)
             found = kept.get(generation, "key", lambda: "key")
             assert found.value == expected
