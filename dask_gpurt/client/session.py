@@ -190,7 +190,7 @@ class Sessions:
 
     @cached_property
     def planning(self) -> PlanningCache:
-        """The cache of what is planned."""
+        """Return the cache of what is planned."""
         from dask_gpurt.client.planning import PlanningCache
 
         return PlanningCache(self.planner, self.metrics, self.choices)
@@ -293,7 +293,7 @@ async def activate(client: Client) -> None:
 
 
 async def deactivate(client: Client) -> Client:
-    """Switch the runtime off on the cluster of a client, which is left."""
+    """Switch the runtime off on the cluster of a client that :meth:`Sessions.close_cluster` has left."""
 
     # Not a handler: another client may switch off meanwhile, and then it would answer that it is off.
     async def stop(dask_scheduler: SchedulerServer) -> None:

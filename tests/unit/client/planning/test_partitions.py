@@ -518,3 +518,22 @@ def assert_same_rows(library: Library, readers: list[Callable[[], Any]], program
     index = all(step[0] != "merge" for step in program)
     assert type(found) is type(expected)
     pd.testing.assert_frame_equal(canonical(found, index=index), canonical(expected, index=index))
+
+
+# ---- why --------------------------------------------------------------------------------------------
+
+
+def test_rules_say_what_they_changed_and_what_they_left_and_why(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "dask_gpurt.client.planning.rules")
+    large, small = (dd.read_parquet(folder / name) for name in ("large", "small"))
+    sizes = PartitionSizes(workers=1, threads=1, partition=0, broadcast=10_000)
+    planned(large.merge(small, on="key").value.sum(), sizes)
+    said = "\n".join(caplog.messages)
+    assert "is read in 1 partitions, not" in said
+    assert "is not read as a single partition to broadcast: its" in said
+    assert "the size of partitions is left to Dask" in said
+    caplog.clear()
+    planned(large.key.head(3, compute=False), sizes)
+    assert "all reads are left to Dask, since results depend on partitions" in caplog.text

@@ -1,0 +1,71 @@
+"""What the runtime knows of a client is kept as long as the client, and each choice is sent once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dask_gpurt import config
+from dask_gpurt.client import session
+from dask_gpurt.client.session import ClientSession, Sessions
+from dask_gpurt.observe import MethodChoice
+
+
+class FakeClient:
+    """Record what is sent to the scheduler, by the loop that the test runs."""
+
+    def __init__(self) -> None:
+        self.id = "client"
+        self.sent: list[str] = []
+        self.callbacks: list[Callable[[], Any]] = []
+        self.loop = SimpleNamespace(add_callback=self.callbacks.append)
+        self.scheduler = SimpleNamespace(log_event=self.log_event)
+
+    async def log_event(self, *, topic: str, msg: str) -> None:
+        self.sent.append(msg)
+
+    def run(self) -> None:
+        for callback in self.callbacks:
+            asyncio.run(callback())
+        self.callbacks.clear()
+
+
+def session_of(client: Any) -> ClientSession:
+    return ClientSession(client, config.load().planning, Sessions())
+
+
+def test_each_choice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MAX_REPORTED_CHOICES", 2)
+    client = FakeClient()
+    of_client = session_of(client)
+    for name in ("a", "a", "b", "a"):
+        of_client.report_choice(name, MethodChoice.DEFAULT)
+    client.run()
+    assert client.sent == ["DEFAULT", "DEFAULT"]
+    for name in ("c", "a"):  # more than are remembered: forgotten, so "a" counts again
+        of_client.report_choice(name, MethodChoice.NAMED)
+    client.run()
+    assert client.sent[2:] == ["NAMED", "NAMED"]
+
+
+def test_a_session_does_not_keep_its_client() -> None:
+    client = FakeClient()
+    of_client, gone = session_of(client), weakref.ref(client)
+    del client
+    gc.collect()
+    assert gone() is None
+    of_client.report_choice("a", MethodChoice.DEFAULT)  # nobody to send it to
+    assert of_client.partition_sizes().workers == 0
+
+
+def test_without_a_client_the_runtime_is_off_for_what_is_planned() -> None:
+    sessions = Sessions()
+    assert sessions.current() is None
+    assert not sessions.is_on()
+    assert sessions.planner() is None
