@@ -14,8 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from dask_gpurt.client.planning.reads import is_idle
+from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
 from dask_gpurt.client.planning.table_facts import TableFacts
-from dask_gpurt.dask_hooks.planning import Expr
+from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 from dask_gpurt.observe import Metrics
 
 #: The bytes up to which a table is small by default: of pandas, and on a GPU as a share of a partition, which
@@ -83,6 +85,15 @@ class Facts:
     sizes: PartitionSizes
     tables: TableFacts = field(default_factory=TableFacts)
     metrics: Metrics = field(default_factory=Metrics)
+    #: By name of a plan. Rules ask one after the other, most often of the same plan.
+    _bare: dict[str, tuple[Expr, bool]] = field(default_factory=dict)
+
+    def bare(self, plan: Expr) -> tuple[Expr, bool]:
+        """Return a plan without what does nothing, and whether its results depend on partitions."""
+        if (found := self._bare.get(name_of(plan))) is None:
+            bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
+            found = self._bare[name_of(plan)] = bare, depends_on_partitions(bare)
+        return found
 
 
 class Rule(Protocol):

@@ -40,7 +40,7 @@ from dask.dataframe.dask_expr.io.io import FusedIO
 from dask_gpurt.client.planning.operations import is_no_operation, is_on_rows
 from dask_gpurt.client.planning.reads import is_idle
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import depends_on_partitions, joins_columns
+from dask_gpurt.client.planning.rules.dependence import joins_columns
 from dask_gpurt.client.planning.rules.table_sizes import independence_of
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import name_of, rebuild
@@ -59,8 +59,8 @@ class LocalGroups:
 
     def apply(self, plan: Expr, facts: Facts) -> Expr:
         """Return a plan that groups rows locally where that is certain to be the same."""
-        bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
-        if depends_on_partitions(bare):
+        bare, depends = facts.bare(plan)
+        if depends:
             logger.debug("%s: all groups are left to Dask, since results depend on partitions", name_of(plan))
             return plan
         attempt = _Attempt(facts.tables)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dask_gpurt.client.planning.footers import Column
 from dask_gpurt.client.planning.operations import Columns
-from dask_gpurt.client.planning.reads import ParquetRead, is_idle, parquet_reads
+from dask_gpurt.client.planning.reads import ParquetRead, parquet_reads
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
 from dask_gpurt.client.planning.table_facts import Independence, TableFacts
@@ -67,8 +67,12 @@ def with_partitions(plan: Expr, facts: Facts, choose: Choose) -> tuple[Expr, int
     choose
         Decides, given the reads whose size is known.
     """
-    bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
+    bare, depends = facts.bare(plan)
     found = parquet_reads(bare)
+    if depends or not facts.sizes.threads:
+        reason = "results depend on partitions" if depends else "there are no workers"
+        logger.debug("%s: all reads are left to Dask, since %s", name_of(plan), reason)
+        return plan, 0, len(found)
     chosen = _chosen(bare, found, facts, choose) if found else {}
     if not chosen:
         return plan, 0, len(found)
@@ -84,10 +88,6 @@ def with_partitions(plan: Expr, facts: Facts, choose: Choose) -> tuple[Expr, int
 
 def _chosen(plan: Expr, found: Mapping[str, ParquetRead], facts: Facts, choose: Choose) -> Mapping[str, int]:
     """Return the number of partitions of each read for which it changes; none if a file has gone."""
-    if not facts.sizes.threads or depends_on_partitions(plan):
-        reason = "results depend on partitions" if facts.sizes.threads else "there are no workers"
-        logger.debug("%s: all reads are left to Dask, since %s", name_of(plan), reason)
-        return {}
     try:
         if not (chosen := choose(_tables(found, facts))):
             return {}
