@@ -21,6 +21,7 @@ from dask_gpurt.config import ConfigError
 from dask_gpurt.protocol import LEFT_OP, JoinReply
 from dask_gpurt.scheduler import silence, switching
 from dask_gpurt.scheduler.switching import Workers
+from dask_gpurt.worker import tracebacks
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from tests.helpers.clusters import QUICK, processes
 from tests.helpers.in_process import gen_client_cluster, on_cluster, on_plain_cluster, until, whole_state
@@ -303,7 +304,7 @@ def test_it_goes_on_at_a_worker_that_still_goes_off_itself(monkeypatch: pytest.M
 def test_switching_on_raises_the_error_of_workers_without_tracebacks(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    before = switching._without_traceback.plugins
+    before = tracebacks._without_traceback.plugins
 
     @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
     async def test(client: Any, scheduler: Any, *workers: Any) -> None:
@@ -313,7 +314,7 @@ def test_switching_on_raises_the_error_of_workers_without_tracebacks(
         ):
             await dask_gpurt.enable(client)
         assert "gpurt" not in scheduler.extensions
-        await until(lambda: switching._without_traceback.plugins == before)
+        await until(lambda: tracebacks._without_traceback.plugins == before)
 
     test()
     # Dask reports a connection that closes with its cluster below warnings, with a traceback.
@@ -322,7 +323,7 @@ def test_switching_on_raises_the_error_of_workers_without_tracebacks(
 
 def test_dasks_logs_are_as_before_once_the_runtime_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     # Workers of other tests in this process have failed to switch on, and were closed without their plugin.
-    monkeypatch.setattr(switching._without_traceback, "plugins", 0)
+    monkeypatch.setattr(tracebacks._without_traceback, "plugins", 0)
 
     @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
     async def test(client: Any, scheduler: Any, *workers: Any) -> None:
