@@ -16,6 +16,8 @@ after the other, and messages on different connections overtake each other::
 A worker that was silent meanwhile may send such a message at any later time.
 
 Messages between the workers of one shuffle run are values of their own: `shuffle/messages.py`.
+
+Decisions and their figures: ``docs/decisions/scheduler.md``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Let a worker's tasks read files while other tasks compute.
 
-Decisions and their figures: ``docs/decisions/overlap.md``.
+Decisions and their figures: ``docs/decisions/overlap.md`` and ``docs/decisions/partitions.md``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Values travel with each heartbeat. Changes of the tiers are also sent after a short delay, and totals of
 transfers as often as heartbeats.
+
+Decisions and their figures: ``docs/decisions/scheduler.md``.
 """
 
 from __future__ import annotations
