@@ -1,6 +1,8 @@
 """Allocate blocks from a contiguous range: first fit, with coalescing of free neighbours.
 
 Sets of integers are ranges here: the free parts of a pool, and its parts with backing memory.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 cudaMemcpyBatchAsync takes 5 µs of the calling thread per copy, even of a few bytes, and each copy waits for
 kernels of other streams to make room. One kernel waits once, and takes 1 µs per copy, to list the ranges. It
 gets them as its parameter, so that they need no copy of their own.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

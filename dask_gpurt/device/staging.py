@@ -6,6 +6,8 @@ filled while the other is written to disk, or copied by the host.
 CUDA copies pageable memory in the thread that asks for it, which also faults in the pages of new memory. On a
 host of H100s that gives 1.8 to 2.4 GiB/s into new memory and 5 to 7 out of it; eight threads with bounce
 buffers reach 14 to 16 and 21 to 28. Pinned memory is copied at 49 to 51.
+
+Decisions and their figures: ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations

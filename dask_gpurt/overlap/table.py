@@ -4,6 +4,8 @@ A calibration times workloads beside a shuffle, without a cap and under each of 
 workload only if it is faster beyond the noise; its kernels then get that cap, unless another workload, or the
 shuffle itself, launches them as well and would rather not. Kernels are identified by a hash of their name,
 since names of templates are too long to be kept whole.
+
+Decisions and their figures: ``docs/decisions/overlap.md``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dask_gpurt.config import KEYS
+from dask_gpurt.config import PUBLIC_KEYS
 from dask_gpurt.device import pool
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
@@ -180,9 +180,9 @@ SETTINGS = WRITTEN[ROOT / "docs/reference/settings.md"]
 
 
 def test_settings_lists_every_key_once() -> None:
-    assert sorted(re.findall(r"^## `(gpurt\..*)`$", SETTINGS, re.MULTILINE)) == sorted(KEYS)
+    assert sorted(re.findall(r"^## `(gpurt\..*)`$", SETTINGS, re.MULTILINE)) == sorted(PUBLIC_KEYS)
     overview = section(SETTINGS, "Overview")
-    assert re.findall(r"^\| \[`(.*?)`\]", overview, re.MULTILINE) == list(KEYS)
+    assert re.findall(r"^\| \[`(.*?)`\]", overview, re.MULTILINE) == list(PUBLIC_KEYS)
 
 
 def values(tree: Any) -> Iterator[Any]:
