@@ -192,7 +192,7 @@ def test_a_shuffle_in_the_place_of_tasks_has_its_description(ignore_index: bool)
 #: Runs in a process in which the runtime was never enabled.
 NEVER_ON = """
 import dask, pandas as pd, dask.dataframe as dd
-from dask_gpurt.api import register_method
+from dask_gpurt.client.session import register_method
 register_method()
 frame = dd.from_pandas(pd.DataFrame({"key": range(9)}), npartitions=3)
 with dask.config.set({"dataframe.shuffle.method": "gpurt", "scheduler": "sync"}):
