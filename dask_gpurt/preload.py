@@ -16,19 +16,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def log_less(sizeof: Any) -> None:
-    """Keep Dask from logging that it preloads this module, which it does in each process, on or off.
-
-    The package lists this function as an entry point for ``dask.sizeof``, although it registers no sizes: of
-    Dask's hooks only these are called before the first preload is logged, when Dask is imported.
-    """
-    logging.getLogger("distributed.preloading").addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return record.levelno > logging.INFO or __name__ not in (record.args or ())
-
-
 async def dask_setup(server: Any) -> None:
     """Switch the runtime on if the configuration enables it."""
     import dask
