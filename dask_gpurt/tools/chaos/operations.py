@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,6 +23,10 @@ How = Literal["inner", "left", "right", "outer"]
 HOWS: tuple[How, ...] = ("inner", "left", "right", "outer")
 
 
+#: Only integers are summed, since sums of floats depend on the order.
+AGGREGATIONS = {ROW: ["sum", "min", "max", "count"], f"float_{ROW}": ["min", "max", "count"]}
+
+
 @dataclass(frozen=True)
 class FrameOperation(Operation):
     """Define an operation on frames.
@@ -31,17 +35,17 @@ class FrameOperation(Operation):
     ----------
     apply
         Builds the collection from the collections of its inputs.
-    compare
-        Describes the difference of the result's partitions from the expected ones, given the inputs in
-        pandas.
+    expected
+        Returns the expected rows, given functions that create the inputs in pandas.
+    compared
+        How they are compared: options of :func:`~dask_gpurt.tools.chaos.compare.difference`.
     narrow
         Restricts a drawn specification to values that are valid for this operation.
     """
 
     apply: Callable[[OperationSpec, Frame, Frame], Frame]
-    compare: Callable[
-        [OperationSpec, Sequence[pd.DataFrame], pd.DataFrame, Callable[[], pd.DataFrame]], str | None
-    ]
+    expected: Callable[[OperationSpec, Frame, Callable[[], Frame]], Frame]
+    compared: Callable[[OperationSpec], Mapping[str, Any]]
     narrow: Callable[[OperationSpec], OperationSpec] = lambda spec: spec
 
     def build(self, spec: OperationSpec, backend: str) -> Frame:
@@ -54,7 +58,10 @@ class FrameOperation(Operation):
     def check(self, spec: OperationSpec, parts: Sequence[pd.DataFrame], backend: str) -> str | None:
         spec = self.narrow(spec)
         frame = whole_frame(spec.frame, ROW, backend)
-        return self.compare(spec, parts, frame, lambda: whole_frame(spec.other, OTHER_ROW, backend))
+        expected = self.expected(spec, frame, lambda: whole_frame(spec.other, OTHER_ROW, backend))
+        if expected.columns.nlevels > 1:
+            expected, *parts = map(_flat, [expected, *parts])
+        return difference(parts, expected, **self.compared(spec))
 
 
 def collection(spec: FrameSpec, row: str, backend: str) -> Frame:
@@ -68,20 +75,8 @@ def collection(spec: FrameSpec, row: str, backend: str) -> Frame:
     )
 
 
-# ---- shuffle -------------------------------------------------------------------------
-
-
-def _shuffle(spec: OperationSpec, frame: Frame, other: Frame) -> Frame:
-    return frame.shuffle(KEY, npartitions=spec.outputs)
-
-
-def _check_shuffle(
-    spec: OperationSpec, parts: Sequence[pd.DataFrame], frame: pd.DataFrame, _: Any
-) -> str | None:
-    return difference(parts, frame.reset_index(drop=True), by=[ROW], homes=KEY)
-
-
-# ---- join ----------------------------------------------------------------------------
+def _flat(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame.set_axis(["-".join(name) for name in frame.columns], axis=1)
 
 
 def _how(spec: OperationSpec) -> How:
@@ -100,34 +95,11 @@ def _narrow_join(spec: OperationSpec) -> OperationSpec:
     return replace(spec, frame=left, other=right)
 
 
-def _join(spec: OperationSpec, frame: Frame, other: Frame) -> Frame:
-    return frame.merge(other, on=KEY, how=_how(spec), broadcast=False, npartitions=spec.outputs)
-
-
-def _check_join(
-    spec: OperationSpec, parts: Sequence[pd.DataFrame], frame: pd.DataFrame, other: Callable[[], pd.DataFrame]
-) -> str | None:
-    return difference(parts, frame.merge(other(), on=KEY, how=_how(spec)), by=[ROW, OTHER_ROW])
-
-
-# ---- sorts ---------------------------------------------------------------------------
-
-
 def _sortable(spec: OperationSpec) -> OperationSpec:
     """Restrict keys to numbers and times, since Dask needs their quantiles, and ensure a column of floats."""
     key = "int" if spec.frame.key == "string" else spec.frame.key
     columns = ("float", *(name for name in spec.frame.columns if name != "float"))
     return replace(spec, frame=replace(spec.frame, key=key, columns=columns))
-
-
-def _set_index(spec: OperationSpec, frame: Frame, other: Frame) -> Frame:
-    return frame.set_index(KEY, npartitions=spec.outputs)
-
-
-def _check_set_index(
-    spec: OperationSpec, parts: Sequence[pd.DataFrame], frame: pd.DataFrame, _: Any
-) -> str | None:
-    return difference(parts, frame.set_index(KEY), by=[ROW], index=True, ordered_by=KEY)
 
 
 def _sorted_by(spec: OperationSpec) -> str:
@@ -138,61 +110,45 @@ def _ascending(spec: OperationSpec) -> bool:
     return bool(spec.variant & 2)
 
 
-def _sort_values(spec: OperationSpec, frame: Frame, other: Frame) -> Frame:
-    return frame.sort_values(_sorted_by(spec), ascending=_ascending(spec), npartitions=spec.outputs)
-
-
-def _check_sort_values(
-    spec: OperationSpec, parts: Sequence[pd.DataFrame], frame: pd.DataFrame, _: Any
-) -> str | None:
-    return difference(
-        parts,
-        frame.reset_index(drop=True),
-        by=[ROW],
-        ordered_by=_sorted_by(spec),
-        ascending=_ascending(spec),
-    )
-
-
-# ---- groupby and drop_duplicates -----------------------------------------------------
-
-
-#: Only integers are summed, since sums of floats depend on the order.
-AGGREGATIONS = {ROW: ["sum", "min", "max", "count"], f"float_{ROW}": ["min", "max", "count"]}
-
-
-def _groupby(spec: OperationSpec, frame: Frame, other: Frame) -> Frame:
-    return frame.groupby(KEY).agg(AGGREGATIONS, split_out=spec.outputs)
-
-
-def _flat(frame: pd.DataFrame) -> pd.DataFrame:
-    return frame.set_axis(["-".join(name) for name in frame.columns], axis=1)
-
-
-def _check_groupby(
-    spec: OperationSpec, parts: Sequence[pd.DataFrame], frame: pd.DataFrame, _: Any
-) -> str | None:
-    expected = _flat(frame.groupby(KEY).agg(AGGREGATIONS))
-    return difference([_flat(part) for part in parts], expected, by=[KEY], index=True)
-
-
-def _drop_duplicates(spec: OperationSpec, frame: Frame, other: Frame) -> Frame:
-    return frame[[KEY]].drop_duplicates(split_out=spec.outputs)
-
-
-def _check_drop_duplicates(
-    spec: OperationSpec, parts: Sequence[pd.DataFrame], frame: pd.DataFrame, _: Any
-) -> str | None:
-    return difference(parts, frame[[KEY]].drop_duplicates(), by=[KEY])
-
-
 OPERATIONS: dict[str, Operation] = {
-    "shuffle": FrameOperation(_shuffle, _check_shuffle),
-    "join": FrameOperation(_join, _check_join, _narrow_join),
-    "set_index": FrameOperation(_set_index, _check_set_index, _sortable),
-    "sort_values": FrameOperation(_sort_values, _check_sort_values, _sortable),
-    "groupby": FrameOperation(_groupby, _check_groupby, _sortable),
-    "drop_duplicates": FrameOperation(_drop_duplicates, _check_drop_duplicates),
+    "shuffle": FrameOperation(
+        lambda spec, frame, other: frame.shuffle(KEY, npartitions=spec.outputs),
+        lambda spec, frame, other: frame,
+        lambda spec: {"by": [ROW], "homes": KEY},
+    ),
+    "join": FrameOperation(
+        lambda spec, frame, other: frame.merge(
+            other, on=KEY, how=_how(spec), broadcast=False, npartitions=spec.outputs
+        ),
+        lambda spec, frame, other: frame.merge(other(), on=KEY, how=_how(spec)),
+        lambda spec: {"by": [ROW, OTHER_ROW]},
+        _narrow_join,
+    ),
+    "set_index": FrameOperation(
+        lambda spec, frame, other: frame.set_index(KEY, npartitions=spec.outputs),
+        lambda spec, frame, other: frame.set_index(KEY),
+        lambda spec: {"by": [ROW], "index": True, "ordered_by": KEY},
+        _sortable,
+    ),
+    "sort_values": FrameOperation(
+        lambda spec, frame, other: frame.sort_values(
+            _sorted_by(spec), ascending=_ascending(spec), npartitions=spec.outputs
+        ),
+        lambda spec, frame, other: frame,
+        lambda spec: {"by": [ROW], "ordered_by": _sorted_by(spec), "ascending": _ascending(spec)},
+        _sortable,
+    ),
+    "groupby": FrameOperation(
+        lambda spec, frame, other: frame.groupby(KEY).agg(AGGREGATIONS, split_out=spec.outputs),
+        lambda spec, frame, other: frame.groupby(KEY).agg(AGGREGATIONS),
+        lambda spec: {"by": [KEY], "index": True},
+        _sortable,
+    ),
+    "drop_duplicates": FrameOperation(
+        lambda spec, frame, other: frame[[KEY]].drop_duplicates(split_out=spec.outputs),
+        lambda spec, frame, other: frame[[KEY]].drop_duplicates(),
+        lambda spec: {"by": [KEY]},
+    ),
     "rechunk": Rechunk(),
     "files": Files(),
 }
