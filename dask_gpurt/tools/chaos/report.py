@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -77,33 +77,11 @@ class Report:
         return [one for one in self.outcomes if one.ending in NEVER]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON-serialisable values."""
+        """Return the report as JSON-serialisable values; of the outcomes only those that are not right."""
+        ended = {kind: {str(one): self.count(one, kind) for one in Ending} for kind in self.kinds()}
         return {
-            "seed": self.seed,
-            "workers": self.workers,
-            "seconds": round(self.seconds, 1),
-            "steps": self.steps,
+            **vars(self),
             "well": self.is_well,
-            "operations": {
-                kind: {str(ending): self.count(ending, kind) for ending in Ending} for kind in self.kinds()
-            },
-            "faults": {kind: {"injected": n, "hits": self.hits[kind]} for kind, n in self.faults.items()},
-            "failed": [self._row(one) for one in self.outcomes if one.ending is Ending.FAILED],
-            "bad": [self._row(one) for one in self.bad()],
-            "nannies given up": self.given_up,
-            "left": self.left,
-            "memory": [[round(at, 1), nbytes] for at, nbytes in self.memory],
-            "dumps": self.dumps,
-        }
-
-    @staticmethod
-    def _row(one: Outcome) -> dict[str, Any]:
-        return {
-            "step": one.step,
-            "operation": one.kind,
-            "faults": list(one.faults),
-            "ending": str(one.ending),
-            "seconds": round(one.seconds, 2),
-            "detail": one.detail,
-            "traceback": one.traceback,
+            "operations": ended,
+            "outcomes": [asdict(one) for one in self.outcomes if one.ending is not Ending.RIGHT],
         }
