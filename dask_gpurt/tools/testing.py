@@ -83,7 +83,7 @@ class Instruments(WorkerPlugin):
             checker.watch_exchange(runtime.exchange)
             checker.watch_frees(runtime.tiers.pinned, list)
         if self.failures:
-            faults = FailingAllocations(runtime.exchange.pools.devices.values(), self.failures)
+            faults = FailingCalls(allocations(runtime.exchange), self.failures)
             faults.watch_exchange(runtime.exchange)
             if runtime.data is not None:
                 runner = runtime.data._runner
@@ -106,25 +106,42 @@ INSTRUMENTS.append(_instrument)
 # ---- faults ----------------------------------------------------------------------------------
 
 
-class FailingAllocations:
-    """Make one in ``one_in`` allocations of some devices raise MemoryError, at random. Thread-safe.
+class Injector:
+    """Replace methods of objects until it is stopped.
 
     Attributes
     ----------
     hits
-        The number of failed allocations so far.
+        The number of failed calls so far.
     """
 
-    def __init__(self, devices: Iterable[Any], one_in: int, seed: int | None = None):
-        self._random = Random(seed)
-        self._one_in = one_in
+    def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
         self.hits = 0
-        for device in devices:
-            for name in ALLOCATING:
-                if hasattr(device, name):
-                    self._before.append((device, name, vars(device).get(name)))
-                    setattr(device, name, self._failing(getattr(device, name)))
+
+    def replace(self, owner: Any, name: str, method: Any) -> None:
+        """Replace a method of an instance, or a function of a module."""
+        self._before.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, method)
+
+    def stop(self) -> None:
+        """Undo the replacements."""
+        for owner, name, before in self._before:
+            if before is None:  # a method of the class
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, before)
+
+
+class FailingCalls(Injector):
+    """Make one in ``one_in`` calls of methods raise MemoryError, at random. Thread-safe."""
+
+    def __init__(self, methods: Iterable[tuple[Any, str]], one_in: int, seed: int | None = None):
+        super().__init__()
+        self._random = Random(seed)
+        self._one_in = one_in
+        for owner, name in methods:
+            self.replace(owner, name, self._failing(getattr(owner, name)))
 
     def draw(self) -> None:
         """Raise MemoryError with a probability of one in ``one_in``."""
@@ -132,11 +149,11 @@ class FailingAllocations:
             self.hits += 1
             raise MemoryError("injected for a test")
 
-    def _failing(self, allocate: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(allocate)
+    def _failing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
         def failing(*args: Any, **kwargs: Any) -> Any:
             self.draw()
-            return allocate(*args, **kwargs)
+            return method(*args, **kwargs)
 
         return failing
 
@@ -150,24 +167,16 @@ class FailingAllocations:
                 setattr(found, name, self._failing(getattr(found, name)))
             return found
 
-        self._before.append((exchange, "table", vars(exchange).get("table")))
-        exchange.table = failing_table
-
-    def stop(self) -> None:
-        """Let allocations succeed again."""
-        for device, name, before in self._before:
-            put_back(device, name, before)
+        self.replace(exchange, "table", failing_table)
 
 
-def put_back(owner: Any, name: str, before: Any) -> None:
-    """Undo the replacement of a method; ``before`` is the instance attribute that it had, None if none."""
-    if before is None:
-        vars(owner).pop(name, None)
-    else:
-        setattr(owner, name, before)
+def allocations(exchange: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the methods that allocate memory on the devices of an exchange, for :class:`FailingCalls`."""
+    for device in exchange.pools.devices.values():
+        yield from ((device, name) for name in ALLOCATING if hasattr(device, name))
 
 
-def _failing_tasks(worker: WorkerServer, faults: FailingAllocations, execute: Callable[..., Any]) -> Any:
+def _failing_tasks(worker: WorkerServer, faults: FailingCalls, execute: Callable[..., Any]) -> Any:
     """Make tasks of a worker fail with MemoryError at the same rate as allocations."""
 
     async def failing(key: Any, *, stimulus_id: str) -> Any:
@@ -356,38 +365,29 @@ class HandoverChecker:
         @wraps(scatter)
         def watched(sources: Sequence[Any], into: Sequence[list[Any]], **options: Any) -> Fence:
             pieces = itertools.chain.from_iterable(into)
-            end = self.begin("a copy to host memory", reads=sources, writes=pieces)
-            return _until_fence(end, partial(scatter, sources, into, **options))
+            with _ending(self.begin("a copy to host memory", reads=sources, writes=pieces)) as end:
+                return _before(end, scatter(sources, into, **options))
 
         return watched
 
     def _watched_gather(self, gather: Callable[..., tuple[Any, Fence]]) -> Callable[..., tuple[Any, Fence]]:
         @wraps(gather)
         def watched(pieces: Sequence[Any]) -> tuple[Any, Fence]:
-            sources = itertools.chain.from_iterable(
-                piece if isinstance(piece, list) else [piece] for piece in pieces
-            )
-            end = self.begin("a copy from host memory", reads=sources)
-            made: list[Any] = []
-
-            def begin() -> Fence:
+            each = (piece if isinstance(piece, list) else [piece] for piece in pieces)
+            sources = itertools.chain.from_iterable(each)
+            with _ending(self.begin("a copy from host memory", reads=sources)) as end:
                 buffer, fence = gather(pieces)
-                made.append(buffer)
-                return fence
-
-            fence = _until_fence(end, begin)
-            return made[0], fence
+                return buffer, _before(end, fence)
 
         return watched
 
     def _watched_land(self, land: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         @wraps(land)
         def watched(sources: Sequence[Any]) -> list[Any]:
-            end = self.begin("a pull", reads=sources)
-            try:
-                return land(sources)  # synchronous
-            finally:
-                end()
+            with _ending(self.begin("a pull", reads=sources)) as end:
+                found = land(sources)
+                end()  # a pull is synchronous
+                return found
 
         return watched
 
@@ -410,35 +410,34 @@ def watch_table(table: AnyTable, checker: HandoverChecker) -> AnyTable:
 
     def watched_assemble(parts: Sequence[Part], *args: Any, **options: Any) -> Any:
         buffers = {id(part.buffer): part.buffer for part in parts}
-        end = checker.begin("assembling an output", reads=buffers.values(), stream=stream)
-        try:
+        with _ending(checker.begin("assembling an output", reads=buffers.values(), stream=stream)) as end:
             output = assemble(parts, *args, **options)
-        except BaseException:
-            end()
-            raise
         reading.append(end)
         return output
 
     def watched_fence() -> Callable[[], None] | None:
         read, found = list(reading), fence()
         reading.clear()
-        if found is None:
-            _end_all(read)
-            return None
-        return _until_fence(partial(_end_all, read), lambda: found)
+        waited = _before(partial(_end_all, read), found)
+        return waited if found is not None else None
 
     for method in (watched_pack, watched_settle, watched_assemble, watched_fence):
         setattr(table, method.__name__.removeprefix("watched_"), method)
     return table
 
 
-def _until_fence(end: Fence, begin: Callable[[], Fence | None]) -> Fence:
-    """Start an operation, and call ``end`` after its fence, or immediately if it fails or is complete."""
+@contextmanager
+def _ending(end: Fence) -> Iterator[Fence]:
+    """Note the end of an access if the body fails to start it."""
     try:
-        fence = begin()
+        yield end
     except BaseException:
         end()
         raise
+
+
+def _before(end: Fence, fence: Fence | None) -> Fence:
+    """Return a fence that also notes the end of its access; note it immediately if there is no fence."""
     if fence is None or fence is passed:
         end()
         return passed

@@ -34,10 +34,9 @@ from dask_gpurt.tools.chaos.leftovers import Probe, growth, of_probes, of_thread
 from dask_gpurt.tools.chaos.report import Ending, Outcome, Report
 from dask_gpurt.tools.chaos.runner import Chaos
 from dask_gpurt.tools.chaos.worker_side import (
+    OF_THE_RUNTIME,
     ChaosWorkerPlugin,
     FullFileSystem,
-    OfferFaultInjector,
-    TransferFaultInjector,
 )
 from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.shared_memory import alone_in_shm
@@ -210,18 +209,24 @@ async def test_the_parts_that_faults_wrap_exist(c: Any, s: Any, a: Worker, b: Wo
     await dask_gpurt.enable(c)
     assert set(MESSAGES.values()) <= set(a.handlers)
     exchange = a.plugins["gpurt"].exchange
-    refusing = OfferFaultInjector(exchange, one_in=1, seed=0)
+    refusing = OF_THE_RUNTIME["offers"](exchange, one_in=1, seed=0)
     with pytest.raises(MemoryError):
         exchange.take()
     refusing.stop()
     assert exchange.take.__func__ is Exchange.take
     pool = exchange.pools.known("host").pool
-    failing = TransferFaultInjector([pool], one_in=1, seed=0)
+    failing = OF_THE_RUNTIME["transfers"](exchange, one_in=1, seed=0)
     for error in (PoolFull, RuntimeError):
         with pytest.raises(error):
             exchange.pools.known("host").allocate(1)
     failing.stop()
     assert "allocate" not in vars(pool)
+    (device,) = exchange.pools.devices.values()
+    failing = OF_THE_RUNTIME["allocations"](exchange, one_in=1, seed=0)
+    with pytest.raises(MemoryError):
+        device.gather([])
+    failing.stop()
+    assert "gather" not in vars(device)
     await dask_gpurt.disable(c)
 
 
@@ -309,6 +314,6 @@ def test_no_faults_and_all_is_well_and_a_wrong_row_is_not(tmp_path: Path) -> Non
     assert done.exit_code == 1, done.output
     assert "(0 more than once, 1 missing, 0 made up)" in done.output
     report = json.loads((tmp_path / "report").read_text())
-    assert {row["ending"] for row in report["bad"]} == {"wrong"}
+    assert {row["ending"] for row in report["outcomes"]} == {"wrong"}
     assert report["left"] == []
     assert SingletonExpr.__new__ is looks_up, "the tool leaves Dask patched in its process"

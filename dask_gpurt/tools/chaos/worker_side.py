@@ -23,7 +23,7 @@ from distributed.comm.core import CommClosedError
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import PoolFull
-from dask_gpurt.tools.testing import FailingAllocations, put_back
+from dask_gpurt.tools.testing import FailingCalls, Injector, allocations
 
 NAME = "gpurt-chaos"
 #: Delay in seconds before this process kills itself, so that the reply to the request is sent first.
@@ -153,17 +153,14 @@ _ACTIONS = {"delay": _delay, "repeat": _repeat, "reset": _reset, "kill": _kill}
 _LATE: set[asyncio.Task[None]] = set()
 
 
-class FullFileSystem:
+class FullFileSystem(Injector):
     """Make this process's writes to files below some directories fail with ENOSPC."""
 
-    FUNCTIONS = ("write", "pwrite", "posix_fallocate")
-
     def __init__(self, *prefixes: str):
+        super().__init__()
         self._prefixes = prefixes
-        self.hits = 0
-        self._originals = {name: getattr(os, name) for name in self.FUNCTIONS}
-        for name, original in self._originals.items():
-            setattr(os, name, self._failing(original))
+        for name in ("write", "pwrite", "posix_fallocate"):
+            self.replace(os, name, self._failing(getattr(os, name)))
 
     def _failing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def failing(fd: int, *args: Any) -> Any:
@@ -180,45 +177,17 @@ class FullFileSystem:
         except OSError:
             return False
 
-    def stop(self) -> None:
-        """Let writes succeed again."""
-        for name, original in self._originals.items():
-            setattr(os, name, original)
 
-
-class OfferFaultInjector:
-    """Make the exchange of a worker run out of memory on one in several offers."""
-
-    def __init__(self, exchange: Any, one_in: int, seed: int):
-        self._exchange = exchange
-        self._before = vars(exchange).get("take")
-        self.hits = 0
-        take, random = exchange.take, Random(seed)
-
-        def failing(*args: Any, **kwargs: Any) -> Any:
-            if random.randrange(one_in) == 0:
-                self.hits += 1
-                raise MemoryError("injected by chaos")
-            return take(*args, **kwargs)
-
-        exchange.take = failing
-
-    def stop(self) -> None:
-        """Accept offers again."""
-        put_back(self._exchange, "take", self._before)
-
-
-class TransferFaultInjector:
+class FailingTransfers(Injector):
     """Make transfer tasks fail while they pack, after a simulated full pool has made them publish a part."""
 
     def __init__(self, pools: list[Any], one_in: int, seed: int):
+        super().__init__()
         self._random = Random(seed)
         self._one_in = one_in
-        self._before = [(pool, vars(pool).get("allocate")) for pool in pools]
         self._thread = threading.local()
-        self.hits = 0
         for pool in pools:
-            pool.allocate = self._failing(pool.allocate)
+            self.replace(pool, "allocate", self._failing(pool.allocate))
 
     def _failing(self, allocate: Callable[[int], Any]) -> Callable[[int], Any]:
         def failing(nbytes: int) -> Any:
@@ -234,11 +203,6 @@ class TransferFaultInjector:
             return allocate(nbytes)
 
         return failing
-
-    def stop(self) -> None:
-        """Let transfer tasks succeed again."""
-        for pool, before in self._before:
-            put_back(pool, "allocate", before)
 
 
 class ChaosWorkerPlugin(WorkerPlugin):
@@ -265,15 +229,8 @@ class ChaosWorkerPlugin(WorkerPlugin):
             self.faults[number] = self.rpc.rules[number] = Rule(**options)
         elif kind == "full":
             self.faults[number] = FullFileSystem(*options["prefixes"] or [self.worker.local_directory])
-        elif runtime is not None and kind == "transfers":
-            pools = runtime.exchange.pools
-            self.faults[number] = TransferFaultInjector(
-                [pools.known(each).pool for each in pools.devices], **options
-            )
-        elif runtime is not None and kind == "allocations":
-            self.faults[number] = FailingAllocations(list(runtime.exchange.pools.devices.values()), **options)
-        elif runtime is not None and kind == "offers":
-            self.faults[number] = OfferFaultInjector(runtime.exchange, **options)
+        elif runtime is not None:
+            self.faults[number] = OF_THE_RUNTIME[kind](runtime.exchange, **options)
 
     def stop(self, number: int) -> int:
         """End a fault; return its number of hits."""
@@ -282,6 +239,16 @@ class ChaosWorkerPlugin(WorkerPlugin):
         if hasattr(fault, "stop"):
             fault.stop()
         return 0 if fault is None else int(fault.hits)
+
+
+#: Faults of an exchange by name: its transfer tasks fail, its devices' allocations, and offers to it.
+OF_THE_RUNTIME: dict[str, Callable[..., Injector]] = {
+    "transfers": lambda exchange, **options: FailingTransfers(
+        [exchange.pools.known(kind).pool for kind in exchange.pools.devices], **options
+    ),
+    "allocations": lambda exchange, **options: FailingCalls(allocations(exchange), **options),
+    "offers": lambda exchange, **options: FailingCalls([(exchange, "take")], **options),
+}
 
 
 # ---- called by the client ------------------------------------------------------------
