@@ -6,36 +6,20 @@ import importlib.util
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
 from distributed import Client
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 import dask_gpurt
 from dask_gpurt.cli.cluster import choose_backend, connected, default_workers, local_cluster, rmm_pool_option
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.cli.progress import progress
-from dask_gpurt.tools.bench import BenchResult, measure
+from dask_gpurt.tools.bench import measure
 from dask_gpurt.tools.bench.measure import METHODS
-from dask_gpurt.tools.bench.results import SECONDS, SIZES, Run
-
-#: Short headings, so that a table fits into 80 characters.
-SHORT = {
-    "planning": "plan",
-    "starting": "start",
-    "reading": "read",
-    "computing": "comp",
-    "collecting": "coll",
-    "read_bytes": "read",
-    "moved_bytes": "moved",
-    "spilled_bytes": "spilled",
-    "peak_bytes": "peak",
-}
+from dask_gpurt.tools.bench.results import Run
 
 
 @click.command(short_help="Compare the runtime with your shuffle on your cluster.")
@@ -110,7 +94,7 @@ def bench(
     if as_json:
         click.echo(json.dumps(result.to_dict() | environment()))
     else:
-        print_result(result)
+        click.echo(result)
 
 
 @contextmanager
@@ -139,34 +123,3 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[Run, int], None]]:
     with progress(width=28, quiet=quiet) as show:
         show("starting", 0, None)
         yield lambda run, total: show(f"{run.query}, {run.contender}", next(numbers), total)
-
-
-def print_result(result: BenchResult) -> None:
-    """Print the tables of a result, the gain of the runtime, and the advice."""
-    console = Console(highlight=False)
-    console.print(result.heading(), markup=False)
-    console.print(
-        _table(
-            result,
-            SECONDS,
-            "Seconds of the first and the warm run, and the parts of the warm run: planning, starting; "
-            "reading, computing and idle of an average task thread; and collecting the result",
-        )
-    )
-    sizes = "The warm run: tasks, bytes of all workers, and peak memory of one worker"
-    console.print(_table(result, SIZES, sizes))
-    console.print(result.verdict(), markup=False)
-    for advice in result.advice:
-        console.print(f"- {advice.figure}: {advice.do}", markup=False)
-        console.print(f"  {advice.see}", style="dim", markup=False)
-
-
-def _table(result: BenchResult, parts: Sequence[str], caption: str) -> Table:
-    table = Table(caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("query", "by"):
-        table.add_column(heading, no_wrap=True)
-    for heading in parts:
-        table.add_column(SHORT.get(heading, heading), justify="right", no_wrap=True)
-    for row in result.cells(parts):
-        table.add_row(*row, end_section=row[1] == result.contenders[-1])
-    return table

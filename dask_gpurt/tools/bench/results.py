@@ -284,25 +284,36 @@ class BenchResult:
         of = self.machine
         return f"{of.workers} workers, {of.threads} threads, {of.backend}; {self.tables}"
 
-    def cells(self, parts: Sequence[str]) -> list[list[str]]:
-        """Return rows of text with query, contender, and columns of :meth:`to_pandas`."""
-        frame = self.to_pandas()[["query", "contender", *parts]]
-        return [
-            [readable(str(name), value) for name, value in row.items()] for row in frame.to_dict("records")
-        ]
+    def _table(self, columns: Sequence[str]) -> str:
+        """Return columns of :meth:`to_pandas` as a table of text, with a row for each query and contender."""
+        frame = self.to_pandas()[["query", "contender", *columns]]
+        texts = {SHORT.get(name, name): [readable(name, value) for value in frame[name]] for name in frame}
+        return pd.DataFrame(texts).to_string(index=False)
+
+    def __str__(self) -> str:
+        tables = (SECONDS_CAPTION, self._table(SECONDS), SIZES_CAPTION, self._table(SIZES))
+        return "\n".join([self.heading(), *tables, self.verdict(), *(f"- {one}" for one in self.advice)])
 
     def __repr__(self) -> str:
-        lines = [f"<BenchResult: {self.heading()}"]
-        for names in (SECONDS, SIZES):
-            frame = pd.DataFrame(self.cells(names), columns=["query", "contender", *names])
-            lines.append(frame.to_string(index=False))
-        lines += [self.verdict(), *(f"- {one}" for one in self.advice)]
-        return "\n".join(lines) + ">"
+        return f"<BenchResult: {self}>"
 
 
 #: The printed columns, in two tables that each fit into a terminal.
 SECONDS = ("first", "warm", *PARTS)
+SECONDS_CAPTION = """
+Seconds of the first and the warm run, and the parts of the warm run: planning, starting; reading,
+computing and idle of an average task thread; and collecting the result"""
 SIZES = ("tasks", "read_bytes", "moved_bytes", "spilled_bytes", "peak_bytes")
+SIZES_CAPTION = "\nThe warm run: tasks, bytes of all workers, and peak memory of one worker"
+#: Short headings, so that a table fits into 80 characters.
+SHORT = {
+    "planning": "plan",
+    "starting": "start",
+    "reading": "read",
+    "computing": "comp",
+    "collecting": "coll",
+}
+SHORT |= {name: name.removesuffix("_bytes") for name in SIZES} | {"contender": "by"}
 
 
 def readable(name: str, value: Any) -> str:
