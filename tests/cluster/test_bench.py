@@ -12,8 +12,8 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.tools.bench import BenchResult, measure
 from dask_gpurt.tools.bench.measure import BusyError
-from dask_gpurt.tools.bench.queries import QUERIES
 from dask_gpurt.tools.bench.results import PARTS, Run
+from dask_gpurt.tools.bench.tables import QUERIES
 from tests.helpers.waiting import until
 
 #: Q1, a groupby with few result rows, and Q13, a join with groupbys.

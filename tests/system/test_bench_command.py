@@ -11,7 +11,7 @@ from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.tools.bench.queries import QUERIES
+from dask_gpurt.tools.bench.tables import QUERIES
 from tests.helpers.commands import cluster_of_commands, run
 
 SMALL = ("--scale", "0.005", "--rounds", "1", "--backend", "pandas")

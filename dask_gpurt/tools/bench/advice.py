@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dask_gpurt.tools.bench.parts import Parts
-
+#: The parts of a run's seconds, in chronological order.
+PARTS = ("planning", "starting", "reading", "computing", "idle", "collecting")
 #: Fractions of the seconds of all queries above which a part is worth mentioning.
 PLANNING_SHARE, STARTING_SHARE, READING_SHARE, IDLE_SHARE = 0.3, 0.2, 0.4, 0.3
 #: Tasks with a shorter mean duration, in seconds, are too short for the scheduler's overhead per task.
@@ -15,6 +15,41 @@ SHORT_TASK_S = 0.1
 MEMORY_SHARE = 0.8
 #: The fraction of thread time that producers may wait for room in the pool.
 WAITING_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Hold how the seconds of one or several runs were spent.
+
+    Parameters
+    ----------
+    planning, starting, reading, computing, idle, collecting
+        Seconds that add up to the run: until the scheduler has its tasks; until the first task begins; then,
+        for an average task thread, in file readers, in the rest of tasks, and without a task; and from the
+        end of the last task until the client has the result.
+    tasks
+        Number of tasks.
+    longest_gap
+        The longest time in which a thread had no task, in seconds.
+    spilled_bytes
+        Bytes moved to lower memory tiers or to disk, on all workers.
+    """
+
+    planning: float
+    starting: float
+    reading: float
+    computing: float
+    idle: float
+    collecting: float
+    tasks: int
+    longest_gap: float
+    spilled_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the total seconds."""
+        seconds: float = sum(getattr(self, name) for name in PARTS)
+        return seconds
 
 
 @dataclass(frozen=True)

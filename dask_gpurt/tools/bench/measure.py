@@ -18,11 +18,16 @@ import dask_gpurt
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.tools.bench.budget import TaskLog, budget, take_log
-from dask_gpurt.tools.bench.counters import begin_peaks, difference, peak_memory, read_counters
-from dask_gpurt.tools.bench.queries import QUERIES, Query
-from dask_gpurt.tools.bench.reads import ReadClock, read_seconds
+from dask_gpurt.tools.bench.counters import (
+    ReadClock,
+    begin_peaks,
+    difference,
+    peak_memory,
+    read_counters,
+    read_seconds,
+)
 from dask_gpurt.tools.bench.results import GPURT, BenchResult, Machine, Observed, Run, Spent
-from dask_gpurt.tools.bench.tables import Tables, TableSize
+from dask_gpurt.tools.bench.tables import QUERIES, Query, Tables, TableSize
 
 #: Dask's default method on a cluster.
 DEFAULT_METHOD = "p2p"

@@ -10,9 +10,8 @@ from typing import Any
 import pandas as pd
 from dask.utils import format_bytes
 
-from dask_gpurt.tools.bench.advice import Advice, Findings, advise
+from dask_gpurt.tools.bench.advice import PARTS, Advice, Findings, Parts, advise
 from dask_gpurt.tools.bench.budget import planning
-from dask_gpurt.tools.bench.parts import PARTS, Parts
 
 #: The contender with the runtime.
 GPURT = "gpurt"
@@ -287,7 +286,10 @@ class BenchResult:
     def _table(self, columns: Sequence[str]) -> str:
         """Return columns of :meth:`to_pandas` as a table of text, with a row for each query and contender."""
         frame = self.to_pandas()[["query", "contender", *columns]]
-        texts = {SHORT.get(name, name): [readable(name, value) for value in frame[name]] for name in frame}
+        texts = {
+            SHORT.get(name, name): [readable(name, value) for value in frame[name]]
+            for name in map(str, frame)
+        }
         return pd.DataFrame(texts).to_string(index=False)
 
     def __str__(self) -> str:
