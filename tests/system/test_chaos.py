@@ -27,12 +27,12 @@ from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.tools.chaos import FAULTS, OPERATIONS, Plan
 from dask_gpurt.tools.chaos.cluster import restart_given_up
-from dask_gpurt.tools.chaos.compare import difference
 from dask_gpurt.tools.chaos.faults import MESSAGES
 from dask_gpurt.tools.chaos.frames import ROW, make_partition, whole_frame
 from dask_gpurt.tools.chaos.leftovers import Probe, growth, of_probes, of_threads
+from dask_gpurt.tools.chaos.operation import difference
 from dask_gpurt.tools.chaos.report import Ending, Outcome, Report
-from dask_gpurt.tools.chaos.runner import Chaos
+from dask_gpurt.tools.chaos.runner import Chaos, as_text
 from dask_gpurt.tools.chaos.worker_side import (
     OF_THE_RUNTIME,
     ChaosWorkerPlugin,
@@ -142,6 +142,15 @@ def test_memory_that_grows_is_told() -> None:
     assert growth(flat) is None
     assert growth([(at, nbytes + int(at) * 2**20) for at, nbytes in flat])
     assert growth([(float(at), at * 2**30) for at in range(60)]) is None  # too short to tell
+
+
+def test_what_a_hung_cluster_waits_for_is_an_outline_without_empty_items() -> None:
+    found = {
+        "executing": ["a-task", "another"],
+        "ready": [],
+        "runtime": {"moving": "no", "pulls": {"bytes": 3}},
+    }
+    assert as_text(found) == "executing:\n  a-task\n  another\nruntime:\n  moving: no\n  pulls: bytes: 3"
 
 
 @pytest.mark.parametrize("ending", list(Ending))

@@ -414,11 +414,9 @@ class SwitchRuntime(Fault):
         return 1
 
 
-class SwitchRuntimeTwice(Fault):
+class SwitchRuntimeTwice(SwitchRuntime):
     """Switch the runtime off, and on again from two threads at once."""
 
-    explains = SwitchRuntime.explains
-    ends_last = True
     #: Whether switching on failed, because of another fault.
     is_off = False
 
@@ -438,9 +436,7 @@ class SwitchRuntimeTwice(Fault):
             self.is_off = True
 
     def end(self) -> int:
-        if self.is_off:
-            self.site.enable(self.spec.setup)
-        return 1
+        return super().end() if self.is_off else 1
 
 
 class WrongRow(Fault):

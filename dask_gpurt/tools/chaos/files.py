@@ -26,9 +26,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from distributed import Client
 
-from dask_gpurt.tools.chaos.compare import difference
 from dask_gpurt.tools.chaos.frames import KEY, ROW, to_pandas
-from dask_gpurt.tools.chaos.operation import Operation, chain_of, forget_frames
+from dask_gpurt.tools.chaos.operation import Operation, chain_of, difference, forget_frames
 from dask_gpurt.tools.chaos.plan import OperationSpec
 
 #: The number of files, the number of keys of each, and the fewest and most rows of each.

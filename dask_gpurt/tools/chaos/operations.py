@@ -10,10 +10,9 @@ import dask.dataframe as dd
 import pandas as pd
 
 from dask_gpurt.tools.chaos.arrays import Rechunk
-from dask_gpurt.tools.chaos.compare import difference
 from dask_gpurt.tools.chaos.files import Files
 from dask_gpurt.tools.chaos.frames import KEY, OTHER_ROW, ROW, make_partition, whole_frame
-from dask_gpurt.tools.chaos.operation import Operation
+from dask_gpurt.tools.chaos.operation import Operation, difference
 from dask_gpurt.tools.chaos.plan import FrameSpec, OperationSpec
 
 Frame = Any
@@ -38,7 +37,7 @@ class FrameOperation(Operation):
     expected
         Returns the expected rows, given functions that create the inputs in pandas.
     compared
-        How they are compared: options of :func:`~dask_gpurt.tools.chaos.compare.difference`.
+        How they are compared: options of :func:`~dask_gpurt.tools.chaos.operation.difference`.
     narrow
         Restricts a drawn specification to values that are valid for this operation.
     """

@@ -7,17 +7,20 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pandas as pd
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.tools.chaos import leftovers, watchdog
+from dask_gpurt.monitor.waiting import describe_scheduler, describe_worker
+from dask_gpurt.observe.waiting import thread_stacks
+from dask_gpurt.tools.chaos import leftovers
 from dask_gpurt.tools.chaos.faults import CHECKS_THE_CHECKER, FAULTS, Fault, Site
 from dask_gpurt.tools.chaos.operation import chain_of, forget_frames
 from dask_gpurt.tools.chaos.operations import OPERATIONS
@@ -260,7 +263,7 @@ class Chaos:
 
     def _dump(self, step: int, why: str) -> None:
         path = self.dumps / f"gpurt-chaos-{self.plan.seed}-{step}.txt"
-        path.write_text(f"{why}\n\n{self.plan.step(step)}\n\n{watchdog.describe(self.site)}")
+        path.write_text(f"{why}\n\n{self.plan.step(step)}\n\n{describe(self.site)}")
         self.report.dumps.append(str(path))
 
 
@@ -281,3 +284,39 @@ def _on_thread(function: Callable[[], Any], name: str) -> Future[Any]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
+
+
+# ---- a hang --------------------------------------------------------------------------
+
+
+def describe(site: Site) -> str:
+    """Describe scheduler, workers and this process: stacks, and tasks that are not in memory."""
+    try:
+        scheduler = site.client.sync(_ask_scheduler, site.client, callback_timeout=10)
+    except (OSError, TimeoutError) as error:
+        scheduler = f"does not answer: {error!r}"
+    replies = site.ask(describe_worker)
+    workers = {
+        address: replies.get(address, "does not answer: stopped, or its loop is")
+        for address in site.addresses()
+    }
+    found = {"scheduler": scheduler, "workers": workers, "nannies": list(site.log.lines)}
+    return as_text({**found, "client": thread_stacks()})
+
+
+async def _ask_scheduler(client: Client) -> Any:
+    return await client.run_on_scheduler(describe_scheduler)
+
+
+def as_text(found: object) -> str:
+    """Format a description: a line or an indented paragraph for each item, and nothing for empty ones."""
+    if isinstance(found, Mapping):
+        texts = {name: as_text(value) for name, value in found.items()}
+        return "\n".join(
+            f"{name}:\n{indent(text, '  ')}" if "\n" in text else f"{name}: {text}"
+            for name, text in texts.items()
+            if text
+        )
+    if isinstance(found, (list, tuple)):
+        return "\n".join(filter(None, map(as_text, found)))
+    return str(found)
