@@ -61,40 +61,31 @@ class Wire:
 # ---- links ---------------------------------------------------------------------------
 
 
-def test_a_transfer_takes_latency_and_bandwidth() -> None:
-    wire = Wire(rdma=True)
-    wire.send("x", "a0", "b0", 100)
-    assert wire.run() == {"x": pytest.approx(2.5)}
+RACKS = {"racks": {"a": "r0", "b": "r0", "c": "r1", "d": "r1"}, "uplink": 10.0}
 
 
-def test_two_from_one_worker_share_its_port() -> None:
-    wire = Wire()
-    wire.send("x", "a0", "a1", 100)
-    wire.send("y", "a0", "a2", 200)
-    # Half the bandwidth each until the first is done at 2 s; then the other has 100 bytes left.
-    assert wire.run() == {"x": pytest.approx(2), "y": pytest.approx(3)}
-
-
-def test_one_that_comes_later_slows_the_first_down() -> None:
-    wire = Wire()
-    wire.send("x", "a0", "a1", 200)
-    wire.send("y", "a2", "a1", 50, at=1.0)
-    # 100 bytes alone, then half the rate for a second, then the last 50 alone.
-    assert wire.run() == {"x": pytest.approx(2.5), "y": pytest.approx(2)}
-
-
-def test_other_pairs_do_not_mind() -> None:
-    wire = Wire()
-    wire.send("x", "a0", "a1", 100)
-    wire.send("y", "a2", "a3", 100)
-    assert wire.run() == {"x": pytest.approx(1), "y": pytest.approx(1)}
-
-
-def test_workers_of_a_host_share_its_tcp() -> None:
-    wire = Wire()
-    wire.send("x", "a0", "b0", 10)
-    wire.send("y", "a1", "c0", 10)
-    assert wire.run() == {"x": pytest.approx(2), "y": pytest.approx(2)}
+@pytest.mark.parametrize(
+    ("options", "sends", "ends"),
+    [
+        pytest.param({"rdma": True}, [("a0", "b0", 100)], [2.5], id="latency and bandwidth"),
+        # Half the bandwidth each until the first is done at 2 s; then the other has 100 bytes left.
+        pytest.param({}, [("a0", "a1", 100), ("a0", "a2", 200)], [2, 3], id="one port of a worker"),
+        # 100 bytes alone, then half the rate for a second, then the last 50 alone.
+        pytest.param({}, [("a0", "a1", 200), ("a2", "a1", 50, 1.0)], [2.5, 2], id="one comes later"),
+        pytest.param({}, [("a0", "a1", 100), ("a2", "a3", 100)], [1, 1], id="other pairs"),
+        pytest.param({}, [("a0", "b0", 10), ("a1", "c0", 10)], [2, 2], id="TCP of a host"),
+        pytest.param({"rdma": True}, [("a0", "b0", 50), ("a1", "b1", 50)], [1.5, 1.5], id="RDMA of each"),
+        # The uplink gives five bytes a second to each of two; a's NIC is shared as well.
+        pytest.param(RACKS, [("a0", "b0", 20), ("b1", "c0", 20), ("a1", "d0", 20)], [4, 4, 4], id="racks"),
+    ],
+)
+def test_transfers_share_the_ports_that_they_pass(
+    options: dict[str, Any], sends: list[Any], ends: list[float]
+) -> None:
+    wire = Wire(**options)
+    for number, send in enumerate(sends):
+        wire.send(str(number), *send)
+    assert wire.run() == {str(number): pytest.approx(end) for number, end in enumerate(ends)}
 
 
 def test_a_pair_of_hosts_with_its_own_speed_slows_no_other_down() -> None:
@@ -109,27 +100,6 @@ def test_a_pair_of_hosts_with_its_own_speed_slows_no_other_down() -> None:
         assert ends["back"] == pytest.approx(1)
         # Both share the port of their host equally while the slow one is under way, whatever it uses of it.
         assert ends["fast"] < 4
-
-
-def test_but_each_has_its_own_rdma() -> None:
-    wire = Wire(rdma=True)
-    wire.send("x", "a0", "b0", 50)
-    wire.send("y", "a1", "b1", 50)
-    assert wire.run() == {"x": pytest.approx(1.5), "y": pytest.approx(1.5)}
-
-
-def test_racks_share_their_uplink() -> None:
-    racks = {"a": "r0", "b": "r0", "c": "r1", "d": "r1"}
-    wire = Wire(racks=racks, uplink=10.0)
-    wire.send("within", "a0", "b0", 20)
-    wire.send("across", "b1", "c0", 20)
-    wire.send("too", "a1", "d0", 20)
-    # The uplink gives five bytes a second to each of two; a's NIC is shared as well.
-    assert wire.run() == {
-        "within": pytest.approx(4),
-        "across": pytest.approx(4),
-        "too": pytest.approx(4),
-    }
 
 
 def test_a_cut_transfer_is_lost_and_leaves_its_part_to_others() -> None:
