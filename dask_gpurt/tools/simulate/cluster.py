@@ -104,7 +104,15 @@ def address(index: int, machine: Machine) -> Name:
     return Name(f"tcp://{machine.place.host}:{1024 + index}")
 
 
-def _hosts(workers: int, *, nvlink: bool, rdma: bool, first: int = 0, machine: Machine) -> list[Machine]:
+def _hosts(
+    workers: int,
+    *,
+    nvlink: bool = True,
+    rdma: bool = True,
+    first: int = 0,
+    capacity: Capacity = LARGE_GPU,
+    speed: float = 1.0,
+) -> list[Machine]:
     """Return identical workers on as few hosts as possible."""
     made = []
     for index in range(workers):
@@ -116,20 +124,12 @@ def _hosts(workers: int, *, nvlink: bool, rdma: bool, first: int = 0, machine: M
             nvlink=host if nvlink else None,
             rdma=rdma,
         )
-        made.append(Machine(place, machine.capacity, machine.threads, machine.speed))
+        made.append(Machine(place, capacity, speed=speed))
     return made
 
 
-def _dgx(workers: int) -> Cluster:
-    return Cluster("dgx", _hosts(workers, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU)))
-
-
-def _rdma(workers: int) -> Cluster:
-    return Cluster("rdma", _hosts(workers, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU)))
-
-
 def _tcp(workers: int) -> Cluster:
-    machines = _hosts(workers, nvlink=True, rdma=False, machine=Machine(Place(""), LARGE_GPU))
+    machines = _hosts(workers, rdma=False)
     hosts = dict.fromkeys(machine.place.host for machine in machines)
     racks = {host: f"rack{index // HOSTS_PER_RACK}" for index, host in enumerate(hosts)}
     uplink = SHIPPED[Link.TCP].bandwidth * HOSTS_PER_RACK / OVERSUBSCRIPTION
@@ -138,15 +138,9 @@ def _tcp(workers: int) -> Cluster:
 
 def _mixed(workers: int) -> Cluster:
     fast = GPUS_PER_HOST * max(1, workers // GPUS_PER_HOST // 2) if workers > GPUS_PER_HOST else workers // 2
-    new = _hosts(fast, nvlink=True, rdma=True, machine=Machine(Place(""), LARGE_GPU))
-    old = _hosts(
-        workers - fast,
-        nvlink=False,
-        rdma=False,
-        first=-(-fast // GPUS_PER_HOST),
-        machine=Machine(Place(""), SMALL_GPU, speed=0.4),
-    )
-    return Cluster("mixed", [*new, *old])
+    hosts = -(-fast // GPUS_PER_HOST)
+    old = _hosts(workers - fast, nvlink=False, rdma=False, first=hosts, capacity=SMALL_GPU, speed=0.4)
+    return Cluster("mixed", [*_hosts(fast), *old])
 
 
 @dataclass(frozen=True)
@@ -159,8 +153,12 @@ class Shape:
 
 
 SHAPES: Mapping[str, Shape] = {
-    "dgx": Shape(_dgx, 8, "eight GPUs of one host, NVLink between them"),
-    "rdma": Shape(_rdma, 256, "hosts of eight GPUs, RDMA between them"),
+    "dgx": Shape(
+        lambda workers: Cluster("dgx", _hosts(workers)), 8, "eight GPUs of one host, NVLink between them"
+    ),
+    "rdma": Shape(
+        lambda workers: Cluster("rdma", _hosts(workers)), 256, "hosts of eight GPUs, RDMA between them"
+    ),
     "tcp": Shape(_tcp, 1024, "hosts of eight GPUs in racks of eight, 10 Gbit/s TCP, uplinks for half of it"),
     "mixed": Shape(_mixed, 64, "half of the hosts with NVLink and RDMA, half slower, with less and neither"),
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 import click
 from dask.utils import format_bytes
@@ -101,7 +101,7 @@ def simulation(
             if not as_json:
                 _print([one.result for one in done])
             if picture is not None:
-                _draw(done, picture)
+                plot([(one.result, one.trace) for one in done], picture)
     summary = summarise(results, placement, compare) if compare else None
     if as_json:
         click.echo(json.dumps({"results": [result.to_dict() for result in results], "summary": summary}))
@@ -125,10 +125,6 @@ def _check_picture(runs: int) -> None:
         raise click.UsageError("--plot needs bokeh: pip install bokeh")
 
 
-def _draw(done: Sequence[Simulation], picture: Path) -> None:
-    plot([(one.result, one.trace) for one in done], picture)
-
-
 def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, float | str | int]:
     """Compare two placements over all workloads and clusters.
 
@@ -150,7 +146,9 @@ def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, flo
     for one in results:
         runs[f"{one.workload} on {one.cluster}"][one.placement].append(one)
     speedups = {
-        what: _mean(their.makespan / our.makespan for our, their in zip(by[ours], by[other], strict=True))
+        what: geometric_mean(
+            their.makespan / our.makespan for our, their in zip(by[ours], by[other], strict=True)
+        )
         for what, by in runs.items()
     }
     moved = {
@@ -164,17 +162,13 @@ def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, flo
     return {
         "ours": ours,
         "other": other,
-        "speedup": _mean(speedups.values()),
+        "speedup": geometric_mean(speedups.values()),
         "worst_speedup": speedups[worst],
         "worst": worst,
-        "between_hosts": _mean(parts) if parts else 1.0,
+        "between_hosts": geometric_mean(parts) if parts else 1.0,
         "over_memory_ours": sum(one.over_memory for by in runs.values() for one in by[ours]),
         "over_memory_other": sum(one.over_memory for by in runs.values() for one in by[other]),
     }
-
-
-def _mean(ratios: Iterable[float]) -> float:
-    return statistics.geometric_mean(ratios)
 
 
 def _sentences(summary: dict[str, float | str | int]) -> Iterator[str]:
