@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
@@ -262,8 +262,8 @@ class BenchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON-serialisable values."""
-        plain = {item.name: _plain(getattr(self, item.name)) for item in fields(self)}
-        return plain | {"ratio": _plain(self.ratio), "advice": _plain(self.advice)}
+        ratio = None if self.ratio is None else asdict(self.ratio)
+        return asdict(self) | {"ratio": ratio, "advice": [asdict(one) for one in self.advice]}
 
     def verdict(self) -> str:
         """Return a sentence on the gain of the runtime."""
@@ -332,9 +332,3 @@ def short_bytes(nbytes: int) -> str:
     number, unit = format_bytes(nbytes).split()
     digits = 0 if unit == "B" else max(0, 3 - len(number.partition(".")[0]))
     return f"{float(number):.{digits}f} {unit}"
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return asdict(value)
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
