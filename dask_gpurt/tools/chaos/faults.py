@@ -134,6 +134,8 @@ class Fault(ABC):
     own_cluster: ClassVar[bool] = False
     #: Whether it ends after other faults: the runtime cannot be switched on without memory for its pools.
     ends_last: ClassVar[bool] = False
+    #: The messages, allocations or processes that it has hit so far.
+    hits = 1
 
     def __init__(self, spec: FaultSpec, site: Site):
         self.spec = spec
@@ -145,7 +147,7 @@ class Fault(ABC):
 
     def end(self) -> int:
         """End the fault, unless it ends by itself; return the number of hits."""
-        return 1
+        return self.hits
 
     def target(self, workers: list[str] | None = None) -> str | None:
         """Return the targeted worker."""
@@ -178,9 +180,6 @@ class Kill(Fault):
 
     def _is_new(self, address: str) -> bool:
         return self.same_address
-
-    def end(self) -> int:
-        return self.hits
 
 
 class Replace(Kill):
@@ -227,9 +226,6 @@ class Stop(Fault):
         workers = [target] if target else []
         self.hits = len(self.site.ask(worker_side.pause, self.spec.lasting_s, workers=workers))
 
-    def end(self) -> int:
-        return self.hits
-
 
 # ---- messages ------------------------------------------------------------------------
 
@@ -274,13 +270,8 @@ class Messages(OnWorkers):
 class ResetConnections(Fault):
     """Abort all connections between workers."""
 
-    hits: int
-
     def begin(self) -> None:
         self.hits = sum(self.site.ask(worker_side.reset_connections).values())
-
-    def end(self) -> int:
-        return self.hits
 
 
 # ---- memory --------------------------------------------------------------------------
