@@ -64,19 +64,8 @@ def test_all_workloads_in_one_go() -> None:
 
 
 def test_as_many_workers_as_you_like() -> None:
-    done = command(
-        "--cluster",
-        "tcp",
-        "--workers",
-        "1024",
-        "--workload",
-        "tree-reduction",
-        "--partitions",
-        "256",
-        "--placement",
-        "stock",
-        "--json",
-    )
+    size = "--cluster tcp --workers 1024 --workload tree-reduction --partitions 256"
+    done = command(*size.split(), "--placement", "stock", "--json")
     assert json.loads(done.stdout)["results"][0]["workers"] == 1024
 
 
