@@ -292,7 +292,7 @@ def test_an_interrupted_run_reports_what_it_has_found(
         execute(chaos, step)
 
     monkeypatch.setattr(Chaos, "_step", interrupted)
-    options = ["--dumps", str(tmp_path), "--faults", "", *"--seconds 60 --workers 2 --rows 1000".split()]
+    options = ["--dumps", str(tmp_path), "--faults", "", "--workers", "2", "--rows", "1000"]
     done = CliRunner().invoke(main, ["chaos", *options])
     assert "all is well: seed 0, 1 steps in" in done.output.replace("\n", " ")
     assert done.exit_code == 130
