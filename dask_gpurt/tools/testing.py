@@ -303,24 +303,14 @@ class HandoverChecker:
             self.watch_frees(outbox.pool, lambda block: [block.buffer])
             self._watch_publishing(outbox)
         table, chunk_table = exchange.table, exchange.chunk_table
-        release_soon = exchange._release_soon
+        exchange.table = lambda frame: watch_table(table(frame), self)
+        exchange.chunk_table = lambda library: watch_table(chunk_table(library), self)
+        _call_before(exchange, "_release_soon", self._on_release)
 
-        def watched_table(frame: Any) -> Table:
-            found: Table = table(frame)
-            return watch_table(found, self)
-
-        def watched_chunk_table(library: str) -> ChunkTable:
-            found: ChunkTable = chunk_table(library)
-            return watch_table(found, self)
-
-        def watched_release_soon(path: Any, shard: Any) -> None:
-            if path.mapping is not None:
-                blocks = [path.mapping.view(each.offset, each.nbytes) for each in shard.sections]
-                self.hand_over("a shard is released", blocks)
-            release_soon(path, shard)
-
-        exchange.table, exchange.chunk_table = watched_table, watched_chunk_table
-        exchange._release_soon = watched_release_soon
+    def _on_release(self, path: Any, shard: Any) -> None:
+        if path.mapping is not None:
+            blocks = [path.mapping.view(each.offset, each.nbytes) for each in shard.sections]
+            self.hand_over("a shard is released", blocks)
 
     def _watch_publishing(self, outbox: Any) -> None:
         publish = outbox.publish
@@ -353,13 +343,7 @@ class HandoverChecker:
 
     def watch_frees(self, pool: Any, buffers: Callable[[Any], Iterable[Any]]) -> None:
         """Watch calls of a pool's ``free``; ``buffers`` returns the memory of its argument."""
-        free = pool.free
-
-        def watched(given: Any) -> None:
-            self.hand_over("memory is freed", buffers(given))
-            free(given)
-
-        pool.free = watched
+        _call_before(pool, "free", lambda given: self.hand_over("memory is freed", buffers(given)))
 
     def _watched_scatter(self, scatter: Callable[..., Fence]) -> Callable[..., Fence]:
         @wraps(scatter)
@@ -390,6 +374,18 @@ class HandoverChecker:
                 return found
 
         return watched
+
+
+def _call_before(owner: Any, name: str, note: Callable[..., None]) -> None:
+    """Call a function with the arguments of each call of a method, before it."""
+    method = getattr(owner, name)
+
+    @wraps(method)
+    def watched(*args: Any) -> Any:
+        note(*args)
+        return method(*args)
+
+    setattr(owner, name, watched)
 
 
 def watch_table(table: AnyTable, checker: HandoverChecker) -> AnyTable:
