@@ -22,7 +22,6 @@ from dask_gpurt.scheduler import worker_calls as asking
 from tests.helpers.clusters import cluster
 from tests.helpers.in_process import on_cluster
 from tests.helpers.shared_memory import PAGE, Shm, filled, held, resident
-from tests.helpers.slow import slow
 
 RUN = ("a shuffle", 1)
 MIB = 2**20
@@ -96,13 +95,12 @@ def test_pages_read_from_a_peer_do_not_count(drained: bool) -> None:
     run()
 
 
-@pytest.mark.parametrize("is_stopped", [slow(False), True])
 def test_a_producer_waits_for_what_another_worker_has_published(
-    monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The waiting producer has published nothing, so the shards in its own pool name no peer to ask.
 
-    It takes a round to have the shards copied, and another one to get their memory. A fourth worker may be
+    It takes a round to have the shards copied, and another one to get their memory. A fourth worker is
     stopped, and replies to none.
     """
     monkeypatch.setattr(asking, "ROOM_TIMEOUT_S", 0.1)
@@ -111,8 +109,7 @@ def test_a_producer_waits_for_what_another_worker_has_published(
     @on_cluster(workers=4)
     async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any, d: Any) -> None:
         goes_on = asyncio.Event()
-        if is_stopped:
-            d.handlers["gpurt_make_room"] = goes_on.wait
+        d.handlers["gpurt_make_room"] = goes_on.wait
         ends = [exchange_of(worker) for worker in (a, b, c)]
         boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
         shm = Shm(monkeypatch, 4 * MIB)
@@ -196,26 +193,6 @@ def test_a_rechunk_fails_where_other_files_fill_the_memory(monkeypatch: pytest.M
 def part(number: int) -> pd.DataFrame:
     random = np.random.default_rng(number)
     return pd.DataFrame({"key": random.integers(0, 10**6, ROWS), "a": random.random(ROWS), "b": 1.0})
-
-
-@pytest.mark.slow
-def test_dask_sees_no_more_of_a_worker_than_its_own() -> None:
-    """With Dask's default thresholds no worker is killed whose peers' pools together exceed its limit."""
-    with cluster(workers=4, memory_limit="560 MiB", exchange__pool="110 MiB") as client:
-        df = dd.from_map(part, range(36), meta=part(0).iloc[:0])
-        lengths = client.compute(df.shuffle("key").map_partitions(len))
-        assert sum(lengths.result(60)) == 36 * ROWS
-        assert not client.get_events("worker-restart-memory")
-
-
-@pytest.mark.slow
-def test_a_pool_of_half_the_memory_kills_no_worker() -> None:
-    """Each part is fine by itself: Dask's target for data is 60%. Twice the workers' memory is shuffled."""
-    with cluster(workers=2, memory_limit="700 MiB", exchange__pool="50%") as client:
-        df = dd.from_map(part, range(128), meta=part(0).iloc[:0])
-        lengths = client.compute(df.shuffle("key").map_partitions(len))
-        assert sum(lengths.result(300)) == 128 * ROWS
-        assert not client.get_events("worker-restart-memory")
 
 
 def numbered(number: int) -> pd.DataFrame:

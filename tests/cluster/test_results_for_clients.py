@@ -88,20 +88,3 @@ def test_what_cannot_be_copied_is_sent_by_dask() -> None:
         assert copied == [["view"]]
 
     run()
-
-
-def test_results_are_sent_once_the_tiers_are_closed() -> None:
-    @on_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        copied = as_on_gpu(a)
-        made = client.submit(make, 10, key="x", workers=[a.address])
-        await wait(made)
-        tiers = a.plugins["gpurt"].tiers
-        tiers.closed = True
-        try:
-            pd.testing.assert_frame_equal(await made, make(10))
-        finally:
-            tiers.closed = False
-        assert copied == []
-
-    run()

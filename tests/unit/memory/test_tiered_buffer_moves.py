@@ -106,14 +106,6 @@ def test_a_key_gets_another_value_while_it_is_read(spilled: TieredBuffer, meanwh
     assert np.array_equal(spilled["x"], array(2))
 
 
-def test_a_key_goes_while_it_is_spilled(tiered_buffer: TieredBuffer, meanwhile: Any, tmp_path: Path) -> None:
-    tiered_buffer["x"] = array(1)
-    meanwhile("writing", lambda: tiered_buffer.__delitem__("x"))
-    tiered_buffer.spill(ALL)
-    assert_gone(tmp_path)
-    assert tiered_buffer.ledger.cell(Tier.DISK, "partitions") == 0
-
-
 def test_a_key_goes_as_soon_as_it_has_been_spilled(tiered_buffer: TieredBuffer, tmp_path: Path) -> None:
     tiered_buffer["x"] = array(1)
 
@@ -125,13 +117,6 @@ def test_a_key_goes_as_soon_as_it_has_been_spilled(tiered_buffer: TieredBuffer, 
     tiered_buffer.spill(ALL)
     assert "x" not in tiered_buffer
     assert_gone(tmp_path)
-
-
-def test_a_key_goes_while_a_copy_is_made(spilled: TieredBuffer, meanwhile: Any, tmp_path: Path) -> None:
-    meanwhile("reading", lambda: spilled.__delitem__("x"))
-    assert np.array_equal(spilled.copies(["x"])["x"], array(1))
-    assert_gone(tmp_path)
-    assert spilled.ledger.cell(Tier.DISK, "partitions") == 0
 
 
 def test_a_file_is_damaged_and_its_key_goes(spilled: TieredBuffer, meanwhile: Any, tmp_path: Path) -> None:
