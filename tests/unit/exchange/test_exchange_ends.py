@@ -18,7 +18,6 @@ from distributed.shuffle._exceptions import ShuffleClosedError
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.paths import HeldMapping
-from dask_gpurt.exchange.pools import PoolUsers
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.exchange_scheduler import frame_of, spec_of
 from tests.helpers.exchanges import Cluster, in_process, intercept, quiet
@@ -76,17 +75,6 @@ async def test_the_runtime_is_switched_off_at_an_owner_while_shards_are_offered(
 
 
 @in_process
-async def test_a_task_of_another_graph_ends() -> None:
-    """The check visits no shards: with 100,000 of them the event loop would block for 150 ms."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    run: Any = cluster.network.processes[A].run_of("a shuffle")
-    receiver = run._receiver
-    receiver._places = receiver._unread = receiver._lock = None
-    run.task_done("another task")
-
-
-@in_process
 async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> None:
     cluster = Cluster(A, B)
     await cluster.transfer_all("a shuffle")
@@ -109,34 +97,6 @@ async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> N
     with pytest.raises((ExchangeClosed, ShuffleClosedError)):
         await run._receiver.receive([again])
     assert not any(b.exchange._incoming.values())
-    cluster.close()
-
-
-@in_process
-async def test_the_runtime_is_switched_off_while_a_shard_is_taken_or_an_input_is_added() -> None:
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    run: Any = b.run_of("a shuffle")
-    shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
-
-    async def off(*_: Any) -> Any:
-        b.exchange.close()
-        raise ExchangeClosed("the exchange is closed")
-
-    def add(*_: Any) -> Any:
-        raise ValueError("mmap closed or invalid")
-
-    b.exchange.peers.path = off  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="the runtime was switched off"):
-        await run._receive(A, 0, [replace(shard, part=9)])
-    run._sender.add = add
-    b.exchange.closed, b.exchange._users = False, PoolUsers("tcp://b:1")
-    with pytest.raises(ValueError, match="mmap"):
-        run.add_partition(None, 0)
-    run._sender.add = lambda *_: (setattr(b.exchange, "closed", True), add())
-    with pytest.raises(RuntimeError, match="the runtime was switched off"):
-        run.add_partition(None, 0)
     cluster.close()
 
 
@@ -210,27 +170,6 @@ async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
     await run._receiver.receive([replace(shard, part=9)])
     assert run._receiver.seal({shard.source: shard.attempt}) == {shard.source}, "it is missing"
     cluster.close()
-
-
-@in_process
-async def test_the_runtime_is_switched_off_while_shards_are_held() -> None:
-    """Otherwise peers' pools would stay mapped as long as their runs are known."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    b = cluster.network.processes[B]
-    held = {
-        incoming.path.mapping
-        for incoming_shards in b.exchange._incoming.values()
-        for incoming in incoming_shards
-        if isinstance(incoming.path.mapping, HeldMapping)
-    }
-    assert held
-    closed = list[Any]()
-    for mapping in held:
-        mapping._close_soon = closed.append  # type: ignore[method-assign]
-    b.exchange.close()
-    assert len(closed) == len(held)
-    await quiet()
 
 
 @in_process

@@ -19,7 +19,7 @@ from distributed.core import Status, error_message
 from distributed.exceptions import Reschedule
 
 import dask_gpurt
-from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
+from dask_gpurt.exchange import Attempt, PeerLost
 from dask_gpurt.shuffle.messages import Seal
 from tests.helpers.clusters import QUICK, instrument
 from tests.helpers.exchange_scheduler import spec_of
@@ -108,25 +108,6 @@ def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
         found = df.shuffle("key").compute().sort_values("row")
         dask_gpurt.disable(client)
     pd.testing.assert_frame_equal(found, rows)
-
-
-@in_process
-async def test_the_barrier_asks_all_workers_at_once_and_each_once() -> None:
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
-    seals: list[tuple[str, str]] = []
-
-    async def count(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        seals.append((address, op))
-        return await handle(address, op, content)
-
-    intercept(cluster, count)
-    await cluster.barrier("a shuffle", results)
-    assert seals == [(B, "shuffle_receive")], "the worker of the barrier needs no message"
-    assert cluster.scheduler.active["a shuffle"].owners.sealed
-    assert await cluster.outputs("a shuffle") == cluster.expected()
-    await cluster.end("a shuffle")
-    cluster.close()
 
 
 @in_process
@@ -220,35 +201,6 @@ async def test_the_connection_breaks_while_the_barrier_asks() -> None:
     assert next(seals) == 4
     assert await cluster.outputs("a shuffle") == cluster.expected()
     await cluster.end("a shuffle")
-    cluster.close()
-
-
-@in_process
-async def test_owners_change_while_the_barrier_asks() -> None:
-    """Its inputs may be those before a loss: it neither seals with them, nor reports anything."""
-    await change_owners_at_the_barrier({"status": "OK", "missing": [0]})
-    await change_owners_at_the_barrier(error_message(ExchangeClosed("its part of the run has ended")))
-
-
-async def change_owners_at_the_barrier(answer: Any) -> None:
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
-    seals = 0
-
-    async def move(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        nonlocal seals
-        if op == "shuffle_receive" and b"Seal" in content["data"]:
-            seals += 1
-            cluster.scheduler.balance("a shuffle", [0], B)
-            await cluster.hear()
-            return answer
-        return await handle(address, op, content)
-
-    intercept(cluster, move)
-    with pytest.raises(Reschedule, match="have changed"):
-        await cluster.barrier("a shuffle", results)
-    await quiet()
-    assert (seals, cluster.scheduler.recoveries) == (1, 0)
     cluster.close()
 
 
@@ -361,21 +313,6 @@ async def lose_commits_to(owner: str) -> None:
 
 
 @in_process
-async def test_a_worker_closes_while_the_barrier_asks_it() -> None:
-    """As when it is retired: its exchange closes before its connections. The run continues without it."""
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
-    closing = cluster.network.processes[B]
-    closing.status = Status.closing
-    closing.close()
-    with pytest.raises(Reschedule):
-        await cluster.barrier("a shuffle", results)
-    await quiet()
-    assert (cluster.scheduler.recoveries, cluster.scheduler.restarts) == (1, 0)
-    cluster.close()
-
-
-@in_process
 async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connections_are() -> None:
     """The callers learn that it is leaving, and the worker logs no error."""
     cluster = Cluster(A, B)
@@ -467,23 +404,5 @@ async def test_a_loss_that_can_not_be_noted_fails_the_run() -> None:
     run._shard_failed(shard, PeerLost("it is gone"))
     await quiet()
     with pytest.raises(MemoryError, match="to note it"):
-        run.raise_if_closed()
-    cluster.close()
-
-
-@in_process
-async def test_an_error_of_a_worker_that_stays_fails_the_run() -> None:
-    cluster = Cluster(A, B)
-
-    async def fail(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if address == B and op == "shuffle_receive":
-            raise RuntimeError("broken")
-        return await handle(address, op, content)
-
-    intercept(cluster, fail)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    await cluster.transfer("a shuffle", 0, cluster.network.processes[A])
-    run: Any = cluster.network.processes[A].run_of("a shuffle")
-    with pytest.raises(RuntimeError, match="broken"):
         run.raise_if_closed()
     cluster.close()

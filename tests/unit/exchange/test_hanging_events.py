@@ -51,25 +51,6 @@ async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> No
 
 
 @in_process
-async def test_an_owner_fails_while_the_barrier_asks_it() -> None:
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
-    b = cluster.network.processes[B]
-    run: Any = b.run_of("a shuffle")
-    flush = run._flush
-
-    async def flush_and_fail() -> None:
-        await flush()
-        run.fail(OSError("no tier has room"))
-        await quiet()
-
-    run._flush = flush_and_fail
-    with pytest.raises(RuntimeError, match="no tier has room"):
-        await cluster.barrier("a shuffle", results)
-    cluster.close()
-
-
-@in_process
 async def test_a_release_gets_lost() -> None:
     """A producer that waits for room would wait for ever."""
     cluster = Cluster(A, B)
@@ -258,17 +239,6 @@ async def test_a_worker_is_removed_while_it_is_called() -> None:
         called.clear()
         await call()
     assert not called.is_set()
-    cluster.close()
-
-
-@in_process
-async def test_another_worker_is_called_at_the_address_of_a_removed_one() -> None:
-    cluster = Cluster(A, B)
-    a = cluster.network.processes[A]
-    b = cluster.replace(cluster.network.processes[B])
-    await cluster.hear()
-    reply = await a.exchange.calls.call(B, "gpurt_ticket", check=lambda: None, kind="host", to=None)
-    assert reply["incarnation"] == b.exchange.me.incarnation
     cluster.close()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed.comm import CommClosedError
-from distributed.core import Status
 
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import ExchangeClosed, runs
@@ -203,38 +202,6 @@ async def test_an_input_fails_while_it_is_packed() -> None:
 
 
 @in_process
-async def test_an_owner_closes_while_it_is_asked_to_let_go_of_shares() -> None:
-    """It never received some of the offers, so only the producer can free their blocks."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    run: Any = a.run_of("a shuffle")
-    [share] = {share for share, owner in a.exchange.pools.shares(run._key).items() if owner == B}
-    b.status = Status.closing
-    b.close()
-    asked = asyncio.create_task(run._retired.ask(B, frozenset({share})))
-    await quiet()
-    assert not asked.done(), "it may still read"
-    cluster.scheduler.workers.discard(B)
-    await asked
-    assert share not in a.exchange.pools.shares(run._key)
-    cluster.close()
-
-
-@in_process
-async def test_an_owner_fails_while_it_is_asked_to_let_go_of_shares() -> None:
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a = cluster.network.processes[A]
-    run: Any = a.run_of("a shuffle")
-    failing(cluster, "shuffle_receive", B, MemoryError("no memory"))
-    await run._retired.ask(B, frozenset({0, 1}))
-    with pytest.raises(MemoryError, match="no memory"):
-        run.raise_if_closed()
-    cluster.close()
-
-
-@in_process
 async def test_an_owner_has_no_memory_for_an_offer() -> None:
     """The run fails where the offer came from, and so does every further offer: nobody reads its blocks."""
     cluster = Cluster(A, B)
@@ -388,34 +355,6 @@ async def test_memory_ends_while_a_run_gets_other_owners() -> None:
     await cluster.hear()
     with pytest.raises(MemoryError, match="no memory"):
         run.raise_if_closed()
-    cluster.close()
-
-
-@in_process
-async def test_the_runtime_is_switched_off_while_something_is_handed_to_its_threads() -> None:
-    """The closing thread has shut them down, and the event loop has not noticed yet."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a = cluster.network.processes[A]
-    closed = list[bool]()
-
-    class ShutDown(ThreadPoolExecutor):
-        def submit(self, *args: Any, **options: Any) -> Any:
-            a.exchange.closed = True
-            self.shutdown()
-            return super().submit(*args, **options)
-
-    def replace() -> None:
-        a.exchange.closed, a.exchange.executor = False, ShutDown(1)
-
-    replace()
-    with pytest.raises(ExchangeClosed):
-        await a.exchange.offload(int)
-    replace()
-    a.exchange.discard_soon([])
-    replace()
-    a.exchange._close_soon(lambda: closed.append(True))
-    assert closed == [True]
     cluster.close()
 
 

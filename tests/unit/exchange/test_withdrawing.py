@@ -6,90 +6,26 @@ Two ends of the exchange run in one process; the wire between them holds message
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from distributed.comm import CommClosedError
-from distributed.core import AsyncTaskGroup, Status
 
-from dask_gpurt import config
-from dask_gpurt.exchange import Exchange, ExchangeClosed, Shard, requests
+from dask_gpurt.exchange import ExchangeClosed, Shard, requests
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState
 from dask_gpurt.exchange.outgoing import Outbox
-from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Attempt, Section
-from dask_gpurt.observe import Metrics
+from tests.helpers.exchanges import Cluster, intercept
 
+A, B = "tcp://a:1", "tcp://b:1"
 RUN, NEXT = ("a shuffle", 1), ("a shuffle", 2)
 NBYTES = 2**16
 OURS, OTHERS = 1, 2
-
-
-class Worker:
-    """Provide the worker attributes that an exchange uses.
-
-    Replies to ``gpurt_fetch`` are read off the wire once released.
-    """
-
-    def __init__(self, address: str, all_of_them: dict[str, Worker]):
-        loop = asyncio.get_running_loop()
-        self.address, self.handlers = address, dict[str, Any]()
-        self.status = Status.running
-        self.loop = SimpleNamespace(time=loop.time, add_callback=self._call_soon)
-        self.scheduler = SimpleNamespace(gpurt_links=self._links, gpurt_gone=self._gone)
-        self._ongoing_background_tasks = AsyncTaskGroup()
-        self._loop, self._peers = loop, all_of_them
-        self.sent, self.wire = asyncio.Event(), asyncio.Event()
-        all_of_them[address] = self
-
-    def _call_soon(self, function: Callable[..., Any], *args: Any) -> None:
-        async def call() -> None:
-            if inspect.isawaitable(done := function(*args)):
-                await done
-
-        self._loop.call_soon_threadsafe(lambda: self._ongoing_background_tasks.call_soon(call))
-
-    async def _links(self, worker: str, peers: list[str]) -> dict[str, Any]:
-        return {"links": {}, "classes": {}}
-
-    async def _gone(self, peers: list[str]) -> list[str]:
-        return [peer for peer in peers if peer not in self._peers]
-
-    def _is_finalizing(self) -> bool:
-        return False
-
-    def leaves(self) -> None:
-        """Act as if the scheduler had removed this worker."""
-        del self._peers[self.address]
-
-    def rpc(self, peer: str) -> Any:
-        if peer not in self._peers:
-            raise CommClosedError(f"{peer} has left")
-        there = self._peers[peer]
-
-        async def fetch(**message: Any) -> Any:
-            reply = await there.handlers["gpurt_fetch"](**message)
-            there.sent.set()
-            await there.wire.wait()
-            return {**reply, "data": [np.array(one.data) for one in reply["data"]]}
-
-        async def other(name: str, **message: Any) -> Any:
-            done = there.handlers[name](**message)
-            return await done if inspect.isawaitable(done) else done
-
-        def call(name: str) -> Callable[..., Awaitable[Any]]:
-            return lambda **message: other(name, **message)
-
-        names = ("ticket", "release", "drain", "forget")
-        return SimpleNamespace(
-            gpurt_fetch=fetch, **{f"gpurt_{name}": call(f"gpurt_{name}") for name in names}
-        )
 
 
 class Landed:
@@ -112,28 +48,30 @@ class Pair:
     """Hold a producer that has published one shard, and its owner."""
 
     def __init__(self, *paths: str):
-        workers: dict[str, Worker] = {}
-        settings = config.load_over({"exchange": {"paths": list(paths)}})
-        self.producer, self.owner = (
-            self._end(Worker(at, workers), settings) for at in ("tcp://a", "tcp://b")
-        )
+        self.cluster = Cluster(A, B, paths=paths, pool=4 * NBYTES)
+        self.producer, self.owner = (self.cluster.network.processes[at].exchange for at in (A, B))
+        for end in (self.producer, self.owner):
+            end.executor = ThreadPoolExecutor(4)  # type: ignore[assignment]
+        #: Set once a shard has been read for its owner, and to let it arrive there.
+        self.sent, self.wire = asyncio.Event(), asyncio.Event()
+        intercept(self.cluster, self._send)
         self.landed: Any = Landed()
         self.owner.landing = self.landed
         self.outbox: Outbox = self.producer.pools.outbox("host")
         block = self.outbox.allocate(NBYTES)
         block.buffer[:] = OURS
-        number = self.outbox.publish(RUN, 0, self.owner.worker.address, [block])
+        number = self.outbox.publish(RUN, 0, B, [block])
         section = Section((0,), (0, 1), block.offset, NBYTES, b"")
         self.shard = Shard(number, self.producer.me, "host", 0, 0, Attempt(0, 0), 0, (section,))
         self.owner.run_begins(RUN)
         self.failed: list[Exception] = []
 
-    def _end(self, worker: Worker, settings: config.Settings) -> Exchange:
-        tiered_buffer: Any = None  # not used: shards do not land there
-        metrics = Metrics()
-        return Exchange(
-            worker, Pools(config.Size(4 * NBYTES), 2**30, metrics), tiered_buffer, settings, metrics
-        )
+    async def _send(self, handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
+        reply = await handle(address, op, content)
+        if op == "gpurt_fetch":
+            self.sent.set()
+            await self.wire.wait()
+        return reply
 
     async def accepted(self) -> IncomingShard:
         return self.owner.take(RUN, self.shard, await self.owner.path(self.shard), self.failed.append)
@@ -199,9 +137,9 @@ def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
     async def test() -> None:
         pair = Pair("comms")
         incoming = await pair.accepted()
-        await pair.producer.worker.sent.wait()
+        await pair.sent.wait()
         pair.landed.let.set()
-        await pair.ends(incoming, owner_first=owner_first, go_on=pair.producer.worker.wire.set)
+        await pair.ends(incoming, owner_first=owner_first, go_on=pair.wire.set)
         assert set(np.concatenate(pair.landed.found)) == {OURS}
 
     session(test())
@@ -261,7 +199,8 @@ def test_an_owner_that_has_left_keeps_nothing() -> None:
     async def test() -> None:
         pair = Pair("shared-memory", "comms")
         await pair.accepted()
-        pair.owner.worker.leaves()
+        pair.cluster.network.processes[B].die()
+        pair.cluster.scheduler.leaves(B)
         await pair.producer.withdraw(RUN)
         assert not pair.outbox.pool.used
         for end in (pair.producer, pair.owner):
