@@ -29,7 +29,6 @@ from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, 
 from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.planned import Planner, Step, by_size, computed, programs, run, some_programs, written
-from tests.helpers.slow import slow
 
 #: Sizes for which each table that may be a single partition becomes one.
 WHOLE = PartitionSizes(workers=1, threads=1, partition=1 << 50, broadcast=1 << 50)
@@ -394,10 +393,8 @@ HUGE = 1 << 30
     ("name", "sizes"),
     [
         ("a single partition that is sent", PartitionSizes(1, 1, 1_600, 0)),
-        slow("a single partition that is sent", PartitionSizes(1, 2, 1_600, 1_600)),
         ("few partitions that are sent", PartitionSizes(1, 2, 1_600, 0)),
         ("a name of the other side", PartitionSizes(1, 1, 1_600, 0)),
-        slow("a name of the other side", PartitionSizes(1, 2, 1_600, 1_600)),
         ("a name that is assigned anew", PartitionSizes(1, 2, HUGE, 0)),
         ("rows without a match", PartitionSizes(1, 2, HUGE, 0)),
         ("no note to follow", PartitionSizes(1, 2, HUGE, HUGE)),
@@ -491,19 +488,6 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
 def test_programs_have_the_same_rows(
     library: Library, readers: list[Callable[[], Any]], program: list[Step]
 ) -> None:
-    assert_same_rows(library, readers, program)
-
-
-@pytest.mark.slow
-@some_programs(60)
-@given(program=programs)
-def test_more_programs_have_the_same_rows(
-    library: Library, readers: list[Callable[[], Any]], program: list[Step]
-) -> None:
-    assert_same_rows(library, readers, program)
-
-
-def assert_same_rows(library: Library, readers: list[Callable[[], Any]], program: list[Step]) -> None:
     with warnings.catch_warnings(), dask.config.set({"dataframe.backend": library.name}):
         warnings.simplefilter("ignore")
         expected = computed(readers, program)

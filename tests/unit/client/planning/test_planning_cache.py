@@ -82,17 +82,6 @@ def test_operations_on_frames_alike_are_described_once(planner: Planner, tmp_pat
     assert table[table.value > 3][["key"]].expr._meta.index.name is None
 
 
-def test_a_file_that_has_changed_is_seen(planner: Planner, tmp_path: Path) -> None:
-    path = write(tmp_path / "table")
-    with dask.config.set(scheduler="sync"):
-        assert len(query(path).compute()) == 6
-        write(tmp_path / "table", rows=20)
-        assert len(query(path).compute()) == 18
-        write(tmp_path / "table", rows=20, more=1.5)
-        assert "more_x" not in query(path).columns
-        assert "more" in dd.read_parquet(path).columns
-
-
 #: The ways to name the files of a folder, as arguments of ``read_parquet``.
 WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "folder": lambda folder: {"path": folder},

@@ -37,21 +37,6 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
 def test_programs_are_planned_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
 ) -> None:
-    assert_planned_as_dask_does(planner, readers, program)
-
-
-@pytest.mark.slow
-@some_programs(30)
-@given(program=programs)
-def test_more_programs_are_planned_as_dask_does(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
-) -> None:
-    assert_planned_as_dask_does(planner, readers, program)
-
-
-def assert_planned_as_dask_does(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
-) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         gc.collect()  # otherwise Dask finds the previous run's expressions
@@ -66,21 +51,6 @@ def assert_planned_as_dask_does(
 @some_programs(10)
 @given(program=programs)
 def test_programs_are_planned_by_the_next_process_as_dask_does(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
-) -> None:
-    assert_planned_by_the_next_process(planner, readers, program, stored)
-
-
-@pytest.mark.slow
-@some_programs(30)
-@given(program=programs)
-def test_more_programs_are_planned_by_the_next_process_as_dask_does(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
-) -> None:
-    assert_planned_by_the_next_process(planner, readers, program, stored)
-
-
-def assert_planned_by_the_next_process(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
 ) -> None:
     with warnings.catch_warnings():
@@ -126,21 +96,6 @@ COMPUTED = ("metadata.computed", "plans.computed", "files.read")
 @some_programs(10)
 @given(program=programs)
 def test_fused_programs_have_the_same_results(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
-) -> None:
-    assert_same_results_if_fused(planner, readers, program)
-
-
-@pytest.mark.slow
-@some_programs(30)
-@given(program=programs)
-def test_more_fused_programs_have_the_same_results(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
-) -> None:
-    assert_same_results_if_fused(planner, readers, program)
-
-
-def assert_same_results_if_fused(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
 ) -> None:
     with warnings.catch_warnings(), dask.config.set(scheduler="sync"):
