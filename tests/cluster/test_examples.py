@@ -56,19 +56,6 @@ def test_near_duplicates(client: Client, library: Library) -> None:
     assert list(found.columns) == ["id", "text"]
 
 
-@pytest.mark.slow
-def test_components_of_long_chains(client: Client, library: Library) -> None:
-    # A path, a circle and a star, numbered so that the smallest number is not at an end.
-    order = [5, 13, 2, 11, 7, 0, 16, 9, 4, 14, 1, 12, 8, 3, 15, 10, 6]
-    path = list(itertools.pairwise(order))
-    circle = [(100 + at, 100 + (at + 1) % 9) for at in range(9)]
-    star = [(207, 200 + at) for at in range(7)]
-    pairs = pd.DataFrame([sorted(pair) for pair in path + circle + star], columns=["id", "other"])
-    found = to_pandas(near_duplicates.components(library.collection([pairs])).compute())
-    expected = {number: 0 if number < 17 else number // 100 * 100 for number in pairs.stack()}
-    assert dict(zip(found.id, found.label, strict=True)) == expected
-
-
 # ---- files, from end to end ----------------------------------------------------------
 
 
