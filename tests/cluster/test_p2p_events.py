@@ -6,7 +6,6 @@ Scheduler, workers and client share a process. A gate stops a step of a run unti
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from functools import wraps
 from typing import Any
@@ -30,7 +29,6 @@ from tests.helpers.gated_runs import (
     STEPS,
     Gate,
     Watched,
-    address_of,
     assert_right,
     counted,
     frames,
@@ -41,7 +39,6 @@ from tests.helpers.gated_runs import (
     shuffled,
     until,
 )
-from tests.helpers.slow import slow
 
 # ---- a worker leaves -----------------------------------------------------------------
 
@@ -51,7 +48,6 @@ from tests.helpers.slow import slow
     [
         *((phase, "the one") for phase in STEPS),
         *((phase, "another") for phase in ("transfer", "barrier", "unpack")),
-        *(slow(phase, "another") for phase in ("offers", "inputs-done")),
     ],
 )
 def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: str) -> None:
@@ -70,31 +66,6 @@ def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: 
         del result
 
     run(test, workers=3)
-
-
-def test_the_loss_of_a_worker_is_told_of_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss counts once: the scheduler notices the worker leave, and the barrier the missing shards."""
-    stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
-        await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
-        for box in boxes.values():  # as when other runs need the room: they are not offered again
-            box.reclaim_all()
-        leaves = next(worker for worker in crew if worker.address != stopped.where[0])
-        closing = asyncio.create_task(leaves.close(executor_wait=False))
-        await until(lambda: leaves.address not in scheduler.workers)
-        stopped.open.set()
-        await closing
-        assert_right(await result)
-        counters = scheduler.extensions["gpurt"].metrics.snapshot()["counters"]
-        assert counters["shuffle.runs.recovered"] > 1
-        assert not counters.get("shuffle.runs.restarted")
-        del result
-
-    run(test, workers=3, **{"gpurt.shuffle.retries": 1, "gpurt.exchange.paths": ["comms"]})
 
 
 # ---- a run begins again --------------------------------------------------------------
@@ -248,24 +219,6 @@ def test_a_shuffle_of_dasks_own_loses_a_worker(monkeypatch: pytest.MonkeyPatch) 
     run(test, workers=3, **{"gpurt.takeover": False})
 
 
-def test_a_worker_that_owns_no_output_is_closed_during_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
-    stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        owner, other = sorted(crew, key=lambda worker: worker.address)
-        (shuffle,) = scheduler.extensions["shuffle"].active_shuffles.values()
-        assert shuffle.participating_workers == {owner.address, other.address}
-        await other.close(executor_wait=False)
-        stopped.open.set()
-        assert_right(await result)
-        del result
-
-    run(test)
-
-
 def test_a_worker_is_closed_that_has_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """It owns no output, and its shards have been pulled: it is removed from the run without a repair."""
     monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
@@ -309,27 +262,6 @@ def test_a_worker_that_takes_no_part_is_closed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("phase", ["transfer", "barrier", "unpack"])
-def test_no_failures_are_allowed_and_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
-    stopped = gate(monkeypatch, phase)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        (leaves,) = [worker for worker in crew if worker.address == stopped.where[0]]
-        closing = asyncio.create_task(leaves.close(executor_wait=False))
-        # Dask blames the task that a worker was processing when it left. If the scheduler hears that the
-        # worker
-        # is closing and moves its outputs before the worker has left, there is no task to blame.
-        with contextlib.suppress(KilledWorker):
-            assert_right(await result)
-        stopped.open.set()
-        await closing
-        result.release()
-
-    run(test, **{"distributed.scheduler.allowed-failures": 0})
-
-
-@pytest.mark.parametrize("phase", ["transfer", "barrier", "unpack"])
 def test_no_failures_are_allowed_and_a_worker_is_lost(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     stopped = gate(monkeypatch, phase)
 
@@ -345,53 +277,6 @@ def test_no_failures_are_allowed_and_a_worker_is_lost(monkeypatch: pytest.Monkey
         result.release()
 
     run(test, **{"distributed.scheduler.allowed-failures": 0})
-
-
-def test_workers_are_retired_during_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = gate(monkeypatch, "transfer")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        (other, *_) = [worker.address for worker in crew if worker.address != stopped.where[0]]
-        retiring = asyncio.create_task(client.retire_workers([other]))
-        await until(
-            lambda: other not in scheduler.workers or scheduler.workers[other].status != Status.running
-        )
-        stopped.open.set()
-        await retiring
-        assert_right(await result)
-        del result
-
-    run(test, workers=3)
-
-
-def test_the_barrier_begins_before_all_offers_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their owner misses them at first; it is asked again when they have arrived."""
-    held = gate(monkeypatch, "offers")
-    looked: list[str] = []
-    seal = Receiver.seal
-
-    def look(self: Receiver, *args: Any) -> set[int]:
-        looked.append(address_of(self))
-        return seal(self, *args)
-
-    monkeypatch.setattr(Receiver, "seal", look)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(lambda: looked)
-        held.open.set()
-        assert_right(await result)
-        assert looked.count(held.where[0]) == 2
-        missing = [
-            w.plugins["gpurt"].metrics.snapshot()["counters"].get("shuffle.inputs.missing", 0) for w in crew
-        ]
-        assert not any(missing)
-        assert runs(*crew) == len(crew)
-        del result
-
-    run(test)
 
 
 @pytest.mark.parametrize("lost", ["its worker", "another worker"])

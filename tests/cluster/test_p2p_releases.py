@@ -22,7 +22,6 @@ from tests.helpers.gated_runs import (
     shuffled,
     until,
 )
-from tests.helpers.slow import slow
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,6 @@ from tests.helpers.slow import slow
     [
         *((phase, "at once") for phase in STEPS),
         *((phase, again) for phase in ("transfer", "barrier", "unpack") for again in ("", "later")),
-        *(slow(phase, again) for phase in ("offers", "inputs-done") for again in ("", "later")),
     ],
 )
 def test_a_shuffle_is_let_go(monkeypatch: pytest.MonkeyPatch, phase: str, again: str) -> None:

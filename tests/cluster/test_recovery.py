@@ -353,23 +353,6 @@ def test_an_owner_is_unreachable_before_the_barrier(monkeypatch: pytest.MonkeyPa
     run(test, workers=3, **ONE_EACH)
 
 
-def test_an_owner_is_unreachable_from_one_side_of_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = gate(monkeypatch, "transfer")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = joined(client)
-        left, right = await both_sides_in(stopped, scheduler)
-        silent, _ = others(crew, stopped)
-        report(scheduler, left, unreachable=silent.address)
-        assert left.moved() == right.moved() == left.owned(silent.address)
-        assert dict(left.owners) == dict(right.owners)
-        stopped.open.set()
-        assert len(await result) == len(FRAME.merge(FRAME, on="key"))
-        del result
-
-    run(test, workers=3, **ONE_EACH)
-
-
 def test_reports_of_losses_that_are_repaired_or_of_runs_that_are_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -17,7 +17,6 @@ from distributed.core import Status
 import dask_gpurt
 from dask_gpurt.client.session import register_method
 from dask_gpurt.exchange.pulling import Puller
-from dask_gpurt.scheduler import retirement
 from dask_gpurt.scheduler.recovery import Recovery
 from dask_gpurt.scheduler.retirement import Retirement
 from dask_gpurt.shuffle import run as shuffle_run
@@ -44,7 +43,6 @@ from tests.helpers.recovering import (
     others,
     stopped_in,
 )
-from tests.helpers.slow import slow
 from tests.helpers.waiting import LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -62,16 +60,8 @@ def assert_evacuated(scheduler: Any, watched: Watched, worker: Any) -> None:
     assert not counted(scheduler, "shuffle.runs.restarted")
 
 
-@pytest.mark.parametrize(
-    ("phase", "path"),
-    [
-        ("transfer", "shared-memory"),
-        ("seal", "shared-memory"),
-        slow("seal", "comms"),
-        ("unpack", "shared-memory"),
-    ],
-)
-def test_a_producer_retires(monkeypatch: pytest.MonkeyPatch, phase: str, path: str) -> None:
+@pytest.mark.parametrize("phase", ["transfer", "seal", "unpack"])
+def test_a_producer_retires(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
     """The owners copy its shards before it leaves: nothing is transferred or assembled again."""
     stopped = gate(monkeypatch, phase)
 
@@ -90,7 +80,7 @@ def test_a_producer_retires(monkeypatch: pytest.MonkeyPatch, phase: str, path: s
         await retires.finished()
         del result
 
-    run(test, workers=3, **ONE_EACH, **{"gpurt.exchange.paths": [path]})
+    run(test, workers=3, **ONE_EACH, **{"gpurt.exchange.paths": ["shared-memory"]})
 
 
 def test_an_owner_retires_that_is_assembling_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,16 +102,8 @@ def test_an_owner_retires_that_is_assembling_an_output(monkeypatch: pytest.Monke
     run(test, workers=3, **ONE_EACH)
 
 
-@pytest.mark.parametrize("interval_s", [retirement.REPAIR_POLL_INTERVAL_S, slow(1.0)])
-def test_a_worker_retires_while_all_assemble_outputs(
-    monkeypatch: pytest.MonkeyPatch, interval_s: float
-) -> None:
-    """Its outputs move only when those of the others are there, and until then it is not evacuated.
-
-    Where that is noticed only after the run has ended, it is not evacuated at all. Either way its outputs are
-    copied.
-    """
-    monkeypatch.setattr(retirement, "REPAIR_POLL_INTERVAL_S", interval_s)
+def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its outputs move only when those of the others are there, and until then it is not evacuated."""
     assemble, is_repair_pending, ask = Receiver.assemble, Recovery.is_repair_pending, Retirement._ask
     begun, go_on, too_early = set[str](), threading.Event(), list[bool]()
 
