@@ -19,7 +19,7 @@ from dask_gpurt.protocol import (
     TAKE_EVENTS_HANDLER,
 )
 from tests.helpers import commands
-from tests.helpers.in_process import active, gen_client_cluster
+from tests.helpers.in_process import gen_client_cluster
 
 TRACES = (CLOCK_HANDLER, TAKE_EVENTS_HANDLER, END_TRACE_HANDLER)
 WORKERS: list[Any] = [("127.0.0.1", 1)] * 2
@@ -31,7 +31,7 @@ import dask_gpurt
 
 if __name__ == "__main__":
     options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
-    client = CLIENT
+    client = Client(LocalCluster(**options))
     dask_gpurt.enable(client)
     frame = dd.from_pandas(pd.DataFrame({"k": np.arange(1_000) % 10}), npartitions=4)
     kept = frame.shuffle("k").persist()
@@ -82,25 +82,10 @@ def test_a_worker_that_closes_is_called_until_its_connections_are_closed(
     assert all(isinstance(answer, PeerLost) for answer in answers.values()), answers
 
 
-def test_the_runtime_is_switched_off_on_workers_that_stay() -> None:
-    """Its handlers only answer that it is off."""
-
-    @gen_client_cluster(nthreads=WORKERS)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        await dask_gpurt.enable(client)
-        assert all(map(calls, workers))
-        await dask_gpurt.disable(client)
-        for worker in workers:
-            assert not set(calls(worker)) & active(worker.handlers)
-
-    run()
-
-
-@pytest.mark.parametrize("client", ["Client(LocalCluster(**options))", "Client(**options)"])
-def test_a_program_never_closes_its_cluster(tmp_path: Path, client: str) -> None:
+def test_a_program_never_closes_its_cluster(tmp_path: Path) -> None:
     """Python has ended the threads of executors when Dask closes the cluster, at exit."""
     script = tmp_path / "job.py"
-    script.write_text(NEVER_CLOSED.replace("CLIENT", client))
+    script.write_text(NEVER_CLOSED)
     done = commands.run(sys.executable, script)
     assert done.stdout.split() == ["1000"]
     assert "Traceback" not in done.stderr, done.stderr

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -291,25 +289,6 @@ def test_another_version_on_a_worker_and_a_scheduler_without_the_package(
 def test_no_scheduler_can_be_reached(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dask_gpurt.client.addresses.TIMEOUT_S", 0.5)
     assert_one_line(address, said)
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"), [(b"", "no answer within 0.5 s"), (b"HTTP/1.1 400 Bad Request\r\n", "another server")]
-)
-def test_something_else_listens_there(answer: bytes, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.client.addresses.TIMEOUT_S", 0.5)
-    taken = []
-
-    def answer_once(listener: socket.socket) -> None:
-        taken.append(listener.accept()[0])
-        taken[0].sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = threading.Thread(target=answer_once, args=(listener,), daemon=True)
-        server.start()
-        assert_one_line(f"tcp://127.0.0.1:{listener.getsockname()[1]}", said)
-        server.join()
-        taken[0].close()
 
 
 def assert_one_line(address: str, said: str) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from pathlib import Path
 from typing import Any
 
 import dask.dataframe as dd
 import pandas as pd
-import pytest
-from click.testing import CliRunner
 from distributed.diagnostics.plugin import SchedulerPlugin
 
-from benchmarks.shuffle.latency import main
 from tests.helpers.in_process import on_cluster
 
 
@@ -40,25 +35,3 @@ def test_a_barrier_runs_on_the_event_loop() -> None:
         assert noted.of_barriers == [threading.get_ident()] * 2  # both sides are the same shuffle
 
     run()
-
-
-@pytest.mark.parametrize("method", ["gpurt", "p2p"])
-def test_a_shuffle_is_measured_by_processor_time(method: str, tmp_path: Path) -> None:
-    output = tmp_path / "results.json"
-    options = [
-        "--clock",
-        "cpu",
-        "--backend",
-        "pandas",
-        "--method",
-        method,
-        "--partitions",
-        "3",
-        "--rows",
-        "9",
-    ]
-    done = CliRunner().invoke(main, [*options, "--repeat", "2", "--json", str(output)])
-    assert done.exit_code == 0, done.output
-    results = json.loads(output.read_text())
-    assert len(results["runs"]) == 2
-    assert all(run["total"] > run["barrier"] > 0 for run in results["runs"])
