@@ -13,7 +13,6 @@ from distributed.protocol.serialize import ToPickle
 
 import dask_gpurt
 from dask_gpurt.client import session
-from dask_gpurt.exchange import ExchangeClosed
 from dask_gpurt.protocol import ACCEPTED_OP, ASK_STATUS_OP, NEW_OWNERS_OP, SEND_RESULTS_OP
 from dask_gpurt.scheduler.switching import Workers
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
@@ -128,36 +127,6 @@ def test_a_second_client_that_switches_off_returns_as_late_as_the_first(
                 assert not also_off.done()
                 gate.open.set()
                 await asyncio.gather(off, also_off)
-
-
-def test_the_calls_of_a_worker_have_ended_when_it_says_that_it_is_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        left, gate = Left(monkeypatch), Gate()
-        await dask_gpurt.enable(client)
-        calls = b.plugins["gpurt"].exchange.calls
-
-        async def waits(**_: Any) -> None:
-            gate.reached.set()
-            await gate.open.wait()
-
-        ticket, a.handlers["gpurt_ticket"] = a.handlers["gpurt_ticket"], waits
-        with without_warnings(caplog), gate.open_in_the_end():
-            call = asyncio.ensure_future(calls.call(a.address, "gpurt_ticket", check=never))
-            await gate.reached.wait()
-            a.handlers["gpurt_ticket"] = ticket
-            off = asyncio.ensure_future(dask_gpurt.disable(client))
-            await left.by(b.address).wait()
-            assert not calls._in_flight
-            with pytest.raises(ExchangeClosed):
-                await call
-            await off
-            # Nor does it begin any, whatever still runs there.
-            with pytest.raises(ExchangeClosed):
-                await calls.call(a.address, "gpurt_ticket", check=never)
-            assert not await calls.has_left(a.address)
 
 
 def test_the_scheduler_still_asks_workers_when_all_are_off(

@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
+import sys
 from functools import cached_property
-from typing import Any
 
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from dask._expr import Expr
-from distributed import Client, LocalCluster, get_client, wait
+from distributed import Client, get_client, wait
 
 import dask_gpurt
 from dask_gpurt.observe.waiting import thread_stacks
 from tests.helpers.clusters import cluster
-from tests.helpers.waiting import LIMIT_S, THREAD_LIMIT_S
+from tests.helpers.waiting import LIMIT_S
 
 TASKS = 8
-
-
-class Meeting(Expr):
-    """Have a property whose value one thread cannot compute before another one computes it too."""
-
-    both = threading.Barrier(2)
-
-    @cached_property
-    def bounds(self) -> int:
-        return self.both.wait(THREAD_LIMIT_S)
-
-
-def meet() -> bool:
-    """Return whether two threads can compute the same property of two expressions at once."""
-
-    def read() -> None:
-        with contextlib.suppress(threading.BrokenBarrierError):  # the other one has not come
-            found.append(Meeting().bounds)
-
-    found: list[int] = []
-    other = threading.Thread(target=read, daemon=True)
-    other.start()
-    read()
-    other.join(2 * THREAD_LIMIT_S)
-    return sorted(found) == [0, 1]
 
 
 def sort_and_join(number: int) -> int:
@@ -69,18 +41,11 @@ def run_tasks(client: Client) -> None:
 
 def test_tasks_compute_dataframes_on_workers_with_several_threads() -> None:
     with cluster(workers=2, threads=4) as client:
-        assert all(client.run(meet).values())
-        assert client.run_on_scheduler(meet)
+        if sys.version_info < (3, 12):  # the first Python without a lock for all instances
+            assert not any(client.run(_reads_as_python_does).values())
         run_tasks(client)
         dask_gpurt.disable(client)
         assert all(client.run(_reads_as_python_does).values())
-
-
-def test_tasks_compute_dataframes_where_client_scheduler_and_workers_share_a_process() -> None:
-    options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 4, "processes": False}
-    with LocalCluster(**options, dashboard_address=":0") as local, Client(local) as client:
-        dask_gpurt.enable(client)
-        run_tasks(client)
 
 
 def _reads_as_python_does() -> bool:
