@@ -19,7 +19,6 @@ from dask_gpurt.client.session import register_method
 from dask_gpurt.config import ConfigError
 from tests.helpers.commands import DASK, HOOKS, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import state
-from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
 #: A user's script as it may have been before the runtime, with a query of its state at the end.
@@ -38,9 +37,8 @@ def shuffled():
     return result.sort_values("key").reset_index(drop=True).equals(frame)
 
 def main():
-    BEFORE
     address = sys.argv[1] if len(sys.argv) > 1 else None
-    local = dict(n_workers=2, threads_per_worker=1, dashboard_address=":0", PROCESSES)
+    local = dict(n_workers=2, threads_per_worker=1, dashboard_address=":0", processes=False)
     with Client(address) if address else Client(LocalCluster(**local)) as client:
         right = shuffled()
         runs = list(client.run(count).values())
@@ -52,11 +50,10 @@ if __name__ == "__main__":
 """
 
 
-def write(folder: Path, before: str = "pass", after: str = "None", processes: bool = False) -> Path:
-    """Write a user's script; its workers are processes or, to be faster, threads."""
-    text = SCRIPT.replace("BEFORE", before).replace("PROCESSES", f"processes={processes}")
+def write(folder: Path, after: str = "None") -> Path:
+    """Write a user's script, whose workers are threads to be faster."""
     path = folder / "script.py"
-    path.write_text(text.replace('"AFTER": AFTER', f'"after": {after}'))
+    path.write_text(SCRIPT.replace('"AFTER": AFTER', f'"after": {after}'))
     return path
 
 
@@ -69,11 +66,10 @@ needs_hooks = pytest.mark.skipif(
 
 
 @needs_hooks
-@pytest.mark.parametrize("processes", [False, slow(True)])
-def test_a_yaml_file_switches_an_unchanged_script_on(tmp_path: Path, processes: bool) -> None:
+def test_a_yaml_file_switches_an_unchanged_script_on(tmp_path: Path) -> None:
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "mine.yaml").write_text("gpurt: {enabled: true}\n")
-    said = answer(write(tmp_path, processes=processes), DASK_CONFIG=str(tmp_path / "config"))
+    said = answer(write(tmp_path), DASK_CONFIG=str(tmp_path / "config"))
     assert said["right"]
     assert said["runs"] == [1, 1]
 
@@ -87,17 +83,6 @@ def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: 
 
 
 @needs_hooks
-@pytest.mark.slow
-def test_setting_it_before_the_client_switches_on(tmp_path: Path) -> None:
-    report = "__import__('dask_gpurt').report(client)['counters']['shuffle.runs']"
-    script = write(tmp_path, before='dask.config.set({"gpurt.enabled": True})')
-    script.write_text(script.read_text().replace('"dask_gpurt.client" in sys.modules', report))
-    said = answer(script)
-    assert said["right"]
-    assert said["knows"] == 1
-
-
-@needs_hooks
 def test_the_hooks_do_nothing_while_it_is_not_enabled(tmp_path: Path) -> None:
     said = answer(write(tmp_path))
     assert said == {"right": True, "runs": [None, None], "knows": False, "after": None}
@@ -108,30 +93,19 @@ PLAIN = """\
 from distributed import Client
 
 if __name__ == "__main__":
-    with Client(n_workers=1, threads_per_worker=1, processes=PROCESSES, dashboard_address=":0") as client:
+    with Client(n_workers=1, threads_per_worker=1, dashboard_address=":0") as client:
         assert client.submit(sum, [1, 2]).result() == 3
 """
 
 
 @needs_hooks
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [False, True])
-def test_only_dask_names_the_hooks_while_it_is_not_enabled(tmp_path: Path, processes: bool) -> None:
+def test_only_dask_names_the_hooks_while_it_is_not_enabled(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
-    script.write_text(PLAIN.replace("PROCESSES", str(processes)))
+    script.write_text(PLAIN)
     # A folder of its own: Dask logs an error if another process removes leftovers there at the same time.
     said = run(sys.executable, script, DASK_TEMPORARY_DIRECTORY=str(tmp_path)).stderr
     assert [line for line in said.splitlines() if "distributed.preloading - INFO" not in line] == []
-
-
-@needs_hooks
-@pytest.mark.slow
-def test_naming_the_method_without_the_runtime_gives_dasks_default(tmp_path: Path) -> None:
-    script = write(tmp_path, after="shuffled()")
-    said = answer(script, DASK_DATAFRAME__SHUFFLE__METHOD="gpurt")
-    assert said["right"]
-    assert said["runs"] == [None, None]
-    assert said["after"]
 
 
 # ---- flags ---------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pandas as pd
 import pytest
 from click.testing import CliRunner
 from dask.dataframe.dask_expr import _merge
-from distributed import Client, LocalCluster, Scheduler, Worker
+from distributed import Scheduler, Worker
 from distributed.scheduler import SchedulerState
 from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -27,7 +26,6 @@ from dask_gpurt.cli.examine import examine
 from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.observe import Fallback
 from tests.helpers.in_process import gen_client_cluster, on_plain_cluster, until, whole_state
-from tests.helpers.slow import slow
 
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
 
@@ -259,41 +257,20 @@ def test_a_plugin_that_wraps_the_same_goes_on_when_ours_goes() -> None:
     run()
 
 
-def test_of_two_runtimes_in_a_process_one_goes_on_without_the_other() -> None:
-    async def run() -> None:
-        options = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
-        async with (
-            LocalCluster(asynchronous=True, **options) as one,
-            LocalCluster(asynchronous=True, **options) as other,
-            Client(one, asynchronous=True, set_as_default=False) as first,
-            Client(other, asynchronous=True, set_as_default=False) as second,
-        ):
-            await dask_gpurt.enable(first)
-            await dask_gpurt.enable(second)
-            assert await runs_of_a_shuffle(first) == 1
-            await dask_gpurt.disable(first)
-            assert await runs_of_a_shuffle(second) == 1
-            assert await runs_of_a_shuffle(first) == 0
-            await dask_gpurt.disable(second)
-            assert await runs_of_a_shuffle(second) == 0
-
-    asyncio.run(run())
-
-
-#: macOS and Windows: without the modules and functions that Python has on Linux only.
+#: Windows: without the modules and functions that Python has on Linux only.
 ELSEWHERE = """\
 import asyncio, logging, os, sys, types
 from distributed import Client, Scheduler
 
 # What is imported before has its own ways for other systems, and Dask's are not there on Linux.
-sys.modules["fcntl"] = {fcntl}
+sys.modules["fcntl"] = None
 for name in ("memfd_create", "sched_getaffinity", "pidfd_open"):
     if hasattr(os, name):
         delattr(os, name)
 import dask_gpurt
 from dask_gpurt import preload
 from dask_gpurt.dask_hooks import support
-support.sys = types.SimpleNamespace(platform={platform!r})
+support.sys = types.SimpleNamespace(platform="win32")
 
 async def main():
     async with Scheduler(dashboard_address=":0", host="127.0.0.1", port=0) as scheduler:
@@ -310,12 +287,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("platform", [slow("darwin"), "win32"])
-def test_elsewhere_than_on_linux_it_says_so(platform: str) -> None:
-    fcntl = "None" if platform == "win32" else "__import__('fcntl')"
-    code = ELSEWHERE.replace("{platform!r}", repr(platform)).replace("{fcntl}", fcntl)
+def test_elsewhere_than_on_linux_it_says_so() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout.startswith(f"the runtime works on Linux only, this is {platform}")
+    assert done.stdout.startswith("the runtime works on Linux only, this is win32")
     assert "the runtime stays off: the runtime works on Linux only" in done.stderr

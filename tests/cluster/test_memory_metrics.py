@@ -116,12 +116,6 @@ def test_pages_count_what_was_spilled_under_one_name(spilled: tuple[Client, Any]
     assert {tier for _, tier in shown["dask_worker_gpurt_memory_peak_bytes"]} >= {"device", "disk"}
 
 
-def test_pages_show_nothing_of_a_runtime_that_is_off(spilled: tuple[Client, Any]) -> None:
-    client, _ = spilled
-    dask_gpurt.disable(client)
-    assert not [name for name in pages(client) if "gpurt" in name]
-
-
 def test_counters_begin_with_nothing_and_have_one_name_under_the_configured_namespace(
     library: Library,
 ) -> None:

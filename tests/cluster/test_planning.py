@@ -62,26 +62,6 @@ def test_plans_are_reused_and_give_the_same(
         assert found.equals(expected) or (found - expected).abs().max().max() < 1e-9
 
 
-def test_that_it_can_be_switched_off(path: Path) -> None:
-    with dask.config.set({"gpurt.planning.optimise": False}), cluster("pandas", workers=1) as client:
-        before = reused(client)
-        assert result(path, "pandas").equals(result(path, "pandas"))
-        assert reused(client) == before
-
-
-def test_that_nothing_is_kept_once_the_runtime_is_off(path: Path) -> None:
-    with cluster("pandas", workers=1) as client:
-        enabled = result(path, "pandas")
-        before = reused(client)
-        dask_gpurt.disable(client)
-        with dask.config.set({"dataframe.shuffle.method": "tasks"}):
-            assert result(path, "pandas").equals(enabled)
-        dask_gpurt.enable(client)
-        assert reused(client) == before
-        assert result(path, "pandas").equals(enabled)
-        assert reused(client) == before  # the cache was dropped
-
-
 def test_that_the_scheduler_keeps_no_plans_once_the_runtime_is_off(path: Path) -> None:
     async def stop(dask_scheduler: Any) -> None:
         await dask_scheduler.extensions["gpurt"].stop()
@@ -182,12 +162,6 @@ def test_computations_at_the_same_time_are_of_the_same_shuffle(
             del futures, together
     assert "different `run_spec`" not in caplog.text
     assert dask_gpurt.report(client).counters.get("shuffle.runs.recovered", 0) == 0
-
-
-def test_an_optimised_collection_is_computed(client: Client, library: Library, path: Path) -> None:
-    shuffled = query(path, library.name).assign(twice=lambda frame: frame.ratio * 2)
-    expected = shuffled.twice.sum().compute()
-    assert shuffled.optimize().twice.sum().compute() == pytest.approx(expected)
 
 
 def test_a_small_table_is_joined_without_a_shuffle(client: Client, library: Library, tmp_path: Path) -> None:

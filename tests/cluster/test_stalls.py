@@ -127,27 +127,6 @@ def _hold(name: str) -> int:
     return int(held.nbytes)
 
 
-def test_a_task_that_waits_for_room_runs_when_the_runtime_is_switched_off() -> None:
-    _events.clear()
-
-    async def test(client: Any, a: Any, b: Any) -> None:
-        # Teaches the estimator what the prefix needs.
-        await client.submit(np.ones, 5 * MIB, np.uint8, key="hold-0", workers=[a.address])
-        running = client.submit(_hold, "1", key="hold-1", workers=[a.address])
-        while not _events["1 runs"].is_set():
-            await asyncio.sleep(0.01)
-        waiting = client.submit(_hold, "2", key="hold-2", workers=[a.address])
-        while "for memory wait []" in (await describe_worker(a))["runtime"]["memory"]:
-            await asyncio.sleep(0.01)
-        await dask_gpurt.disable(client)
-        while not _events["2 runs"].is_set():
-            await asyncio.sleep(0.01)
-        _events["go on"].set()
-        assert await client.gather([running, waiting]) == [5 * MIB] * 2
-
-    run(test, threads=2)
-
-
 # ---- reports of waits --------------------------------------------------------------------
 
 

@@ -6,12 +6,10 @@ import asyncio
 from typing import Any
 
 import dask
-import dask.bag as db
 import dask.dataframe as dd
 import pandas as pd
 import pytest
 from distributed import Event
-from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 import dask_gpurt
 from dask_gpurt.worker.reports import TopologyReporter
@@ -27,7 +25,6 @@ from tests.helpers.switching import (
     assert_on,
     assert_shuffles,
     begun,
-    runs,
     setup_stops,
     setup_stops_early,
     teardown_stops,
@@ -195,45 +192,6 @@ def test_parts_that_fail_to_switch_off_are_reported_and_the_rest_is_off(
         await assert_shuffles(client, ours=True)
 
 
-def test_a_key_that_can_not_be_read_does_not_keep_a_worker_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, a: Any) -> None:
-        await dask_gpurt.enable(client)
-        whole, broken = client.submit(range, 5), client.submit(range, 7)
-        await client.gather([whole, broken])
-        data = a.plugins["gpurt"].data
-        copies = data._tiered_buffer.copies
-
-        def fails(keys: Any) -> Any:
-            if broken.key in keys:
-                raise PermissionError("the disk was taken away")
-            return copies(keys)
-
-        monkeypatch.setattr(data._tiered_buffer, "copies", fails)
-        await dask_gpurt.disable(client)
-        assert list(await whole) == list(range(5))
-        assert list(await broken) == list(range(7)), "it is computed again"
-
-
-def test_giving_data_back_looks_at_each_key_a_few_times() -> None:
-    class Counted(dict[Any, Any]):
-        looks = 0
-
-        def __contains__(self, key: object) -> bool:
-            Counted.looks += 1
-            return super().__contains__(key)
-
-    @on_plain_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, a: Any) -> None:
-        await dask_gpurt.enable(client)
-        keys = 300
-        kept = await client.scatter({f"key-{i}": i for i in range(keys)})
-        a.plugins["gpurt"].data._before = Counted()
-        await dask_gpurt.disable(client)
-        assert len(a.data) == len(kept) == keys
-        assert Counted.looks < 5 * keys
-
-
 # ---- collections -----------------------------------------------------------------------------
 
 
@@ -280,18 +238,6 @@ def test_a_shuffle_that_was_taken_over_is_computed_by_tasks_after_switching_off(
                 assert len(await client.compute(one)) == length
 
 
-def test_bags_are_grouped_while_it_is_on() -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.enable(client)
-        with client.as_current():
-            grouped = await client.compute(
-                db.from_sequence(range(10), npartitions=2).groupby(lambda x: x % 2)
-            )
-        assert sorted(key for key, _ in grouped) == [0, 1]
-        assert dask.config.get("dataframe.shuffle.method", None) is None
-
-
 @pytest.mark.parametrize("begun_before", [True, False])
 def test_a_task_ends_after_it_was_switched_off(monkeypatch: pytest.MonkeyPatch, begun_before: bool) -> None:
     """Its result finds no room, or it waits for room, in tiers that no longer exist."""
@@ -314,41 +260,3 @@ def test_a_task_ends_after_it_was_switched_off(monkeypatch: pytest.MonkeyPatch, 
         gate.open.set()
         await go.set()
         assert len(await task) == LARGE
-
-
-# ---- retries -----------------------------------------------------------------------------------
-
-
-def test_outputs_may_be_lost_more_often_than_a_shuffle_may_fail() -> None:
-    @on_plain_cluster(**{"gpurt.shuffle.retries": 1})
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.enable(client)
-        runtime = scheduler.extensions["gpurt"]
-        with client.as_current():
-            kept = client.persist(dd.from_pandas(FRAME, npartitions=4).shuffle("key"))
-            for day in range(4):
-                found = await client.compute(kept)
-                assert sorted(found["row"]) == list(range(ROWS)), day
-                assert await runs(client) == 2, "each worker goes on with its first"
-                for worker in (a, b):
-                    outputs = [key for key in worker.data if "gpurtshuffle" in str(key)]
-                    runtime.lost(worker.address, outputs)
-
-
-def test_a_barrier_fails_that_could_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its failure ends the run, so a retry finds no run: Dask reports that instead of the original error."""
-    barrier = ShuffleWorkerPlugin._barrier
-    errors = [ValueError("injected")]
-
-    async def fails_once(self: Any, shuffle_id: Any, run_ids: Any) -> int:
-        if errors:
-            raise errors.pop()
-        return await barrier(self, shuffle_id, run_ids)
-
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.enable(client)
-        monkeypatch.setattr(ShuffleWorkerPlugin, "_barrier", fails_once)
-        with client.as_current(), pytest.raises(RuntimeError, match="during barrier phase") as caught:
-            await client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"), retries=2)
-        assert "injected" in str(caught.value.__cause__)

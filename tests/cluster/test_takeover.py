@@ -7,19 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import dask
-import dask.array as da
-import dask.bag as db
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 
 import dask_gpurt
 from dask_gpurt.cli.doctor import print_facts
 from dask_gpurt.cli.examine import examine
 from tests.helpers.clusters import assert_same_partitions, counters, partitions
-from tests.helpers.slow import except_slow, slow
 
 ROWS, PARTS = 200, 4
 
@@ -42,37 +39,14 @@ def other() -> Any:
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "shuffle": lambda: collection().shuffle("key"),
     "without its index": lambda: collection().shuffle("key", ignore_index=True),
-    "to fewer": lambda: collection().shuffle("key", npartitions=2),
-    "to more": lambda: collection().shuffle("key", npartitions=9),
     "merge": lambda: collection().merge(other(), on="key", how="left"),
-    "merge on two": lambda: collection().merge(other(), on=["key", "name"], how="outer"),
-    "merge on the index": lambda: collection().merge(other(), left_index=True, right_on="key"),
-    "merge after a shuffle": lambda: collection().shuffle("key").merge(other(), on="key"),
     "groupby": lambda: collection().groupby("key").agg({"value": ["max", "count"]}, split_out=3),
-    "groupby apply": lambda: collection().groupby("key").apply(len, meta=("rows", "int64")),
-    "nunique": lambda: collection().groupby("key").name.nunique(split_out=3),
     "drop_duplicates": lambda: collection().drop_duplicates(["key", "name"], split_out=3)[["key", "name"]],
-    "value_counts": lambda: collection().name.value_counts(split_out=2),
-    "set_index": lambda: collection().set_index("key"),
     "sort_values": lambda: collection().sort_values(["key", "value"]),
 }
 
 
-#: Programs that another one is much like.
-MORE_PROGRAMS = (
-    "to fewer",
-    "to more",
-    "merge on two",
-    "merge on the index",
-    "merge after a shuffle",
-    "groupby apply",
-    "nunique",
-    "value_counts",
-    "set_index",
-)
-
-
-@pytest.mark.parametrize("program", except_slow(PROGRAMS, MORE_PROGRAMS))
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_configured_tasks_give_the_rows_of_tasks(client: Client, program: str) -> None:
     build = PROGRAMS[program]
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
@@ -164,8 +138,7 @@ def test_an_argument_is_taken_over_only_where_all_are(client: Client, capsys: An
     assert "shuffle.left.only-configured" in repr(dask_gpurt.report(client))
 
 
-@pytest.mark.parametrize("scheduler", ["threads", slow("sync"), slow(dask.get)])
-def test_a_local_scheduler_in_an_argument_keeps_its_tasks(client: Client, scheduler: Any) -> None:
+def test_a_local_scheduler_in_an_argument_keeps_its_tasks(client: Client) -> None:
     table = pd.DataFrame({"key": [1, 2, 3] * 8, "value": range(24)})
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):
         frame = dd.from_pandas(table, npartitions=4)
@@ -174,44 +147,9 @@ def test_a_local_scheduler_in_an_argument_keeps_its_tasks(client: Client, schedu
             result = asked.compute()
             between = counters(client)["shuffle.runs"]
             assert between > before
-            assert asked.compute(scheduler=scheduler) == result
-            assert asked.persist(scheduler=scheduler).compute() == result
-            assert dask.compute([asked], scheduler=scheduler) == ([result],)
+            assert asked.compute(scheduler="threads") == result
+            assert asked.persist(scheduler="threads").compute() == result
+            assert dask.compute([asked], scheduler="threads") == ([result],)
             assert counters(client)["shuffle.runs"] == between
             assert asked.compute(scheduler=client) == result
             assert counters(client)["shuffle.runs"] > between
-
-
-def test_the_name_is_a_method(client: Client) -> None:
-    runs = told(client, "shuffle.runs")
-    ours = partitions(collection().shuffle("key", shuffle_method="gpurt"))
-    assert told(client, "shuffle.runs") > runs
-    theirs = partitions(collection().shuffle("key", shuffle_method="tasks"))
-    assert_same_partitions(ours, theirs, in_order=False)
-
-
-def test_bags_and_tasks_of_arrays_are_left_alone(client: Client) -> None:
-    before = counters(client)
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "gpurt.takeover": "all"}):
-        grouped = dict(db.from_sequence(range(10), npartitions=2).groupby(lambda number: number % 2))
-        turned = da.ones((8, 8), chunks=(1, 8)).rechunk((8, 1), method="tasks").sum().compute()
-    assert {key: sorted(numbers) for key, numbers in grouped.items()} == {
-        0: [0, 2, 4, 6, 8],
-        1: [1, 3, 5, 7, 9],
-    }
-    assert turned == 64
-    after = counters(client)
-    assert not any(after[name] != before.get(name, 0) for name in after if name.startswith("shuffle."))
-
-
-def test_a_client_that_is_not_involved_keeps_its_tasks(client: Client) -> None:
-    with (
-        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as second,
-        Client(second, set_as_default=False) as plain,
-        dask.config.set({"dataframe.shuffle.method": "tasks"}),
-        plain.as_current(),
-    ):
-        assert not dask_gpurt.is_enabled(plain)
-        graph = collection().shuffle("key").optimize().__dask_graph__()
-        assert not any("p2p" in str(key) or "shuffle-barrier" in str(key) for key in graph)
-        assert len(collection().shuffle("key").compute()) == ROWS * PARTS
