@@ -22,7 +22,6 @@ import dask_gpurt
 from dask_gpurt.scheduler import silence
 from dask_gpurt.scheduler.recovery import Recovery
 from tests.helpers.clusters import Library, canonical, cluster, counters, partitions, to_pandas
-from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
 PARTS, ROWS = 8, 5_000
@@ -154,8 +153,8 @@ def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> Non
     assert_right(build(library).shuffle("key").persist())
 
 
-def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch, *, its_own: bool) -> list[str]:
-    """Stop a worker with SIGSTOP when the first barrier is sent: the one that runs it, or another.
+def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stop a worker with SIGSTOP when the first barrier is sent to another one.
 
     Returns a list that receives its address. Silence is noticed after a second.
     """
@@ -167,7 +166,7 @@ def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch, *, its_own:
         transition(self, key, finish, worker)
         if finish == "processing" and id_from_key(key) and not stopped:
             where = self._scheduler.tasks[key].processing_on.address
-            stopped.append(where if its_own else next(each for each in processes if each != where))
+            stopped.append(next(each for each in processes if each != where))
             os.kill(processes[stopped[0]], signal.SIGSTOP)
 
     monkeypatch.setattr(Recovery, "transition", stops)
@@ -185,16 +184,10 @@ def continued(client: Client) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(
-    ("which", "path"), [("another", "auto"), slow("its own", "auto"), slow("another", "comms")]
-)
-def test_a_worker_is_stopped_at_the_barrier(
-    library: Library, monkeypatch: pytest.MonkeyPatch, which: str, path: str
-) -> None:
+def test_a_worker_is_stopped_at_the_barrier(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others finish without it. Afterwards it takes part again."""
-    paths = {} if path == "auto" else {"exchange__paths": ["comms"]}
-    with cluster(library.name, workers=3, **paths) as client:
-        stopped = stop_at_barrier(client, monkeypatch, its_own=which == "its own")
+    with cluster(library.name, workers=3) as client:
+        stopped = stop_at_barrier(client, monkeypatch)
         with continued(client):
             out = build(library).shuffle("key").persist()
             assert_right(out)
@@ -231,18 +224,6 @@ def test_a_worker_is_killed_after_the_shuffle(own: Client, library: Library) -> 
     wait(out)
     kill(own, next(iter(own.nthreads())))
     assert_right(out)
-
-
-def test_a_worker_joins_during_transfer(own: Client, library: Library) -> None:
-    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
-    Event("go-reached", client=own).wait(timeout=60)
-    if not hasattr(own.cluster, "scale") or library.name == "cudf":
-        pytest.skip("LocalCUDACluster cannot grow beyond the GPUs there are")
-    own.cluster.scale(4)
-    own.wait_for_workers(4, timeout=60)
-    Event("go", client=own).set()
-    assert_right(out)
-    assert_right(build(library).shuffle("key", npartitions=12))
 
 
 def test_a_merge_survives_the_loss_of_a_worker(own: Client, library: Library) -> None:

@@ -139,20 +139,6 @@ def test_a_shard_is_let_go_of_while_it_is_staged(monkeypatch: pytest.MonkeyPatch
     run()
 
 
-def test_a_staged_shard_of_a_run_that_ends_is_freed() -> None:
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        here = with_accelerator(a)
-        shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
-        reply = await serve(here, shard, b)
-        assert len(reply["staged"]["offsets"]) == 2
-        assert here.pools.outbox("host").pool.used > 0
-        await here.withdraw(RUN)
-        assert here.pools.outbox("host").pool.used == 0
-
-    run()
-
-
 def hold_staging(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Block copies into host memory; returns the events that one has begun, and that lets them continue."""
     device, copying, go_on = exchange.pools.device("accelerator"), threading.Event(), threading.Event()
