@@ -157,39 +157,6 @@ def test_report_tells_failures(results: dict[str, Any]) -> None:
     assert "&lt;lost rows&gt;" in html
 
 
-def test_demo_passes_with_small_tiers_and_tells_what_was_spilled(
-    library: Library, data: tuple[str | Path, ...], tmp_path: Path
-) -> None:
-    page = tmp_path / "demo.html"
-    only = ("--backend", library.name, "--methods", "gpurt", "--partitions", "8")
-    small = {"DASK_GPURT__MEMORY__DEVICE": "16MiB", "DASK_GPURT__MEMORY__PINNED": "8MiB"}
-    done = run(*DEMO, "--json", *data, *only, "--report", page, **small)
-    results = json.loads(done.stdout)
-    assert results["passed"]
-    assert results["spilled"] > 0
-    assert "spilled to lower tiers" in page.read_text()
-
-
-def test_demo_takes_tables_of_a_directory(library: Library, tmp_path: Path) -> None:
-    folder = write_tables(tmp_path, flights=2_000)
-    only = (
-        "--backend",
-        library.name,
-        "--methods",
-        "gpurt",
-        "--scale",
-        "2",
-        "--report",
-        tmp_path / "demo.html",
-    )
-    results = json.loads(run(*DEMO, "--json", "--data", folder, *only).stdout)
-    assert results["passed"]
-    assert results["data"] == f"{folder}, 4,000 flights"
-    assert {operation["name"]: operation["rows"] for operation in results["operations"]}[
-        "join weather"
-    ] == 4_000
-
-
 def test_demo_names_the_table_or_the_column_that_is_missing(tmp_path: Path) -> None:
     folder = write_tables(tmp_path, flights=10)
     pd.read_csv(folder / "planes.csv").drop(columns="tailnum").to_csv(folder / "planes.csv", index=False)

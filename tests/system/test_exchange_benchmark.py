@@ -28,10 +28,9 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("index", ["--no-index", "--index"])
-def test_results_are_checked_and_written(index: str, tmp_path: Path) -> None:
+def test_results_are_checked_and_written(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
-    done = run("--repeat", "2", index, "--json", output)
+    done = run("--repeat", "2", "--index", "--json", output)
     assert done.returncode == 0, done.stderr
     assert "GiB shared-memory" in done.stdout
     results = json.loads(output.read_text())
@@ -42,16 +41,6 @@ def test_results_are_checked_and_written(index: str, tmp_path: Path) -> None:
     assert all(figure["phases"][phase] > 0 for phase in ("produce", "settle", "consume"))
     assert figure["counters"]["exchange.bytes.shared-memory"] > 0
     assert not results["errors"]
-
-
-def test_it_ends_in_time_and_prints_what_it_has(tmp_path: Path) -> None:
-    output = tmp_path / "results.json"
-    done = run("--repeat", "1000000", "--timeout", "45", "--json", output)
-    assert done.returncode == 1
-    assert "not done after" in done.stdout
-    results = json.loads(output.read_text())
-    assert results["turns"]
-    assert [failed["side"] for failed in results["errors"]] == ["gpurt"]
 
 
 def test_a_child_that_does_not_end_is_ended() -> None:
