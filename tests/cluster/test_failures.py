@@ -22,6 +22,7 @@ import dask_gpurt
 from dask_gpurt.scheduler import silence
 from dask_gpurt.scheduler.recovery import Recovery
 from tests.helpers.clusters import Library, canonical, cluster, counters, partitions, to_pandas
+from tests.helpers.slow import slow
 from tests.helpers.waiting import until
 
 PARTS, ROWS = 8, 5_000
@@ -153,8 +154,8 @@ def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> Non
     assert_right(build(library).shuffle("key").persist())
 
 
-def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Stop a worker with SIGSTOP when the first barrier is sent to another one.
+def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch, *, its_own: bool) -> list[str]:
+    """Stop a worker with SIGSTOP when the first barrier is sent: the one that runs it, or another.
 
     Returns a list that receives its address. Silence is noticed after a second.
     """
@@ -166,7 +167,7 @@ def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[str
         transition(self, key, finish, worker)
         if finish == "processing" and id_from_key(key) and not stopped:
             where = self._scheduler.tasks[key].processing_on.address
-            stopped.append(next(each for each in processes if each != where))
+            stopped.append(where if its_own else next(each for each in processes if each != where))
             os.kill(processes[stopped[0]], signal.SIGSTOP)
 
     monkeypatch.setattr(Recovery, "transition", stops)
@@ -184,10 +185,16 @@ def continued(client: Client) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_worker_is_stopped_at_the_barrier(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("which", "path"), [("another", "auto"), slow("its own", "auto"), slow("another", "comms")]
+)
+def test_a_worker_is_stopped_at_the_barrier(
+    library: Library, monkeypatch: pytest.MonkeyPatch, which: str, path: str
+) -> None:
     """The others finish without it. Afterwards it takes part again."""
-    with cluster(library.name, workers=3) as client:
-        stopped = stop_at_barrier(client, monkeypatch)
+    paths = {} if path == "auto" else {"exchange__paths": ["comms"]}
+    with cluster(library.name, workers=3, **paths) as client:
+        stopped = stop_at_barrier(client, monkeypatch, its_own=which == "its own")
         with continued(client):
             out = build(library).shuffle("key").persist()
             assert_right(out)
