@@ -36,7 +36,7 @@ from dask_gpurt.monitor.dashboard.pages import PARTS
 from dask_gpurt.monitor.dashboard.sampler import MAX_POINTS
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
-from dask_gpurt.placement.cost import Candidate, Terms
+from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.history import MAX_KEYS, History
 from dask_gpurt.protocol import PROGRESS_METRIC
 from dask_gpurt.topology import Place, Topology
@@ -108,7 +108,7 @@ def _decisions(addresses: list[str]) -> History:
     history = History()
     for key in range(MAX_KEYS):
         found = [
-            Candidate(addresses[(key + n) % len(addresses)], Terms(0.1 * n, 0.2, 0.3, 0.0, True))
+            Candidate(addresses[(key + n) % len(addresses)], 0.1 * n, 0.2, 0.3, True, 0)
             for n in range(COMPARED)
         ]
         history.add(("task", key), found[0].worker, found)

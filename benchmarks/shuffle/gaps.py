@@ -48,7 +48,6 @@ from rich.table import Table
 import dask_gpurt
 from benchmarks.common.commandline import write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.dask_hooks.expr import find_in_one_step
 from dask_gpurt.monitor.waiting import describe_scheduler, describe_worker
 from dask_gpurt.observe.waiting import Watchdog, arm, signalled_stacks, thread_stacks
 
@@ -368,7 +367,6 @@ def summary(ran: Sequence[TimedOperation]) -> None:
 @click.option("--output", type=click.Path(path_type=Path), help="Results.")
 def main(switches: Sequence[str], directory: Path, output: Path | None, **options: Any) -> None:
     """Look for gaps without progress."""
-    find_in_one_step()  # without this, Dask rejects about one graph in a thousand
     plan, ran = Plan(**options), list[TimedOperation]()
     parquet = directory / "table"
     parquet.mkdir(parents=True, exist_ok=True)

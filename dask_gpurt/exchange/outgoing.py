@@ -105,7 +105,7 @@ class Outbox:
         runs = Counter(f"{shuffle}[{run_id}]" for shuffle, run_id in (entry.run for entry in entries))
         return (
             f"<Outbox, {self.waiting} producers wait for room, {used} B of {capacity} used, "
-            f"shards to be released by {dict(owners)}, of {dict(runs)}>"
+            f"shards to be released by {dict(sorted(owners.items()))}, of {dict(sorted(runs.items()))}>"
         )
 
     def allocate(self, nbytes: int) -> Block:

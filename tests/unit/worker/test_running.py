@@ -95,7 +95,7 @@ def test_a_lack_of_shared_memory_is_not_retried_and_says_what_to_do(tmp_path: Pa
         runs.append(key)
         return failed(raised(RuntimeError("P2P 12 failed during transfer phase"), full))
 
-    tiers: Any = SimpleNamespace(tiered_buffer=tiered_buffer, device=SimpleNamespace(peak=lambda: 0))
+    tiers: Any = SimpleNamespace(tiered_buffer=tiered_buffer, peak=lambda: 0)
     task: Any = SimpleNamespace(state="executing", run_id=0, key="task")
     runner = TaskRunner(cast(Any, None), tiers, MEMORY, Metrics(), execute, lambda key: False)
     event = asyncio.run(runner._until_it_fits("task", task, "test"))
