@@ -92,7 +92,7 @@ chaos() {
 environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }
 step "install and test" readme_command
 newest=$(dask_version)
-step "slow tests" python -m pytest -m slow
+step "slow tests" python -m pytest -m "slow and not release"
 step "documentation" docs_site
 step "Dask's own shuffle tests" ci/dask_suite.sh
 # The chaos takes a given time, so the linters run beside it. Their output comes afterwards.

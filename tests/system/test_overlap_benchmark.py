@@ -97,6 +97,7 @@ def test_where_nothing_ran_there_is_nothing_to_share() -> None:
 # ---- as a user types it ------------------------------------------------------------------
 
 
+@pytest.mark.release
 def test_a_rehearsal_on_this_host(tmp_path: Path) -> None:
     output, picture = tmp_path / "results.json", tmp_path / "results.png"
     chosen = ("--cells", "fp32 GEMM / all-to-all", "--workloads", "join,sort", "--repeat", "1")
@@ -117,6 +118,7 @@ def test_a_rehearsal_on_this_host(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.release
 def test_a_part_that_takes_too_long_leaves_what_it_has(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     arguments = ("--parts", "collectives", "--timeouts", "15,5,5", "--repeat", "100000")

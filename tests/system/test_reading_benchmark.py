@@ -43,6 +43,7 @@ def test_a_round_is_held_against_the_same_round_without_reads_aside() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_it_runs(tmp_path: Path) -> None:
     output = tmp_path / "reading.json"
     arguments = ["--files", "4", "--rows", "1000", "--rounds", "1", "--rate", "1MiB", "--json", str(output)]
