@@ -27,6 +27,7 @@ from benchmarks.overlap import workloads as overlap_workloads
 from benchmarks.overlap.figures import OFF, Round
 from benchmarks.overlap.plan import Plan, rotated
 from dask_gpurt.cli.cluster import local_cluster
+from dask_gpurt.device import Streams
 from dask_gpurt.overlap import Caps
 
 Frame = Any
@@ -82,7 +83,7 @@ class WorkloadSide:
         self.plugin = self.worker.plugins["gpurt"]
         self.exchange = self.plugin.exchange
         self.device = self.exchange.pools.device(self.exchange.pools.main)
-        self.prioritised = self.device.prioritised
+        self.before = self.device.prioritised if isinstance(self.device, Streams) else True
         self.threads = ThreadPoolExecutor(1, thread_name_prefix="shuffles")
         self.work = overlap_workloads.make(name, plan.backend, plan.rows, plan.side)
         self.inner = self.tasks = self.shuffles = 1
@@ -99,7 +100,7 @@ class WorkloadSide:
         first
             Whether communication has the higher priority.
         """
-        self.device.prioritised = first
+        self._prioritise(first)
         if self.plugin.overlap.residency is not None:
             self._tell(partial(self.plugin.overlap.use, Caps(cap)))
         self.board.meet()
@@ -161,9 +162,13 @@ class WorkloadSide:
             }
             yield Round(compute, communication, {name: together[name] for name in settings})
 
+    def _prioritise(self, first: bool) -> None:
+        if isinstance(self.device, Streams):
+            self.device.prioritised = first
+
     def close(self) -> None:
         """Restore the worker's state."""
-        self.device.prioritised = self.prioritised
+        self._prioritise(self.before)
         self.threads.shutdown(wait=False)
 
     def describe(self) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from dask_gpurt.cli.environment import environment
 from dask_gpurt.client.planning.cache import RULES
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.session import SESSIONS
+from dask_gpurt.device import Streams
 
 from ..common.commandline import split_list, write
 from ..common.processes import Child
@@ -60,7 +61,8 @@ def prioritise(client: Client, first: bool) -> None:
     def change(dask_worker: Any) -> None:
         pools = dask_worker.plugins["gpurt"].exchange.pools
         for device in pools.devices.values():
-            device.prioritised = first
+            if isinstance(device, Streams):
+                device.prioritised = first
 
     client.run(change)
 
