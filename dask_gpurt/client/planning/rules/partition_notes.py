@@ -110,7 +110,7 @@ def is_aligned(join: Any, side: Any, on: Any) -> bool:
     hashed = other if is_left else own
     wanted = Division(columns, hashed)
     aligned = any(found == wanted for found in divisions(side) if found.hashed is not None)
-    _log(join, f"the {'left' if is_left else 'right'} side", wanted, side, is_shuffled=not aligned)
+    _log(join, f"rows of the {'left' if is_left else 'right'} side", wanted, side, is_shuffled=not aligned)
     return aligned
 
 
