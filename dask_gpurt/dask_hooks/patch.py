@@ -79,19 +79,6 @@ class _Item:
             self.mapping[self.key] = value
 
 
-class _Class:
-    """Access the class of an instance whose slots leave no room for an instance method."""
-
-    def __init__(self, owner: Any):
-        self.owner = owner
-
-    def read(self) -> Any:
-        return type(self.owner)
-
-    def write(self, value: Any) -> None:
-        self.owner.__class__ = value
-
-
 class _Property(property):
     """Support attributes of a property."""
 
@@ -246,26 +233,6 @@ class PatchSet:
         else:
             installed = patch.function(getattr(owner, name), wrap)
         self._install(patch, installed)
-
-    def put_class(self, instance: Any, seam: Seam, wrap: Wrap) -> None:
-        """Replace a method of an instance with slots by giving the instance a subclass of its own.
-
-        Parameters
-        ----------
-        wrap
-            As in :meth:`replace`, but functions take the instance as their first argument.
-
-        Raises
-        ------
-        UnsupportedError
-            If the method differs from the known one.
-        """
-        if (difference := seam.difference(instance)) is not None:
-            raise UnsupportedError(difference)
-        patch = _Patch(_Class(instance), self._layer)
-        kind: type = patch.before
-        method = patch.function(getattr(kind, seam.attribute), wrap)
-        self._install(patch, type(kind.__name__, (kind,), {"__slots__": (), seam.attribute: method}))
 
     def put_item(self, mapping: MutableMapping[str, Any], key: str, wrap: Wrap) -> None:
         """Replace a function in a mapping, such as a server's handler."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dask_gpurt.topology.estimate import RETURN_FACTOR, ConnectionSetup, PairOverrides, SpeedEstimate, factor
@@ -135,11 +135,6 @@ class Topology:
         """Return the hosts that have workers."""
         return self._on_host.keys()
 
-    def neighbourhoods(self, worker: str) -> tuple[tuple[str, ...], ...]:
-        """Return the names of a worker's device, NVLink domain and host; none if its place is unknown."""
-        place = self._places.get(worker)
-        return tuple(_neighbourhoods_of(place)) if place else ()
-
     # ---- links -----------------------------------------------------------------------
 
     def link(self, source: str, target: str, by_comms: bool = False) -> Link:
@@ -256,14 +251,6 @@ class Topology:
     def overrides(self) -> int:
         """Return the number of pairs with their own speed."""
         return len(self._overrides)
-
-
-def _neighbourhoods_of(place: Place) -> Iterator[tuple[str, ...]]:
-    if place.device is not None:
-        yield "device", place.host, place.device
-    if place.nvlink is not None:
-        yield "nvlink", place.nvlink
-    yield "host", place.host
 
 
 def _pair(link: Link, here: Place, there: Place) -> Pair:

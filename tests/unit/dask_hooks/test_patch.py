@@ -196,30 +196,6 @@ def test_handlers_stay_and_answer_off_until_they_are_added_again() -> None:
     assert handlers["get"]() == "off"
 
 
-class Slotted:
-    """Stand in for a state of Dask without room for attributes."""
-
-    __slots__ = ()
-
-    def method(self, at: int) -> list[Any]:
-        return ["Dask", at]
-
-
-METHOD = Seam(f"{__name__}:Slotted.method", "self at")
-
-
-def test_an_instance_with_slots_gets_a_class_of_its_own() -> None:
-    one, other, inner, outer = Slotted(), Slotted(), PatchSet(), PatchSet()
-    inner.put_class(one, METHOD, ours)
-    outer.put_class(one, METHOD, ours)
-    assert one.method(1) == ["ours", "ours", "Dask", 1]
-    assert other.method(1) == ["Dask", 1]
-    inner.restore()
-    assert one.method(1) == ["ours", "Dask", 1]
-    outer.restore()
-    assert type(one) is Slotted
-
-
 def test_a_method_that_differs_is_not_replaced() -> None:
     dasks, patches = Dasks(), PatchSet()
     with pytest.raises(UnsupportedError, match=r"method takes \(at\), expected \(at, more\)"):

@@ -79,7 +79,6 @@ def test_dependencies_go_by_tcp_where_dasks_comms_do(by_tcp: bool) -> None:
 def test_unknown_workers_are_reached_by_tcp() -> None:
     topology = picture(x=Place("a", rdma=True))
     assert topology.link("x", "unknown") == topology.link("unknown", "other") == Link.TCP
-    assert topology.neighbourhoods("unknown") == ()
 
 
 def test_the_report_of_a_host_counts_before_the_places_of_devices() -> None:
@@ -93,30 +92,9 @@ def test_the_report_of_a_host_counts_before_the_places_of_devices() -> None:
 # ---- near and far --------------------------------------------------------------------
 
 
-def neighbours(topology: Topology, worker: str) -> list[set[str]]:
-    """Return the workers of the same device, of the same NVLink domain, and of the same host."""
-    workers = [other for host in topology.hosts for other in topology.on_host(host)]
-    return [
-        {other for other in workers if shared in topology.neighbourhoods(other)}
-        for shared in topology.neighbourhoods(worker)
-    ]
-
-
-def test_neighbourhoods_widen_from_the_device_to_the_host() -> None:
-    topology = picture(
-        far=gpu("b", 0),
-        host=gpu("a", 2),
-        nvlink=gpu("a", 1, nvlink="a/0"),
-        twin=gpu("a", 0, nvlink="a/0"),
-        me=gpu("a", 0, nvlink="a/0"),
-    )
-    assert neighbours(topology, "me") == [
-        {"me", "twin"},
-        {"me", "twin", "nvlink"},
-        {"me", "twin", "nvlink", "host"},
-    ]
-    assert neighbours(topology, "host") == [{"host"}, {"host", "nvlink", "twin", "me"}]
-    assert list(topology.on_host("a")) == ["host", "nvlink", "twin", "me"], "in the order of arrival"
+def test_workers_are_found_by_their_host() -> None:
+    topology = picture(far=gpu("b", 0), host=gpu("a", 2), twin=gpu("a", 0), me=gpu("a", 0))
+    assert list(topology.on_host("a")) == ["host", "twin", "me"], "in the order of arrival"
     assert list(topology.on_host("b")) == ["far"]
 
 
@@ -142,8 +120,10 @@ def test_workers_that_come_move_and_go_leave_nothing_behind(moves: list[tuple[st
             there[worker] = place
             topology.describe(place.host, HostLinks())
     fresh = picture(**there)
+    assert {host: set(topology.on_host(host)) for host in topology.hosts} == {
+        host: set(fresh.on_host(host)) for host in fresh.hosts
+    }
     for one in there:
-        assert neighbours(topology, one) == neighbours(fresh, one)
         for other in there:
             assert topology.link(one, other) == topology.link(other, one) == fresh.link(one, other)
     assert set(topology.hosts) == {place.host for place in there.values()}
