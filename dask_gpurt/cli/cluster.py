@@ -1,4 +1,4 @@
-"""Start a cluster on this machine, or connect to a running one."""
+"""Start a cluster on this machine, or connect to a running one, and show how far a command is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
@@ -18,6 +18,8 @@ import dask
 from distributed import Client, LocalCluster
 from distributed.deploy.cluster import Cluster
 from distributed.diagnostics import nvml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dask_gpurt.client.addresses import require_scheduler
 
@@ -203,3 +205,48 @@ def connected(address: str, *, as_default: bool = False) -> Iterator[Client]:
         yield client
     finally:
         client.close(timeout=CLOSE_TIMEOUT_S)
+
+
+#: Takes what the command does now, the number of steps that are done, and that of all steps if it is known.
+Show = Callable[[str, int, int | None], None]
+
+
+@contextmanager
+def progress(*, width: int, quiet: bool) -> Iterator[Show]:
+    """Show progress on standard error while the body runs.
+
+    Parameters
+    ----------
+    width
+        Characters for what the command does.
+    quiet
+        Whether to show nothing.
+
+    Yields
+    ------
+    function
+        Call it for each step.
+    """
+    console = Console(stderr=True)
+    if quiet:
+        yield lambda doing, done, total: None
+    elif not console.is_terminal:
+        yield _lines()
+    else:
+        columns = (TextColumn(f"{{task.description:<{width}}}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
+
+
+def _lines() -> Show:
+    """Return a function that prints a line whenever the command does something else."""
+    last = ""
+
+    def show(doing: str, done: int, total: int | None) -> None:
+        nonlocal last
+        if doing != last:
+            last = doing
+            click.echo(f"{doing} ({done} of {total} done)" if total else doing, err=True)
+
+    return show

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dask_gpurt.cli.cluster import connected
-from dask_gpurt.cli.examine import examine
-from dask_gpurt.cli.verdicts import as_yaml
+from dask_gpurt.cli.examine import as_yaml, examine
 from dask_gpurt.dask_hooks import State
 from dask_gpurt.device.host import SHM
 from dask_gpurt.observe import MethodChoice

@@ -31,9 +31,9 @@ from dask_gpurt.dask_hooks.expr import (
     parameters,
     task_of,
 )
-from dask_gpurt.dask_hooks.graph import Task
 from dask_gpurt.dask_hooks.planning import set_metadata
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, run_barrier
+from dask_gpurt.dask_hooks.types import Task
 from dask_gpurt.frames import Hashed, Ranged, column_names
 from dask_gpurt.frames.key_values import partitions_by_value
 from dask_gpurt.shuffle import ShuffleSpec

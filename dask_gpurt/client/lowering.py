@@ -81,9 +81,9 @@ from dask_gpurt.dask_hooks.expr import (
     replace_merge,
 )
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
-from dask_gpurt.dask_hooks.graph import convert_legacy_graph
 from dask_gpurt.dask_hooks.planning import keys_of
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
+from dask_gpurt.dask_hooks.types import convert_legacy_graph
 from dask_gpurt.frames import library
 from dask_gpurt.observe import MethodChoice
 from dask_gpurt.shuffle import ShuffleSpec

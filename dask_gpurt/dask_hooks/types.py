@@ -1,4 +1,6 @@
-"""Declare the used members of Dask's workers and schedulers as protocols that mypy checks.
+"""Export the tasks of graphs, and declare the used members of Dask's workers and schedulers as protocols.
+
+mypy checks the protocols.
 
 Each protocol names Dask's class and lists the members that the runtime uses. Read-only attributes are
 properties, so that test doubles may compute them. The functions at the end make mypy fail if a type in Dask
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from distributed.shuffle._scheduler_plugin import ShuffleSchedulerPlugin
     from distributed.worker_state_machine import StateMachineEvent
     from tornado.ioloop import IOLoop, PeriodicCallback
-
+from dask._task_spec import Alias, GraphNode, Task, TaskRef, convert_legacy_graph
+from dask.dataframe.core import _concat as concat
+from dask.dataframe.multi import merge_chunk
 
 # ---- on a worker -----------------------------------------------------------------------------------
 
@@ -398,3 +402,6 @@ if TYPE_CHECKING:
 
     def _worker_state(of_dask: scheduler.WorkerState) -> WorkerState:
         return of_dask
+
+
+__all__ = ["Alias", "GraphNode", "Task", "TaskRef", "concat", "convert_legacy_graph", "merge_chunk"]

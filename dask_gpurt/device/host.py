@@ -2,6 +2,8 @@
 
 The file never has a name, so nothing has to be cleaned up: the kernel frees it with the last process that
 has it open or mapped, even after ``kill -9``. Peers on the same host open it through ``/proc/<pid>/fd/<fd>``.
+Each pool takes a descriptor, and so do connections and files of spilled data: a process that has few left
+warns before connections fail, which looks as if the peers did not answer.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import contextlib
 import errno
 import mmap
 import os
+import resource
 import secrets
 import threading
 import weakref
@@ -22,7 +25,6 @@ from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena, Ranges
 from dask_gpurt.device.base import Fence, passed
-from dask_gpurt.device.descriptors import advice
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
     Block,
@@ -364,3 +366,33 @@ class HostDevice:
 
     def close(self) -> None:
         pass
+
+
+#: Fewer free descriptors than these are reported: a connection, a pool and a file for a few peers.
+FEW_LEFT = 32
+_USED = "/proc/self/fd"
+#: Errors of a process and of a system without descriptors.
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE)
+_RIGHT = "raise the limit (ulimit -n) before workers start, or close files in tasks"
+
+
+def few_left() -> str | None:
+    """Return what is wrong and what would be right if few descriptors are left, else None. Blocks."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir(_USED))
+    except OSError as error:
+        if error.errno not in _NONE_LEFT:
+            return None  # this system does not list them
+        used = limit
+    if limit == resource.RLIM_INFINITY or limit - used >= FEW_LEFT:
+        return None
+    return (
+        f"{used} of {limit} file descriptors of this worker are in use, and connections to its peers, their "
+        f"shared memory and spilled data need some: {_RIGHT}"
+    )
+
+
+def advice(error: OSError) -> str:
+    """Return an addition to the message of an error, if it is for lack of descriptors."""
+    return f"; {_RIGHT}" if error.errno in _NONE_LEFT else ""

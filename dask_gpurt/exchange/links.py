@@ -17,8 +17,8 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology import SHIPPED, Link, Speed
+from dask_gpurt.topology.estimate import WindowedRatio
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 
 #: Seconds until the scheduler is asked again about an unknown peer.

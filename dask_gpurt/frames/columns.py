@@ -9,6 +9,8 @@ This is for numbers, dates and strings of Arrow; frames with other columns are p
   strings that are there, unless all are; and the characters.
 
 Each of these is aligned.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ import pyarrow as pa
 
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, giving_back
-from dask_gpurt.frames.sorting import order_of
 
 try:
     from pandas.api.internals import create_dataframe_from_blocks  # type: ignore[import-not-found]
@@ -133,7 +134,7 @@ class PandasLayout:
         """Concatenate parts of this layout into new memory.
 
         The rows are sorted by ``order_by`` if that is fast and unambiguous; see
-        :func:`~dask_gpurt.frames.sorting.order_of`.
+        :func:`~dask_gpurt.frames.columns.order_of`.
         """
         rows = sum(part.offsets[part.index + 1] - part.offsets[part.index] for part in parts)
         index = [] if self.index is None else [np.empty(rows, self.index)]
@@ -358,3 +359,44 @@ def take(column: np.ndarray, order: np.ndarray, into: np.ndarray) -> None:
     """Copy elements, selected by position, into an array."""
     # mode="clip" avoids the bounds check, for which numpy would write to a temporary copy first.
     np.take(column, order, out=into, mode="clip")
+
+
+def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | None:
+    """Return the positions that sort integers in ascending order; the sort is stable.
+
+    Each number is combined with its position into one integer of 64 bits, and these are sorted, which takes a
+    third of the time of ``argsort``.
+
+    Parameters
+    ----------
+    distinct
+        Whether to return None if numbers are equal, so that the order is the same for every sort.
+
+    Returns
+    -------
+    numpy.ndarray or None
+        Positions as int64; None for other dtypes, or if the range of numbers is too wide to fit next to a
+        position.
+    """
+    if not is_whole(numbers.dtype):
+        return None
+    if not len(numbers):
+        return np.empty(0, np.int64)
+    lowest = numbers.min()
+    bits = (len(numbers) - 1).bit_length()
+    if (int(numbers.max()) - int(lowest)).bit_length() + bits > 63:
+        return None
+    order = numbers.astype(np.int64)  # for uint64 modulo 2**64, as are the differences
+    order -= lowest.astype(np.int64)
+    order <<= bits
+    order |= np.arange(len(order))
+    order.sort()
+    if distinct and ((order[1:] >> bits) == (order[:-1] >> bits)).any():
+        return None
+    order &= (1 << bits) - 1
+    return order
+
+
+def is_whole(dtype: Any) -> bool:
+    """Return whether a dtype is an integer dtype of numpy."""
+    return isinstance(dtype, np.dtype) and dtype.kind in "iu"

@@ -23,7 +23,7 @@ from cudf.core.column.utils import access_columns
 from pylibcudf.libcudf.partitioning import hash_id
 from rmm.pylibrmm.stream import DEFAULT_STREAM
 
-from dask_gpurt.dask_hooks.graph import concat
+from dask_gpurt.dask_hooks.types import concat
 from dask_gpurt.device import Block, Device, Pool, PoolFull
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.copies import Copy, DeviceSpan, address

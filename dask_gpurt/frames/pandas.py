@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from pandas.core.util.hashing import combine_hash_arrays  # type: ignore[attr-defined]
 
-from dask_gpurt.dask_hooks.graph import concat
+from dask_gpurt.dask_hooks.types import concat
 from dask_gpurt.device import Device, PoolFull
 from dask_gpurt.frames.backend import (
     BlockAllocator,
@@ -27,9 +27,8 @@ from dask_gpurt.frames.backend import (
     Ranged,
     Routed,
 )
-from dask_gpurt.frames.columns import Columns, PandasLayout, Selected
+from dask_gpurt.frames.columns import Columns, PandasLayout, Selected, is_whole, order_of
 from dask_gpurt.frames.pickled import Chunks, Pickled, own
-from dask_gpurt.frames.sorting import is_whole, order_of
 
 #: Rows that are hashed at a time, so that temporary arrays fit into the cache, and into memory that the
 #: allocator reuses without a system call.

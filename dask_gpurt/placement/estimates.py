@@ -10,9 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
-from dask_gpurt.dask_hooks.graph import Alias
 from dask_gpurt.dask_hooks.scheduler import network_occupancy, prefix_duration
-from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, TaskPrefix, WorkerState
+from dask_gpurt.dask_hooks.types import Alias, SchedulerState, SchedulerTask, TaskPrefix, WorkerState
 from dask_gpurt.memory.ledger import ClusterMemory, FreeMemory
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.cost import Candidate, End, Routes

@@ -49,7 +49,7 @@ class LocalRun:
 
     def output(self, partition: int) -> Any:
         """Return the rows of an output."""
-        from dask_gpurt.dask_hooks.graph import concat  # a scheduler that unpickles tasks does not need it
+        from dask_gpurt.dask_hooks.types import concat  # a scheduler that unpickles tasks does not need it
 
         return concat([pieces[partition] for pieces in self.split], ignore_index=self.ignore_index)
 

@@ -1,7 +1,7 @@
 """Estimate the speeds of links from transfers, starting from a prior and discounting old transfers.
 
-The first transfer from one worker to another takes longer than later ones; its extra time is estimated
-separately.
+Ratios are estimated online, from noisy samples that drift: the whole module is pure. The first transfer from
+one worker to another takes longer than later ones; its extra time is estimated separately.
 """
 
 from __future__ import annotations
@@ -10,8 +10,44 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from dask_gpurt.observe.estimators import WindowedRatio
 from dask_gpurt.topology.links import Link, Speed
+
+
+class WindowedRatio:
+    """Estimate the ratio of two quantities that are measured in pairs, such as bytes and seconds.
+
+    Both are summed. When the sum of ``measure`` exceeds the window, both sums are scaled down to it, so older
+    pairs are discounted exponentially, by size rather than by number.
+
+    Parameters
+    ----------
+    amount, measure
+        The initial sums: a prior pair.
+    window
+        Maximum of the sum of ``measure``, in its unit.
+    """
+
+    __slots__ = ("_amount", "_measure", "_window")
+
+    def __init__(self, amount: float, measure: float, window: float):
+        self._amount, self._measure, self._window = amount, measure, window
+
+    def observe(self, amount: float, measure: float) -> None:
+        """Add a pair, or the sums of several pairs."""
+        amount, measure = self._amount + amount, self._measure + measure
+        scale = self._window / max(self._window, measure)
+        self._amount, self._measure = amount * scale, measure * scale
+
+    @property
+    def ratio(self) -> float:
+        """Return amount per measure."""
+        return self._amount / self._measure
+
+    @property
+    def inverse(self) -> float:
+        """Return measure per amount."""
+        return self._measure / self._amount
+
 
 #: Weight of the initial speed, in seconds of transfers.
 PRIOR_S = 0.1

@@ -17,7 +17,7 @@ from distributed.core import Status
 
 from dask_gpurt import config
 from dask_gpurt.dask_hooks import UnsupportedError
-from dask_gpurt.dask_hooks.nanny import another_nanny, require_free_address
+from dask_gpurt.dask_hooks.worker import another_nanny, require_free_address
 from dask_gpurt.device.base import COLOCATED
 from dask_gpurt.device.mps import MpsError, MultiProcessService
 from dask_gpurt.topology.detect import memory_of, nvml_library

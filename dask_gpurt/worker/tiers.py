@@ -20,7 +20,7 @@ from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import Allocator, Pinning
 from dask_gpurt.device.base import DeviceFiles, Guard, files_of, passed, workers_of_device
-from dask_gpurt.device.descriptors import few_left
+from dask_gpurt.device.host import few_left
 from dask_gpurt.device.libraries import spilled_by_libraries
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out

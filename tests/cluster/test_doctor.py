@@ -19,8 +19,7 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.cli import examine as module
 from dask_gpurt.cli import main
-from dask_gpurt.cli.examine import examine, shuffles_go
-from dask_gpurt.cli.verdicts import HOOK, HOOKED
+from dask_gpurt.cli.examine import HOOK, HOOKED, examine, shuffles_go
 from tests.helpers.commands import DASK, HOOKS, run
 
 ALL_HOOKS = {f"distributed.{where}.preload": [HOOK] for where in HOOKED}

@@ -30,8 +30,7 @@ from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
 from dask_gpurt.client.planning.fusing import fuse
 from dask_gpurt.client.planning.keys import Plain, frozen, own, schema_of
-from dask_gpurt.client.planning.lru import LRU
-from dask_gpurt.client.planning.packed import forget_plans, pack
+from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dask_gpurt.client.planning.lru import LRU
+from dask_gpurt.client.planning.packed import LRU
 
 #: What tells whether a file is the same: device and inode, size, and times of modification and change.
 FileState = tuple[int, int, int, int, int]

@@ -18,7 +18,6 @@ from functools import partial
 from dask.core import flatten
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.graph import GraphNode, Task
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     PlanWrapper,
@@ -37,6 +36,7 @@ from dask_gpurt.dask_hooks.planning import (
     with_seed,
 )
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
+from dask_gpurt.dask_hooks.types import GraphNode, Task
 from dask_gpurt.shuffle import ShuffleSpec
 
 #: The parameter that makes an expression specific to one computation.

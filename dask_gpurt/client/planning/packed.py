@@ -10,17 +10,64 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
 from dask.typing import Key
 
-from dask_gpurt.client.planning.lru import LRU
-from dask_gpurt.dask_hooks.graph import GraphNode
 from dask_gpurt.dask_hooks.parquet_files import pickled
 from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, graph_of
+from dask_gpurt.dask_hooks.types import GraphNode
+
+Value = TypeVar("Value")
+
+
+class LRU(Generic[Value]):
+    """Keep the most recently used values. Thread-safe.
+
+    Parameters
+    ----------
+    limit
+        The maximum number of values.
+    """
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: Hashable) -> Value | None:
+        """Return the value of a key and mark it as used; None if there is none."""
+        with self._lock:
+            found = self._values.get(key)
+            if found is not None:
+                self._values.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, value: Value) -> None:
+        """Store a value, and evict the least recently used one if there are too many."""
+        dropped = None
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            if len(self._values) > self._limit:
+                dropped = self._values.popitem(last=False)
+        del dropped  # outside the lock: its finaliser may run any code
+
+    def clear(self) -> None:
+        """Drop all values."""
+        with self._lock:
+            values, self._values = self._values, OrderedDict()
+        values.clear()
+
 
 #: The most plans that a process keeps for those who send them again, and the largest of these.
 PLANS_LIMIT, PAYLOAD_LIMIT_BYTES, TASKS_LIMIT = 128, 4 * 1024 * 1024, 1_000

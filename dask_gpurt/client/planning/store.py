@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from dask_gpurt.client.planning.keys import digest_of
-from dask_gpurt.client.planning.lru import LRU
+from dask_gpurt.client.planning.packed import LRU
 from dask_gpurt.config import cache_files
 from dask_gpurt.dask_hooks import parquet_files
 from dask_gpurt.observe import Fallback, Metrics

@@ -14,9 +14,15 @@ import click
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, connected, default_workers, local_cluster, rmm_pool_option
+from dask_gpurt.cli.cluster import (
+    choose_backend,
+    connected,
+    default_workers,
+    local_cluster,
+    progress,
+    rmm_pool_option,
+)
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.cli.progress import progress
 from dask_gpurt.tools.bench import measure
 from dask_gpurt.tools.bench.measure import METHODS
 from dask_gpurt.tools.bench.results import Run

@@ -26,9 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 import dask_gpurt
-from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster, rmm_pool_option
+from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster, progress, rmm_pool_option
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.cli.progress import progress
 from dask_gpurt.tools.demo.flights import (
     OPERATIONS,
     DemoOperation,

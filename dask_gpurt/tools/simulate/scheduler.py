@@ -20,8 +20,8 @@ from distributed.scheduler import Scheduler, SchedulerState, WorkerState, heartb
 from distributed.stealing import WorkStealing
 from sortedcontainers import SortedDict
 
-from dask_gpurt.dask_hooks.graph import GraphNode
 from dask_gpurt.dask_hooks.scheduler import steal_interval_s
+from dask_gpurt.dask_hooks.types import GraphNode
 from dask_gpurt.tools.simulate.clock import Clock, Name
 
 #: The name of the only client.

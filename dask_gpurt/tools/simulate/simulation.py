@@ -12,8 +12,8 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.graph import GraphNode
 from dask_gpurt.dask_hooks.scheduler import steal_requests
+from dask_gpurt.dask_hooks.types import GraphNode
 from dask_gpurt.observe import Metrics
 from dask_gpurt.tools.simulate.clock import Clock, Name, Stuck
 from dask_gpurt.tools.simulate.cluster import Cluster, Machine, address

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dask_gpurt.dask_hooks.graph import Alias, GraphNode, Task, TaskRef
+from dask_gpurt.dask_hooks.types import Alias, GraphNode, Task, TaskRef
 from dask_gpurt.tools.simulate.clock import Name
 
 

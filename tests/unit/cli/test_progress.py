@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_gpurt.cli.progress import progress
+from dask_gpurt.cli.cluster import progress
 
 
 def steps(*, quiet: bool) -> None:

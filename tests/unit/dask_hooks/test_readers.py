@@ -20,8 +20,8 @@ from dask.dataframe.dask_expr.io.io import FusedParquetIO
 from dask.dataframe.dask_expr.io.parquet import ReadParquetPyarrowFS
 
 from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.graph import Task, TaskRef
 from dask_gpurt.dask_hooks.readers import READERS, STREAM_READERS, WRITERS, Readers
+from dask_gpurt.dask_hooks.types import Task, TaskRef
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os, resource
-from dask_gpurt.device.descriptors import FEW_LEFT, few_left
+from dask_gpurt.device.host import FEW_LEFT, few_left
 from dask_gpurt.device.host import HostDevice, HostPool
 from dask_gpurt.device.pool import MappingError
 

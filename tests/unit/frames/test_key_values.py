@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.dask_hooks.graph import merge_chunk  # imports Dask's hashes
+from dask_gpurt.dask_hooks.types import merge_chunk  # imports Dask's hashes
 from dask_gpurt.frames.key_values import partitions_by_value
 from tests.helpers.planned import some_programs
 

@@ -17,9 +17,8 @@ from pandas.testing import assert_frame_equal
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.frames import Hashed, Part, Ranged, Routed
-from dask_gpurt.frames.columns import Columns, PandasLayout
+from dask_gpurt.frames.columns import Columns, PandasLayout, order_of
 from dask_gpurt.frames.pandas import PandasTable
-from dask_gpurt.frames.sorting import order_of
 
 OUTPUTS = 7
 NAMES = np.array(["", "a", "Grüße", None, "東京" * 9], dtype=object)

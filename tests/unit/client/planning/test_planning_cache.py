@@ -23,7 +23,7 @@ from pyarrow.fs import LocalFileSystem
 from dask_gpurt import dask_hooks
 from dask_gpurt.client.planning import cache as module
 from dask_gpurt.client.planning.keys import CATEGORIES_LIMIT, frozen, schema_of
-from dask_gpurt.client.planning.lru import LRU
+from dask_gpurt.client.planning.packed import LRU
 from dask_gpurt.dask_hooks import Seam, SeamGroup
 from dask_gpurt.dask_hooks import planning as seam
 from tests.helpers.planned import Planner
