@@ -11,14 +11,17 @@ shuffled?).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dask_gpurt.client.planning.reads import is_idle
 from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 from dask_gpurt.observe import Metrics
+
+logger = logging.getLogger(__name__)
 
 #: The bytes up to which a table is small by default: of pandas, and on a GPU as a share of a partition, which
 #: is what dask_cudf aims at for files, 1/32 of the GPU's memory.
@@ -68,6 +71,27 @@ class PartitionSizes:
         )
 
 
+class Note(NamedTuple):
+    """Say what a rule has done to an expression, or why it has left it.
+
+    Attributes
+    ----------
+    rule
+        The name of the rule's class.
+    expression
+        The name of the expression, as it was before.
+    done
+        Whether the rule has changed it.
+    text
+        What was done, or why it was left, as the rest of a sentence that begins with the expression.
+    """
+
+    rule: str
+    expression: str
+    done: bool
+    text: str
+
+
 @dataclass(frozen=True)
 class Facts:
     """Hold what rules may ask besides the plan. Each plan gets facts of its own.
@@ -80,13 +104,22 @@ class Facts:
         Tells what is in the files, and notes on what of that the plan relies.
     metrics
         Counts what is changed.
+    notes
+        What rules have done, and what they have left and why, in this order.
     """
 
     sizes: PartitionSizes
     tables: TableFacts = field(default_factory=TableFacts)
     metrics: Metrics = field(default_factory=Metrics)
+    notes: list[Note] = field(default_factory=list)
     #: By name of a plan. Rules ask one after the other, most often of the same plan.
     _bare: dict[str, tuple[Expr, bool]] = field(default_factory=dict)
+
+    def note(self, rule: object, expression: str, text: str, *, done: bool = False) -> None:
+        """Note what a rule has done to an expression, or why it has left it. See :class:`Note`."""
+        note = Note(type(rule).__name__, expression, done, text)
+        self.notes.append(note)
+        logger.debug("%s: %s %s", note.rule, expression, text)
 
     def bare(self, plan: Expr) -> tuple[Expr, bool]:
         """Return a plan without what does nothing, and whether its results depend on partitions."""

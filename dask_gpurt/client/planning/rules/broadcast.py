@@ -21,16 +21,13 @@ The figure
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from functools import partial
 
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, with_partitions
+from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, Leave, TableRead, with_partitions
 from dask_gpurt.dask_hooks.planning import Expr
-
-logger = logging.getLogger(__name__)
 
 
 class Broadcast:
@@ -38,19 +35,23 @@ class Broadcast:
 
     def apply(self, plan: Expr, facts: Facts) -> Expr:
         """Return a plan in which small tables are single partitions."""
-        changed, number, _ = with_partitions(plan, facts, partial(choose_small, workers=facts.sizes.workers))
+        changed, number, _ = with_partitions(
+            self, plan, facts, partial(choose_small, workers=facts.sizes.workers)
+        )
         if number:
             facts.metrics.add("planning.reads.{outcome}", number, "by-size")
         return changed
 
 
-def choose_small(reads: Mapping[str, TableRead], *, workers: int) -> dict[str, int]:
+def choose_small(reads: Mapping[str, TableRead], leave: Leave, *, workers: int) -> dict[str, int]:
     """Return 1 for each read that becomes a single partition, by name.
 
     Parameters
     ----------
     reads
         All reads of a plan.
+    leave
+        Called with the name of a read that is left, and the reason.
     workers
         The number of workers.
     """
@@ -60,7 +61,7 @@ def choose_small(reads: Mapping[str, TableRead], *, workers: int) -> dict[str, i
         if (reason := _why_not(read, largest, workers)) is None:
             chosen[name] = 1
         else:
-            logger.debug("%s is not read as a single partition to broadcast: %s", name, reason)
+            leave(name, f"is not read as a single partition to broadcast: {reason}")
     return chosen
 
 

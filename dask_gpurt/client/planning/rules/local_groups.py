@@ -25,9 +25,9 @@ The figure
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from dask._expr import Expr
@@ -41,11 +41,9 @@ from dask_gpurt.client.planning.operations import is_no_operation, is_on_rows
 from dask_gpurt.client.planning.reads import is_idle
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import joins_columns
-from dask_gpurt.client.planning.rules.table_sizes import independence_of
+from dask_gpurt.client.planning.rules.table_sizes import Leave, independence_of
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import name_of, rebuild
-
-logger = logging.getLogger(__name__)
 
 #: Operations on single rows whose dtype follows from those of their inputs.
 _IN_PARTS = frozenset(
@@ -61,9 +59,11 @@ class LocalGroups:
         """Return a plan that groups rows locally where that is certain to be the same."""
         bare, depends = facts.bare(plan)
         if depends:
-            logger.debug("%s: all groups are left to Dask, since results depend on partitions", name_of(plan))
+            facts.note(
+                self, name_of(plan), "has its groups as Dask makes them, since results depend on partitions"
+            )
             return plan
-        attempt = _Attempt(facts.tables)
+        attempt = _Attempt(facts.tables, partial(facts.note, self))
         try:
             changed = attempt.change_most(bare)
             if not (changes := attempt.changes):
@@ -75,17 +75,18 @@ class LocalGroups:
             KeyError,  # Dask cannot follow a note of how rows are divided through a renaming
             TypeError,
         ) as error:
-            logger.debug("%s: all groups are left to Dask: %r", name_of(plan), error)
+            facts.note(self, name_of(plan), f"has its groups as Dask makes them: {error!r}")
             return plan
         if None in known:
-            logger.debug("%s: all groups are left to Dask, since dtypes vary", name_of(plan))
+            facts.note(self, name_of(plan), "has its groups as Dask makes them, since dtypes vary")
             return plan
         for each in filter(None, known):
             facts.tables.rely_on_dtypes(each)
         for read, column in attempt.relied:
             facts.tables.rely_on_keys(read, column)
-        logger.debug("%s: rows are grouped where they are read: %s", name_of(plan), changes)
         for what, number in changes.items():
+            text = f"has {number} {what} computed where rows are read, without a shuffle"
+            facts.note(self, name_of(plan), text, done=True)
             facts.metrics.add("planning.local.{what}", number, what)
         return changed
 
@@ -145,10 +146,11 @@ class _Attempt:
         The columns of which no value is in two files, each as a read and the name of the column.
     """
 
-    def __init__(self, facts: TableFacts) -> None:
+    def __init__(self, facts: TableFacts, leave: Leave) -> None:
         self.changes: dict[str, int] = {}
         self.relied: list[tuple[Expr, object]] = []
         self._facts = facts
+        self._leave = leave
         #: The groupbys that are left to Dask.
         self._excluded: set[int] = set()
         self._are_apart: dict[tuple[str, object], bool] = {}
@@ -159,7 +161,9 @@ class _Attempt:
             try:
                 return self.change(plan)
             except _NotForJoin as found:
-                logger.debug("groupby %d is left to Dask: its groups are not only joined", found.groups)
+                self._leave(
+                    name_of(plan), f"has groups that are not only joined, by expression {found.groups}"
+                )
                 self._excluded.add(found.groups)
 
     def change(self, plan: Expr, *, by_dask: bool = False) -> Expr:
@@ -204,7 +208,7 @@ class _Attempt:
             local = None
         if local is None or not are_alike(local, expr):
             reason = "files may share a key" if local is None else "its dtypes or names would differ"
-            logger.debug("%s is left to Dask: %s", name_of(expr), reason)
+            self._leave(name_of(expr), f"is left to Dask: {reason}")
             return expr
         if self._by_dask:
             local = grouped_in_parts(expr)

@@ -19,16 +19,13 @@ The figure
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from functools import partial
 
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, with_partitions
+from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, Leave, TableRead, with_partitions
 from dask_gpurt.dask_hooks.planning import Expr
-
-logger = logging.getLogger(__name__)
 
 
 class PartitionSize:
@@ -37,7 +34,7 @@ class PartitionSize:
     def apply(self, plan: Expr, facts: Facts) -> Expr:
         """Return a plan whose reads have as many partitions as their sizes call for."""
         changed, number, left = with_partitions(
-            plan, facts, partial(choose_partitions, threads=facts.sizes.threads)
+            self, plan, facts, partial(choose_partitions, threads=facts.sizes.threads)
         )
         if number:
             facts.metrics.add("planning.reads.{outcome}", number, "by-size")
@@ -46,25 +43,27 @@ class PartitionSize:
         return changed
 
 
-def choose_partitions(reads: Mapping[str, TableRead], *, threads: int) -> dict[str, int]:
+def choose_partitions(reads: Mapping[str, TableRead], leave: Leave, *, threads: int) -> dict[str, int]:
     """Return the number of partitions of each read for which it changes.
 
     Parameters
     ----------
     reads
         The reads of a plan, by name.
+    leave
+        Called with the name of a read that is left, and the reason.
     threads
         The number of task threads.
     """
     chosen: dict[str, int] = {}
     for name, read in reads.items():
         if not read.partition:
-            logger.debug("%s: the size of partitions is left to Dask", name)
+            leave(name, "is read in partitions of the size that Dask chooses, which is the default on pandas")
             continue
         needed = max(1, math.ceil(read.files / MOST_FILES), math.ceil(read.bytes / read.partition))
         number = math.ceil(needed / threads) * threads
         if number < read.partitions:
             chosen[name] = number
         else:
-            logger.debug("%s has %d partitions, no more than the %d needed", name, read.partitions, number)
+            leave(name, f"has {read.partitions} partitions, no more than the {number} needed")
     return chosen

@@ -7,7 +7,6 @@ what that relies on.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
 from dask_gpurt.client.planning.table_facts import Independence, TableFacts
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
-
-logger = logging.getLogger(__name__)
 
 #: The most files that are put together, since a task opens one after the other. Dask's own limit is 100.
 MOST_FILES = 100
@@ -51,15 +48,19 @@ class TableRead:
     small: int
 
 
+#: Called with the name of a read that is left to Dask, and the reason.
+Leave = Callable[[str, str], None]
 #: Returns the new number of partitions of those reads for which it changes, by name.
-Choose = Callable[[Mapping[str, TableRead]], Mapping[str, int]]
+Choose = Callable[[Mapping[str, TableRead], Leave], Mapping[str, int]]
 
 
-def with_partitions(plan: Expr, facts: Facts, choose: Choose) -> tuple[Expr, int, int]:
+def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> tuple[Expr, int, int]:
     """Return a plan with other numbers of partitions, and how many reads were changed and were left.
 
     Parameters
     ----------
+    rule
+        The rule that asks.
     plan
         A tuned plan, in which a read that a rule has changed is not changed again.
     facts
@@ -71,9 +72,9 @@ def with_partitions(plan: Expr, facts: Facts, choose: Choose) -> tuple[Expr, int
     found = parquet_reads(bare)
     if depends or not facts.sizes.threads:
         reason = "results depend on partitions" if depends else "there are no workers"
-        logger.debug("%s: all reads are left to Dask, since %s", name_of(plan), reason)
+        facts.note(rule, name_of(plan), f"has its reads as Dask makes them, since {reason}")
         return plan, 0, len(found)
-    chosen = _chosen(bare, found, facts, choose) if found else {}
+    chosen = _chosen(rule, bare, found, facts, choose) if found else {}
     if not chosen:
         return plan, 0, len(found)
 
@@ -82,31 +83,38 @@ def with_partitions(plan: Expr, facts: Facts, choose: Choose) -> tuple[Expr, int
         return found[name].with_partitions(chosen[name]) if name in chosen else expr
 
     for name, number in chosen.items():
-        logger.debug("%s is read in %d partitions, not %d", name, number, found[name].expr.npartitions)
+        text = f"is read in {number} partitions, not {found[name].expr.npartitions}"
+        facts.note(rule, name, text, done=True)
     return rebuild(bare, change), len(chosen), len(found) - len(chosen)
 
 
-def _chosen(plan: Expr, found: Mapping[str, ParquetRead], facts: Facts, choose: Choose) -> Mapping[str, int]:
+def _chosen(
+    rule: object, plan: Expr, found: Mapping[str, ParquetRead], facts: Facts, choose: Choose
+) -> Mapping[str, int]:
     """Return the number of partitions of each read for which it changes; none if a file has gone."""
+
+    def leave(name: str, reason: str) -> None:
+        facts.note(rule, name, reason)
+
     try:
-        if not (chosen := choose(_tables(found, facts))):
+        if not (chosen := choose(_tables(found, facts, leave), leave)):
             return {}
         if (known := independence_of(plan, facts.tables)) is None:
-            logger.debug("%s: all reads are left to Dask, since dtypes vary from file to file", name_of(plan))
+            leave(name_of(plan), "has its reads as Dask makes them, since dtypes vary from file to file")
             return {}
     except OSError as error:  # Dask finds out as it reads it
-        logger.debug("%s: all reads are left to Dask: %r", name_of(plan), error)
+        leave(name_of(plan), f"has its reads as Dask makes them: {error!r}")
         return {}
     facts.tables.rely_on_dtypes(known)
     return chosen
 
 
-def _tables(found: Mapping[str, ParquetRead], facts: Facts) -> dict[str, TableRead]:
+def _tables(found: Mapping[str, ParquetRead], facts: Facts, leave: Leave) -> dict[str, TableRead]:
     """Describe the reads; a table of which a column is not known, by its name, is left to Dask."""
     tables: dict[str, TableRead] = {}
     for name, read in found.items():
         if (sampled := facts.tables.sample(read.read)) is None:
-            logger.debug("%s is left to Dask: a column is not in its files", name)
+            leave(name, "is left to Dask: a column is not in its files")
             continue
         files, sample = sampled
         mean = sum(map(bytes_in_memory, sample)) / max(len(sample), 1)

@@ -50,11 +50,15 @@ reads = st.dictionaries(
 # ---- the decision -----------------------------------------------------------------------------------
 
 
+def leave(read: str, reason: str) -> None:
+    """Forget why a read is left."""
+
+
 def choose(tables: dict[str, TableRead], *, workers: int, threads: int) -> dict[str, int]:
     """Return the number of partitions of each read that either rule changes, one after the other."""
-    small = choose_small(tables, workers=workers)
+    small = choose_small(tables, leave, workers=workers)
     rest = {name: read for name, read in tables.items() if name not in small}
-    return small | choose_partitions(rest, threads=threads)
+    return small | choose_partitions(rest, leave, threads=threads)
 
 
 @given(reads=reads, workers=st.integers(1, 300), threads=st.integers(1, 8))
@@ -517,7 +521,7 @@ def test_rules_say_what_they_changed_and_what_they_left_and_why(
     said = "\n".join(caplog.messages)
     assert "is read in 1 partitions, not" in said
     assert "is not read as a single partition to broadcast: its" in said
-    assert "the size of partitions is left to Dask" in said
+    assert "is read in partitions of the size that Dask chooses" in said
     caplog.clear()
     planned(large.key.head(3, compute=False), sizes)
-    assert "all reads are left to Dask, since results depend on partitions" in caplog.text
+    assert "has its reads as Dask makes them, since results depend on partitions" in caplog.text
