@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.api import disable, enable, explain, is_enabled, memory_usage, report
+    from dask_gpurt.api import disable, enable, explain, explain_placement, is_enabled, memory_usage, report
     from dask_gpurt.client.traces import trace
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "disable",
     "enable",
     "explain",
+    "explain_placement",
     "is_enabled",
     "memory_usage",
     "report",
@@ -29,7 +30,7 @@ __all__ = [
 
 #: What to use in place of public names that the repository had before a release.
 _REMOVED = {"performance_report": "use distributed.performance_report, and dask_gpurt.trace beside it"}
-_PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report"}
+_PUBLIC = {"enable", "disable", "explain", "explain_placement", "is_enabled", "memory_usage", "report"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING, Any
 
 from dask.typing import Key
 from distributed import Client
@@ -12,9 +13,13 @@ from dask_gpurt.client import session
 from dask_gpurt.client.addresses import require_scheduler
 from dask_gpurt.client.session import is_enabled
 from dask_gpurt.observe.report import RuntimeReport
-from dask_gpurt.observe.tables import Explanation, MemoryUsage
+from dask_gpurt.observe.tables import MemoryUsage, PlacementExplanation
 
-__all__ = ["disable", "enable", "explain", "is_enabled", "memory_usage", "report"]
+if TYPE_CHECKING:
+    from dask_gpurt.client.explain.plan import Explanation
+    from dask_gpurt.client.explain.run import Analysis
+
+__all__ = ["disable", "enable", "explain", "explain_placement", "is_enabled", "memory_usage", "report"]
 
 #: Timeout for closing a client that could not switch the runtime on, in seconds.
 CLOSE_TIMEOUT_S = 2.0
@@ -177,7 +182,38 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsa
     return found
 
 
-def explain(client: Client | None, key: Key) -> Explanation:
+def explain(collection: Any, *, analyze: bool = False) -> Explanation | Analysis:
+    """Explain how a dataframe would be computed, or compute it and say where the time went.
+
+    Parameters
+    ----------
+    collection
+        A collection of Dask, usually a dataframe. It is computed by the current client, which must not be
+        asynchronous.
+    analyze
+        Whether to compute it, as ``collection.compute()`` would, and drop the result.
+
+    Returns
+    -------
+    Explanation or Analysis
+        Readable in a console and a notebook. The plan: each read with its files, partitions and estimated
+        bytes, and why it has as many partitions; each join, and whether it broadcasts; each shuffle; what
+        each rule of the planner changed, and why it left what it left; the number of tasks. With ``analyze``
+        also the time of each step, over all threads, and the changes of the program that would help most.
+
+    Raises
+    ------
+    TypeError
+        If it is no collection of Dask.
+    RuntimeError
+        If the runtime is off for the current client, or leaves planning to Dask.
+    """
+    from dask_gpurt.client.explain import watching
+
+    return watching.explain(collection, analyze=analyze)
+
+
+def explain_placement(client: Client | None, key: Key) -> PlacementExplanation:
     """Explain why placement chose the worker of a task.
 
     Parameters
@@ -189,7 +225,7 @@ def explain(client: Client | None, key: Key) -> Explanation:
 
     Returns
     -------
-    Explanation
+    PlacementExplanation
         A printable table; ``to_pandas()`` returns a frame.
 
         It has a row for each worker considered in the last decision about the task, best first: its address
@@ -204,5 +240,5 @@ def explain(client: Client | None, key: Key) -> Explanation:
         If placement is not enabled on this cluster.
     """
     client = session.open_client(client)
-    found: Explanation = client.sync(session.ask_explanation, client, key)
+    found: PlacementExplanation = client.sync(session.ask_explanation, client, key)
     return found

@@ -17,6 +17,7 @@ COMMANDS: Mapping[str, str] = {
     "chaos": "tools.chaos.command:chaos",
     "demo": "tools.demo.command:demo",
     "doctor": "cli.doctor:doctor",
+    "explain": "cli.explain:explain",
     "overlap": "cli.overlap:overlap",
     "simulate": "tools.simulate.command:simulation",
     "topology": "cli.topology:topology",

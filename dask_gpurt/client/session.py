@@ -24,7 +24,7 @@ from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
-from dask_gpurt.observe.tables import Explanation, MemoryUsage
+from dask_gpurt.observe.tables import MemoryUsage, PlacementExplanation
 from dask_gpurt.protocol import NAME
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ async def ask_report(client: Client, connect: bool) -> RuntimeReport:
     )
 
 
-async def ask_explanation(client: Client, key: Key) -> Explanation:
+async def ask_explanation(client: Client, key: Key) -> PlacementExplanation:
     """Ask the scheduler why placement chose the worker of a task."""
     rows = await _scheduler(client).gpurt_explain(key=key) if await is_on_cluster(client) else None
     if rows is None:
@@ -330,7 +330,9 @@ async def ask_explanation(client: Client, key: Key) -> Explanation:
         )
     from dask_gpurt.placement import TERMS
 
-    return Explanation(tuple(rows), ("worker", "chosen", "seconds", "missing", *TERMS, "fits"), key=key)
+    return PlacementExplanation(
+        tuple(rows), ("worker", "chosen", "seconds", "missing", *TERMS, "fits"), key=key
+    )
 
 
 async def ask_memory(client: Client, by: str) -> MemoryUsage:

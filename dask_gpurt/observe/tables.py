@@ -122,7 +122,7 @@ compared."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Explanation(PrintedTable):
+class PlacementExplanation(PrintedTable):
     """Explain the placement of a task: a row for each worker that was considered, the best first.
 
     Parameters
@@ -138,7 +138,7 @@ class Explanation(PrintedTable):
         return f"{printed[:-1]}\n{LEGEND}>" if self.rows else printed
 
     def _title(self) -> str:
-        return f"Explanation of {self.key!r}"
+        return f"Placement of {self.key!r}"
 
     def _format(self, column: str) -> Any:
         if column in ("worker", "chosen", "fits"):

@@ -29,13 +29,13 @@ def test_a_choice_is_explained_with_its_terms(client: Client) -> None:
     first = client.submit(add, 1, 2, key="first")
     second = client.submit(add, first, 3, key="second")
     assert second.result() == 6
-    frame = dask_gpurt.explain(client, "second").to_pandas()
+    frame = dask_gpurt.explain_placement(client, "second").to_pandas()
     (where,) = client.who_has(second)["second"]
     assert frame[frame.chosen].worker.tolist() == [where]
     terms = frame[["waiting", "moving", "running"]].sum(axis=1)
     assert frame.seconds.tolist() == pytest.approx(terms.tolist())
     assert frame.fits.all()
-    assert dask_gpurt.explain(client, "never heard of").to_pandas().empty
+    assert dask_gpurt.explain_placement(client, "never heard of").to_pandas().empty
     assert counters(client)["placement.decisions"] >= 2
 
 
@@ -140,7 +140,7 @@ def test_switched_off_there_are_no_reasons(client: Client) -> None:
         overridden = client.run_on_scheduler(lambda dask_scheduler: "is_rootish" in dask_scheduler.__dict__)
         assert not overridden
         with pytest.raises(RuntimeError, match=r"gpurt\.placement\.enabled"):
-            dask_gpurt.explain(client, "second").to_pandas()
+            dask_gpurt.explain_placement(client, "second").to_pandas()
         future = client.submit(add, 1, 2, pure=False)
         wait(future)
     finally:

@@ -22,7 +22,10 @@ Decisions and their figures: ``docs/decisions/planning.md``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import astuple
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +33,7 @@ from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
 from dask_gpurt.client.planning.fusing import fuse
 from dask_gpurt.client.planning.keys import Plain, frozen, own, schema_of
+from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
@@ -94,6 +98,30 @@ class Plan(NamedTuple):
     files: FilesSeen
 
 
+class Planned(NamedTuple):
+    """Hold how a plan came about, for those who ask.
+
+    Attributes
+    ----------
+    tuned
+        The plan as the rules get it: after Dask has simplified it, before it is lowered.
+    plan
+        The plan that is computed.
+    facts
+        What the rules have noted, and what is known of tables; None if the plan is left to Dask.
+    choices
+        The choices of shuffle methods, each with the name of an expression.
+    seconds
+        The time that planning took.
+    """
+
+    tuned: Expr
+    plan: Expr
+    facts: Facts | None
+    choices: list[tuple[str, MethodChoice]]
+    seconds: float
+
+
 class Planner(Protocol):
     """Say how the plans of one client are made."""
 
@@ -124,6 +152,8 @@ class PlanningCache:
     ----------
     rules
         The rules that change plans; benchmarks leave one out.
+    origins
+        Finds the lines of the program that made an operation.
     """
 
     def __init__(
@@ -133,6 +163,7 @@ class PlanningCache:
         choices: Choices | None = None,
     ):
         self.rules = RULES
+        self.origins = Origins()
         self._current = current
         self._metrics = metrics
         self._patches = PatchSet()
@@ -140,6 +171,7 @@ class PlanningCache:
         self._choices = choices or Choices(lambda expression, choice: None)
         self._settings: tuple[Any, ...] | None = None
         self._changes = 0
+        self._watching: ContextVar[Callable[[Planned], None] | None] = ContextVar("planned", default=None)
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
         self._metadata: StoredCache[Any] = StoredCache("metadata", METADATA_LIMIT, self._store)
@@ -226,6 +258,7 @@ class PlanningCache:
         expr = original(kind, *operands, **keywords)
         if self._generation() is None:
             return expr
+        self.origins.note(expr, PlanningCache.optimise.__code__)
         name = name_of(expr)
         # Dask finds a cached expression by itself; the lookup here counts as a use for the LRU.
         if self._expressions.get(name) is not None:
@@ -245,16 +278,34 @@ class PlanningCache:
         self._metrics.add("planning.expressions.{outcome}", 1, outcome)
         return expr
 
+    @contextmanager
+    def watched(self, watch: Callable[[Planned], None]) -> Iterator[None]:
+        """Have this thread plan anew, and call a function with each plan whose result goes to the client."""
+        token = self._watching.set(watch)
+        try:
+            yield
+        finally:
+            self._watching.reset(token)
+
     def optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
         """Optimise an expression as Dask's function does, or find its plan."""
         planner = self._current() if is_computation(expr) else None
         fused, local = planner is not None, runs_locally()
         sizes = planner.partition_sizes() if planner and stage in LOWERED and not local else None
 
+        facts = Facts(sizes, metrics=self._metrics) if sizes else None
+
         def plan_anew() -> Expr:
-            found = original(expr, stage) if sizes is None else self._by_rules(original, expr, stage, sizes)
+            found = original(expr, stage) if facts is None else self._by_rules(original, expr, stage, facts)
             return fuse(found) if fused else found
 
+        if fused and (watch := self._watching.get()) is not None:
+            began = time.perf_counter()
+            with self._choices.recorded() as chosen:
+                plan = plan_anew()
+            seconds = time.perf_counter() - began
+            watch(Planned(original(expr, "tuned-logical"), plan, facts, chosen, seconds))
+            return plan
         generation = self._generation()
         if generation is None or expr not in self._plain:
             return plan_anew()
@@ -293,12 +344,9 @@ class PlanningCache:
             self._metrics.fallback(Fallback.PLANNING_PICKLED_ANEW, repr(error))
             return plan
 
-    def _by_rules(
-        self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, sizes: PartitionSizes
-    ) -> Expr:
+    def _by_rules(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, facts: Facts) -> Expr:
         """Return a plan that all rules have changed; Dask's if one of them fails."""
         tuned = original(expr, "tuned-logical")
-        facts = Facts(sizes, metrics=self._metrics)
         try:
             changed = tuned
             for rule in self.rules:

@@ -1,0 +1,36 @@
+"""Run ``dask gpurt explain``: run a program, and explain each of its computations."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import click
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def explain(script: Path, arguments: tuple[str, ...]) -> None:
+    """Run SCRIPT with ARGUMENTS, and explain each computation of dataframes that it makes.
+
+    The script runs as it is, with the runtime switched on as it or the configuration says. What is printed
+    at the end goes to standard error: the plan of each computation, where its time went, and what would help
+    most. A program that fails is explained as far as it came.
+    """
+    from dask_gpurt.client.explain.watching import watched
+
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent.resolve()))
+    with watched() as found:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        finally:
+            explained = found.explanations(time.time())
+            if not explained:
+                text = "no computation of dataframes was planned by the runtime: is it on?"
+                click.echo(text, err=True)
+            for number, each in enumerate(explained, 1):
+                click.echo(f"\n--- computation {number} of {len(explained)}\n{each!r}", err=True)

@@ -1,0 +1,425 @@
+"""Describe the plan of a computation: its reads, joins, shuffles, and what rules did to it. Pure.
+
+Sizes are estimates from the footers of local files: of whole columns, before any filter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import PurePath
+from typing import Any
+
+from dask.typing import Key
+from dask.utils import format_bytes, format_time
+
+from dask_gpurt.client.planning.cache import Planned
+from dask_gpurt.client.planning.origins import Origins, kind_of
+from dask_gpurt.client.planning.reads import files_of, read_of
+from dask_gpurt.client.planning.rules import Facts
+from dask_gpurt.client.planning.rules.table_sizes import bytes_in_memory
+from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, graph_of, name_of
+from dask_gpurt.dask_hooks.types import GraphNode
+from dask_gpurt.observe import MethodChoice
+
+
+@dataclass(frozen=True)
+class Read:
+    """Describe the read of a table.
+
+    Parameters
+    ----------
+    table
+        The name of its file or folder.
+    files, partitions
+        The number of files, and of the partitions in which they are read.
+    columns
+        The columns that are read.
+    of_columns
+        The number of columns in the files.
+    bytes
+        The estimated bytes of these columns in memory; None if unknown.
+    filters
+        The filters by which files and groups of rows are left out; None for none.
+    why
+        Why it has this number of partitions.
+    line
+        The line of the program.
+    """
+
+    table: str
+    files: int
+    partitions: int
+    columns: tuple[str, ...]
+    of_columns: int
+    bytes: int | None
+    filters: str | None
+    why: str
+    line: str = ""
+
+    def __str__(self) -> str:
+        size = "" if self.bytes is None else f", up to {format_bytes(self.bytes)}"
+        kept = "" if self.filters is None else f", where {self.filters}"
+        text = (
+            f"{self.table}: {_count(self.files, 'file')} in {_count(self.partitions, 'partition')}, "
+            f"{len(self.columns)} of {self.of_columns} columns{size}{kept}"
+        )
+        return _with(text, self.line, self.why)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Describe a join or a shuffle.
+
+    Parameters
+    ----------
+    what
+        The operation and its keys.
+    how
+        How it is done: broadcast, shuffle, or in partitions as they are.
+    bytes
+        The estimated bytes of its inputs at most; None if unknown.
+    line
+        The line of the program.
+    """
+
+    what: str
+    how: str
+    bytes: int | None
+    line: str = ""
+
+    def __str__(self) -> str:
+        size = "" if self.bytes is None else f", of up to {format_bytes(self.bytes)}"
+        return _with(f"{self.what}: {self.how}{size}", self.line, "")
+
+
+@dataclass(frozen=True)
+class RuleNote:
+    """Say what a rule did, or why it did nothing."""
+
+    rule: str
+    what: str
+    text: str
+    done: bool
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.what} {self.text}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Hold the physical plan of a computation, which is readable in a console and a notebook.
+
+    Parameters
+    ----------
+    tasks
+        The number of tasks.
+    seconds
+        The time that planning took.
+    reads, joins, shuffles
+        What is done, in the order of the plan.
+    notes
+        What rules did, and what they left and why.
+    methods
+        Why shuffles go through the runtime or not.
+    names
+        What tasks do, by the name in their keys.
+    """
+
+    tasks: int
+    seconds: float
+    reads: tuple[Read, ...] = ()
+    joins: tuple[Step, ...] = ()
+    shuffles: tuple[Step, ...] = ()
+    notes: tuple[RuleNote, ...] = ()
+    methods: tuple[str, ...] = ()
+    names: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
+
+    def _lines(self) -> Iterator[str]:
+        yield f"{_count(self.tasks, 'task')}, planned in {format_time(self.seconds)}"
+        yield from _section("reads", self.reads)
+        yield from _section("joins", self.joins)
+        yield from _section("shuffles", self.shuffles)
+        yield from _section("rules applied", (note for note in self.notes if note.done))
+        yield from _section("rules that did not apply", (note for note in self.notes if not note.done))
+        yield from _section("left to Dask", self.methods)
+
+
+def explain_plan(planned: Planned, origins: Origins) -> Explanation:
+    """Describe a plan.
+
+    Parameters
+    ----------
+    planned
+        The plan, as it was made.
+    origins
+        Finds the lines of the program.
+    """
+    plan = _unwrapped(planned.plan)
+    known = {name_of(each): each for each in planned.tuned.walk()}
+    graph = graph_of(planned.plan)
+    nodes = list(_nodes(plan))
+    inner = [each for node in nodes for each in _parts(node)]
+    facts = planned.facts
+    reads: dict[str, Read] = {}
+    for each in inner:
+        if (read := read_of(each)) is not None:
+            reads.setdefault(name_of(read), _read(each, read, facts, known, origins))
+    return Explanation(
+        tasks=len(graph),
+        seconds=planned.seconds,
+        reads=tuple(reads.values()),
+        joins=tuple(_join(each, facts, origins) for each in inner if kind_of(each) == "join"),
+        shuffles=tuple(_shuffle(each, facts) for each in inner if _is_shuffle(each)),
+        notes=tuple(_notes(facts, known, origins)),
+        methods=tuple(_left(planned.choices)),
+        names=_labels(nodes, graph_of(plan), graph, origins),
+    )
+
+
+def prefix_of(key: Any) -> str:
+    """Return the name in the key of a task, which that of an expression is for most tasks."""
+    return str(key[0] if isinstance(key, tuple) else key)
+
+
+def _labels(
+    nodes: Iterable[Expr], graph: Mapping[Key, GraphNode], fused: Mapping[Key, GraphNode], origins: Origins
+) -> dict[str, str]:
+    """Say in a few words what the tasks of a graph do, by the names in their keys.
+
+    Parameters
+    ----------
+    graph, fused
+        The tasks before and after chains of them are fused: a task then does what others did before it.
+    """
+    words = {name_of(node): _words(node, origins) for node in nodes}
+    needed: dict[str, set[str]] = {}
+    for key, task in graph.items():
+        needed.setdefault(prefix_of(key), set()).update(map(prefix_of, task.dependencies))
+    kept = set(map(prefix_of, fused))
+
+    def done_by(prefix: str) -> Iterator[str]:
+        for before in sorted(needed.get(prefix, ())):
+            if before not in kept and before != prefix:
+                yield from done_by(before)
+        yield from words.get(prefix) or [prefix.rpartition("-")[0]]
+
+    return {prefix: ", ".join(dict.fromkeys(done_by(prefix))) for prefix in kept}
+
+
+def _words(node: Expr, origins: Origins) -> list[str]:
+    return [word for each in reversed(_parts(node)) if (word := _word(each, origins))]
+
+
+def _word(expr: Any, origins: Origins) -> str:
+    if (read := read_of(expr)) is not None:
+        return f"read {_table(read)}"
+    if kind_of(expr) in (None, "read"):
+        return ""
+    return _with(_what(expr), origins.of(expr), "")
+
+
+def _what(expr: Any) -> str:
+    """Name an operation with its keys, as its user would."""
+    kind = kind_of(expr)
+    if kind == "join":
+        keys = _keys(expr.left_on) if _keys(expr.left_on) == _keys(expr.right_on) else None
+        by = keys or f"{_keys(expr.left_on) or 'index'} = {_keys(expr.right_on) or 'index'}"
+        return f"{expr.how} join on {by}"
+    if kind == "group":
+        return f"group by {_keys(list(getattr(expr, 'by', ())))}"
+    if kind == "sort":
+        return f"sort by {_keys(expr.by)}"
+    if kind == "apply":
+        by = f" by {_keys(list(expr.by))}" if hasattr(expr, "by") else ""
+        return f"apply {_function(expr)}{by}"
+    return kind or type(expr).__name__
+
+
+def _function(expr: Any) -> str:
+    """Return the name of the user's function that an operation calls."""
+    found = (getattr(getattr(expr, name, None), "__name__", None) for name in ("function", "func", "arg"))
+    return next(filter(None, found), "a function")
+
+
+def _keys(keys: Any) -> str:
+    keys = keys if isinstance(keys, (list, tuple)) else [] if keys is None else [keys]
+    return ", ".join(str(getattr(key, "name", key)) for key in keys)
+
+
+# ---- nodes of a plan --------------------------------------------------------------------------------
+
+
+def _unwrapped(plan: Any) -> Expr:
+    while isinstance(plan, PlanWrapper):
+        plan = plan.plan
+    found: Expr = plan
+    return found
+
+
+def _nodes(plan: Expr) -> Iterator[Expr]:
+    """Yield each expression of a plan that has tasks, its inputs before it."""
+    seen: dict[str, Expr] = {}
+    left = [plan]
+    while left:
+        node = left.pop()
+        if name_of(node) not in seen:
+            seen[name_of(node)] = node
+            left.extend(node.dependencies())
+    yield from reversed(list(seen.values()))
+
+
+def _parts(node: Any) -> list[Any]:
+    """Return the operations that have been fused into an expression, the last one first."""
+    if "exprs" not in node._parameters:
+        return [node]
+    return [part for each in node.operand("exprs") for part in _parts(each)]
+
+
+def _is_shuffle(expr: Any) -> bool:
+    names = {each.__name__ for each in type(expr).__mro__}
+    return bool(names & {"SimpleShuffle", "TaskShuffle", "DiskShuffle", "P2PShuffle"})
+
+
+# ---- reads --------------------------------------------------------------------------------------------
+
+
+def _read(expr: Any, read: Any, facts: Facts | None, known: dict[str, Expr], origins: Origins) -> Read:
+    columns = read.columns if read.ndim == 2 else [read.name]
+    filters = read.operand("filters")
+    return Read(
+        _table(read),
+        len(files_of(read)),
+        expr.npartitions,
+        tuple(map(str, columns)),
+        len(read._dataset_info["schema"].names),
+        _bytes_of(read, facts),
+        None if not filters else _shown_filters(filters),
+        _why(read, facts, known),
+        origins.of(read),
+    )
+
+
+def _table(read: Any) -> str:
+    path = read.operand("path")
+    first = path if isinstance(path, str) else str(next(iter(path), ""))
+    return PurePath(first.rstrip("/")).name or first
+
+
+def _shown_filters(filters: Any) -> str:
+    groups = filters if isinstance(filters[0], list) else [filters]
+    return " or ".join(" and ".join(f"{a} {op} {value}" for a, op, value in group) for group in groups)
+
+
+def _bytes_of(read: Any, facts: Facts | None) -> int | None:
+    if facts is None:
+        return None
+    try:
+        sampled = facts.tables.sample(read)
+    except OSError:  # not a local file, or it has gone
+        return None
+    if sampled is None or not sampled[1]:
+        return None
+    files, sample = sampled
+    return int(files * sum(map(bytes_in_memory, sample)) / len(sample))
+
+
+def _why(read: Any, facts: Facts | None, known: dict[str, Expr]) -> str:
+    """Return the last that a rule noted of the partitions of a read, or of those of the whole plan."""
+    if facts is None:
+        return "as Dask makes it"
+    found = "as Dask makes it"
+    for note in facts.notes:
+        of = known.get(note.expression)
+        is_of_read = of is not None and (each := read_of(of)) is not None and name_of(each) == name_of(read)
+        if is_of_read or (of is not None and "reads" in note.text and read_of(of) is None):
+            found = note.text
+            if note.done:
+                break
+    return found
+
+
+# ---- joins and shuffles ---------------------------------------------------------------------------------
+
+
+def _join(expr: Any, facts: Facts | None, origins: Origins) -> Step:
+    sides = [_below(side, facts) for side in (expr.left, expr.right)]
+    return Step(_what(expr), _way(expr), _sum(sides), origins.of(expr))
+
+
+def _way(expr: Any) -> str:
+    """Say how a lowered join is done."""
+    left, right = expr.left.npartitions, expr.right.npartitions
+    names = {each.__name__ for each in type(expr).__mro__}
+    if "HashJoinP2P" in names:
+        return f"shuffle of both sides into {expr.npartitions} partitions"
+    if "BroadcastJoin" in names or (left == 1) != (right == 1):
+        small, large = ("left", right) if left < right else ("right", left)
+        return f"broadcast of the {small} side to {_count(large, 'partition')}"
+    if left == right == 1:
+        return "in one task"
+    return f"in {_count(left, 'partition')}, which both sides are divided into by the keys"
+
+
+def _shuffle(expr: Any, facts: Facts | None) -> Step:
+    by = expr.operand("original_partitioning_index") or expr.operand("partitioning_index")
+    how = f"{expr.frame.npartitions} to {_count(expr.npartitions, 'partition')}"
+    return Step(f"shuffle by {_keys(by) or 'range'}", how, _below(expr.frame, facts))
+
+
+def _below(expr: Any, facts: Facts | None) -> int | None:
+    """Return the estimated bytes of all reads that an expression needs."""
+    reads = {name_of(read): read for each in expr.walk() if (read := read_of(each)) is not None}
+    return _sum(_bytes_of(read, facts) for read in reads.values())
+
+
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    found = list(sizes)
+    return None if None in found else sum(size or 0 for size in found)
+
+
+# ---- rules ----------------------------------------------------------------------------------------------
+
+
+def _notes(facts: Facts | None, known: dict[str, Expr], origins: Origins) -> Iterator[RuleNote]:
+    seen = set()
+    for note in () if facts is None else facts.notes:
+        expr = known.get(note.expression)
+        if expr is None or (kind_of(expr) is None and read_of(expr) is None):
+            what = "the plan" if expr is None or read_of(expr) is None else ""
+        else:
+            what = _word(expr, origins)
+        found = RuleNote(note.rule, what, note.text, note.done)
+        if found not in seen:
+            seen.add(found)
+            yield found
+
+
+def _left(choices: Iterable[tuple[str, MethodChoice]]) -> Iterator[str]:
+    for choice in dict.fromkeys(choice for _, choice in choices if not choice.taken):
+        yield f"a shuffle, since {choice.text}"
+
+
+# ---- text -----------------------------------------------------------------------------------------------
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _with(text: str, line: str, why: str) -> str:
+    return text + (f" ({line})" if line else "") + (f"; {why}" if why else "")
+
+
+def _section(title: str, items: Iterable[object]) -> Iterator[str]:
+    lines = [f"  {item}" for item in items]
+    if lines:
+        yield f"{title}:"
+        yield from lines

@@ -1,0 +1,105 @@
+"""Remember the lines of the user's program that made joins, groups, sorts and reads.
+
+Dask's optimiser rebuilds most expressions, with other names. So a line is found by what does not change: the
+kind of an operation and its keys. Operations of the same kind by the same keys on several lines are told
+apart only if their names stayed the same; otherwise all of these lines are given.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+from functools import cache
+from types import CodeType, FrameType
+from typing import Any
+
+from dask_gpurt.client.planning.packed import LRU
+from dask_gpurt.dask_hooks.planning import Expr
+
+#: The most operations whose lines are remembered.
+LIMIT = 4_096
+#: The most frames between an expression and the line that made it.
+DEPTH = 60
+#: Packages in which no line is the user's.
+_LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
+    *("dask", "distributed", "dask_gpurt", "dask_cudf", "cudf", "pandas", "tornado", "tlz", "toolz"),
+}
+
+
+class Origins:
+    """Remember where operations were made. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lines: LRU[tuple[str, ...]] = LRU(LIMIT)
+
+    def note(self, expr: Expr, optimiser: CodeType) -> None:
+        """Remember the line that makes an expression, if it is of a kind that has keys.
+
+        Parameters
+        ----------
+        optimiser
+            The code of the function below which no expression is the user's.
+        """
+        if (kind := kind_of(expr)) is not None and (line := _line(optimiser)) is not None:
+            key = (kind, *_keys(kind, expr))
+            before = self._lines.get(key) or ()
+            if line not in before:
+                self._lines.put(key, (*before, line))
+
+    def of(self, expr: Expr) -> str:
+        """Return the lines that made an expression, as in ``query.py:12``; empty if unknown."""
+        kind = kind_of(expr)
+        return "" if kind is None else " or ".join(self._lines.get((kind, *_keys(kind, expr))) or ())
+
+
+def kind_of(expr: Any) -> str | None:
+    """Return the kind of an operation that users know by a name; None for any other."""
+    return _kind_of(type(expr).__mro__)
+
+
+@cache
+def _kind_of(classes: tuple[type, ...]) -> str | None:
+    names = {each.__name__ for each in classes}
+    for kind, of_kind in _KINDS.items():
+        if names & of_kind:
+            return kind
+    return None
+
+
+#: Dask's classes by the word for what they do. Lowered operations derive from those that they stand for.
+_KINDS = {
+    "apply": {"Apply", "Map", "MapPartitions", "GroupByApply", "GroupByTransform", "GroupByUDFBlockwise"},
+    "join": {"Merge"},
+    "sort": {"SortValues"},
+    "set_index": {"SetIndex"},
+    "group": {"GroupByBase"},
+    "deduplicate": {"DropDuplicates"},
+    "read": {"ReadParquet", "ReadCSV", "FromMap"},
+}
+#: What tells operations of a kind apart, and stays the same as a plan is optimised.
+_KEYS = {
+    "apply": ("function", "func"),
+    "join": ("how", "left_on", "right_on"),
+    "sort": ("by",),
+    "set_index": ("_other",),
+    "deduplicate": ("subset",),
+    "read": ("path",),
+}
+
+
+def _keys(kind: str, expr: Any) -> tuple[Hashable, ...]:
+    if kind == "group":
+        return tuple(map(repr, expr.by))
+    # Asking an expression for what is no parameter of its has it look for a column.
+    return tuple(repr(expr.operand(name)) for name in _KEYS[kind] if name in expr._parameters)
+
+
+def _line(optimiser: CodeType) -> str | None:
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(DEPTH):
+        if frame is None or frame.f_code is optimiser:
+            return None
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
