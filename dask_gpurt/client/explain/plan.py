@@ -375,8 +375,13 @@ def _shuffle(expr: Any, facts: Facts | None) -> Step:
 
 
 def _below(expr: Any, facts: Facts | None) -> int | None:
-    """Return the estimated bytes of all reads that an expression needs."""
-    reads = {name_of(read): read for each in expr.walk() if (read := read_of(each)) is not None}
+    """Return the estimated bytes of all reads that an expression needs; None if it needs other data, too."""
+    reads: dict[str, Any] = {}
+    for each in expr.walk():
+        if (read := read_of(each)) is not None:
+            reads[name_of(read)] = read
+        elif not each.dependencies():
+            return None
     return _sum(_bytes_of(read, facts) for read in reads.values())
 
 
