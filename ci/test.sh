@@ -1,18 +1,34 @@
 #!/usr/bin/env bash
 # All checks that must pass before a change is merged: the README's test command in a fresh environment with the newest
-# Dask, the slow tests, the linters, Dask's own shuffle tests, and the tests that depend on Dask again with the oldest
-# supported Dask, while allocations fail at random. Stops at the first step that fails.
+# Dask, the slow tests, the linters, Dask's own shuffle tests, and a test of each mechanism that depends on Dask again with
+# the oldest supported Dask, while allocations fail at random. Stops at the first step that fails.
+#
+# With --all, which takes hours and runs every night, also the tests of whole programs and of all variants, five times as
+# many examples of each property, all tests with the oldest Dask, and ten minutes of chaos.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
 OLDEST=2026.7.1
+# Tests that can fail because of Dask's version: of the seams, of the planner, which names Dask's expressions, and one file of
+# clusters for each mechanism.
+OF_DASK=(
+    tests/unit/{client,dask_hooks}
+    tests/cluster/test_{dask_hooks,labels,p2p_events,placement,planning,rechunk,recovery,retirement,right_rows}.py
+    tests/cluster/test_{results_for_clients,small_results,switching,takeover,tiers}.py
+)
+SLOW="slow and not nightly"
+# How many times as long the chaos takes, and how many times as many examples each property has.
+TIMES=1
+case "${1:-}" in
+    "") ;;
+    --all) OF_DASK=(tests) SLOW="slow or nightly" TIMES=5 ;;
+    *) echo "usage: ci/test.sh [--all]"; exit 2 ;;
+esac
+export GPURT_TEST_EXAMPLES=$TIMES
 # Each step with tests lists its slowest tests at the end.
 export PYTEST_ADDOPTS="--durations=15 --durations-min=3"
 # Otherwise every process of every step would compile the package again.
 unset PYTHONDONTWRITEBYTECODE
-# Tests that do not depend on the version of Dask: of packages that use at most its unit conversions, of the
-# documentation, and of the interposer, a C library. The benchmarks' queries use all of Dask, but are not part of the package.
-WITHOUT_DASK=(tests/unit/{benchmarks,device,docs,observe,overlap} tests/system/test_{interposer*,synchronising}.py)
 scratch=$(mktemp -d)
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$scratch"' EXIT
 trap 'exit 130' INT TERM
@@ -45,11 +61,10 @@ readme_command() {
     python -m pip install -e ".[test]" && python -m pytest
 }
 
-# Last, as it changes Dask in the environment. Leaves out the slow tests, which run above, and the tests that do not depend
-# on Dask. One in so many allocations fails on every cluster of the tests.
+# Last, as it changes Dask in the environment. One in so many allocations fails on every cluster of the tests.
 oldest_command() {
     python -m pip install -e ".[test]" "dask==$OLDEST" "distributed==$OLDEST" &&
-        GPURT_TEST_FAILURES=40 python -m pytest "${WITHOUT_DASK[@]/#/--ignore=}"
+        GPURT_TEST_FAILURES=40 python -m pytest "${OF_DASK[@]}"
 }
 
 # Without a compiler only the residency caps are unavailable.
@@ -67,41 +82,45 @@ docs_site() (
 )
 
 # What only reads the source, or copies it.
-linters() {
+readers() {
     step "ruff format" ruff format --check
     step "ruff check" ruff check
     step "mypy" mypy --strict dask_gpurt
     step "import contract" lint-imports
     step "install without a compiler" without_compiler
+    step "documentation" docs_site
 }
 
-# Two minutes, on seeds that are always the same: the defaults and comms only, little memory, and nothing but lost workers.
+# Two minutes, on seeds that are always the same: the defaults and comms only, little memory, nothing but lost workers, and
+# files that are replaced. The steps of a seed depend on the operations that there are, so those on files have their own.
 chaos() {
-    local options=(--workers 3 --limit 120 --dumps "$scratch")
-    # The steps of a seed depend on the operations that there are, so those on files have seeds of their own.
-    local rows=(--only "shuffle,join,set_index,sort_values,groupby,drop_duplicates,rechunk")
-    timeout 300 python -m dask_gpurt chaos "${options[@]}" "${rows[@]}" --seconds 40 --seed 1 --roomy &&
-        timeout 300 python -m dask_gpurt chaos "${options[@]}" "${rows[@]}" --seconds 40 --seed 2 --tight &&
-        timeout 300 python -m dask_gpurt chaos "${options[@]}" "${rows[@]}" --seconds 30 --seed 3 \
-            --faults "kill*,replace,stop" &&
-        timeout 300 python -m dask_gpurt chaos "${options[@]}" --only files --seconds 20 --seed 5 --roomy && return
+    local rows="shuffle,join,set_index,sort_values,groupby,drop_duplicates,rechunk"
+    disturb 40 --seed 1 --roomy --only "$rows" &&
+        disturb 40 --seed 2 --tight --only "$rows" &&
+        disturb 30 --seed 3 --faults "kill*,replace,stop" --only "$rows" &&
+        disturb 20 --seed 5 --roomy --only files && return
     cat "$scratch"/gpurt-chaos-*.txt 2> /dev/null
     return 1
+}
+
+disturb() {
+    local seconds=$(($1 * TIMES))
+    shift
+    timeout $((seconds + 260)) python -m dask_gpurt chaos --workers 3 --limit 120 --dumps "$scratch" --seconds $seconds "$@"
 }
 
 environment "$scratch/newest" || { echo "FAILED: make a virtual environment"; exit 1; }
 step "install and test" readme_command
 newest=$(dask_version)
-step "slow tests" python -m pytest -m "slow and not release"
-step "documentation" docs_site
+step "slow tests" python -m pytest -m "$SLOW"
 step "Dask's own shuffle tests" ci/dask_suite.sh
-# The chaos takes a given time, so the linters run beside it. Their output comes afterwards.
-(linters) > "$scratch/linters" 2>&1 &
+# The chaos takes a given time, so the readers run beside it. Their output comes afterwards.
+(readers) > "$scratch/readers" 2>&1 &
 beside=$!
 step "chaos" chaos
 wait "$beside"
 failed=$?
-cat "$scratch/linters"
+cat "$scratch/readers"
 [ "$failed" = 0 ] || exit 1
 
 if [ "$newest" = "$OLDEST" ]; then

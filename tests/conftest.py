@@ -18,6 +18,7 @@ from hypothesis import settings
 
 from tests.helpers import caps
 from tests.helpers.clusters import Library, fork_with_imports
+from tests.helpers.examples import examples
 from tests.helpers.gpus import cuda_devices, unaccepted_skip
 from tests.helpers.shared_cluster import Lease, SharedCluster
 
@@ -37,9 +38,8 @@ if sys.version_info < (3, 12):
     functools.cached_property.__get__ = _without_lock  # type: ignore[method-assign]
 
 
-# Examples have no deadline: machines that run tests are busy.
-settings.register_profile("any machine", deadline=None)
-settings.load_profile("any machine")
+settings.register_profile("gpurt", examples())
+settings.load_profile("gpurt")
 
 #: The folder that takes the place of the user's cache.
 _CACHE = pytest.StashKey[str]()

@@ -35,7 +35,7 @@ def plugins(client: Client) -> list[set[str]]:
     return [*found, *client.run(lambda dask_worker: set(dask_worker.plugins)).values()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cluster_is_measured_and_left_as_it_was(client: Client, tmp_path: Path) -> None:
     before, told = plugins(client), list[tuple[Run, int]]()
     found = measure(
@@ -61,6 +61,7 @@ def test_a_cluster_is_measured_and_left_as_it_was(client: Client, tmp_path: Path
     assert found.ratio is not None
 
 
+@pytest.mark.nightly
 def test_where_the_runtime_is_on_it_stays_on_and_a_busy_cluster_is_left_alone(client: Client) -> None:
     other = Client(client.cluster, set_as_default=False)
     dask_gpurt.enable(other)

@@ -41,7 +41,7 @@ def test_where_nothing_is_capped_it_says_why() -> None:
         device_of(client)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_workload_is_measured_beside_shuffles(start: Starting, monkeypatch: pytest.MonkeyPatch) -> None:
     workloads = {name: WORKLOADS[name] for name in ("join", "text")}
     monkeypatch.setattr("dask_gpurt.cli.overlap.PARTITIONS_PER_WORKER", 1)

@@ -41,7 +41,7 @@ def kept(documents: pd.DataFrame, threshold: float) -> list[int]:
     return [number for number in sets if leader(number) == number]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_near_duplicates(client: Client, library: Library) -> None:
     parts = [near_duplicates.make_documents(part, rows=75, parts=4) for part in range(4)]
     # A document without shingles, or with one repeated word only, is a near-duplicate of nothing.

@@ -22,7 +22,7 @@ import dask_gpurt
 from dask_gpurt.scheduler import silence
 from dask_gpurt.scheduler.recovery import Recovery
 from tests.helpers.clusters import Library, canonical, cluster, counters, partitions, to_pandas
-from tests.helpers.slow import slow
+from tests.helpers.nightly import nightly
 from tests.helpers.waiting import until
 
 PARTS, ROWS = 8, 5_000
@@ -186,7 +186,7 @@ def continued(client: Client) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("which", "path"), [("another", "auto"), slow("its own", "auto"), slow("another", "comms")]
+    ("which", "path"), [("another", "auto"), nightly("its own", "auto"), nightly("another", "comms")]
 )
 def test_a_worker_is_stopped_at_the_barrier(
     library: Library, monkeypatch: pytest.MonkeyPatch, which: str, path: str

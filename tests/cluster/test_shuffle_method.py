@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed import Client, wait
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.clusters import (
@@ -28,6 +28,7 @@ from tests.helpers.clusters import (
     partitions,
     to_pandas,
 )
+from tests.helpers.examples import examples
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
@@ -465,7 +466,7 @@ def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
 
 
 @given(collections())
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(8)
 def test_random_frames(
     client: Client, library: Library, drawn: tuple[list[pd.DataFrame], list[str], int]
 ) -> None:

@@ -16,7 +16,7 @@ from benchmarks.skew.frames import Digest
 SMALL = ("--rows", "5000", "--workers", "2", "--partitions", "3", "--repeat", "2", "--backend", "pandas")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_cell_is_run_in_turns_with_its_yardstick(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     done = CliRunner().invoke(
@@ -33,6 +33,7 @@ def test_a_cell_is_run_in_turns_with_its_yardstick(tmp_path: Path) -> None:
     assert not results["fallbacks"]["gpurt"]
 
 
+@pytest.mark.nightly
 def test_a_wrong_result_fails_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "expected", lambda *_, **__: Digest(5000, 1))
     done = CliRunner().invoke(main, [*SMALL, "--contenders", "tasks", "--cells", "hot"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from pyarrow.fs import LocalFileSystem
 
@@ -134,23 +132,6 @@ def _reader(library: str, **arguments: Any) -> Callable[[], Any]:
 
 def _from_memory(table: pd.DataFrame, library: str) -> Callable[[], Any]:
     return lambda: dd.from_pandas(table, npartitions=2).to_backend(library)
-
-
-# ---- examples -------------------------------------------------------------------------------------
-
-
-def some_programs(usual: int) -> settings:
-    """Return the settings of a test of programs, with the same examples each time.
-
-    `GPURT_TEST_EXAMPLES=1000 python -m pytest …` runs as many; above ``usual`` they are random.
-    """
-    examples = int(os.environ.get("GPURT_TEST_EXAMPLES", usual))
-    return settings(
-        max_examples=examples,
-        derandomize=examples <= usual,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 # ---- programs -------------------------------------------------------------------------------------

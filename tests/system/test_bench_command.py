@@ -30,7 +30,7 @@ def test_on_a_cluster_of_its_own() -> None:
     assert "dask" in found["versions"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_on_a_cluster_that_runs() -> None:
     with cluster_of_commands(workers=2) as (address, _):
         done = run(sys.executable, "-m", "dask_gpurt", "bench", *SMALL, "--scheduler", address)

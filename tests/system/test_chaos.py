@@ -18,7 +18,7 @@ from dask._expr import SingletonExpr
 from distributed import Worker
 from distributed.comm.core import CommClosedError
 from distributed.core import Status
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_gpurt
@@ -38,6 +38,7 @@ from dask_gpurt.tools.chaos.worker_side import (
     ChaosWorkerPlugin,
     FullFileSystem,
 )
+from tests.helpers.examples import examples
 from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.shared_memory import alone_in_shm
 
@@ -51,7 +52,6 @@ def plan(seed: int, rows: int = 1_000_000) -> Plan:
 # ---- the plan ------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(seeds, numbers, numbers)
 def test_a_step_depends_on_the_seed_and_its_number_alone(seed: int, number: int, other: int) -> None:
     state = random.getstate()
@@ -63,7 +63,6 @@ def test_a_step_depends_on_the_seed_and_its_number_alone(seed: int, number: int,
     assert random.getstate() == state
 
 
-@settings(deadline=None)
 @given(seeds, numbers)
 def test_only_what_was_asked_for_is_drawn(seed: int, number: int) -> None:
     step = Plan(seed, ["join"], ["replace", "stop"], rows=500, tight=True, comms=False).step(number)
@@ -85,7 +84,7 @@ def test_two_seeds_differ() -> None:
     assert plan(1).step(0) != plan(2).step(0)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(8)
 @given(seeds)
 def test_partitions_make_up_the_frame(seed: int) -> None:
     spec = plan(seed, rows=300).step(0).operations[0].frame

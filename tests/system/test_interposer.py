@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dask_gpurt.overlap.interposer import name_id
 from dask_gpurt.overlap.occupancy import DeviceLimits, residency, shared_for
+from tests.helpers.examples import examples
 from tests.helpers.interposers import (
     H200,
     HEADER,
@@ -86,7 +87,7 @@ def test_every_door_to_a_launch_is_met(one: Process, door: dict[str, Any]) -> No
 )
 @example((0, H200), 5, 256, 64, 0, 0, 3000)  # registers allow 4 blocks
 @example((1, SMALL), 5, 256, 64, 0, 0, 3000)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 def test_of_any_kernel_no_more_blocks_than_the_cap_stay_on_an_sm(
     shared_process: Process,
     device: tuple[int, DeviceLimits],

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.commands import PATIENCE_S, environment
 from tests.helpers.flights import write_tables
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize("name", ["demo", "bench"])

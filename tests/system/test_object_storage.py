@@ -13,7 +13,7 @@ from distributed import Client
 
 from tests.helpers.clusters import cluster, counters
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 s3fs = pytest.importorskip("s3fs")
 moto = pytest.importorskip("moto.server")
 

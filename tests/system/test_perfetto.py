@@ -24,7 +24,7 @@ from tests.helpers.perfetto import NUMBER, TEXT
 from tests.helpers.trace_format import around, flows, slices
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.MISSING),
     pytest.mark.skipif(perfetto.FOLDER is None, reason=perfetto.MISSING),
 ]

@@ -28,7 +28,7 @@ from tests.helpers.grafana import expressions
 from tests.helpers.waiting import until
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="there is no prometheus on the PATH"),
 ]
 

@@ -14,7 +14,7 @@ from dask_gpurt.overlap.interposer import with_preload
 from tests.helpers.commands import answer
 from tests.helpers.interposers import needs_compiler
 from tests.helpers.interposers import packages as packages  # a fixture
-from tests.helpers.slow import slow
+from tests.helpers.nightly import nightly
 
 pytestmark = needs_compiler
 
@@ -44,7 +44,7 @@ def test_a_nanny_loads_it_and_the_worker_sets_the_cap(packages: Path) -> None:
     assert found["fallbacks"] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("where", ["environment", "configuration"])
 def test_libraries_to_be_preloaded_are_kept(packages: Path, tmp_path: Path, where: str) -> None:
     second = str(packages / "second.so")
@@ -57,7 +57,7 @@ def test_libraries_to_be_preloaded_are_kept(packages: Path, tmp_path: Path, wher
     assert (found["loaded"], found["reason"]) == (True, None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_off_nothing_is_loaded(packages: Path) -> None:
     found = worker(packages, "built", "priority", LD_PRELOAD=str(packages / "second.so"))
     assert (found["preload"], found["loaded"]) == (str(packages / "second.so"), False)
@@ -68,9 +68,11 @@ def test_off_nothing_is_loaded(packages: Path) -> None:
 @pytest.mark.parametrize(
     ("which", "mode", "enabled", "reason"),
     [
-        slow("bare", "calibrated", True, "the interposer was not built: install dask-gpurt again"),
-        slow("built", "4", False, "this process was started without the interposer in LD_PRELOAD"),
-        slow("built", "300", True, "a residency cap of 300 blocks: expected at least 1, and at most the 255"),
+        nightly("bare", "calibrated", True, "the interposer was not built: install dask-gpurt again"),
+        nightly("built", "4", False, "this process was started without the interposer in LD_PRELOAD"),
+        nightly(
+            "built", "300", True, "a residency cap of 300 blocks: expected at least 1, and at most the 255"
+        ),
     ],
 )
 def test_where_there_are_no_caps_the_doctor_says_why(

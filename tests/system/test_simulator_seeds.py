@@ -25,7 +25,7 @@ print(json.dumps([{placement: figures(placement, seed) for placement in PLACEMEN
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_seed_gives_the_same_figures_in_any_process(tmp_path: Path) -> None:
     script = tmp_path / "same.py"
     script.write_text(SCRIPT)

@@ -13,7 +13,7 @@ import pytest
 from dask_gpurt.tools.bench.budget import PHASES
 from tests.helpers.tpch import SCALE, small_tables
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 

@@ -27,8 +27,6 @@ from tests.helpers.two_hosts import (
     two_plain_hosts,
 )
 
-pytestmark = pytest.mark.slow
-
 PARTS, ROWS = 8, 20_000
 #: Bandwidth of a slow link in bytes per second (32 Mbit/s): a codec is faster even on a busy machine.
 SLOW = 4_000_000
@@ -81,6 +79,7 @@ def slowly_joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield client
 
 
+@pytest.mark.slow
 def test_a_shuffle_over_both(hosts: Client) -> None:
     df = collection()
     assert_like_tasks(shuffled(df), df)
@@ -94,6 +93,7 @@ def test_a_shuffle_over_both(hosts: Client) -> None:
                 assert path["path"] == ("shared-memory" if same else "comms"), (worker, peer, path)
 
 
+@pytest.mark.nightly
 def test_a_shuffle_over_both_by_ucx(tmp_path: Path) -> None:
     pytest.importorskip("distributed_ucxx", reason="UCX between hosts takes distributed-ucxx")
     with two_hosts(tmp_path, protocol="ucx") as client:
@@ -108,6 +108,7 @@ def test_a_shuffle_over_both_by_ucx(tmp_path: Path) -> None:
         assert {host_of(worker) for worker in workers} == set(ADDRESSES)
 
 
+@pytest.mark.slow
 def test_the_topology_has_two_hosts(hosts: Client) -> None:
     picture = hosts.sync(hosts.scheduler.gpurt_topology)
     assert set(picture["hosts"]) == {"host-0", "host-1"}
@@ -115,6 +116,7 @@ def test_the_topology_has_two_hosts(hosts: Client) -> None:
         assert where["host"] == f"host-{int(host_of(worker)[-1]) - 1}"
 
 
+@pytest.mark.nightly
 def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
     with two_hosts(tmp_path) as client:
         out = collection(waits="go").shuffle("key", ignore_index=True).persist()
@@ -127,6 +129,7 @@ def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
         assert len(client.nthreads()) == 3
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not compression.codecs(memoryview), reason="neither lz4 nor zstandard is installed")
 def test_over_a_slow_link_shards_are_compressed(slowly_joined: Client) -> None:
     with switched_on(client := slowly_joined):
@@ -140,6 +143,7 @@ def test_over_a_slow_link_shards_are_compressed(slowly_joined: Client) -> None:
         assert after < before * 2 / 3
 
 
+@pytest.mark.nightly
 def test_switched_off_shards_go_as_they_are(slowly_joined: Client) -> None:
     with switched_on(client := slowly_joined, exchange__compression="off"):
         for rows in (ROWS, 2 * ROWS):
@@ -148,6 +152,7 @@ def test_switched_off_shards_go_as_they_are(slowly_joined: Client) -> None:
         assert "exchange.compression.bytes.before" not in counters(client)
 
 
+@pytest.mark.nightly
 def test_without_a_codec_that_is_said_once(slowly_joined: Client) -> None:
     with switched_on(client := slowly_joined):
         client.run(have_codecs, {})

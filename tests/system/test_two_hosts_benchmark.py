@@ -14,7 +14,7 @@ from benchmarks.two_hosts.clusters import Plan, addresses, bytes_between, cluste
 from benchmarks.two_hosts.hosts import UnsupportedError, host_of, require
 from benchmarks.two_hosts.speeds import measure_speeds
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 MB = 10**6

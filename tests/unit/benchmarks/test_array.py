@@ -4,23 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.array.__main__ import OPERATIONS, Run, checksum, figures, random_rows
-
-
-def runs(method: str, *seconds: float) -> list[Run]:
-    return [Run("rechunk", method, turn, one, 2 * one, {"host": turn}) for turn, one in enumerate(seconds)]
-
-
-def test_methods_are_compared_in_their_turns_and_without_the_first() -> None:
-    ours, theirs = figures(runs("gpurt", 9, 1, 2, 3) + runs("p2p", 1, 2, 6, 12))
-    assert (ours["seconds"], "times_gpurt" in ours["seconds"]) == ({"median": 2, "min": 1, "max": 3}, False)
-    assert theirs["seconds"] == {
-        "median": 6,
-        "min": 2,
-        "max": 12,
-        "times_gpurt": {"median": 3, "interval": [2, 4]},
-    }
-    assert theirs["peak_bytes"] == {"host": 3}
+from benchmarks.array.__main__ import OPERATIONS, checksum, random_rows
 
 
 def test_operations_keep_all_elements_and_their_chunks_have_checksums_of_their_own() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from itertools import groupby
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tpch.cudf_polars import read_records
-from benchmarks.tpch.figures import ratios, spread, summarise
+from benchmarks.tpch.figures import ratios, summarise
 from benchmarks.tpch.measure import Run
-from benchmarks.tpch.pauses import take
 from dask_gpurt.tools.bench.budget import Logged, Step, budget, gaps
 
 durations = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=8)
@@ -66,15 +63,6 @@ def test_a_gap_is_a_time_with_fewer_tasks_than_threads(threads: list[Any], there
     assert (found["count"], found["longest"]) == (len(runs), max(runs, default=0))
 
 
-@pytest.mark.parametrize(
-    ("values", "low", "high"),
-    [([3.0, 1.0, 2.0], 1.0, 3.0), (list(range(1, 7)), 1, 6), (list(range(1, 10)), 2, 8)],
-)
-def test_an_interval_has_the_median_with_95_percent(values: list[float], low: float, high: float) -> None:
-    found = spread(values)
-    assert (found["low"], found["high"], found["n"]) == (low, high, len(values))
-
-
 def test_a_contender_that_fails_has_no_time() -> None:
     runs = [Run(1, name, 0, turn, seconds=2.0 + turn) for name in ("gpurt", "tasks") for turn in range(3)]
     runs += [Run(2, "gpurt", 0, 0, seconds=1.0), Run(2, "gpurt", 0, 1, seconds=1.0)]
@@ -83,31 +71,3 @@ def test_a_contender_that_fails_has_no_time() -> None:
     assert [(each["query"], each["contender"]) for each in figures if each["errors"]] == [(2, "tasks")]
     assert "warm" not in figures[-1]
     assert ratios(runs, "gpurt")["tasks"]["queries"] == 1
-
-
-def test_runs_of_cudf_polars_are_read() -> None:
-    of_query = [
-        {"query": 3, "iteration": 0, "status": "success", "duration": 1.5, "statistics": None},
-        {"query": 3, "iteration": 1, "status": "error", "traceback": "Traceback\n  ...\nMemoryError: 8 GiB"},
-    ]
-    first, second = read_records({"records": {"3": of_query}}, round_number=1)
-    assert (first.query, first.round, first.turn, first.seconds, first.error) == (3, 1, 0, 1.5, "")
-    assert second.error == "MemoryError: 8 GiB"
-
-
-def test_a_run_tells_what_may_have_delayed_it() -> None:
-    waits = {"thread_busy": 0.7, "gaps": {"longest": 0.3}, "collections": {"workers": 0.25}, "seconds": {}}
-    runs = [Run(1, "gpurt", 0, 1, seconds=2.0, budget=waits), Run(1, "gpurt", 0, 2, error="KeyError()")]
-    (figure,) = summarise([Run(1, "gpurt", 0, 0, seconds=3.0), *runs])
-    assert [(run["turn"], run.get("longest_gap")) for run in figure["runs"]] == [(0, None), (1, 0.3)]
-    assert figure["runs"][1]["collections"] == {"workers": 0.25}
-
-
-def test_collections_are_timed_since_the_last_look() -> None:
-    try:
-        take()
-        gc.collect()
-        assert take() > 0
-        assert take() == 0
-    finally:
-        gc.callbacks[:] = [each for each in gc.callbacks if type(each).__name__ != "Collections"]

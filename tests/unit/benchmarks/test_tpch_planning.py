@@ -28,7 +28,7 @@ def test_planning_is_compared_in_turns(tmp_path: Path) -> None:
     assert [each["query"] for each in figures["queries"]] == [6]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_first_runs_are_compared_in_processes_of_their_own(tmp_path: Path) -> None:
     directory = small_tables(tmp_path, parts=2).directory
     found = planning_store.take_turns([6, 12], directory, FOLDER, "pandas", turns=1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.dask_hooks.scheduler import allowed_workers, unpaused_later
-from tests.helpers.planned import some_programs
+from tests.helpers.examples import examples
 
 NAMES = ["a:1", "a:2", "b:1", "c:1"]
 HOSTS = ["a", "b", "c"]
@@ -74,14 +74,14 @@ def chosen_by_dask(cluster: Cluster, task: Any) -> set[Any]:
     return found - {None}
 
 
-@some_programs(300)
+@examples(60)
 @given(cluster=clusters(), task=tasks)
 def test_the_workers_that_a_task_may_run_on_are_those_that_dask_chooses(cluster: Cluster, task: Any) -> None:
     allowed: Any = allowed_workers(cluster, task)  # type: ignore[arg-type]
     assert chosen_by_dask(cluster, task) == (cluster.running if allowed is None else allowed)
 
 
-@some_programs(300)
+@examples(60)
 @given(cluster=clusters(), task=tasks)
 def test_the_workers_that_it_may_run_on_later_are_those_if_none_were_paused(
     cluster: Cluster, task: Any

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.device.base import PAGE, Fence
@@ -39,7 +39,6 @@ def late(source: np.ndarray, memory: np.ndarray, begun: list[int]) -> Fence:
     return wait
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(1, 3 * PAGE), max_size=6, unique=True), number=st.integers(1, 3))
 def test_chunks_are_written_once_they_have_been_copied(fd: int, sizes: list[int], number: int) -> None:
     os.ftruncate(fd, 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.device.checksum import KERNEL, PART, POWERS, THREADS, times
@@ -64,7 +64,6 @@ def _zlib_for_all() -> None:
         ctypes.CDLL(zlib.__file__, mode=ctypes.RTLD_GLOBAL)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     nbytes=st.one_of(st.integers(0, 3 * PART), st.integers(PART * THREADS - 2, PART * THREADS + 2)),
     offset=st.integers(0, 7),

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.disk import CorruptFile, DiskTier
@@ -47,7 +47,6 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
     tier.close()
 
 
-@settings(deadline=None, max_examples=80)
 @given(sizes=st.lists(st.tuples(st.integers(0, 9000), st.booleans()), max_size=6))
 def test_files_of_the_host_and_of_the_device(sizes: list[tuple[int, bool]]) -> None:
     """Each buffer comes back, to the host or to its origin, alone or with the rest."""

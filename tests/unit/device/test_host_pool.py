@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.config import ConfigError, Size
@@ -64,7 +64,6 @@ def test_a_pool_that_is_partly_used_gives_back_what_is_free() -> None:
     pool.close()
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["cut", "free", "trim"]), st.integers(1, 5 * PAGE))))
 def test_blocks_keep_their_bytes_and_have_memory_behind_them(steps: list[tuple[str, int]]) -> None:
     pool, blocks = HostPool(16 * PAGE), list[Block]()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
@@ -20,7 +20,6 @@ from dask_gpurt.memory.tiers import NoRoom, Tier
 from tests.helpers.small_tiers import BLOCK, frames, pinned
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 6 * BLOCK), st.integers(-8, -1)), max_size=40))
 def test_blocks_never_overlap(steps: list[int]) -> None:
     """Positive numbers allocate that size, negative numbers free one of the allocated blocks."""
@@ -193,7 +192,6 @@ def test_a_large_object_is_spread_over_slabs() -> None:
 
 
 @pytest.mark.usefixtures("small_slabs")
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(0, 9 * BLOCK), st.integers(-8, -1)), max_size=30))
 def test_pieces_lie_in_registered_memory_and_never_overlap(steps: list[int]) -> None:
     registered = Registrations()

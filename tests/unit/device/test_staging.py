@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.device.base import Fence
@@ -70,7 +70,6 @@ WAYS: list[Callable[[Staging], Callable[..., Fence]]] = [lambda s: s.to_host, la
 
 
 @pytest.mark.parametrize("way", WAYS, ids=["to-host", "to-device"])
-@settings(deadline=None, max_examples=40)
 @given(sizes=st.lists(st.integers(0, 20 * CHUNK), max_size=8), threads=st.integers(1, 5))
 def test_each_byte_is_copied_and_no_other(
     way: Callable[[Staging], Callable[..., Fence]], sizes: list[int], threads: int

@@ -18,7 +18,6 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from distributed._async_taskgroup import AsyncTaskGroupClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._exceptions import P2PConsistencyError
@@ -31,10 +30,10 @@ from dask_gpurt.shuffle.messages import Retire
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.shuffle.transferred import Transferred
 from tests.helpers.allocations import failing_allocations, none_fails, nth_fails
+from tests.helpers.examples import examples
 from tests.helpers.exchange_processes import AttemptFailed, Message, Network, Process
 from tests.helpers.exchange_scheduler import Scheduler, frame_of, spec_of
 from tests.helpers.exchanges import quiet, without_pauses
-from tests.helpers.machines import settings_of
 from tests.helpers.turns import VirtualLoop
 
 ADDRESSES, NEW_ADDRESS = ["tcp://a:1", "tcp://b:1", "tcp://c:1"], "tcp://d:1"
@@ -454,9 +453,4 @@ def _fail_in_place_of_waiting(self: Outbox, nbytes: int, seen: int, check: Any) 
 
 
 TestExactlyOnce = ExactlyOnce.TestCase
-TestExactlyOnce.settings = settings_of(15, steps=40)
-
-
-@pytest.mark.slow
-class TestExactlyOnceAtLength(ExactlyOnce.TestCase):
-    settings = settings_of(60, steps=40)
+TestExactlyOnce.settings = examples(15, steps=40)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from dask_gpurt.dask_hooks.types import merge_chunk  # imports Dask's hashes
 from dask_gpurt.frames.key_values import partitions_by_value
-from tests.helpers.planned import some_programs
 
 assert merge_chunk is not None
 NUMBERS = st.lists(st.sampled_from([None, 0, -1, 1, 2, 5, 2**40]), min_size=1, max_size=12)
@@ -61,7 +60,6 @@ def _dtype(name: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@some_programs(30)
 @given(data=st.data(), left=NUMBERS, right=NUMBERS, as_categories=st.booleans(), as_objects=st.booleans())
 def test_rows_that_are_joined_are_in_one_partition(
     kind: str, data: Any, left: Any, right: Any, as_categories: bool, as_objects: bool

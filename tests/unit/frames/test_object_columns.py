@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 from pandas.tests.extension.decimal import DecimalArray, DecimalDtype
@@ -130,7 +130,6 @@ def mixed(rows: Sequence[tuple[int, Any, Any]], names: Sequence[str]) -> pd.Data
     return pd.DataFrame({"_partitions": targets, **{name: made[name] for name in names}})
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.lists(ROW, max_size=6), min_size=1, max_size=3),
     st.lists(st.sampled_from(NAMES), unique=True),

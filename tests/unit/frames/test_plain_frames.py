@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
 from dask.dataframe.shuffle import set_partitions_pre
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
@@ -187,7 +187,6 @@ def assemble_all(
     return {output: table.assemble(mine, like, ignore_index=False) for output, mine in parts.items() if mine}
 
 
-@settings(deadline=None)
 @given(st.lists(TEXTS, min_size=1, max_size=4), st.integers(0, 9), st.booleans())
 def test_any_strings_arrive(inputs: list[list[tuple[int, str | None]]], cut_off: int, halved: bool) -> None:
     """Of views and of several chunks; pieces that are divided for want of room may be empty."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.disk import CorruptFile, DiskTier, aligned
@@ -51,7 +51,6 @@ def test_parts_are_read_into_memory_that_is_there(disk: DiskTier) -> None:
         assert not read.size or np.shares_memory(read, room)
 
 
-@settings(deadline=None, max_examples=200)
 @given(at=st.integers(0, 8 + 1000 - 1), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_noticed(at: int, bit: int) -> None:
     disk = DiskTier(os.environ.get("TMPDIR", "/tmp"))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,6 +17,7 @@ from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import HostTier
 from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.tiers import NoRoom
+from tests.helpers.examples import examples
 from tests.helpers.small_tiers import BLOCK, CAPACITY, content, frames, pinned
 
 DISK_CAPACITY = 4 * 4096
@@ -118,7 +118,7 @@ class Mappings(RuleBasedStateMachine):
             self.tier.close()
 
 
-Mappings.TestCase.settings = settings(max_examples=120, stateful_step_count=20, deadline=None)
+Mappings.TestCase.settings = examples(40, steps=20)
 TestMappings = Mappings.TestCase
 
 

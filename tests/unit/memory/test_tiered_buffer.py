@@ -11,7 +11,6 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dask_gpurt.device.host import HostDevice
@@ -20,6 +19,7 @@ from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.store import TieredBuffer, serving
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
+from tests.helpers.examples import examples
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
 
 
@@ -111,7 +111,7 @@ class AgainstDict(RuleBasedStateMachine):
             self.stack.close()
 
 
-AgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+AgainstDict.TestCase.settings = examples(20, steps=30)
 test_against_a_dict = AgainstDict.TestCase
 
 

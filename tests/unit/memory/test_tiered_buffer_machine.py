@@ -17,7 +17,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dask_gpurt.device.base import files_of
@@ -32,6 +31,7 @@ from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
 from dask_gpurt.observe import Metrics
+from tests.helpers.examples import examples
 
 KIB = 1024
 KEYS = st.sampled_from("abcdef")
@@ -383,21 +383,10 @@ class MachineOnGpu(Machine):
         return value.get() if hasattr(value, "get") else value
 
 
-Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+Machine.TestCase.settings = examples(13, steps=25)
 TestMachine = Machine.TestCase
-MachineOfTwoHomes.TestCase.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+MachineOfTwoHomes.TestCase.settings = examples(8, steps=25)
 TestMachineOfTwoHomes = MachineOfTwoHomes.TestCase
 
-
-@pytest.mark.slow
-class TestMachineAtLength(Machine.TestCase):
-    settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
-
-
-@pytest.mark.slow
-class TestMachineOfTwoHomesAtLength(MachineOfTwoHomes.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-
-
-MachineOnGpu.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+MachineOnGpu.TestCase.settings = examples(13, steps=25)
 TestMachineOnGpu = pytest.mark.gpu(MachineOnGpu.TestCase)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from dask._task_spec import Alias
 from distributed.core import Status
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
 from dask_gpurt.topology import SHIPPED, Link, Place, Topology
+from tests.helpers.examples import examples
 from tests.helpers.placed_cluster import GB, Cluster, Rooms, run
 
 
@@ -248,7 +249,7 @@ def graphs(seed: int) -> dict[Any, list[Any]]:
     return graph
 
 
-@settings(max_examples=30, deadline=None)
+@examples(10)
 @given(st.integers(0, 10**6))
 def test_switched_off_again_dask_chooses_as_shipped(seed: int) -> None:
     stock = bare.BareState(12)
@@ -263,7 +264,6 @@ def test_switched_off_again_dask_chooses_as_shipped(seed: int) -> None:
 numbers = st.sets(st.integers(0, 11), max_size=11)
 
 
-@settings(max_examples=50, deadline=None)
 @given(full=numbers, holders=numbers.filter(bool), allowed=numbers.filter(bool), tasks=st.integers(0, 4))
 def test_never_a_forbidden_worker_nor_one_without_room(
     full: set[int], holders: set[int], allowed: set[int], tasks: int
@@ -280,7 +280,6 @@ def test_never_a_forbidden_worker_nor_one_without_room(
     assert not cluster.fallbacks()
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     live=st.lists(st.integers(1, 40), min_size=12, max_size=12),
     inputs=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), min_size=1, max_size=4),
@@ -303,7 +302,7 @@ def test_never_a_live_tier_too_small_for_a_task_while_another_holds_it(
     assert not cluster.fallbacks()
 
 
-@settings(max_examples=20, deadline=None)
+@examples(8)
 @given(st.integers(0, 10**6))
 def test_equal_states_make_equal_choices(seed: int) -> None:
     first, second = Cluster(12), Cluster(12)

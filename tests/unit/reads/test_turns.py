@@ -12,7 +12,7 @@ from hypothesis.strategies import data, integers
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads.turns import ClosedError, Turn, Turns
-from tests.helpers.machines import settings_of
+from tests.helpers.examples import examples
 from tests.helpers.waiting import LIMIT_S, until
 
 
@@ -78,7 +78,7 @@ class Tasks(RuleBasedStateMachine):
 
 
 TestTasks = Tasks.TestCase
-TestTasks.settings = settings_of(100, steps=40)
+TestTasks.settings = examples(30, steps=40)
 
 
 class Crew:

@@ -7,7 +7,7 @@ import random
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.exchange.shard import Section
@@ -21,6 +21,7 @@ from dask_gpurt.shuffle.balance import (
     RunSizes,
     balanced,
 )
+from tests.helpers.examples import examples
 
 MIB = 2**20
 WORKERS = ["a", "b", "c", "d"]
@@ -166,7 +167,7 @@ def heaviest(nbytes: dict[int, float], owners: dict[int, str], workers: list[Own
 
 
 @given(cluster=clusters())
-@settings(max_examples=300)
+@examples(60)
 def test_a_move_makes_the_heaviest_load_lighter_and_none_overfull(
     cluster: tuple[dict[int, float], dict[int, str], list[OwnerCapacity]],
 ) -> None:
@@ -184,7 +185,7 @@ def test_a_move_makes_the_heaviest_load_lighter_and_none_overfull(
 
 
 @given(cluster=clusters())
-@settings(max_examples=300)
+@examples(60)
 def test_with_room_no_worker_keeps_twice_the_best_load(
     cluster: tuple[dict[int, float], dict[int, str], list[OwnerCapacity]],
 ) -> None:

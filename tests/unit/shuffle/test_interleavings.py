@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
@@ -25,18 +24,18 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 
 import dask_gpurt
 from dask_gpurt.shuffle import run as run_module
+from tests.helpers.examples import FACTOR
 from tests.helpers.exchange_processes import Process
 from tests.helpers.exchange_scheduler import Active, frame_of, spec_of
 from tests.helpers.exchanges import Cluster, quiet, without_pauses
-from tests.helpers.slow import slow
 
 A, B, C = (f"tcp://{name}:1" for name in "abc")
 SHUFFLE = "shuffle"
 PACKAGE = str(Path(dask_gpurt.__file__).parent)
 #: Timeout in seconds after which a stopped thread continues: it may hold a lock that the event waits for.
 LOCKED_S = 0.02
-#: Strides between positions. `GPURT_TEST_EXAMPLES=1 python -m pytest …` tests all, which takes minutes.
-STRIDES = [1] if "GPURT_TEST_EXAMPLES" in os.environ else [37, slow(11)]
+#: The stride between positions. `GPURT_TEST_EXAMPLES=37 python -m pytest …` tests all, which takes minutes.
+STRIDE = max(1, 37 // FACTOR)
 NEVER = contextlib.nullcontext()
 #: Errors of a task that the scheduler sends again.
 AGAIN = (Reschedule, P2PConsistencyError)
@@ -266,9 +265,7 @@ async def interrupt_unpack(position: int, event: Event, pool: int) -> bool:
     return reached
 
 
-def stop_everywhere(
-    interrupt: Callable[[int, Event, int], Awaitable[bool]], event: Event, pool: int, stride: int
-) -> int:
+def stop_everywhere(interrupt: Callable[[int, Event, int], Awaitable[bool]], event: Event, pool: int) -> int:
     """Stop at one position after the other; returns the first that is never reached."""
 
     async def reaches(position: int) -> bool:
@@ -277,30 +274,24 @@ def stop_everywhere(
     position = EVENTS.index(event)
     with without_pauses():
         while asyncio.run(reaches(position)):
-            position += stride
+            position += STRIDE
     return position
 
 
-each_stride = pytest.mark.parametrize("stride", STRIDES)
-
-
-@each_stride
 @pytest.mark.parametrize("pool", [2**12, 2**17])
 @pytest.mark.parametrize("event", [each for each in EVENTS if each is not owner_fails])
-def test_while_an_input_is_transferred(event: Event, pool: int, stride: int) -> None:
-    assert stop_everywhere(interrupt_transfer, event, pool, stride) > 300
+def test_while_an_input_is_transferred(event: Event, pool: int) -> None:
+    assert stop_everywhere(interrupt_transfer, event, pool) > 300
 
 
-@each_stride
 @pytest.mark.parametrize("pool", [2**12, 2**17])
-def test_while_an_input_of_a_run_that_fails_is_transferred(pool: int, stride: int) -> None:
+def test_while_an_input_of_a_run_that_fails_is_transferred(pool: int) -> None:
     """Other shuffles wait for the room of its blocks, which no owner would release."""
-    assert stop_everywhere(interrupt_transfer_of_a_run_that_fails, owner_fails, pool, stride) > 100
+    assert stop_everywhere(interrupt_transfer_of_a_run_that_fails, owner_fails, pool) > 100
 
 
-@each_stride
 @pytest.mark.parametrize(
     "event", [each for each in EVENTS if each not in (transferred_elsewhere, owner_fails)]
 )
-def test_while_an_output_is_read(event: Event, stride: int) -> None:
-    assert stop_everywhere(interrupt_unpack, event, 2**17, stride) > 100
+def test_while_an_output_is_read(event: Event) -> None:
+    assert stop_everywhere(interrupt_unpack, event, 2**17) > 100

@@ -9,13 +9,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask.dataframe.multi import merge_chunk
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
 from dask_gpurt.shuffle.joins import PROBE_SIDES, join_in_pieces, with_categories_of
 from tests.helpers.allocations import failing_allocations, larger_ones_fail, limited_gpu_memory, nth_fails
 from tests.helpers.clusters import Library, canonical, to_pandas
+from tests.helpers.examples import examples
 
 KIB = 2**10
 
@@ -83,7 +84,7 @@ def assert_same(found: Any, wanted: Any, library: Library) -> None:
     first=st.integers(0, 120),
     times=st.integers(1, 9),
 )
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@examples(15)
 def test_whatever_allocations_fail_the_rows_are_the_same(
     library: Library,
     how: str,

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from distributed.core import Status
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.helpers.computations import Computation
-from tests.helpers.machines import settings_of
+from tests.helpers.examples import examples
 from tests.helpers.stepwise import StepwiseCluster
 
 #: Bytes of a pool: room for some shards, or for all.
@@ -153,9 +152,4 @@ class Recovers(RuleBasedStateMachine):
 
 
 TestRecovers = Recovers.TestCase
-TestRecovers.settings = settings_of(10, steps=40)
-
-
-@pytest.mark.slow
-class TestRecoversAtLength(Recovers.TestCase):
-    settings = settings_of(30, steps=40)
+TestRecovers.settings = examples(10, steps=40)

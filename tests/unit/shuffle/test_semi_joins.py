@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask.dataframe.multi import merge_chunk
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
@@ -100,7 +100,6 @@ def joined(join: Any, left: pd.DataFrame, right: pd.DataFrame, options: dict[str
 
 
 @given(semi_join=semi_joins())
-@settings(deadline=None, max_examples=100)
 def test_the_result_is_dasks(semi_join: tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,7 +13,7 @@ import pytest
 from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex
 from distributed.shuffle._core import ShuffleId
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
@@ -22,6 +22,7 @@ from dask_gpurt.frames.pandas import PandasTable
 from dask_gpurt.observe import Fallback
 from dask_gpurt.shuffle import ShuffleSpec
 from tests.helpers.allocations import failing_allocations, larger_ones_fail, none_fails, nth_fails
+from tests.helpers.examples import examples
 from tests.helpers.exchange_processes import Process
 from tests.helpers.exchange_scheduler import TARGET, frame_of, spec_of
 from tests.helpers.exchanges import Cluster, in_process, quiet, without_pauses
@@ -165,7 +166,7 @@ def assert_each_row_once(outcome: Outcome, partitions: list[Any], **how: Any) ->
     times=st.integers(1, 10),
     ignore_index=st.booleans(),
 )
-@settings(deadline=None, max_examples=30)
+@examples(8)
 def test_whatever_allocations_fail_each_row_arrives_once(
     kind: str, rows: int, first: int, times: int, ignore_index: bool
 ) -> None:

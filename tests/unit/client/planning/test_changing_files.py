@@ -21,14 +21,14 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
 
 from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.table_facts import FilesChangedError
 from dask_gpurt.observe import Metrics
-from tests.helpers.planned import Planner, some_programs
+from tests.helpers.examples import examples
+from tests.helpers.planned import Planner
 
 #: Sizes by which tables stay as they are, and by which each is a single partition.
 APART = PartitionSizes(1, 1, 0, 0)
@@ -517,4 +517,4 @@ def _given(plan: bytes | Exception) -> bytes:
 
 
 TestChangingFiles = ChangingFiles.TestCase
-TestChangingFiles.settings = settings(some_programs(20), stateful_step_count=15)
+TestChangingFiles.settings = examples(8, steps=15)

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.footers import ChangingFileError, FilesSeen, Footer, footer_of
@@ -51,7 +51,6 @@ def column(kind: str, values: list[int | None]) -> Any:
     }[kind]()
 
 
-@settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(columns=tables, absent=names, group=st.integers(1, 3))
 def test_columns_are_found_by_any_name(
     tmp_path: Path, columns: dict[str, tuple[str, list[int | None]]], absent: str, group: int

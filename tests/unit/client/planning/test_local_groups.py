@@ -23,7 +23,8 @@ from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups, are_apart
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.clusters import Library, canonical, to_pandas
-from tests.helpers.planned import Planner, by_size, some_programs
+from tests.helpers.examples import examples
+from tests.helpers.planned import Planner, by_size
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -492,7 +493,7 @@ def readers(library: Library, folder: Path) -> tuple[Any, Any]:
         return dd.read_parquet(folder / "sorted"), dd.read_parquet(folder / "small")
 
 
-@some_programs(40)
+@examples(10)
 @given(way=ways)
 def test_programs_have_the_same_rows(readers: tuple[Any, Any], way: dict[str, Any]) -> None:
     try:

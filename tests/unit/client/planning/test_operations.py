@@ -27,7 +27,8 @@ from dask_gpurt.client.planning.reads import FewerPartitions, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.dependence import columns_of_result
 from dask_gpurt.client.planning.table_facts import TableFacts
-from tests.helpers.planned import by_size, some_programs
+from tests.helpers.examples import examples
+from tests.helpers.planned import by_size
 
 #: An integer that is not exact as a float.
 LARGE = 2**53 + 1
@@ -254,7 +255,7 @@ def plans(program: Program, consumer: str, seed: int) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@some_programs(10)
+@examples(10)
 @given(seed=st.integers(0, 10_000), at=st.integers(0, 10))
 def test_dtypes_are_fixed(name: str, seed: int, at: int) -> None:
     """Dtypes that are said not to vary are the same in all partitions."""
@@ -278,7 +279,7 @@ def assert_dtypes_are_fixed(found: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@some_programs(10)
+@examples(10)
 @given(seed=st.integers(0, 10_000), at=st.integers(0, 10))
 def test_results_are_the_same_however_rows_are_divided(name: str, seed: int, at: int) -> None:
     program = PROGRAMS[name][at % len(PROGRAMS[name])]

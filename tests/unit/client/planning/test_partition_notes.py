@@ -20,7 +20,8 @@ from dask_gpurt.client.planning.reads import lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.partition_notes import divisions
 from tests.helpers.clusters import Library, to_pandas
-from tests.helpers.planned import by_size, some_programs
+from tests.helpers.examples import examples
+from tests.helpers.planned import by_size
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -201,7 +202,7 @@ def named(frame: Any) -> Any:
     return frame.rename(columns=dict(zip(frame.columns, ["a", "b", "c", "d", "e"], strict=True)))[[*"abcd"]]
 
 
-@some_programs(40)
+@examples(10)
 @given(one=sides, other=sides, how=st.sampled_from(["inner", "left", "right", "outer"]), after=steps)
 def test_no_two_partitions_have_values_in_common(
     read: Callable[[str], Any], one: Any, other: Any, how: str, after: Any

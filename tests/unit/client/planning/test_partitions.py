@@ -28,7 +28,8 @@ from dask_gpurt.client.planning.rules.partition_size import choose_partitions
 from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, bytes_in_memory
 from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers.clusters import Library, canonical, to_pandas
-from tests.helpers.planned import Planner, Step, by_size, computed, programs, run, some_programs, written
+from tests.helpers.examples import examples
+from tests.helpers.planned import Planner, Step, by_size, computed, programs, run, written
 
 #: Sizes for which each table that may be a single partition becomes one.
 WHOLE = PartitionSizes(workers=1, threads=1, partition=1 << 50, broadcast=1 << 50)
@@ -487,7 +488,7 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@some_programs(20)
+@examples(8)
 @given(program=programs)
 def test_programs_have_the_same_rows(
     library: Library, readers: list[Callable[[], Any]], program: list[Step]

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given
 
 from tests.helpers.clusters import Library
-from tests.helpers.planned import Planner, Step, computed, planned, programs, some_programs, written
+from tests.helpers.examples import examples
+from tests.helpers.planned import Planner, Step, computed, planned, programs, written
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@some_programs(10)
+@examples(10)
 @given(program=programs)
 def test_programs_are_planned_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
@@ -48,7 +49,7 @@ def test_programs_are_planned_as_dask_does(
     assert again == expected
 
 
-@some_programs(10)
+@examples(10)
 @given(program=programs)
 def test_programs_are_planned_by_the_next_process_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
@@ -93,7 +94,7 @@ LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
 COMPUTED = ("metadata.computed", "plans.computed", "files.read")
 
 
-@some_programs(10)
+@examples(10)
 @given(program=programs)
 def test_fused_programs_have_the_same_results(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]

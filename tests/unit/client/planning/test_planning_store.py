@@ -39,7 +39,8 @@ from dask_gpurt.config import cache_files
 from dask_gpurt.dask_hooks.parquet_files import pickled
 from dask_gpurt.dask_hooks.planning import content_of
 from dask_gpurt.observe import Metrics
-from tests.helpers.planned import Planner, some_programs
+from tests.helpers.examples import examples
+from tests.helpers.planned import Planner
 
 ROOT = Path(__file__).parents[4]
 UNREADABLE, NOT_STORED = "planning.store-unreadable", "planning.not-stored"
@@ -270,7 +271,7 @@ EDITS = st.lists(
 )
 
 
-@some_programs(200)
+@examples(40)
 @given(edits=EDITS, keep=st.none() | st.integers(0, 700))
 def test_whatever_is_damaged_results_are_right_or_made_anew(
     edits: list[tuple[int, int, bytes]], keep: int | None
@@ -623,7 +624,7 @@ def run(table: str, path: Path, seed: int) -> tuple[Any, dict[str, float]]:
     return result, counted["counters"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_next_process_plans_nothing_again(table: str, path: Path) -> None:
     first, counted = run(table, path, 1)
     assert counted["planning.plans.computed"] > 0

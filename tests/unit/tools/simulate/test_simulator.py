@@ -9,7 +9,7 @@ from typing import Any
 
 import dask
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.placement import FreeMemory
@@ -31,11 +31,11 @@ from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 from dask_gpurt.tools.simulate.workloads import Scale
 from dask_gpurt.topology import SHIPPED, Link
 from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
-from tests.helpers.slow import except_slow
+from tests.helpers.nightly import only_by_day
 
 MB = 10**6
 
-each_placement = pytest.mark.parametrize("placement", except_slow(PLACEMENTS, ("always", "tiers")))
+each_placement = pytest.mark.parametrize("placement", only_by_day(PLACEMENTS, ("stock", "gpurt")))
 
 
 def work(name: str, *needs: Work, seconds: float = 1.0, nbytes: int = 0) -> Work:
@@ -380,7 +380,6 @@ def critical_path(works: Sequence[Work]) -> float:
 
 
 @each_placement
-@settings(max_examples=40, deadline=None)
 @given(works=graphs(), workers=st.integers(1, 6), per_host=st.integers(1, 4))
 def test_no_graph_is_faster_than_it_can_be(
     placement: str, works: list[Work], workers: int, per_host: int
@@ -405,7 +404,6 @@ def test_dask_may_steal_tasks_that_take_no_time() -> None:
     assert simulation.runs == {one.key: 1 for one in works}
 
 
-@settings(max_examples=40, deadline=None)
 @given(works=graphs(), workers=st.integers(2, 6), data=st.data())
 def test_bytes_come_from_who_has_them_also_when_workers_leave(
     works: list[Work], workers: int, data: st.DataObject

@@ -8,7 +8,7 @@ from typing import Any
 
 import dask
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.tiers import Tier
@@ -313,7 +313,6 @@ def joined(pairs: list[tuple[int, int]], worker: type[VirtualWorker], workers: i
 some_pairs = st.tuples(st.integers(0, 11), st.integers(0, 11)).filter(lambda pair: pair[0] != pair[1])
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(some_pairs, min_size=1, max_size=30), st.integers(1, 5))
 def test_with_the_tiers_of_the_runtime_no_worker_waits_for_ever_or_is_over(
     pairs: list[tuple[int, int]], workers: int
