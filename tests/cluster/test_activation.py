@@ -74,6 +74,7 @@ def test_a_yaml_file_switches_an_unchanged_script_on(tmp_path: Path) -> None:
     assert said["runs"] == [1, 1]
 
 
+@pytest.mark.slow
 @needs_hooks
 def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: Path) -> None:
     said = answer(write(tmp_path, after="shuffled()"), DASK_GPURT__ENABLED="true")
@@ -82,6 +83,7 @@ def test_the_environment_switches_on_and_without_a_client_dask_serves(tmp_path: 
     assert said["after"], "the client is closed, and the method is still chosen"
 
 
+@pytest.mark.slow
 @needs_hooks
 def test_the_hooks_do_nothing_while_it_is_not_enabled(tmp_path: Path) -> None:
     said = answer(write(tmp_path))

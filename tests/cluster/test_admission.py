@@ -208,6 +208,7 @@ def part(i: int) -> pd.DataFrame:
     return pd.DataFrame({"key": np.arange(i, i + 2**16), "payload": 1.0})
 
 
+@pytest.mark.nightly
 def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
     with cluster(failures=0, **TIGHT) as client:
         read = InMemory("part")
@@ -217,6 +218,7 @@ def test_a_read_of_more_than_fits_does_not_run_ahead_of_the_shuffle() -> None:
     assert 0 < read.most <= 8, "per worker the ones in use, those next, and no more"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_in", [5])
 def test_with_allocations_that_fail_at_random_all_comes_out_right(library: Library, one_in: int) -> None:
     frame = pd.DataFrame({"key": np.arange(200_000) * 7 % 200_003, "payload": np.arange(200_000)})

@@ -59,6 +59,7 @@ def test_near_duplicates(client: Client, library: Library) -> None:
 # ---- files, from end to end ----------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_flights(client: Client, library: Library, tmp_path: Path) -> None:
     (tmp_path / "csv").mkdir()
     write_tables(tmp_path / "csv", 5_000)
@@ -77,6 +78,7 @@ def test_flights(client: Client, library: Library, tmp_path: Path) -> None:
 # ---- training ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_xgboost(client: Client, library: Library) -> None:
     xgboost = pytest.importorskip("xgboost", reason="xgboost is not installed")
     if library.name == "cudf" and not xgboost.build_info()["USE_CUDA"]:

@@ -12,6 +12,7 @@ from distributed import Client
 
 import dask_gpurt
 from tests.helpers.clusters import Library, assert_same_partitions, by_tasks, cluster, counters, partitions
+from tests.helpers.nightly import nightly
 from tests.helpers.shared_cluster import SharedCluster
 
 PARTS, ROWS = 8, 40_000  # 640 kB each, in two columns
@@ -53,6 +54,7 @@ def workers(client: Client) -> list[dict[str, Any]]:
     return list(dask_gpurt.report(client)["workers"].values())
 
 
+@pytest.mark.nightly
 def test_shuffles_at_once_in_a_tiny_pool(shared_cluster: SharedCluster, library: Library) -> None:
     """Each shuffle waits for room that the others hold; all complete, because owners can always make room."""
     with shared_cluster.client(library.name, exchange__pool="256 kiB") as client:
@@ -72,7 +74,7 @@ def test_pulled_shards_go_to_disk_when_memory_is_short(
         assert spilled == {f"memory.spill.bytes.exchange.{'disk' if library.name == 'pandas' else 'pinned'}"}
 
 
-@pytest.mark.parametrize("pool", ["auto", "256 kiB"])
+@pytest.mark.parametrize("pool", ["auto", nightly("256 kiB")])
 def test_without_a_mapping_bytes_take_the_comms(
     shared_cluster: SharedCluster, library: Library, pool: str
 ) -> None:

@@ -93,7 +93,7 @@ def test_a_worker_is_killed_during_transfer(own: Client, library: Library) -> No
     assert_right(out)
 
 
-@pytest.mark.parametrize("when", ["never there", "before", "during"])
+@pytest.mark.parametrize("when", [nightly("never there"), nightly("before"), "during"])
 def test_a_preferred_worker_that_is_lost_is_only_a_preference(
     own: Client, library: Library, when: str
 ) -> None:
@@ -112,6 +112,7 @@ def test_a_preferred_worker_that_is_lost_is_only_a_preference(
     assert counters(own).get("shuffle.runs.restarted", 0) == 0
 
 
+@pytest.mark.nightly
 def test_tasks_whose_only_worker_is_killed_wait_for_it(own: Client, library: Library) -> None:
     """As in Dask: no other worker may run them, so they are not tried again and again."""
     worker, scheduler = next(iter(own.nthreads())), own.cluster.scheduler
@@ -124,6 +125,7 @@ def test_tasks_whose_only_worker_is_killed_wait_for_it(own: Client, library: Lib
     assert counters(own).get("shuffle.runs", 0) <= 1  # the first one, if the worker had reported it
 
 
+@pytest.mark.nightly
 def test_another_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
     out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
     Event("go-reached", client=own).wait(timeout=60)
@@ -185,6 +187,7 @@ def continued(client: Client) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "path"), [("another", "auto"), nightly("its own", "auto"), nightly("another", "comms")]
 )
@@ -210,6 +213,7 @@ def test_a_worker_is_stopped_at_the_barrier(
         assert not counted.get("shuffle.runs.restarted")
 
 
+@pytest.mark.nightly
 def test_a_worker_is_killed_during_unpack(own: Client, library: Library) -> None:
     def slow(frame: Any, partition_info: Any = None) -> Any:
         if partition_info and partition_info["number"] == 2 and not Event("unpack").is_set():
@@ -226,6 +230,7 @@ def test_a_worker_is_killed_during_unpack(own: Client, library: Library) -> None
     assert_right(out)
 
 
+@pytest.mark.nightly
 def test_a_worker_is_killed_after_the_shuffle(own: Client, library: Library) -> None:
     out = build(library).shuffle("key").persist()
     wait(out)
@@ -233,6 +238,7 @@ def test_a_worker_is_killed_after_the_shuffle(own: Client, library: Library) -> 
     assert_right(out)
 
 
+@pytest.mark.slow
 def test_a_merge_survives_the_loss_of_a_worker(own: Client, library: Library) -> None:
     left = build(library, waits_at("go", PARTS - 1))
     out = left.merge(build(library).rename(columns={"row": "other"}), on="key").persist()
@@ -243,7 +249,7 @@ def test_a_merge_survives_the_loss_of_a_worker(own: Client, library: Library) ->
     assert len(out) == len(rows.merge(rows, on="key"))
 
 
-def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: Library) -> None:
+def test_an_output_task_that_fails_finds_its_shards_again(client: Client, library: Library) -> None:
     def flaky(frame: Any, partition_info: Any = None) -> Any:
         if partition_info and not Event(f"tried-{partition_info['number']}").is_set():
             Event(f"tried-{partition_info['number']}").set()
@@ -255,6 +261,7 @@ def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: 
     assert_right(out)
 
 
+@pytest.mark.nightly
 def test_outputs_whose_shards_were_let_go_are_made_again(own: Client, library: Library) -> None:
     """The barrier's result is still in memory, so Dask asks the run for the outputs a second time."""
     shuffled = build(library).shuffle("key").optimize()

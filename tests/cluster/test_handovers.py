@@ -189,6 +189,7 @@ def forget_to_settle() -> None:
     testing.watch_table = forgetful
 
 
+@pytest.mark.slow
 def test_the_doctor_tells_what_is_too_early(library: Library) -> None:
     with cluster(library.name, handovers=True) as client:
         client.run(forget_to_settle)

@@ -13,12 +13,13 @@ import pandas as pd
 import pytest
 
 from tests.helpers.clusters import Library, canonical, to_pandas
+from tests.helpers.nightly import nightly
 
 NUMBERS = np.arange(120)
 LEFT = pd.DataFrame({"k": NUMBERS * 5 % 11, "x": NUMBERS})
 RIGHT = pd.DataFrame({"k": NUMBERS[:60] * 7 % 13, "y": NUMBERS[:60]})
 
-pytestmark = [pytest.mark.usefixtures("client"), pytest.mark.parametrize("label", [0, ""], ids=repr)]
+pytestmark = [pytest.mark.usefixtures("client"), pytest.mark.parametrize("label", [0, nightly("")], ids=repr)]
 
 
 def parts(frame: pd.DataFrame, number: int) -> list[pd.DataFrame]:
@@ -42,7 +43,7 @@ def keys(label: Any, index: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["inner", "outer"])
-@pytest.mark.parametrize("index", ["neither", "left", "right", "both"])
+@pytest.mark.parametrize("index", ["neither", nightly("left"), nightly("right"), "both"])
 def test_joins(library: Library, label: Any, index: str, how: str) -> None:
     (left, right), (a, b) = sides(library, label, index)
     joined = left.merge(right, how=how, **keys(label, index))[["x", "y"]].compute()

@@ -253,6 +253,7 @@ def checked(frame: Any) -> bool:
     return bool((frame["key"] * 2 == frame["value"]).all())
 
 
+@pytest.mark.slow
 @dataclass
 class Walk:
     """Take random steps; the workers hold only the futures kept here."""

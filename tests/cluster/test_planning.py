@@ -18,6 +18,7 @@ from dask_gpurt.client.planning import packed
 from dask_gpurt.client.planning.table_facts import FilesChangedError
 from dask_gpurt.client.session import SESSIONS
 from tests.helpers.clusters import Library, canonical, cluster, counters, to_pandas
+from tests.helpers.nightly import nightly
 from tests.helpers.planned import tables
 
 PLANS = "planning.plans.reused"
@@ -47,7 +48,7 @@ def reused(client: Client) -> float:
     return float(dask_gpurt.report(client).counters.get(PLANS, 0))
 
 
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
 def test_plans_are_reused_and_give_the_same(
     client: Client, library: Library, path: Path, filesystem: str
 ) -> None:
@@ -73,6 +74,7 @@ def test_that_the_scheduler_keeps_no_plans_once_the_runtime_is_off(path: Path) -
         assert pickle.loads(pickle.dumps(plan)) is not plan
 
 
+@pytest.mark.nightly
 def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, path: Path) -> None:
     store = tmp_path / "planning" / "results"
     counted = []
@@ -91,7 +93,7 @@ def test_the_next_process_finds_plans_and_counts_their_shuffles(tmp_path: Path, 
     assert second["shuffle.taken.default"] == first["shuffle.taken.default"] > 0
 
 
-@pytest.mark.parametrize("setting", [False, "auto"])
+@pytest.mark.parametrize("setting", [False, nightly("auto")])
 def test_nothing_is_written_if_that_is_off(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: bool | str
 ) -> None:
@@ -202,7 +204,7 @@ def test_more_workers_have_queries_planned_anew(
     assert (again, planned()) == (first, first + 1)
 
 
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
 @pytest.mark.parametrize("is_wrong", [True, False])
 def test_a_file_is_replaced_before_it_is_read(
     client: Client, tmp_path: Path, filesystem: str, is_wrong: bool

@@ -180,6 +180,7 @@ def waits(block: np.ndarray, part: tuple[int, int], block_id: Any = None) -> np.
     return block
 
 
+@pytest.mark.nightly
 def test_a_worker_is_killed_during_transfer(own: Client) -> None:
     held = array().map_blocks(waits, (7, 0), dtype="f8")
     assert_right_after_a_kill(own, held.rechunk(COLUMNS, method="p2p").persist(), another=False)
@@ -205,6 +206,7 @@ def kill(client: Client, address: str) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_a_worker_is_killed_with_outputs(own: Client) -> None:
     result = array().rechunk(COLUMNS, method="p2p").persist()
     wait(result)

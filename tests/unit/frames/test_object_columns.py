@@ -36,7 +36,7 @@ from dask_gpurt.observe import Metrics
 from tests.helpers.tiered_buffers import new_tiered_buffer
 
 OUTPUTS = 5
-ROWS = 100_000
+ROWS = 10_000
 KIB, MIB = 2**10, 2**20
 
 

@@ -28,14 +28,15 @@ from tests.helpers.examples import FACTOR
 from tests.helpers.exchange_processes import Process
 from tests.helpers.exchange_scheduler import Active, frame_of, spec_of
 from tests.helpers.exchanges import Cluster, quiet, without_pauses
+from tests.helpers.nightly import nightly
 
 A, B, C = (f"tcp://{name}:1" for name in "abc")
 SHUFFLE = "shuffle"
 PACKAGE = str(Path(dask_gpurt.__file__).parent)
 #: Timeout in seconds after which a stopped thread continues: it may hold a lock that the event waits for.
 LOCKED_S = 0.02
-#: The stride between positions. `GPURT_TEST_EXAMPLES=37 python -m pytest …` tests all, which takes minutes.
-STRIDE = max(1, 37 // FACTOR)
+#: The stride between positions. `GPURT_TEST_EXAMPLES=61 python -m pytest …` tests all, which takes minutes.
+STRIDE = max(1, 61 // FACTOR)
 NEVER = contextlib.nullcontext()
 #: Errors of a task that the scheduler sends again.
 AGAIN = (Reschedule, P2PConsistencyError)
@@ -278,13 +279,13 @@ def stop_everywhere(interrupt: Callable[[int, Event, int], Awaitable[bool]], eve
     return position
 
 
-@pytest.mark.parametrize("pool", [2**12, 2**17])
+@pytest.mark.parametrize("pool", [2**12, nightly(2**17)])
 @pytest.mark.parametrize("event", [each for each in EVENTS if each is not owner_fails])
 def test_while_an_input_is_transferred(event: Event, pool: int) -> None:
     assert stop_everywhere(interrupt_transfer, event, pool) > 300
 
 
-@pytest.mark.parametrize("pool", [2**12, 2**17])
+@pytest.mark.parametrize("pool", [2**12, nightly(2**17)])
 def test_while_an_input_of_a_run_that_fails_is_transferred(pool: int) -> None:
     """Other shuffles wait for the room of its blocks, which no owner would release."""
     assert stop_everywhere(interrupt_transfer_of_a_run_that_fails, owner_fails, pool) > 100

@@ -46,6 +46,7 @@ def test_a_table_for_people() -> None:
     assert "stock takes 1.00 times as long as gpurt" in done.stdout
 
 
+@pytest.mark.nightly
 def test_several_seeds_count_together() -> None:
     said = json.loads(command(*SMALL, "--compare", "stock", "--repeat", "3", "--json").stdout)
     ours, stock = (
@@ -57,12 +58,14 @@ def test_several_seeds_count_together() -> None:
     assert said["summary"]["worst_speedup"] == pytest.approx(statistics.geometric_mean(ratios))
 
 
+@pytest.mark.nightly
 def test_all_workloads_in_one_go() -> None:
     done = command(*SMALL, "--workload", "all", "--placement", "stock", "--json")
     assert len(json.loads(done.stdout)["results"]) == 7
     assert json.loads(done.stdout)["summary"] is None
 
 
+@pytest.mark.nightly
 def test_as_many_workers_as_you_like() -> None:
     size = "--cluster tcp --workers 1024 --workload tree-reduction --partitions 256"
     done = command(*size.split(), "--placement", "stock", "--json")

@@ -276,6 +276,7 @@ def test_dask_drops_replicas_that_no_task_needs() -> None:
     assert copies == [2, 1]
 
 
+@pytest.mark.nightly
 def test_placement_learns_the_speed_of_links_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = build_cluster("tcp", 16, seed=3)
     believed, true = cluster.belief(), cluster.topology().learned()[Link.TCP].bandwidth
@@ -309,7 +310,7 @@ def _only(simulation: Simulation, one: Work) -> str:
     return ws.address
 
 
-@each_placement
+@pytest.mark.parametrize("placement", only_by_day(PLACEMENTS, ["gpurt"]))
 def test_a_workload_survives_workers_that_leave(placement: str) -> None:
     cluster = build_cluster("dgx")
     join = build_workload("shuffle-join", cluster)
