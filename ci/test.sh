@@ -3,7 +3,7 @@
 # Dask, the slow tests, the linters, Dask's own shuffle tests, and a test of each mechanism that depends on Dask again with
 # the oldest supported Dask, while allocations fail at random. Stops at the first step that fails.
 #
-# With --all, which takes hours and runs every night, also the tests of whole programs and of all variants, five times as
+# With --all, which takes hours and runs every night, also the tests of whole programs and of all variants, ten times as
 # many examples of each property, all tests with the oldest Dask, and ten minutes of chaos.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -17,14 +17,14 @@ OF_DASK=(
     tests/cluster/test_{results_for_clients,small_results,switching,takeover,tiers}.py
 )
 SLOW="slow and not nightly"
-# How many times as long the chaos takes, and how many times as many examples each property has.
-TIMES=1
+# How many times as many examples each property has, and how many times as long the chaos takes.
+EXAMPLES=1 TIMES=1
 case "${1:-}" in
     "") ;;
-    --all) OF_DASK=(tests) SLOW="slow or nightly" TIMES=5 ;;
+    --all) OF_DASK=(tests) SLOW="slow or nightly" EXAMPLES=10 TIMES=5 ;;
     *) echo "usage: ci/test.sh [--all]"; exit 2 ;;
 esac
-export GPURT_TEST_EXAMPLES=$TIMES
+export GPURT_TEST_EXAMPLES=$EXAMPLES
 # Each step with tests lists its slowest tests at the end.
 export PYTEST_ADDOPTS="--durations=15 --durations-min=3"
 # Otherwise every process of every step would compile the package again.

@@ -82,6 +82,7 @@ def test_a_pool_larger_than_the_device_is_refused_by_the_workers(off: Client) ->
     dask_gpurt.disable(off)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
 def test_a_wrong_word_in_the_environment_is_logged_and_dask_works(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

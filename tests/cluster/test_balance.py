@@ -17,6 +17,7 @@ from distributed.shuffle._core import id_from_key
 
 from dask_gpurt.scheduler.recovery import Recovery
 from tests.helpers.in_process import on_cluster, until
+from tests.helpers.nightly import nightly
 
 PARTS, ROWS, KEYS, HOT = 32, 20_000, 4096, 7
 #: Share of rows with the hot key, which all go to one output.
@@ -89,8 +90,8 @@ async def rows_by_worker(scheduler: Any, out: Any) -> Counter[str]:
     ("share", "on", "moves"),
     [
         (SHARE, True, 7),
-        pytest.param(0.0, True, 0, marks=pytest.mark.slow),
-        pytest.param(SHARE, False, 0, marks=pytest.mark.slow),
+        nightly(0.0, True, 0),
+        nightly(SHARE, False, 0),
     ],
 )
 def test_outputs_move_where_one_key_has_many_rows(share: float, on: bool, moves: int) -> None:
@@ -138,6 +139,7 @@ def behind(at: int, gate: int) -> pd.DataFrame:
     return left_part(at + gate, SHARE)
 
 
+@pytest.mark.nightly
 def test_one_side_of_a_join_is_sealed_when_outputs_move() -> None:
     """Its barrier reruns: it passed long before the sizes of the other side are known."""
     _goes_on.clear()
@@ -170,7 +172,8 @@ def test_one_side_of_a_join_is_sealed_when_outputs_move() -> None:
     run()
 
 
-@pytest.mark.parametrize("side", [pytest.param("shuffle", marks=pytest.mark.slow), "join"])
+@pytest.mark.slow
+@pytest.mark.parametrize("side", [nightly("shuffle"), "join"])
 def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
     """The lost worker is the one that received most of the moved outputs."""
     balance, lost = Recovery.balance, list[str]()

@@ -82,6 +82,7 @@ def test_a_worker_that_closes_is_called_until_its_connections_are_closed(
     assert all(isinstance(answer, PeerLost) for answer in answers.values()), answers
 
 
+@pytest.mark.slow
 def test_a_program_never_closes_its_cluster(tmp_path: Path) -> None:
     """Python has ended the threads of executors when Dask closes the cluster, at exit."""
     script = tmp_path / "job.py"

@@ -17,7 +17,6 @@ import pytest
 pytest.importorskip("bokeh", reason="the dashboard needs it")
 
 from bokeh.document import Document
-from bokeh.server.tornado import BokehTornado
 from distributed import Client, LocalCluster, Worker, wait
 from distributed.dashboard.components.scheduler import Shuffling, TaskProgress
 from tornado.httpclient import AsyncHTTPClient
@@ -27,7 +26,6 @@ from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.seams import DASHBOARD
 from dask_gpurt.monitor.dashboard.collector import NAME, Collector
 from dask_gpurt.monitor.dashboard.pages import PAGE, PARTS, pages
-from dask_gpurt.observe import Fallback
 from dask_gpurt.tools.testing import differing_links
 from tests.helpers import browser
 from tests.helpers.clusters import QUICK
@@ -143,29 +141,6 @@ def test_dasks_own_page_and_progress_show_our_shuffles() -> None:
         await wait(shuffled)
         page.update()
         assert b.address not in page.source.data["worker"]
-
-    run()
-
-
-def test_pages_say_that_the_runtime_is_off() -> None:
-    @on_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, a: Any) -> None:
-        await dask_gpurt.disable(client)
-        assert NAME not in scheduler.plugins
-        parts = drawn(scheduler)
-        assert all("the runtime is off" in part.heading.text for part in parts.values())
-        assert parts["decisions"].source.data["key"] == []
-        await dask_gpurt.enable(client)
-
-    run()
-
-
-def test_without_a_dashboard_nothing_is_added() -> None:
-    @on_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, a: Any) -> None:
-        assert not any(isinstance(app, BokehTornado) for app in scheduler.http_application.applications)
-        told = await dask_gpurt.report(client)
-        assert Fallback.DASHBOARD_PAGES.id not in told.fallbacks
 
     run()
 

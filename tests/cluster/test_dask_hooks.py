@@ -98,6 +98,7 @@ main(["doctor"])
 """
 
 
+@pytest.mark.slow
 def test_the_doctor_runs_where_a_name_has_moved() -> None:
     done = subprocess.run([sys.executable, "-c", MOVED], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1, done.stderr
@@ -287,6 +288,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_elsewhere_than_on_linux_it_says_so() -> None:
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, timeout=60, check=True

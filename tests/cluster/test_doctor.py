@@ -66,6 +66,7 @@ def consult(*arguments: str) -> dict[str, Any]:
 # ---- this machine --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not HOOKS.exists(), reason="the command comes with `pip install`, this is a mere checkout"
 )
@@ -128,16 +129,6 @@ def test_a_word_that_means_off_is_off(word: object) -> None:
     assert settings["configured"] is settings["enabled"] is False
     assert settings["shuffles"] == "by Dask's own default"
     assert "false in this configuration" in printed
-
-
-def test_parts_of_dask_that_are_as_expected_take_one_sentence() -> None:
-    printed = " ".join(doctor().stdout.split())
-    assert re.search(r"Dask's parts \d+ work as the runtime expects", printed)
-    assert "Differs" not in printed
-
-
-def test_rows_of_gpus_are_not_printed_without_one() -> None:
-    assert ("Overlap" in doctor().stdout) is ("cuda" in consult()["machine"]["devices"])
 
 
 @pytest.mark.parametrize(

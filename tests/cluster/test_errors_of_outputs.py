@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from tests.helpers.in_process import on_cluster
+from tests.helpers.nightly import nightly
 
 
 class Unreadable:
@@ -25,7 +26,7 @@ def _raise(error: type[Exception]) -> None:
     raise error("of a test")
 
 
-@pytest.mark.parametrize("error", [MemoryError, ZeroDivisionError])
+@pytest.mark.parametrize("error", [nightly(MemoryError), ZeroDivisionError])
 @pytest.mark.parametrize("tiers", [True, False])
 @pytest.mark.parametrize("operation", ["shuffle", "merge"])
 def test_an_error_of_an_output_keeps_its_type(error: type[Exception], tiers: bool, operation: str) -> None:

@@ -35,6 +35,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_join_and_a_sort_end_where_client_and_scheduler_share_a_process(tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(FIRST_JOB)

@@ -15,7 +15,6 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from distributed import Client, Scheduler
-from distributed.http.routing import RoutingApplication
 from tornado.httpclient import AsyncHTTPClient
 
 import dask_gpurt
@@ -223,34 +222,6 @@ def test_a_scheduler_that_is_told_to_has_it_from_its_start_at_its_prefix() -> No
     asyncio.run(run())
 
 
-def test_on_a_scheduler_that_runs_it_has_the_prefix_of_its_other_pages() -> None:
-    async def run() -> None:
-        async with (
-            Scheduler(dashboard_address=":0", http_prefix="/here") as scheduler,
-            Client(scheduler.address, asynchronous=True) as client,
-        ):
-            await dask_gpurt.enable(client)
-            assert (await ask(scheduler))[0] == 404
-            assert (await ask(scheduler, "memory", prefix="/here"))[0] == 200
-            await dask_gpurt.disable(client)
-
-    asyncio.run(run())
-
-
-def test_a_server_of_another_kind_keeps_the_runtime_and_has_no_api(monkeypatch: pytest.MonkeyPatch) -> None:
-    def add_application(self: Any, application: Any, priority: int) -> None:
-        raise AssertionError("it is not called")
-
-    monkeypatch.setattr(RoutingApplication, "add_application", add_application)
-
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, *_: Any) -> None:
-        await dask_gpurt.enable(client)
-        assert (await ask(scheduler))[0] == 404
-        fallback = (await dask_gpurt.report(client)).fallbacks["observe.json-api"]
-        assert "expected (self, application)" in fallback.reason
-
-
 def test_a_report_keeps_what_workers_did_that_have_left() -> None:
     @on_cluster()
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -316,10 +287,3 @@ def test_replies_of_256_workers_are_bounded() -> None:
     assert by_prefix["limit"] == MAX_LIMIT_BY_PREFIX
     assert len(by_prefix["rows"]) == MAX_LIMIT_BY_PREFIX * len(Tier) * 51  # 50 prefixes, and the rest
     assert len(json.dumps(by_prefix)) < 2**20
-
-
-def test_no_more_than_a_page_is_given() -> None:
-    assert Query.of({"limit": ["100000"]}, ("limit",)).limit == MAX_LIMIT
-    assert Query.of({}, ()).cut(range(1000)) == range(MAX_LIMIT)
-    paged = [one for one in RESOURCES if {"offset", "limit"} <= set(one.arguments)]
-    assert {one.name for one in RESOURCES} - {one.name for one in paged} == {"report"}

@@ -253,7 +253,6 @@ def checked(frame: Any) -> bool:
     return bool((frame["key"] * 2 == frame["value"]).all())
 
 
-@pytest.mark.slow
 @dataclass
 class Walk:
     """Take random steps; the workers hold only the futures kept here."""
@@ -297,6 +296,7 @@ class Walk:
             assert checked(of.result())
 
 
+@pytest.mark.slow
 def test_a_random_workload(library: Library) -> None:
     """At every rest the scheduler's ledger is exact; in between, each worker's own ledger is."""
     seen: Counter[str] = Counter()

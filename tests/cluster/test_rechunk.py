@@ -180,12 +180,6 @@ def waits(block: np.ndarray, part: tuple[int, int], block_id: Any = None) -> np.
     return block
 
 
-@pytest.mark.nightly
-def test_a_worker_is_killed_during_transfer(own: Client) -> None:
-    held = array().map_blocks(waits, (7, 0), dtype="f8")
-    assert_right_after_a_kill(own, held.rechunk(COLUMNS, method="p2p").persist(), another=False)
-
-
 def test_a_worker_is_killed_between_two_rechunks(own: Client) -> None:
     """Dask fuses the unpacking of a chunk with its transfer for the next rechunk into one task."""
     held = array().rechunk(COLUMNS, method="p2p").map_blocks(waits, (0, 2), dtype="f8")
@@ -204,14 +198,6 @@ def assert_right_after_a_kill(client: Client, result: da.Array, *, another: bool
 def kill(client: Client, address: str) -> None:
     pid = client.run(os.getpid, workers=[address])[address]
     os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.nightly
-def test_a_worker_is_killed_with_outputs(own: Client) -> None:
-    result = array().rechunk(COLUMNS, method="p2p").persist()
-    wait(result)
-    kill(own, next(iter(own.nthreads())))
-    np.testing.assert_array_equal(result.compute(), numbers())
 
 
 def test_parts_of_chunks_are_larger_than_the_pool() -> None:

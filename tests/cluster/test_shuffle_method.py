@@ -29,6 +29,7 @@ from tests.helpers.clusters import (
     to_pandas,
 )
 from tests.helpers.examples import examples
+from tests.helpers.nightly import nightly, only_by_day
 
 
 def flights(parts: int = 6, rows: int = 200, seed: int = 0) -> list[pd.DataFrame]:
@@ -92,7 +93,11 @@ SHUFFLES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", SHUFFLES)
+#: Those that by day stand for the others: keys without values, another number of partitions, a name of Dask.
+BY_DAY = ("column", "index", "null keys", "fewer", "a column of Dask's name")
+
+
+@pytest.mark.parametrize("what", only_by_day(SHUFFLES, BY_DAY))
 def test_shuffle(client: Client, library: Library, what: str) -> None:
     build = SHUFFLES[what]
     if what == "ignore_index":  # Dask's own methods disagree on the index in this case
@@ -121,7 +126,7 @@ def test_an_index_with_a_name_is_kept_whatever_is_said(client: Client, library: 
     assert_same_partitions(ours, theirs, in_order=False, index=True)
 
 
-@pytest.mark.parametrize(("on", "how"), [("column", "inner"), ("column", "outer"), ("index", "outer")])
+@pytest.mark.parametrize(("on", "how"), [nightly("column", "inner"), ("column", "outer"), ("index", "outer")])
 def test_merge(client: Client, library: Library, on: str, how: str) -> None:
     right = [f[["key", "name", "id"]].rename(columns={"id": "other"}) for f in flights(4, 50, 2)]
 
@@ -135,7 +140,7 @@ def test_merge(client: Client, library: Library, on: str, how: str) -> None:
     assert_like_tasks(client, library, build, flights(5, seed=1), right, in_order=False, index=index, runs=2)
 
 
-@pytest.mark.parametrize("how", ["left", "left, aligned"])
+@pytest.mark.parametrize("how", [nightly("left"), "left, aligned"])
 def test_a_merge_on_categories_that_are_not_known(client: Client, library: Library, how: str) -> None:
     """On one side few outputs have rows."""
     how, _, aligned = how.partition(", ")
@@ -161,7 +166,7 @@ def test_merge_leftsemi(client: Client, library: Library) -> None:
 @pytest.mark.parametrize(
     ("others", "expression"),
     [
-        (1, "gpurtsemimerge"),  # a single partition, joined with each
+        nightly(1, "gpurtsemimerge"),  # a single partition, joined with each
         (2, "gpurtbroadcastsemijoin"),
     ],
 )
@@ -262,7 +267,7 @@ SORTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", SORTS)
+@pytest.mark.parametrize("what", only_by_day(SORTS, ["set_index", "sort_values, nulls first"]))
 def test_sorts(client: Client, library: Library, what: str) -> None:
     frames = flights(8, 300)
     assert_like_tasks(client, library, SORTS[what], frames, in_order=False)
@@ -367,7 +372,7 @@ def test_multi_index_and_odd_labels(client: Client, library: Library) -> None:
 
 
 def test_outputs_that_are_not_wanted_are_not_moved(client: Client, library: Library) -> None:
-    inputs = flights(4, 20_000)
+    inputs = flights(4, 2_000)
     df = library.collection(inputs)
 
     def moved(build: Callable[[], Any]) -> float:
@@ -466,7 +471,7 @@ def collections(draw: st.DrawFn) -> tuple[list[pd.DataFrame], list[str], int]:
 
 
 @given(collections())
-@examples(8)
+@examples(4)
 def test_random_frames(
     client: Client, library: Library, drawn: tuple[list[pd.DataFrame], list[str], int]
 ) -> None:

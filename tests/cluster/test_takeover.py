@@ -17,6 +17,7 @@ import dask_gpurt
 from dask_gpurt.cli.doctor import print_facts
 from dask_gpurt.cli.examine import examine
 from tests.helpers.clusters import assert_same_partitions, counters, partitions
+from tests.helpers.nightly import only_by_day
 
 ROWS, PARTS = 200, 4
 
@@ -46,7 +47,7 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", only_by_day(PROGRAMS, ["merge", "groupby"]))
 def test_configured_tasks_give_the_rows_of_tasks(client: Client, program: str) -> None:
     build = PROGRAMS[program]
     with dask.config.set({"dataframe.shuffle.method": "tasks"}):

@@ -23,6 +23,7 @@ from tests.helpers.clusters import (
     partitions,
     to_pandas,
 )
+from tests.helpers.nightly import nightly
 from tests.helpers.shared_cluster import SharedCluster
 
 MIB = 2**20
@@ -49,6 +50,7 @@ def on_workers(client: Client, function: Any) -> list[Any]:
     return list(client.run(function).values())
 
 
+@pytest.mark.nightly
 def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Library) -> None:
     collection = library.collection(parts())
     wait(collection)
@@ -100,7 +102,7 @@ def test_peers_read_what_is_spilled_without_making_it_live(small: Client, librar
     assert where != "device"
 
 
-@pytest.mark.parametrize("tier", ["pinned", "disk"])
+@pytest.mark.parametrize("tier", [nightly("pinned"), "disk"])
 def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None:
     """Frames are not joined on the device, nor elsewhere on the sending worker."""
     first = {f"memory__{name}": 8 * MIB if name == tier else 0 for name in ("pinned", "host")}

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import dask
-import dask.dataframe as dd
 import numpy as np
-import pandas as pd
 import pytest
 from click.testing import CliRunner
 from distributed import Client, LocalCluster, Worker
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.exchange.links import MAX_PEERS, Traffic
+from dask_gpurt.exchange.links import Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.scheduler.topology import SchedulerTopology
-from dask_gpurt.topology import SHIPPED, Link, Place, Speed, detect
+from dask_gpurt.topology import SHIPPED, Link, Place, detect
 from dask_gpurt.topology.file import TopologyError, load, parse
 from dask_gpurt.topology.hosts import Host
 from dask_gpurt.worker.reports import TopologyReporter
@@ -86,35 +83,6 @@ def test_workers_come_and_go() -> None:
     run()
 
 
-def test_the_next_worker_is_asked_when_the_first_goes_meanwhile() -> None:
-    class Scheduler:
-        """Fake the parts of a scheduler that are used; the worker "a" no longer answers."""
-
-        def __init__(self) -> None:
-            self.workers = {name: SimpleNamespace(name=name) for name in "ab"}
-            self.begun: list[Any] = []
-            self._ongoing_background_tasks = SimpleNamespace(
-                call_soon=lambda function, *args: self.begun.append(function(*args))
-            )
-
-        def rpc(self, worker: str) -> Any:
-            async def answer() -> Any:
-                if worker == "a":
-                    raise OSError("gone")
-                return {"gpus": [{"id": "GPU-x"}]}
-
-            return SimpleNamespace(gpurt_host=answer)
-
-    scheduler = Scheduler()
-    picture = SchedulerTopology(scheduler, None, Metrics())
-    for worker in "ab":
-        picture.placed(worker, {"host": "h", "device": "GPU-x"}, "name", None)
-    assert len(scheduler.begun) == 1
-    asyncio.run(scheduler.begun[0])
-    assert picture.topology.described("h")
-    assert picture.describe()["workers"] == {name: {"host": "name", "gpu": "GPU-x"} for name in "ab"}
-
-
 def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise RuntimeError("GPU is lost")
@@ -150,17 +118,6 @@ def test_restart_keeps_what_was_learned() -> None:
     run()
 
 
-def test_switching_off_leaves_nothing_behind() -> None:
-    @on_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.disable(client)
-        for server in (scheduler, a):
-            for handlers in (server.handlers, server.stream_handlers):
-                assert not [name for name in active(handlers) if name.startswith("gpurt")]
-
-    run()
-
-
 # ---- a file --------------------------------------------------------------------------
 
 
@@ -179,16 +136,6 @@ def test_the_file_counts_before_what_workers_say(file: Path) -> None:
         assert told["workers"][c.address] == {"host": "two"}
 
     run()
-
-
-def test_a_gpu_that_the_file_does_not_have_counts_as_its_worker_says(file: Path) -> None:
-    worker, metrics = "tcp://here:1", Metrics()
-    scheduler: Any = SimpleNamespace(workers={worker: SimpleNamespace(name="unlisted")})
-    ours = SchedulerTopology(scheduler, str(file), metrics)
-    ours.placed(worker, vars(Place("told", "GPU-z")), "one", "5")
-    place = ours.topology.place(worker)
-    assert (place.host, place.device) == ("one", "GPU-z")
-    assert worker in metrics.snapshot()["fallbacks"]["topology.gpu-not-in-file"]["reason"]
 
 
 def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,19 +205,6 @@ def test_dependencies_that_dask_fetches_teach_the_link(file: Path) -> None:
     run()
 
 
-def test_pulls_of_the_exchange_teach_the_link(file: Path) -> None:
-    @on_cluster(workers=3, file=file, **{"gpurt.exchange.paths": ["comms"]})
-    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
-        await all_placed(scheduler)
-        frame = dd.from_pandas(pd.DataFrame({"x": range(300_000)}), npartitions=6)
-        await client.compute(frame.shuffle("x").map_partitions(len))
-        await until(lambda: topology(scheduler).learned()[Link.TCP] != Speed(3e9, 300e-6))
-        report = await dask_gpurt.report(client)
-        assert report["counters"]["exchange.bytes.comms"] > 0
-
-    run()
-
-
 def test_only_bytes_that_crossed_the_link_count() -> None:
     class Scheduler:
         workers: dict[str, Any] = {}
@@ -285,22 +219,6 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
     assert picture.topology.learned()[Link.TCP].bandwidth < 0.1 * SHIPPED[Link.TCP].bandwidth
 
 
-def test_dependencies_within_a_host_teach_the_loopback_and_not_what_joins_its_workers() -> None:
-    class Scheduler:
-        workers: dict[str, Any] = {}
-
-    picture = SchedulerTopology(Scheduler(), None, Metrics())
-    for worker in "xy":
-        picture.topology.add(worker, Place("host", by_tcp=True))
-    picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])
-    learned = picture.topology.learned()
-    assert learned[Link.LOOPBACK].bandwidth < 0.1 * SHIPPED[Link.LOOPBACK].bandwidth
-    picture.traffic("x", [("y", "shared-memory", 10**9, 100.0, 1)])
-    known = picture.topology.learned()
-    assert known[Link.LOOPBACK] == learned[Link.LOOPBACK]
-    assert known[Link.SHARED_MEMORY].bandwidth < 0.1 * SHIPPED[Link.SHARED_MEMORY].bandwidth
-
-
 def test_workers_say_that_their_comms_are_tcp() -> None:
     @on_cluster(workers=2)
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
@@ -309,17 +227,6 @@ def test_workers_say_that_their_comms_are_tcp() -> None:
         assert topology(scheduler).link(a.address, b.address, by_comms=True) == Link.LOOPBACK
 
     run()
-
-
-def test_traffic_is_summed_and_bounded() -> None:
-    traffic = Traffic()
-    for peer in range(1000):
-        for _ in range(2):
-            traffic.note(f"tcp://{peer}", "comms", 5, 0.5)
-    seen = traffic.take()
-    assert len(seen) == MAX_PEERS
-    assert set(seen) == {(f"tcp://{peer}", "comms", 10, 1.0, 2) for peer in range(MAX_PEERS)}
-    assert traffic.take() == []
 
 
 def test_a_copy_that_fails_is_not_counted() -> None:

@@ -55,6 +55,10 @@ async def quiet() -> None:
         await asyncio.sleep(0)
 
 
+#: Clusters of the test that runs on an event loop of its own.
+_clusters: list[Cluster] | None = None
+
+
 class Cluster:
     """Run shuffles across processes whose messages are delivered immediately.
 
@@ -72,6 +76,8 @@ class Cluster:
         self.scheduler = Scheduler(self.network)
         self._paths, self._pool = paths, pool
         self._all: list[Process] = []
+        if _clusters is not None:
+            _clusters.append(self)
         for address in addresses:
             self.start(address)
 
@@ -153,17 +159,32 @@ class Cluster:
                 assert process.outbox.pool.used == 0
             assert not any(process.exchange._incoming.values())
 
+    async def finish(self, shuffle: str) -> None:
+        """Read all outputs, assert that they have their rows, and end the shuffle."""
+        assert await self.outputs(shuffle) == self.expected()
+        await self.end(shuffle)
+
     def close(self) -> None:
         for process in self._all:
             process.close()
 
 
 def in_process(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    """Run a test on an event loop, without pauses."""
+    """Run a test on an event loop, without pauses, and close the clusters that it has made."""
+
+    async def closing() -> None:
+        global _clusters
+        _clusters = made = []
+        try:
+            await test()
+            for cluster in made:
+                cluster.close()
+        finally:
+            _clusters = None
 
     def run() -> None:
         with without_pauses():
-            asyncio.run(asyncio.wait_for(test(), 60))
+            asyncio.run(asyncio.wait_for(closing(), 60))
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
@@ -173,6 +194,19 @@ def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]])
     """Let ``meddle`` handle each message; its first argument is the usual handler."""
     handle = cluster.network._handle
     cluster.network._handle = lambda *message: meddle(handle, *message)  # type: ignore[method-assign]
+
+
+def held_back(cluster: Cluster, op: str, *, to: str | None = None, containing: bytes = b"") -> asyncio.Event:
+    """Hold messages back until the returned event is set."""
+    arrives = asyncio.Event()
+
+    async def hold_back(handle: Any, address: str, called_op: str, content: dict[str, Any]) -> Any:
+        if called_op == op and to in (None, address) and containing in content.get("data", b""):
+            await arrives.wait()
+        return await handle(address, called_op, content)
+
+    intercept(cluster, hold_back)
+    return arrives
 
 
 def never_answering(cluster: Cluster, op: str, address: str) -> asyncio.Event:

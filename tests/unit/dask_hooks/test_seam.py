@@ -72,9 +72,9 @@ def modules(folder: Path) -> list[Path]:
     return [path for path in found if "tests" not in path.relative_to(folder).parts]
 
 
-def parsed(folder: Path) -> Iterator[tuple[Path, ast.Module]]:
-    for path in modules(folder):
-        yield path, ast.parse(path.read_text(), str(path))
+@cache
+def parsed(folder: Path) -> tuple[tuple[Path, ast.Module], ...]:
+    return tuple((path, ast.parse(path.read_text(), str(path))) for path in modules(folder))
 
 
 def defined(tree: ast.Module) -> Iterator[str]:

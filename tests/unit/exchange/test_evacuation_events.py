@@ -9,7 +9,7 @@ import pytest
 
 from dask_gpurt.exchange.incoming import ShardState
 from tests.helpers.exchange_scheduler import spec_of
-from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet
+from tests.helpers.exchanges import Cluster, held_back, in_process, intercept, never_answering, quiet
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 
@@ -33,20 +33,12 @@ async def test_a_worker_is_evacuated_and_leaves() -> None:
     assert await cluster.outputs("a shuffle") == cluster.expected()
     assert b.counted("shuffle.inputs.missing") == 0
     await cluster.end("a shuffle")
-    cluster.close()
 
 
 @in_process
 async def test_a_worker_is_evacuated_as_soon_as_the_last_release_arrives() -> None:
     cluster = Cluster(A, B)
-    arrives = asyncio.Event()
-
-    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "gpurt_release":
-            await arrives.wait()
-        return await handle(address, op, content)
-
-    intercept(cluster, hold_back)
+    arrives = held_back(cluster, "gpurt_release")
     cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
     a = cluster.network.processes[A]
     await cluster.transfer("a shuffle", 0, a)
@@ -61,21 +53,13 @@ async def test_a_worker_is_evacuated_as_soon_as_the_last_release_arrives() -> No
         assert not evacuating.done()
         arrives.set()
         assert await evacuating == 0
-    cluster.close()
 
 
 @in_process
 async def test_a_worker_is_evacuated_whose_offers_have_not_arrived() -> None:
     """Their owner copies them once they have, although they are offered after it was asked."""
     cluster = Cluster(A, B)
-    arrives = asyncio.Event()
-
-    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "shuffle_receive":
-            await arrives.wait()
-        return await handle(address, op, content)
-
-    intercept(cluster, hold_back)
+    arrives = held_back(cluster, "shuffle_receive")
     cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
     a = cluster.network.processes[A]
     await cluster.transfer("a shuffle", 0, a)
@@ -85,7 +69,6 @@ async def test_a_worker_is_evacuated_whose_offers_have_not_arrived() -> None:
     assert not evacuating.done()
     arrives.set()
     assert await evacuating == 0
-    cluster.close()
 
 
 @in_process
@@ -112,7 +95,6 @@ async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner() ->
     arrives.set()
     assert await evacuating == 0
     assert [b"Commit" in data for data in commits] == [True]
-    cluster.close()
 
 
 @in_process
@@ -128,7 +110,6 @@ async def test_a_run_fails_while_its_worker_is_evacuated() -> None:
     await called.wait()
     run.fail(MemoryError("no memory"))
     assert await evacuating is None
-    cluster.close()
 
 
 @in_process
@@ -143,4 +124,3 @@ async def test_owners_do_not_copy_the_shards_of_a_worker_that_is_evacuated() -> 
         patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 0.01)
         assert await run.evacuate(0) == 1
     assert called.is_set()
-    cluster.close()

@@ -38,7 +38,6 @@ async def test_the_connection_breaks_while_a_pool_is_asked_for() -> None:
     intercept(cluster, lose)
     assert await cluster.shuffle("a shuffle") == cluster.expected()
     assert next(failures, None) is None
-    cluster.close()
 
 
 @in_process
@@ -54,7 +53,6 @@ async def test_the_runtime_is_switched_off_at_a_producer_while_a_shard_is_fetche
     assert sum(each.counted("shuffle.lost.shards") for each in cluster.network.processes.values())
     with pytest.raises(Reschedule, match="are transferred again"):
         await cluster.barrier("a shuffle", results)
-    cluster.close()
 
 
 @in_process
@@ -71,7 +69,6 @@ async def test_the_runtime_is_switched_off_at_an_owner_while_shards_are_offered(
     await cluster.hear()
     active = cluster.scheduler.active["a shuffle"]
     assert {share.owner for share in active.owners.shares.values()} == {A}
-    cluster.close()
 
 
 @in_process
@@ -97,7 +94,6 @@ async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> N
     with pytest.raises((ExchangeClosed, ShuffleClosedError)):
         await run._receiver.receive([again])
     assert not any(b.exchange._incoming.values())
-    cluster.close()
 
 
 @in_process
@@ -113,7 +109,6 @@ async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> 
     assert not any(p.shard.producer == a.exchange.me for p in run._receiver._unread)
     with pytest.raises(ExchangeClosed, match="after the end of its run"):
         await run._receiver.receive([replace(shard, attempt=Attempt(99, 0))])
-    cluster.close()
 
 
 class Pool:
@@ -169,7 +164,6 @@ async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
     await quiet()
     await run._receiver.receive([replace(shard, part=9)])
     assert run._receiver.seal({shard.source: shard.attempt}) == {shard.source}, "it is missing"
-    cluster.close()
 
 
 @in_process
@@ -259,7 +253,6 @@ async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it
     await b.exchange.puller._pull(incoming)
     assert where
     assert threading.get_ident() not in where
-    cluster.close()
 
 
 @in_process
@@ -278,7 +271,6 @@ async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
     await quiet()
     run.raise_if_closed()
     assert run._receiver.seal({incoming.shard.source: incoming.shard.attempt}) == {incoming.shard.source}
-    cluster.close()
 
 
 @in_process
@@ -302,4 +294,3 @@ async def test_a_run_that_ends_as_a_shard_is_published_leaves_nothing_in_the_poo
     with pytest.raises(ShuffleClosedError):
         await asyncio.to_thread(transfer)
     assert process.outbox.pool.used == 0
-    cluster.close()

@@ -23,7 +23,7 @@ from dask_gpurt.exchange import Attempt, PeerLost
 from dask_gpurt.shuffle.messages import Seal
 from tests.helpers.clusters import QUICK, instrument
 from tests.helpers.exchange_scheduler import spec_of
-from tests.helpers.exchanges import Cluster, in_process, intercept, quiet
+from tests.helpers.exchanges import Cluster, held_back, in_process, intercept, quiet
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 
@@ -39,7 +39,6 @@ async def test_a_worker_is_replaced_at_the_same_address_while_idle() -> None:
     assert await cluster.shuffle("after that") == cluster.expected()
     await cluster.end("before the others have heard")
     await cluster.end("after that")
-    cluster.close()
 
 
 @in_process
@@ -54,7 +53,6 @@ async def test_a_release_for_the_worker_before_at_an_address_frees_nothing() -> 
         await cluster.network.processes[A].exchange.requests._send_release(old, "host", [(number, 0)])
     assert new.outbox.pool.used == used
     assert new.counted("exchange.messages.stale") == 10
-    cluster.close()
 
 
 @in_process
@@ -74,7 +72,6 @@ async def test_an_offer_is_repeated_since_its_answer_got_lost() -> None:
     assert lost
     assert sum(p.counted("shuffle.shards.repeated") for p in cluster.network.processes.values()) > 0
     await cluster.end("a shuffle")
-    cluster.close()
 
 
 @in_process
@@ -90,7 +87,6 @@ async def test_an_offer_of_a_worker_to_itself_fails() -> None:
     a.exchange.take = short_of_memory  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="once"):
         await cluster.shuffle("a shuffle")
-    cluster.close()
 
 
 def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
@@ -124,22 +120,13 @@ async def test_the_barrier_gets_inputs_of_different_runs() -> None:
     await cluster.hear()
     results = [await cluster.transfer("a shuffle", source, a) for source in range(cluster.INPUTS)]
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
-    await cluster.end("a shuffle")
-    cluster.close()
+    await cluster.finish("a shuffle")
 
 
 @in_process
 async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> None:
     cluster = Cluster(A, B)
-    arrives = asyncio.Event()
-
-    async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if address == B and op == "shuffle_receive" and b"Commit" in content["data"]:
-            await arrives.wait()
-        return await handle(address, op, content)
-
-    intercept(cluster, hold_back)
+    arrives = held_back(cluster, "shuffle_receive", to=B, containing=b"Commit")
     results = await cluster.transfer_all("a shuffle")
     barrier = asyncio.ensure_future(cluster.barrier("a shuffle", results))
     await quiet()
@@ -147,9 +134,7 @@ async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> Non
     arrives.set()
     await barrier
     assert cluster.network.processes[A].counted("shuffle.inputs.missing") == 0
-    assert await cluster.outputs("a shuffle") == cluster.expected()
-    await cluster.end("a shuffle")
-    cluster.close()
+    await cluster.finish("a shuffle")
 
 
 @in_process
@@ -175,9 +160,7 @@ async def test_a_producer_hears_of_new_owners_from_the_barrier_first() -> None:
     assert await asked == []
     await cluster.hear()
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
-    await cluster.end("a shuffle")
-    cluster.close()
+    await cluster.finish("a shuffle")
 
 
 @in_process
@@ -199,9 +182,7 @@ async def test_the_connection_breaks_while_the_barrier_asks() -> None:
     intercept(cluster, break_off)
     await cluster.barrier("a shuffle", results)
     assert next(seals) == 4
-    assert await cluster.outputs("a shuffle") == cluster.expected()
-    await cluster.end("a shuffle")
-    cluster.close()
+    await cluster.finish("a shuffle")
 
 
 @in_process
@@ -216,7 +197,6 @@ async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
     assert all(process.outbox.pool.used <= used[process] for process in used), "no pool has grown"
     await cluster.end("first")
     await cluster.end("second")
-    cluster.close()
 
 
 @in_process
@@ -230,7 +210,6 @@ async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() 
     assert all(process.outbox.retained >= retained[process] for process in retained), "what may be lost stays"
     await cluster.barrier("first", results)
     assert await cluster.outputs("first") == cluster.expected()
-    cluster.close()
 
 
 @in_process
@@ -243,7 +222,6 @@ async def test_an_input_of_a_run_that_was_read_is_transferred_again() -> None:
     run: Any = a.run_of("a shuffle")
     await cluster.transfer("a shuffle", 0, a)
     assert a.outbox.has_all(("a shuffle", run.run_id))
-    cluster.close()
 
 
 @in_process
@@ -260,9 +238,7 @@ async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
     await quiet()
     assert a.outbox.view(late.id, late.share) is None, "its block is freed"
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
-    await cluster.end("a shuffle")
-    cluster.close()
+    await cluster.finish("a shuffle")
 
 
 @in_process
@@ -280,7 +256,6 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
     await quiet()
     assert a.outbox.view(number, known.share) is None
     assert a.outbox.view(known.id, known.share) is not None
-    cluster.close()
 
 
 @in_process
@@ -329,7 +304,6 @@ async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connectio
     run: Any = a.run_of("a shuffle")
     await a.exchange.withdraw(("a shuffle", run.run_id))  # calls it to release its offered shards
     assert B not in a.outbox.readers()
-    cluster.close()
 
 
 @in_process
@@ -386,7 +360,6 @@ async def test_an_owner_has_left_and_the_scheduler_does_not_move_its_outputs_yet
         assert reports == [B]
         assert not reporting.done()
         reporting.cancel()
-    cluster.close()
 
 
 @in_process
@@ -405,4 +378,3 @@ async def test_a_loss_that_can_not_be_noted_fails_the_run() -> None:
     await quiet()
     with pytest.raises(MemoryError, match="to note it"):
         run.raise_if_closed()
-    cluster.close()

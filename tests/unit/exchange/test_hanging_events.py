@@ -28,7 +28,6 @@ async def test_a_pull_for_a_producer_that_waits_for_room_fails() -> None:
     run: Any = b.run_of("a shuffle")
     with pytest.raises(RuntimeError, match="no tier has room"):
         run.raise_if_closed()
-    cluster.close()
 
 
 @in_process
@@ -47,7 +46,6 @@ async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> No
     with pytest.raises(RuntimeError, match="no tier has room"):
         await cluster.transfer("a shuffle", 2, a)
     assert a.exchange.metrics.snapshot()["counters"].get("exchange.calls.repeated", 0) == 0
-    cluster.close()
 
 
 @in_process
@@ -67,7 +65,6 @@ async def test_a_release_gets_lost() -> None:
         await process.exchange.offload(int)
     await quiet()
     assert not any(process.outbox.readers() for process in cluster.network.processes.values())
-    cluster.close()
 
 
 @pytest.fixture
@@ -98,7 +95,6 @@ async def test_an_owner_falls_silent_as_the_barrier_begins() -> None:
     await quiet()
     await cluster.hear()
     await cluster.end("a shuffle")
-    cluster.close()
 
 
 def silenced(cluster: Cluster, address: str) -> asyncio.Event:
@@ -152,7 +148,6 @@ async def test_an_owner_falls_silent_while_another_worker_offers_it_shards() -> 
     await quiet()
     await cluster.hear()
     await cluster.end("a shuffle")
-    cluster.close()
 
 
 @pytest.mark.usefixtures("watched_closely")
@@ -175,7 +170,6 @@ async def test_a_producer_falls_silent_while_its_shards_are_fetched() -> None:
     results[1] = await cluster.transfer("a shuffle", 1, where[2])
     await cluster.barrier("a shuffle", results)
     assert await cluster.outputs("a shuffle") == cluster.expected()
-    cluster.close()
 
 
 @pytest.mark.usefixtures("watched_closely")
@@ -197,7 +191,6 @@ async def test_an_owner_is_asked_for_room_while_it_does_not_reply() -> None:
         a.exchange.requests.ask_for_room({B})
         await quiet()
     assert asked == [B]
-    cluster.close()
 
 
 @in_process
@@ -214,7 +207,6 @@ async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> Non
     while B in a.outbox.readers():
         await asyncio.sleep(0.01)
     del called
-    cluster.close()
 
 
 @in_process
@@ -239,7 +231,6 @@ async def test_a_worker_is_removed_while_it_is_called() -> None:
         called.clear()
         await call()
     assert not called.is_set()
-    cluster.close()
 
 
 @in_process
@@ -256,4 +247,3 @@ async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing
     while any(b.exchange._incoming.values()) or a.outbox.pool.used:
         await asyncio.sleep(0.01)
     assert b.exchange.puller._limiter.empty
-    cluster.close()

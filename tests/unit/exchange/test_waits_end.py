@@ -62,7 +62,6 @@ async def test_a_producer_fails_while_it_is_told_that_its_blocks_are_free() -> N
     await settled(*cluster.network.processes.values())
     assert len(calls) > 1
     assert not a.outbox.readers()
-    cluster.close()
 
 
 @in_process
@@ -74,7 +73,6 @@ async def test_a_producer_is_out_of_reach_for_long_while_its_blocks_become_free(
     a = cluster.network.processes[A]
     while a.outbox.readers():
         await asyncio.sleep(0.01)
-    cluster.close()
 
 
 @in_process
@@ -89,7 +87,6 @@ async def test_an_owner_fails_while_it_lets_go_of_a_run() -> None:
     while a.outbox.pool.used:
         await asyncio.sleep(0.01)
     assert len(calls) == 2
-    cluster.close()
 
 
 @in_process
@@ -110,7 +107,6 @@ async def test_one_of_many_shards_can_not_be_let_go_of() -> None:
     await quiet()
     assert len(a.outbox.owners(shards[0].run)) <= 2
     assert not b.exchange._incoming[a.exchange.me]
-    cluster.close()
 
 
 @in_process
@@ -128,7 +124,6 @@ async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies() -> None:
         assert not thread.is_alive()
         assert not incoming.let_go.done(), "its producer must not reuse the block yet"
     assert incoming.let_go.done()
-    cluster.close()
 
 
 @in_process
@@ -164,7 +159,6 @@ async def test_shards_are_let_go_of_while_they_are_read_after_they_have_landed()
     await reader
     assert landed.key not in b.landed.kept
     assert landed.let_go.done()
-    cluster.close()
 
 
 def land(process: Process, incoming: IncomingShard) -> None:
@@ -196,9 +190,7 @@ async def test_an_input_fails_while_it_is_packed() -> None:
         await cluster.transfer("a shuffle", source, b if source else a) for source in range(cluster.INPUTS)
     ]
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
-    await cluster.end("a shuffle")
-    cluster.close()
+    await cluster.finish("a shuffle")
 
 
 @in_process
@@ -217,7 +209,6 @@ async def test_an_owner_has_no_memory_for_an_offer() -> None:
     with pytest.raises(MemoryError, match="no memory for a shard"):
         await cluster.transfer("a shuffle", 2, a)
     assert a.outbox.pool.used == 0, "tasks of other shuffles wait for this memory"
-    cluster.close()
 
 
 async def ask_for_room(process: Process) -> None:
@@ -251,7 +242,6 @@ async def test_shards_that_an_owner_does_not_know_of_fill_a_pool() -> None:
     await ask_for_room_without_patience(a)
     assert cluster.scheduler.restarts == 1
     assert a.outbox.pool.used == 0
-    cluster.close()
 
 
 @in_process
@@ -264,7 +254,6 @@ async def test_offers_are_on_their_way_while_their_shards_fill_a_pool() -> None:
     await called.wait()
     await ask_for_room_without_patience(a)
     assert cluster.scheduler.restarts == 0
-    cluster.close()
 
 
 # ---- runs --------------------------------------------------------------------------------
@@ -296,7 +285,6 @@ async def test_the_connection_to_the_scheduler_breaks_while_owners_are_asked_for
     for process in (a, b):
         kept: Any = process.run_of("a shuffle")
         kept.raise_if_closed()
-    cluster.close()
 
 
 @in_process
@@ -315,7 +303,6 @@ async def test_the_scheduler_fails_while_it_is_told_of_a_lost_shard() -> None:
     await quiet()
     with pytest.raises(KeyError, match="the barrier is gone"):
         run.raise_if_closed()
-    cluster.close()
 
 
 @in_process
@@ -335,7 +322,6 @@ async def test_the_scheduler_fails_while_it_is_asked_to_begin_a_run_again() -> N
     await quiet()
     with pytest.raises(RuntimeError, match="no worker is allowed"):
         run.raise_if_closed()
-    cluster.close()
 
 
 @in_process
@@ -355,7 +341,6 @@ async def test_memory_ends_while_a_run_gets_other_owners() -> None:
     await cluster.hear()
     with pytest.raises(MemoryError, match="no memory"):
         run.raise_if_closed()
-    cluster.close()
 
 
 @in_process
@@ -378,7 +363,6 @@ async def test_the_runtime_is_switched_off_while_calls_wait_for_a_thread() -> No
         go_on.set()
     assert await busy
     await stopping
-    cluster.close()
 
 
 @in_process
@@ -409,7 +393,6 @@ async def test_an_exchange_closes_its_calls_while_a_peer_has_not_answered() -> N
     with pytest.raises(ExchangeClosed):
         await calls.once(A, "gpurt_release", check=lambda: None)
     assert not await calls.is_closing("an address that has left")
-    cluster.close()
 
 
 # ---- reservations ------------------------------------------------------------------------

@@ -1,17 +1,13 @@
-"""Compare the tiered buffer with a plain dict, and test what only a tiered buffer does."""
+"""Test what a tiered buffer does that a dict does not; its state machine compares it with one."""
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.incoming import Landing
@@ -19,7 +15,6 @@ from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.store import TieredBuffer, serving
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
-from tests.helpers.examples import examples
 from tests.helpers.tiered_buffers import KIB, array, new_tiered_buffer, put
 
 
@@ -28,91 +23,6 @@ def tiered_buffer(tmp_path: Any) -> Iterator[TieredBuffer]:
     made = new_tiered_buffer(str(tmp_path), Limits(100 * KIB, 40 * KIB, 40 * KIB, None))
     yield made
     made.close()
-
-
-class AgainstDict(RuleBasedStateMachine):
-    """Read back all values, whatever tier they went through, with no tier over its limit."""
-
-    keys = st.sampled_from("abcdefgh")
-
-    @initialize(device=st.integers(0, 60), pinned=st.integers(0, 40), host=st.integers(0, 40))
-    def start(self, device: int, pinned: int, host: int) -> None:
-        self.stack = ExitStack()
-        directory = self.stack.enter_context(tempfile.TemporaryDirectory())
-        self.limits = Limits(device * KIB, pinned * KIB, host * KIB, None)
-        self.tiered_buffer = new_tiered_buffer(directory, self.limits)
-        self.stack.callback(self.tiered_buffer.close)
-        self.model: dict[str, np.ndarray] = {}
-        self.held: list[Any] = []
-
-    @rule(key=keys, fill=st.integers(1, 250), kib=st.integers(1, 20))
-    def put(self, key: str, fill: int, kib: int) -> None:
-        put(self.tiered_buffer, key, array(fill, kib))
-        self.model[key] = array(fill, kib)
-
-    @rule(key=keys)
-    def get(self, key: str) -> None:
-        if key in self.model:
-            assert np.array_equal(self.tiered_buffer[key], self.model[key])
-        else:
-            with pytest.raises(KeyError):
-                self.tiered_buffer[key]
-
-    @rule(key=keys)
-    def serve(self, key: str) -> None:
-        tier = self.tiered_buffer.tier(key) if key in self.model else None
-        copies = self.tiered_buffer.copies([key])
-        assert list(copies) == [key for key in [key] if key in self.model]
-        for found in copies.values():
-            assert np.array_equal(found, self.model[key])
-            assert self.tiered_buffer.tier(key) is tier
-
-    @rule(key=keys)
-    def delete(self, key: str) -> None:
-        assert (key in self.tiered_buffer) == (key in self.model)
-        if self.model.pop(key, None) is not None:
-            del self.tiered_buffer[key]
-
-    @rule(keys=st.lists(keys, max_size=3, unique=True))
-    def hold(self, keys: list[str]) -> None:
-        self.held.append(self.tiered_buffer.hold(keys))
-        assert not self.tiered_buffer.not_live(keys)
-
-    @rule()
-    def release(self) -> None:
-        if self.held:
-            self.tiered_buffer.release(self.held.pop())
-
-    @rule(nbytes=st.integers(0, 100 * KIB))
-    def spill(self, nbytes: int) -> None:
-        self.tiered_buffer.spill(nbytes)
-
-    @invariant()
-    def same_keys(self) -> None:
-        if hasattr(self, "model"):
-            assert set(self.tiered_buffer) == set(self.model)
-            assert len(self.tiered_buffer) == len(self.model)
-
-    @invariant()
-    def accounts_agree(self) -> None:
-        if not hasattr(self, "model"):
-            return
-        live = [value for key, value in self.model.items() if not self.tiered_buffer.not_live([key])]
-        assert self.tiered_buffer.live_bytes(Tier.DEVICE) == sum(value.nbytes for value in live)
-        assert self.tiered_buffer.ledger.cell(Tier.DEVICE, "partitions") == sum(
-            value.nbytes for value in live
-        )
-        pinned = self.tiered_buffer.ledger.cell(Tier.PINNED, "partitions")
-        assert pinned <= self.limits.pinned
-        assert self.tiered_buffer.ledger.cell(Tier.HOST, "partitions") <= self.limits.host
-
-    def teardown(self) -> None:
-        if hasattr(self, "stack"):
-            self.stack.close()
-
-
-AgainstDict.TestCase.settings = examples(20, steps=30)
-test_against_a_dict = AgainstDict.TestCase
 
 
 def test_keys_that_are_not_needed_are_evicted_first(tmp_path: Any) -> None:

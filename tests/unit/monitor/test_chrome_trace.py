@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.monitor import chrome_trace as writing
 from dask_gpurt.monitor.chrome_trace import chrome_trace
 from dask_gpurt.monitor.trace import SCHEDULER, Clock, ProcessTrace, Trace
 from dask_gpurt.observe.recording import TASK, Event, Kind
@@ -54,14 +52,6 @@ def test_whatever_is_recorded_can_be_read(one: list[Event], other: list[Event], 
     marks = [event for event in written["traceEvents"] if event["ph"] == "i"]
     assert len(marks) == sum(event.kind == Kind.MARK for event in [*one, *other])
     assert len(list(flows(written))) == written["otherData"]["flows"]["written"]
-
-
-def test_a_trace_prints_in_one_line() -> None:
-    process = ProcessTrace(name="0", events=[span("pack", 1, 1)] * 1000, lost=7)
-    found = trace(s=ProcessTrace(name="scheduler"), a=process)
-    assert repr(process) == "<ProcessTrace of 0: 1,000 events, 7 lost>"
-    assert repr(found) == "<Trace of 2 processes: 1,000 events, 7 lost>"
-    assert repr(Trace()) == "<Trace of 0 processes: 0 events>"
 
 
 def test_a_shard_flows_from_its_pack_to_its_pull_and_on_to_its_outputs() -> None:
@@ -113,15 +103,6 @@ def test_a_read_that_seems_to_precede_its_send_is_no_flow() -> None:
     assert written["otherData"]["flows"]["backwards"] == 1
 
 
-def test_more_flows_than_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "MAX_FLOWS", 2)
-    producer = [span("pack", 0, 1), *(point(Kind.SENT, 0.5, str(n)) for n in range(5))]
-    owner = [span("assemble", 2, 1), *(point(Kind.READ, 2.5, str(n)) for n in range(5))]
-    written = chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
-    check(written)
-    assert written["otherData"]["flows"] == {"written": 2, "missing": 0, "backwards": 0, "left out": 3}
-
-
 def test_a_task_is_widened_to_its_steps_and_not_over_its_neighbours() -> None:
     # Dask's times of both tasks are 2 ms late.
     found = [
@@ -168,37 +149,6 @@ def test_lost_events_are_reported() -> None:
     assert said["lost events"] == 7
     assert said["processes"][A]["lost events"] == 3
     assert said["workers that did not answer"] == {B: "the worker has left"}
-
-
-def test_the_checker_finds_what_is_wrong() -> None:
-    producer = [span("pack", 0, 1), point(Kind.SENT, 0.5, "s")]
-    owner = [span("assemble", 2, 1), point(Kind.READ, 2.5, "s"), Event(Kind.WAIT, "w", 0, 1, 0, "", {})]
-
-    def written() -> Any:
-        return chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
-
-    check(written())
-    for damage in (
-        lambda e: e["ph"] == "s",  # a flow without its begin
-        lambda e: e["ph"] == "f",
-        lambda e: e["ph"] == "e",  # a wait without its end
-        lambda e: e["name"] == "thread_name",
-        lambda e: e["ph"] == "X" and e["name"] == "pack",  # a flow that begins outside any slice
-    ):
-        broken = written()
-        broken["traceEvents"] = [event for event in broken["traceEvents"] if not damage(event)]
-        with pytest.raises(AssertionError):
-            check(broken)
-    for begin, is_right in ((1e6, True), (0.5e6, False)):  # after the other slice, and overlapping it
-        overlapping = written()
-        (pack,) = [event for event in overlapping["traceEvents"] if event["name"] == "pack"]
-        overlapping["traceEvents"].append({**pack, "ts": begin})
-        overlapping["traceEvents"].sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
-        if is_right:
-            check(overlapping)
-        else:
-            with pytest.raises(AssertionError):
-                check(overlapping)
 
 
 def test_a_trace_says_what_it_lacks() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import get_type_hints
-
 import pandas as pd
 import pytest
-from distributed import Client
 
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
@@ -56,13 +53,6 @@ def test_without_a_gpu_tiers_are_called_by_what_they_are() -> None:
         usage.to_pandas(names="mine")
 
 
-def test_a_tier_that_a_user_has_set_is_shown() -> None:
-    rows = (ON_HOST[0], ON_HOST[1], row("a", "host", MIB, unmanaged=5), ON_HOST[3])
-    frame = MemoryUsage(rows, COLUMNS, {"a": 0}).to_pandas()
-    assert list(frame["tier"]) == ["memory", "shared memory", "host", "disk"]
-    assert frame["unmanaged"].sum() == 5
-
-
 def test_it_prints_all_columns_with_units() -> None:
     with pd.option_context("display.width", 40, "display.max_columns", 3):
         printed = repr(MemoryUsage(ON_HOST, COLUMNS, {"a": 64 * MIB}))
@@ -108,17 +98,6 @@ def test_an_explanation_prints_times_and_bytes() -> None:
     assert found.to_pandas()["seconds"].tolist() == [0.25]
     assert repr(found).endswith("Others were not allowed or not\ncompared.>")
     assert repr(PlacementExplanation((), columns, "k")) == "<Placement of 'k': no rows>"
-
-
-def test_rows_are_those_of_metrics() -> None:
-    usage = MemoryUsage(ON_HOST, COLUMNS, {"a": 0})
-    assert [one["tier"] for one in usage] == ["device", "pinned", "host", "disk"]
-    assert (len(usage), usage[0]["tier"], usage[1:]) == (4, "device", ON_HOST[1:])
-
-
-def test_both_switches_are_typed() -> None:
-    for switch in (dask_gpurt.enable, dask_gpurt.disable):
-        assert get_type_hints(switch)["return"] is Client
 
 
 def test_completion_shows_the_functions() -> None:

@@ -44,7 +44,7 @@ def compute(over: threading.Event) -> None:
         sum(range(1000))
 
 
-def is_ever_idle(tasks: IdleTasks, looks: int = 200) -> bool:
+def is_ever_idle(tasks: IdleTasks, looks: int = 60) -> bool:
     for _ in range(looks):
         if tasks.is_idle("task"):
             return True

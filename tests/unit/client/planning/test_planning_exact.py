@@ -33,7 +33,7 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@examples(10)
+@examples(6)
 @given(program=programs)
 def test_programs_are_planned_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
@@ -49,7 +49,7 @@ def test_programs_are_planned_as_dask_does(
     assert again == expected
 
 
-@examples(10)
+@examples(6)
 @given(program=programs)
 def test_programs_are_planned_by_the_next_process_as_dask_does(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
@@ -94,7 +94,7 @@ LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
 COMPUTED = ("metadata.computed", "plans.computed", "files.read")
 
 
-@examples(10)
+@examples(6)
 @given(program=programs)
 def test_fused_programs_have_the_same_results(
     planner: Planner, readers: list[Callable[[], Any]], program: list[Step]

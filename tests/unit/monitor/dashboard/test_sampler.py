@@ -12,7 +12,6 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.monitor.dashboard.sampler import (
     ALL,
     MAX_GONE,
-    MAX_POINTS,
     OTHERS,
     SPILLED,
     UNSPILLED,
@@ -20,7 +19,7 @@ from dask_gpurt.monitor.dashboard.sampler import (
     TrafficMatrix,
 )
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
-from dask_gpurt.observe.progress import MAX_RUNS, Figures, RecentRuns, RunProgress
+from dask_gpurt.observe.progress import Figures
 from dask_gpurt.observe.shown_tiers import shown_tiers
 
 
@@ -106,15 +105,6 @@ def test_bytes_moved_by_departed_workers_count() -> None:
     assert sampler.rates.values((ALL, SPILLED))[:1] == [20.0]
 
 
-def test_rows_are_bounded_on_a_large_cluster() -> None:
-    cluster, sampler = Cluster(256), Sampler()
-    for at in range(MAX_POINTS + 10):
-        sampler.used.add(float(at), {(address, "host"): 1.0 for address in cluster.ledgers})
-    sampler.sample(1e6, cluster)
-    assert len(sampler.used) <= MAX_POINTS
-    assert len(sampler.workers) == 256
-
-
 # ---- transfers -----------------------------------------------------------------------------
 
 
@@ -125,16 +115,6 @@ def test_flows_are_summed_by_path_and_what_is_read_in_place_takes_no_time() -> N
     ((source, target, flow),) = matrix.flows()
     assert (source, target, flow.by_path) == ("a", "b", {"in-place": 100, "comms": 50})
     assert (flow.nbytes, flow.bandwidth) == (150, 100.0)
-
-
-def test_bytes_of_further_workers_are_not_lost() -> None:
-    matrix = TrafficMatrix(max_ends=4)
-    for source in range(10):
-        for target in range(10):
-            matrix.add(str(source), str(target), "comms", 1, 0.1)
-    assert len(matrix.ends) == 5
-    assert matrix.ends[-1] == OTHERS
-    assert sum(flow.nbytes for _, _, flow in matrix.flows()) == 100
 
 
 def test_a_worker_that_has_left_makes_room_in_the_matrix() -> None:
@@ -182,22 +162,6 @@ def test_bytes_have_arrived_that_owners_have_received() -> None:
     assert [(row["bytes"], row["received"]) for row in log.rows(3.0)] == [(10, 10)]
 
 
-def test_a_record_has_the_figures_of_each_shuffle() -> None:
-    log = begun()
-    figures = Figures(offered_bytes=10, received_bytes=4, outputs=1, rows=7, largest=3, largest_rows=7)
-    log.reported("a", [("s", 1, vars(figures))])
-    log.transition("s-i0", "memory", 1.0)
-    log.event("recovers", "s", "worker a has left", 1)
-    begun("later", log=log)
-    later, reply = log.rows(2.0)
-    assert (later["id"], later["skew"], later["largest"]) == ("later", None, None)
-    assert (reply["id"], reply["state"], reply["seconds"]) == ("s", "running", 2.0)
-    assert (reply["inputs"], reply["outputs"]) == ({"total": 2, "done": 1}, {"total": 1, "done": 0})
-    assert (reply["bytes"], reply["received"], reply["rows"]) == (10, 4, 7)
-    assert (reply["skew"], reply["largest"]) == (1.0, 3)
-    assert (reply["recoveries"], reply["moved"], reply["reason"]) == (1, 1, "worker a has left")
-
-
 def test_lost_outputs_are_not_done() -> None:
     log = begun()
     for key in ("s-i0", "s-i1", "s-b", "s-o0"):
@@ -209,13 +173,6 @@ def test_lost_outputs_are_not_done() -> None:
     assert (row["state"], row["phase"]) == ("running", "transfer")
     assert (row["inputs"]["done"], row["outputs"]["done"], row["received"]) == (1, 0, 0)
     assert (row["recoveries"], row["moved"], row["reason"]) == (1, 1, "worker a has left")
-
-
-def test_outputs_that_move_for_balance_are_no_recovery() -> None:
-    log = begun()
-    log.event("balances", "s", "outputs differ", 2)
-    (row,) = log.rows(1.0)
-    assert (row["recoveries"], row["moved"], row["reason"]) == (0, 2, "outputs differ")
 
 
 def test_a_shuffle_that_begins_again_stays_one() -> None:
@@ -265,25 +222,3 @@ def test_the_last_shuffles_are_kept_and_running_ones_first() -> None:
 
 
 # ---- workers' counters --------------------------------------------------------------------
-
-
-def test_figures_of_a_worker_with_another_version_are_known_as_far_as_they_go() -> None:
-    assert Figures.of({"rows": 3, "of another version": 1}) == Figures(rows=3)
-
-
-def test_an_output_that_is_put_together_twice_counts_once() -> None:
-    progress = RunProgress()
-    for rows in (5, 7):
-        progress.assembled(3, rows)
-    progress.offered(10)
-    progress.received(20)
-    told = progress.snapshot()
-    assert (told["outputs"], told["rows"], told["largest"], told["largest_rows"]) == (1, 7, 3, 7)
-    assert (told["offered_bytes"], told["received_shards"]) == (10, 1)
-
-
-def test_a_worker_keeps_its_last_runs() -> None:
-    runs = RecentRuns()
-    for run_id in range(MAX_RUNS + 3):
-        runs.begin(("s", run_id)).offered(run_id)
-    assert [run_id for _, run_id, _ in runs.snapshot()] == list(range(3, MAX_RUNS + 3))

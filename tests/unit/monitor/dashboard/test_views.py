@@ -12,11 +12,10 @@ pytest.importorskip("bokeh", reason="the dashboard needs it")
 from bokeh.document import Document
 from bokeh.models import Select
 
-from dask_gpurt.monitor.dashboard.collector import Collector
-from dask_gpurt.monitor.dashboard.components import ROW_PX, TableComponent, short_time
+from dask_gpurt.monitor.dashboard.components import ROW_PX
 from dask_gpurt.monitor.dashboard.pages import LAYOUT, PAGE, PARTS, pages
 from dask_gpurt.monitor.dashboard.sampler import SPILLED, Sampler, WorkerSample
-from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, share_of
+from dask_gpurt.monitor.dashboard.traffic_views import LinkTable
 from dask_gpurt.monitor.dashboard.views import MemoryOverTime, OverlapTable, ShuffleProgress, SpillRates
 from dask_gpurt.observe.progress import Figures
 from dask_gpurt.topology.links import Link, Speed
@@ -70,25 +69,9 @@ def test_one_select_chooses_the_worker_of_both_histories() -> None:
     assert spilling.source.data[SPILLED] == [10.0, 20.0]
 
 
-def test_an_individual_page_has_a_select_of_its_own() -> None:
-    for path in ("/individual-gpurt-memory", "/individual-gpurt-spilling"):
-        document = Document()
-        pages(lambda scheduler: collected(WorkerSample("a")))[path](None, {}, document)
-        assert len(list(document.select({"type": Select}))) == 1
-
-
 def test_each_part_is_on_the_page_once() -> None:
     names = [name for _, names in LAYOUT for name in names]
     assert sorted(f"/individual-gpurt-{name}" for name in names) == sorted(PARTS)
-
-
-def test_tables_beside_others_are_wide_enough_for_their_columns() -> None:
-    page = 1270  # the width of a small laptop, without margins, in pixels
-    for _, names in LAYOUT:
-        for kind in (PARTS[f"/individual-gpurt-{name}"][0] for name in names):
-            if issubclass(kind, TableComponent):
-                widths = sum(kind.widths.get(name, 80) for name in kind.columns)
-                assert widths <= page / len(names), kind
 
 
 # ---- tables --------------------------------------------------------------------------------
@@ -101,13 +84,6 @@ def test_a_table_takes_the_room_of_its_rows_up_to_a_limit() -> None:
     for rows, height in ((1, 2 * ROW_PX + 5), (50, 100), (2, 3 * ROW_PX + 5)):
         table.put_rows([dict.fromkeys(table.columns, str(row)) for row in range(rows)])
         assert (table.table.visible, table.table.height) == (True, height)
-
-
-def test_without_anything_to_confine_a_line_says_why() -> None:
-    idle = [WorkerSample(str(at), overlap=UNCONFINED, counters={"memory.retries": 1}) for at in range(3)]
-    component = drawn(OverlapTable, collected(*idle))
-    assert not component.table.visible
-    assert "GPU" in component.heading.text
 
 
 @pytest.mark.parametrize(
@@ -126,14 +102,6 @@ def test_overlap_shows_the_workers_where_there_is_any(busy: WorkerSample) -> Non
     assert component.heading.text == "<b>Compute beside communication and reads</b>"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0"), (226.004e-6, "226 us"), (0.01234, "12.3 ms"), (5.5, "5.5 s"), (700, "11m 40s")],
-)
-def test_times_have_three_digits(seconds: float, text: str) -> None:
-    assert short_time(seconds) == text
-
-
 # ---- links ---------------------------------------------------------------------------------
 
 
@@ -147,20 +115,6 @@ def test_the_bytes_received_are_shown_beside_those_sent() -> None:
     assert drawn(ShuffleProgress, collector).source.data["text"][1] == "2.00 kiB"
 
 
-@pytest.mark.parametrize(
-    ("link", "bandwidth", "shown"),
-    [
-        (Link.TCP, 88.0, "88%"),
-        (Link.NVLINK, 100.0, "100%"),
-        (Link.TCP, 130.0, "over 100%"),  # the estimate follows the latest copies, not their mean
-        (Link.SHARED_MEMORY, 50.0, ""),
-        (Link.SAME_DEVICE, 50.0, ""),
-    ],
-)
-def test_a_share_is_that_of_a_link_and_at_most_all_of_it(link: Link, bandwidth: float, shown: str) -> None:
-    assert share_of(bandwidth, link, Speed(100.0, 0.0)) == shown
-
-
 def test_shards_read_in_place_have_no_share() -> None:
     collector = collected(WorkerSample("a"), WorkerSample("b"))
     collector.sampler.traffic.add("tcp://0", "tcp://1", "comms", 100, 2.0)
@@ -169,21 +123,3 @@ def test_shards_read_in_place_have_no_share() -> None:
     assert table.source.data["share"] == ["50%", ""]
     assert table.source.data["bandwidth"] == ["50 B/s", "read in place"]
     assert table.table.columns[-1].visible
-
-
-def test_without_any_share_its_column_is_hidden() -> None:
-    collector = collected(WorkerSample("a"), WorkerSample("b"))
-    collector.way = lambda source, target: (Link.SHARED_MEMORY, Speed(100.0, 0.0))
-    collector.sampler.traffic.add("tcp://0", "tcp://1", "shared-memory", 100, 2.0)
-    table = drawn(LinkTable, collector)
-    assert table.source.data["estimate"] == ["100 B/s"]
-    assert not table.table.columns[-1].visible
-
-
-def test_a_worker_has_no_link_to_itself() -> None:
-    place = SimpleNamespace(host="h")
-    topology: Any = SimpleNamespace(place=lambda worker: place, way=lambda *ends: (Link.TCP, Speed(1.0, 0.0)))
-    runtime: Any = SimpleNamespace(scheduler=None, places=SimpleNamespace(topology=topology))
-    collector = Collector(runtime)
-    assert collector.way("a", "a") is None
-    assert collector.way("a", "b") == (Link.TCP, Speed(1.0, 0.0))

@@ -6,13 +6,10 @@ import json
 import statistics
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from dask_gpurt.cli import main
-from dask_gpurt.tools.simulate.report import arrived, running
-from dask_gpurt.topology import Link
 
 SMALL = ("--cluster", "dgx", "--partitions", "8")
 
@@ -59,19 +56,6 @@ def test_several_seeds_count_together() -> None:
 
 
 @pytest.mark.nightly
-def test_all_workloads_in_one_go() -> None:
-    done = command(*SMALL, "--workload", "all", "--placement", "stock", "--json")
-    assert len(json.loads(done.stdout)["results"]) == 7
-    assert json.loads(done.stdout)["summary"] is None
-
-
-@pytest.mark.nightly
-def test_as_many_workers_as_you_like() -> None:
-    size = "--cluster tcp --workers 1024 --workload tree-reduction --partitions 256"
-    done = command(*size.split(), "--placement", "stock", "--json")
-    assert json.loads(done.stdout)["results"][0]["workers"] == 1024
-
-
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("bokeh")
     path = tmp_path / "work.html"
@@ -80,17 +64,6 @@ def test_a_picture(tmp_path: Path) -> None:
     for placement in ("gpurt", "stock"):
         assert f"shuffle-join on dgx, {placement}" in page
     assert "nvlink " in page
-
-
-def test_lines_follow_tasks_and_transfers() -> None:
-    times = np.array([0.0, 1.0, 2.0, 3.0])
-    assert running([(0.0, 2.0), (1.0, 2.5)], times).tolist() == [1, 2, 1, 0]
-    transfers = [(2.0, Link.TCP, 5), (1.0, Link.TCP, 3), (0.5, Link.RDMA, 1)]
-    found = arrived(transfers, times)
-    assert {link: line.tolist() for link, line in found.items()} == {
-        Link.RDMA: [0, 1, 1, 1],
-        Link.TCP: [0, 3, 8, 8],
-    }
 
 
 def test_what_dask_gives_up_is_said_with_its_reason() -> None:

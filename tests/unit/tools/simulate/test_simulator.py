@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.placement import FreeMemory
 from dask_gpurt.tools.simulate import (
     WORKLOADS,
     Cluster,
@@ -25,11 +24,10 @@ from dask_gpurt.tools.simulate import (
     build_cluster,
     build_workload,
 )
-from dask_gpurt.tools.simulate.clock import Clock, Name, Stuck
-from dask_gpurt.tools.simulate.placements import PLACEMENTS, VirtualHeadroom, charged, simulate
+from dask_gpurt.tools.simulate.clock import Name, Stuck
+from dask_gpurt.tools.simulate.placements import PLACEMENTS, simulate
 from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 from dask_gpurt.tools.simulate.workloads import Scale
-from dask_gpurt.topology import SHIPPED, Link
 from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
 from tests.helpers.nightly import only_by_day
 
@@ -87,24 +85,6 @@ def test_shards_go_to_the_owners_of_outputs_and_these_wait_for_them() -> None:
     assert done.result.makespan == pytest.approx(1 + 100 * MB / SPEED + 1, rel=1e-3)
 
 
-def test_both_sides_of_a_join_have_the_same_owners() -> None:
-    left, right = (pinned(name, 0, 100 * MB) for name in ("left", "right"))
-    sides = [Work(Name(f"('{side.key}-transfer', 0)"), (side.key,), 1.0, 0) for side in (left, right)]
-    barriers = [Work(Name(f"barrier{number}"), (side.key,), 0.0, 0) for number, side in enumerate(sides)]
-    joined = [
-        Work(
-            Name(f"('joined', {number})"),
-            tuple(barrier.key for barrier in barriers),
-            1.0,
-            0,
-            shards={side.key: 50 * MB for side in sides},
-        )
-        for number in range(2)
-    ]
-    done = run(on_one_host(2), left, right, *sides, *barriers, *joined)
-    assert done.result.bytes == {"shared-memory": 100 * MB}
-
-
 @pytest.mark.parametrize("placement", ["stock", "gpurt", "always"])
 def test_a_shuffle_ends_with_each_placement(placement: str) -> None:
     data = [pinned(f"data{number}", 0, 100 * MB) for number in range(8)]
@@ -131,42 +111,6 @@ def test_decisions_take_the_time_of_the_scheduler() -> None:
     assert wide.run().makespan == pytest.approx(4 * 0.5 + 1)
 
 
-def test_looking_at_the_tiers_of_simulated_workers_is_no_work_of_the_scheduler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The simulator looks at all workers each time; a scheduler is told by those that have changed."""
-    spent, look = [0.0], VirtualHeadroom._now
-
-    def slow(self: VirtualHeadroom, worker: str) -> FreeMemory:
-        spent[0] += 1.0
-        return look(self, worker)
-
-    monkeypatch.setattr(VirtualHeadroom, "_now", slow)
-    monkeypatch.setattr("dask_gpurt.tools.simulate.scheduler.thread_time", lambda: spent[0])
-    done = simulate(on_one_host(2), workload(*imbalance()), "always", overheads=NO_OVERHEADS)
-    assert spent[0] > 10
-    assert done.scheduler.busy.seconds <= 2  # when it asks for the first time
-
-
-def test_the_measured_cpu_time_of_the_scheduler_is_charged() -> None:
-    cluster = on_one_host(2)
-    first = simulate(cluster, workload(*imbalance()), "always", overheads=NO_OVERHEADS)
-    overheads = charged(first)
-    assert overheads.decision == pytest.approx(first.result.decision_us / 1e6)
-    spent = overheads.decision * first.result.decisions + overheads.scheduler * first.scheduler.messages
-    assert spent == pytest.approx(first.scheduler.busy.seconds, rel=1e-3)
-    again = simulate(cluster, workload(*imbalance()), "always", overheads=overheads)
-    assert again.result.makespan > first.result.makespan
-
-
-def test_each_submission_has_an_end() -> None:
-    first, second = work("a", seconds=1), work("b", seconds=2)
-    graphs = [Submission([one], frozenset([one.key])) for one in (first, second)]
-    done = Simulation(on_one_host(1), Workload("two", graphs), overheads=NO_OVERHEADS)
-    done.run()
-    assert done.ends == pytest.approx([1, 3])
-
-
 # ---- graphs that can be calculated by hand -------------------------------------------
 
 
@@ -188,11 +132,6 @@ def test_a_worker_of_half_the_speed_takes_twice_as_long() -> None:
     assert run(Cluster("slow", machines(1, speed=0.5)), work("a")).result.makespan == pytest.approx(2)
 
 
-def test_a_worker_of_two_threads_runs_two_tasks() -> None:
-    cluster = Cluster("threads", machines(1, threads=2))
-    assert run(cluster, *[work(letter) for letter in "abcd"]).result.makespan == pytest.approx(2)
-
-
 def test_an_input_is_fetched_before_its_task_runs() -> None:
     small, large = work("a", nbytes=100 * MB), work("b", nbytes=500 * MB)
     done = run(on_one_host(2), small, large, work("c", small, large))
@@ -205,18 +144,6 @@ def test_messages_and_overheads_take_their_time() -> None:
     alone = dataclasses.replace(NO_OVERHEADS, task=0.5, message=0.25)
     simulation = Simulation(on_one_host(1), workload(work("a")), overheads=alone)
     assert simulation.run().makespan == pytest.approx(0.25 + 0.5 + 1 + 0.25)
-
-
-def test_a_graph_that_needs_a_kept_one_begins_when_that_is_done() -> None:
-    kept, query = work("kept", seconds=2), work("q", seconds=0)
-    query = dataclasses.replace(query, needs=(kept.key,), seconds=3)
-    both = Workload(
-        "two",
-        [Submission([kept], frozenset([kept.key]), keep=True), Submission([query], frozenset([query.key]))],
-    )
-    simulation = Simulation(on_one_host(2), both, overheads=NO_OVERHEADS)
-    assert simulation.run().makespan == pytest.approx(5)
-    assert simulation.runs == {kept.key: 1, query.key: 1}
 
 
 # ---- decisions by Dask ---------------------------------------------------------------
@@ -274,19 +201,6 @@ def test_dask_drops_replicas_that_no_task_needs() -> None:
         simulation.clock.at(when, lambda: copies.append(len(holders[data[0].key].who_has or ())))
     simulation.run()
     assert copies == [2, 1]
-
-
-@pytest.mark.nightly
-def test_placement_learns_the_speed_of_links_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster = build_cluster("tcp", 16, seed=3)
-    believed, true = cluster.belief(), cluster.topology().learned()[Link.TCP].bandwidth
-    before = believed.learned()[Link.TCP].bandwidth
-    assert before == SHIPPED[Link.TCP].bandwidth != true
-    monkeypatch.setattr(Cluster, "belief", lambda self: believed)
-    join = build_workload("shuffle-join", cluster, partitions=32, seed=3)
-    simulate(cluster, join, "gpurt")
-    after = believed.learned()[Link.TCP].bandwidth
-    assert after != before  # transfers that share a link seem slower than one alone
 
 
 # ---- workers that come and go --------------------------------------------------------
@@ -347,12 +261,6 @@ def test_a_task_that_loses_too_many_workers_is_given_up() -> None:
         simulation.run()
 
 
-def test_a_worker_that_is_not_there_can_not_leave() -> None:
-    simulation = Simulation(on_one_host(1), workload(work("a")), changes=[Leave(0.5, 7)])
-    with pytest.raises(ValueError, match="worker 7 cannot leave"):
-        simulation.run()
-
-
 # ---- invariants ----------------------------------------------------------------------
 
 
@@ -393,48 +301,6 @@ def test_no_graph_is_faster_than_it_can_be(
     assert done.result.fallbacks == 0
 
 
-def test_dask_may_steal_tasks_that_take_no_time() -> None:
-    """Its stealing mistakes a duration of zero for that of a seceded task."""
-    first, works = Name("('task0-t', 0)"), []
-    for number in range(13):
-        prefix, needs = ("task1", (first,)) if number in (3, 5, 12) else ("task0", ())
-        works.append(Work(Name(f"('{prefix}-t', {number})"), needs, 0.0, 0))
-    works[1] = Work(Name("('task0-t', 1)"), (first,), 2.0, 0)
-    simulation = Simulation(on_one_host(2), workload(*works))
-    simulation.run()
-    assert simulation.runs == {one.key: 1 for one in works}
-
-
-@given(works=graphs(), workers=st.integers(2, 6), data=st.data())
-def test_bytes_come_from_who_has_them_also_when_workers_leave(
-    works: list[Work], workers: int, data: st.DataObject
-) -> None:
-    leaving = data.draw(st.lists(st.integers(1, workers - 1), max_size=workers - 1, unique=True))
-    changes = [Leave(data.draw(st.floats(0, 30)), number) for number in leaving]
-    simulation = Simulation(on_one_host(workers), workload(*works), changes=changes)
-    send = simulation.network.send
-
-    def checked(source: str, target: str, nbytes: int, *callbacks: Any) -> None:
-        assert nbytes <= sum(simulation.workers[source].tiers.values())
-        assert target in simulation.workers
-        send(source, target, nbytes, *callbacks)
-
-    simulation.network.send = checked  # type: ignore[method-assign]
-    result = _until_done_or_given_up(simulation)
-    if result:
-        assert set(simulation.runs) == {one.key for one in works}
-        assert all(worker._outgoing == 0 for worker in simulation.workers.values())
-
-
-def _until_done_or_given_up(simulation: Simulation) -> bool:
-    """Return whether the run completes; Dask gives a task up after four workers died with it."""
-    try:
-        simulation.run()
-    except WorkloadFailed:
-        return False
-    return True
-
-
 @pytest.mark.parametrize("name", WORKLOADS)
 @each_placement
 def test_each_task_of_a_workload_runs_once(name: str, placement: str) -> None:
@@ -464,20 +330,6 @@ def test_a_shuffle_loses_no_bytes(name: str, partitions: int) -> None:
             assert "shuffle-concat" in needed[key].key
 
 
-def test_a_join_is_skewed_as_it_says() -> None:
-    works = WORKLOADS["skewed-join"](Scale(100, 10**12, 50), random.Random(0)).works
-    merged = sorted(one.nbytes for key, one in works.items() if "merge" in key)
-    assert merged[-1] / sum(merged) == pytest.approx(0.2, rel=1e-3)
-
-
-@pytest.mark.parametrize(("shape", "workers"), [("dgx", 8), ("rdma", 256), ("tcp", 1024), ("mixed", 64)])
-def test_clusters_have_their_size(shape: str, workers: int) -> None:
-    cluster = build_cluster(shape)
-    assert len(cluster.machines) == workers
-    assert len({machine.place.host for machine in cluster.machines}) == workers // 8
-    assert len({machine.place.device for machine in cluster.machines}) == workers
-
-
 def test_what_there_is_not_is_named() -> None:
     with pytest.raises(ValueError, match="unknown cluster 'moon': expected one of dgx"):
         build_cluster("moon")
@@ -494,25 +346,3 @@ def test_what_there_is_not_is_named() -> None:
 
 
 # ---- the clock -----------------------------------------------------------------------
-
-
-def test_what_is_for_the_same_time_happens_in_the_order_of_asking() -> None:
-    clock, seen = Clock(), list[str]()
-    clock.at(2.0, seen.append, "late")
-    clock.after(1.0, seen.append, "first")
-    clock.at(1.0, seen.append, "second")
-    clock.run(until=lambda: len(seen) == 3)
-    assert seen == ["first", "second", "late"]
-    assert clock.now == 2.0
-
-
-def test_periodic_work_alone_is_no_work() -> None:
-    clock = Clock()
-    clock.every(lambda: 1.0, lambda: None)
-    with pytest.raises(Stuck, match="nothing has happened since"):
-        clock.run(until=lambda: False)
-
-
-def test_a_name_is_a_string_that_hashes_alike_everywhere() -> None:
-    assert Name("x") == "x"
-    assert hash(Name("tcp://host0:1024")) == 686197029

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import permutations
 from typing import Any
 
 import dask
@@ -27,7 +26,7 @@ from dask_gpurt.tools.simulate.network import Network
 from dask_gpurt.tools.simulate.tiers import RuntimeTiers, Tiers
 from dask_gpurt.tools.simulate.worker import TieredWorker, VirtualWorker
 from dask_gpurt.topology import Link, Place, Speed, Topology
-from tests.helpers.clusters_of_machines import GB, NO_OVERHEADS
+from tests.helpers.clusters_of_machines import NO_OVERHEADS
 
 SPEEDS = {Link.SHARED_MEMORY: Speed(100.0, 0.0), Link.TCP: Speed(10.0, 0.0), Link.RDMA: Speed(50.0, 0.5)}
 
@@ -86,20 +85,6 @@ def test_transfers_share_the_ports_that_they_pass(
     for number, send in enumerate(sends):
         wire.send(str(number), *send)
     assert wire.run() == {str(number): pytest.approx(end) for number, end in enumerate(ends)}
-
-
-def test_a_pair_of_hosts_with_its_own_speed_slows_no_other_down() -> None:
-    for later in (0.0, 1.0):  # the port of a host is as fast as its fastest link, whichever comes first
-        usual = dict.fromkeys(permutations("abcd", 2), Speed(10.0, 0.0))
-        wire = Wire(between={**usual, ("a", "b"): Speed(2.0, 0.0)})
-        wire.send("slow", "a0", "b0", 4, at=later)
-        wire.send("fast", "a1", "c0", 16, at=1.0 - later)
-        wire.send("back", "b1", "a1", 10)
-        ends = wire.run()
-        assert ends["slow"] - later == pytest.approx(2)
-        assert ends["back"] == pytest.approx(1)
-        # Both share the port of their host equally while the slow one is under way, whatever it uses of it.
-        assert ends["fast"] < 4
 
 
 def test_a_cut_transfer_is_lost_and_leaves_its_part_to_others() -> None:
@@ -177,41 +162,6 @@ def test_to_use_a_key_takes_the_time_to_get_it_up() -> None:
     assert [mine.tier(key) for key in "abc"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE]
 
 
-def test_what_is_held_stays_and_the_worker_is_over() -> None:
-    mine = tiers()
-    for key in "ab":
-        mine[key] = 50
-    assert not mine.over
-    mine.hold(["a", "b"], 30)
-    assert mine.over
-    assert mine.peak == 130
-    assert mine.free == -30
-    mine.release(["a", "b"], 30)
-    assert mine.free == 0
-
-
-@pytest.mark.parametrize("keys", [["a"], {"a": 60}], ids=["names", "names with sizes"])
-def test_what_is_let_go_may_go_down(keys: Any) -> None:
-    mine = tiers()
-    mine["a"] = 60
-    mine.hold(keys, 0)
-    mine.release(keys, 0)
-    mine["b"] = 60
-    assert mine.tier("a") is Tier.HOST
-    assert not mine.over
-
-
-def test_what_is_lent_stays_where_it_lies() -> None:
-    mine = tiers()
-    for key in "abc":
-        mine[key] = 40
-    held, seconds = mine.lend("ab")  # a is spilled, and is read in 1 + 40 / 10 s
-    assert (held, seconds) == (["b"], pytest.approx(5))
-    assert [mine.tier(key) for key in "abc"] == [Tier.PINNED, Tier.DEVICE, Tier.DEVICE]
-    assert mine.fits("c", 20)
-    assert not mine.fits("c", 21), "b cannot go down"
-
-
 def runtime_tiers(next_use: Mapping[Any, int], pinned: int = 50) -> RuntimeTiers:
     """Make tiers of at most 100 bytes, with the priorities at which keys are needed next."""
 
@@ -229,13 +179,6 @@ def test_the_runtime_spills_what_is_needed_last() -> None:
     # No task needs d, so it is evicted before a and c; the pinned tier has no room for it.
     mine["d"] = 30
     assert [mine.tier(key) for key in "abcd"] == [Tier.DEVICE, Tier.PINNED, Tier.DEVICE, Tier.HOST]
-
-
-def test_what_the_runtime_has_spilled_stays_where_it_is() -> None:
-    mine = runtime_tiers({}, pinned=40)
-    for key in "abcd":
-        mine[key] = 40
-    assert [mine.tier(key) for key in "abcd"] == [Tier.PINNED, Tier.HOST, Tier.DEVICE, Tier.DEVICE]
 
 
 @pytest.mark.parametrize(("worker", "spilled"), [(VirtualWorker, 160), (TieredWorker, 120)])
@@ -323,34 +266,6 @@ def test_with_the_tiers_of_the_runtime_no_worker_waits_for_ever_or_is_over(
     assert result.over_memory == 0
 
 
-def test_room_is_promised_when_a_fetch_begins_and_not_when_a_peer_sends() -> None:
-    """Otherwise a task could begin while the request was in flight, and there was no room for the reply."""
-    pairs = [(7, 0), (4, 1), (2, 0), (0, 3), (1, 0), (2, 1), (2, 1), (1, 0)]
-    assert joined(pairs, TieredWorker, 2).over_memory == 0
-
-
-def test_dasks_own_workers_do_not_wait() -> None:
-    pairs = [(i, (5 * i + 1) % 12) for i in range(12)]
-    assert joined(pairs, VirtualWorker).over_memory > 0
-    assert joined(pairs, TieredWorker).over_memory == 0
-
-
-def test_tasks_that_no_worker_holds_are_counted() -> None:
-    machines = [Machine(Place("host0", device=f"gpu{i}"), Capacity(95, 0, 1000)) for i in range(3)]
-    cluster = Cluster("small", machines, speeds=dict.fromkeys(Link, Speed(10.0, 0.0)))
-    result = Simulation(cluster, joins([(0, 1), (2, 3)], 24), worker=TieredWorker).run()
-    assert result.too_large == 2
-    assert 0 < result.over_memory <= 2
-
-
-def test_without_a_device_work_is_done_in_the_host_tier() -> None:
-    mine = tiers(device=0, pinned=0)
-    mine["a"] = 60
-    assert mine.tier("a") is mine.live is Tier.HOST
-    mine["b"] = 60
-    assert mine.tier("a") is Tier.DISK
-
-
 @either_tiers
 @given(
     steps=st.lists(
@@ -398,9 +313,3 @@ def test_a_spilled_input_delays_its_task() -> None:
     assert result.worst_memory == pytest.approx(1.6)
     # 8 s to spill before the second task, and 8 s to read before the third.
     assert result.makespan == pytest.approx(3 + 16)
-
-
-def test_capacity_of_a_worker() -> None:
-    assert Capacity(1 * GB, 2 * GB, 3 * GB).live == 1 * GB
-    assert Capacity(0, 2, 3).live == 3
-    assert Capacity(1, 2, 3).total == 6
