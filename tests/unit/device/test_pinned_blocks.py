@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.pinned import BlockPool
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from tests.helpers.small_tiers import BLOCK, frames, pinned
 
@@ -63,16 +63,6 @@ def test_a_run_that_is_long_enough_comes_before_shorter_ones() -> None:
     assert [piece.size for piece in pool.allocate(BLOCK + 1)] == [BLOCK, 1]
 
 
-def test_a_block_that_was_not_allocated_cannot_be_freed() -> None:
-    pool = BlockPool(4 * BLOCK, block=BLOCK)
-    pieces = pool.allocate(BLOCK)
-    pool.free(pieces)
-    with pytest.raises(KeyError):
-        pool.free(pieces)
-    with pytest.raises(ValueError, match="multiple of 256"):
-        BlockPool(4096, block=100)
-
-
 def test_memory_is_registered_once_and_aligned() -> None:
     seen: list[Any] = []
 
@@ -108,14 +98,6 @@ def test_memory_that_is_registered_stays_with_its_process() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGSEGV
     assert (piece == 7).all()
     pool.close()
-
-
-def test_an_empty_pool_has_no_room() -> None:
-    tier = PinnedTier(BlockPool(0, register=lambda memory: pytest.fail("nothing to register")))
-    for sizes in ((), (0,), (1,)):
-        with pytest.raises(NoRoom):
-            tier["a"] = frames(*sizes)
-    tier.close()
 
 
 def test_small_buffers_share_blocks() -> None:
@@ -179,19 +161,6 @@ def test_slabs_double_until_the_capacity_is_reached() -> None:
 
 
 @pytest.mark.usefixtures("small_slabs")
-def test_a_large_object_is_spread_over_slabs() -> None:
-    registered = Registrations()
-    pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
-    pieces = pool.allocate(9 * BLOCK - 1)
-    assert sum(piece.size for piece in pieces) == 9 * BLOCK - 1
-    assert all(registered.hold(piece) for piece in pieces)
-    assert registered.sizes() == [2, 2, 4, 8]
-    assert pool.size(pieces) == 9 * BLOCK
-    pool.free(pieces)
-    pool.close()
-
-
-@pytest.mark.usefixtures("small_slabs")
 @given(st.lists(st.one_of(st.integers(0, 9 * BLOCK), st.integers(-8, -1)), max_size=30))
 def test_pieces_lie_in_registered_memory_and_never_overlap(steps: list[int]) -> None:
     registered = Registrations()
@@ -246,27 +215,6 @@ def test_threads_that_need_room_at_once_share_a_new_slab() -> None:
         pieces = [each.result(30) for each in waiting]
     assert registered.sizes() == [2, 2]
     assert len({int(piece.ctypes.data) for (piece,) in pieces}) == 4
-    pool.close()
-
-
-@pytest.mark.usefixtures("small_slabs")
-def test_another_thread_takes_the_room_of_a_new_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    registered = Registrations()
-    pool = BlockPool(16 * BLOCK, block=BLOCK, register=registered)
-    grow, taken = pool._grow, []
-
-    def grow_for_another(nbytes: int) -> bool:
-        done = grow(nbytes)
-        if not taken:
-            taken.append(pool._allocate(2 * BLOCK))
-        return done
-
-    held = pool.allocate(2 * BLOCK)
-    monkeypatch.setattr(pool, "_grow", grow_for_another)
-    assert pool.allocate(BLOCK)
-    assert held
-    assert taken[0]
-    assert registered.sizes() == [2, 2, 4]
     pool.close()
 
 

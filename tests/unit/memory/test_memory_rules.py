@@ -12,21 +12,19 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from dask.sizeof import sizeof
 from distributed.protocol import pickle as dask_pickle
 from distributed.sizeof import safe_sizeof
 from hypothesis import given
 
 from dask_gpurt import config
 from dask_gpurt.config import ConfigError
-from dask_gpurt.device.libraries import MAX_CONTENTS, contents, lives_on_device
 from dask_gpurt.memory import ledger as ledger_module
 from dask_gpurt.memory.accounting import Owned, owned
 from dask_gpurt.memory.budget import Claim, gpu_memory, host_memory, share_out
-from dask_gpurt.memory.ledger import MAX_PREFIXES, OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
+from dask_gpurt.memory.ledger import OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
 from dask_gpurt.memory.policy import EvictionCandidate, choose, order
 from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
-from dask_gpurt.memory.tiers import Limits, NoRoom, Tier
+from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.objects import OBJECTS, same, scattered
 
 GIB = 2**30
@@ -129,10 +127,6 @@ def test_an_integrated_gpu_and_host_objects_share_what_a_gpu_of_its_own_would_ha
         resolved(integrated=True, device="60%", host="50%")
 
 
-def test_sizes_and_shares() -> None:
-    assert resolved(device="1 GiB", pinned="10%", host=0, disk="50%") == Limits(GIB, 10 * GIB, 0, 500 * GIB)
-
-
 @pytest.mark.parametrize(
     ("on_host", "settings", "message"),
     [
@@ -153,14 +147,6 @@ def test_invalid_sizes_are_refused(on_host: bool, settings: dict[str, Any], mess
         resolved(on_host, **settings)
 
 
-@pytest.mark.parametrize("reason", ["", "it is broken"])
-def test_no_room_arrives_at_the_client_as_it_was_raised(reason: str) -> None:
-    error = NoRoom(Tier.DISK, 5, reason)
-    back = pickle.loads(pickle.dumps(error))
-    assert (type(back), back.tier, back.nbytes, back.reason) == (NoRoom, Tier.DISK, 5, reason)
-    assert str(back) == str(error) == "no room for 5 bytes in the disk tier" + (reason and f": {reason}")
-
-
 # ---- frames --------------------------------------------------------------------------
 
 
@@ -170,13 +156,6 @@ def test_round_trip(which: int, cuts: list[int]) -> None:
     pieces = tuple(scattered(buffer, cuts) for buffer in frames.buffers)
     back = put_together(Frames(frames.header, pieces), lambda pieces: pieces)
     same(back, OBJECTS[which])
-
-
-def test_the_copy_shares_no_memory() -> None:
-    original = np.zeros(5000)
-    back = put_together(take_apart(original), lambda pieces: pieces)
-    back[:] = 1
-    assert not original.any()
 
 
 def test_an_object_that_does_not_pickle_is_named_without_a_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -233,15 +212,6 @@ def test_a_collection_counts_the_frames_that_it_holds_once_with_those(hold: Any)
     assert known.gain("frame") == 0  # it would stay in the collection
 
 
-def test_a_collection_of_many_objects_is_not_looked_through() -> None:
-    words = [f"word {number}" for number in range(MAX_CONTENTS + 1)]
-    assert list(contents(words[1:])) == words[1:]
-    assert list(contents(words)) == []
-    assert owned(words).keys() == {id(words)}
-    words[:] = [words]  # a self-reference
-    assert list(contents(words)) == []
-
-
 class Sizeless:
     """An object whose size cannot be determined."""
 
@@ -286,12 +256,6 @@ def test_it_is_said_once_of_a_type_that_it_can_not_tell_its_size(caplog: pytest.
     assert len(said) == 1
     assert "Unheard" in said[0]
     assert "RuntimeError" in said[0]
-
-
-def test_a_type_may_have_no_module() -> None:
-    value = WithoutModule()
-    assert owned(value) == {id(value): sizeof(value)}
-    assert not lives_on_device(value)
 
 
 def test_arrow_tables_and_slices() -> None:
@@ -412,23 +376,6 @@ def compare_prefixes(cluster_memory: ClusterMemory, ledger: Ledger, model: Count
         assert ledger.cell(tier, PARTITIONS) == sum(mine.values())
 
 
-def test_a_prefix_has_its_own_name_again_once_others_are_gone() -> None:
-    ledger = Ledger(dict.fromkeys(Tier, 100))
-    for number in range(MAX_PREFIXES + 2):
-        ledger.add(Tier.DISK, Label(PARTITIONS, f"p{number}"), 1)
-    assert len(ledger.prefixes(Tier.DISK)) == MAX_PREFIXES + 1
-    assert ledger.prefixes(Tier.DISK)[OTHERS] == 2
-    last = Label(PARTITIONS, f"p{MAX_PREFIXES + 1}")
-    ledger.add(Tier.DISK, Label(PARTITIONS, "p0"), -1)
-    ledger.changes()  # the removal has been reported
-    ledger.add(Tier.DISK, last, 1)
-    assert ledger.prefixes(Tier.DISK)[OTHERS] == 3  # as long as it has bytes there
-    ledger.add(Tier.DISK, last, -2)
-    ledger.add(Tier.DISK, last, 5)
-    assert ledger.prefixes(Tier.DISK)[last.prefix] == 5
-    assert ledger.prefixes(Tier.DISK)[OTHERS] == 1
-
-
 def test_a_report_has_only_the_prefixes_that_have_changed() -> None:
     ledger = Ledger(dict.fromkeys(Tier, 100))
     for prefix in "abc":
@@ -459,13 +406,3 @@ def test_objects_other_than_partitions_are_counted_by_kind() -> None:
     ]
     cluster_memory.forget("w")
     assert cluster_memory.rows_by_prefix() == []
-
-
-def test_nothing_changed_is_nothing_to_tell() -> None:
-    ledger = Ledger(dict.fromkeys(Tier, 100))
-    ledger.set(Tier.HOST, "partitions", 5)
-    message = ledger.changes()
-    assert message is not None
-    assert message["cells"] == [["host", "partitions", 5]]
-    ledger.set(Tier.HOST, "partitions", 5)
-    assert ledger.changes() is None

@@ -61,42 +61,6 @@ def test_a_task_goes_where_it_waits_too_only_if_that_is_less(tasks: int, moves: 
     assert (cluster.place("y", "x") == 1) == moves
 
 
-@pytest.mark.parametrize(("tasks", "chosen"), [(3, 1), (4, 0)])
-def test_the_one_with_most_of_the_inputs_gives_way_to_another_only_if_that_gains(
-    tasks: int, chosen: int
-) -> None:
-    cluster = Cluster(2)
-    cluster.data("large", 0, nbytes=GB)
-    cluster.data("small", 1, nbytes=GB // 100)
-    cluster.busy(0, 4)
-    cluster.busy(1, tasks)
-    assert cluster.place("y", "large", "small") == chosen
-
-
-def test_of_many_holders_that_one_is_looked_at_which_has_the_least_work_however_many_tasks() -> None:
-    cluster = Cluster(48)
-    holders = range(0, 48, 8)  # each on a host of its own
-    for number in holders:
-        cluster.data(f"x{number}", number)
-    for number in holders[:-1]:
-        cluster.busy(number, 2)
-    for i in range(9):
-        cluster.place(f"split-{i}", duration=0.001, worker_restrictions={cluster.addresses[holders[-1]]})
-    cluster.place("y", *(f"x{number}" for number in holders))
-    assert cluster.addresses[holders[-1]] in {row["worker"] for row in cluster.placement.explain("y")}
-
-
-def test_what_joins_the_gpus_does_not_count_where_dask_sends_by_tcp() -> None:
-    topology = Topology()
-    for address in bare.BareState(16).workers:
-        host, _, device = address.rpartition(":")
-        topology.add(address, Place(host, f"{host}/{device}", 0, host, by_tcp=True))
-    cluster = Cluster(topology=topology)
-    cluster.data("x", 5, nbytes=8 * GB)
-    cluster.busy(5, 3)
-    assert cluster.place("y", "x") == 5
-
-
 @pytest.mark.parametrize("free", [GB / 2, -GB])
 def test_an_alias_stays_where_its_data_are_however_full_that_is(free: float) -> None:
     cluster = Cluster(2)
@@ -186,13 +150,6 @@ def test_a_worker_leaves_between_its_report_and_the_decision() -> None:
     assert not cluster.fallbacks()
 
 
-def test_workers_that_the_topology_does_not_know_yet() -> None:
-    cluster = Cluster(topology=Topology())
-    cluster.data("x", 5)
-    assert cluster.place("y", "x") == 5
-    assert not cluster.fallbacks()
-
-
 def test_an_exception_falls_back_to_dask_and_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
     cluster.data("x", 5)
@@ -216,15 +173,6 @@ def test_a_signature_that_we_do_not_know_stays_with_dask() -> None:
     assert "decide_worker_non_rootish" not in state.__dict__
     assert "is_rootish" in state.__dict__
     assert "hint" in metrics.snapshot()["fallbacks"]["placement.decide_worker_non_rootish"]["reason"]
-
-
-@pytest.mark.parametrize(("seconds", "moves"), [(0.001, False), (1.0, True)])
-def test_inputs_move_only_for_tasks_that_take_longer(seconds: float, moves: bool) -> None:
-    cluster = Cluster(4)
-    cluster.takes("short", seconds)
-    cluster.data("x", 0, nbytes=8 * GB)
-    cluster.busy(0, 3)
-    assert (cluster.place("short-1", "x", duration=seconds) != 0) == moves
 
 
 @pytest.mark.parametrize("seconds", [0.005, 0.02, 0.1])
@@ -300,11 +248,3 @@ def test_never_a_live_tier_too_small_for_a_task_while_another_holds_it(
     assert chosen is not None
     assert live[chosen] >= min(together, max(live))
     assert not cluster.fallbacks()
-
-
-@examples(8)
-@given(st.integers(0, 10**6))
-def test_equal_states_make_equal_choices(seed: int) -> None:
-    first, second = Cluster(12), Cluster(12)
-    assert run(first.state, graphs(seed)) == run(second.state, graphs(seed))
-    assert not first.fallbacks()

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, Placement
-from dask_gpurt.placement.gate import HOLD_S, RECHECK_S, UsualTask, links_differ
+from dask_gpurt.placement.gate import HOLD_S, RECHECK_S, links_differ
 from dask_gpurt.tools.testing import differing_links
 from dask_gpurt.topology import Place, Topology
 from tests.helpers.placed_cluster import GB, Rooms
@@ -26,12 +26,6 @@ MB = 10**6
 )
 def test_links_differ_from_twice_as_slow_on(seconds: list[float], differ: bool) -> None:
     assert links_differ(seconds, None) is differ
-
-
-def test_a_slow_link_matters_for_results_that_take_long_beside_their_tasks() -> None:
-    links = [0.001, 0.010]
-    assert links_differ(links, UsualTask(seconds=0.1, nbytes=MB))
-    assert not links_differ(links, UsualTask(seconds=1.0, nbytes=MB))
 
 
 # ---- on a scheduler --------------------------------------------------------------------
@@ -103,13 +97,6 @@ def test_a_link_that_is_found_to_be_slow_engages_it() -> None:
     assert times_engaged(gated) == 1
 
 
-def test_a_link_on_which_results_take_long_engages_it_whatever_of_that_is_latency() -> None:
-    gated = Gated(hosts=2)
-    gated.transfers(MB // 2, 0.04)  # too small to measure the bandwidth
-    gated.later()
-    assert gated.gate.is_open
-
-
 def test_a_slow_link_does_not_matter_for_long_tasks_with_small_results() -> None:
     gated = Gated(hosts=2)
     gated.waits(seconds=1.0, nbytes=1000)
@@ -139,18 +126,6 @@ def test_a_worker_on_a_slow_host_is_noticed_with_the_next_graph() -> None:
     assert gated.gate.is_open
 
 
-def test_pressure_or_data_on_one_worker_leave_everything_to_dask() -> None:
-    gated = Gated()
-    ts = gated.state.new_task("data", None, "released")
-    ts.state = "memory"
-    ts.set_nbytes(GB)
-    gated.state.add_replica(ts, gated.state.workers[gated.addresses[0]])
-    gated.rooms.free[gated.addresses[0]] = 0
-    gated.gate.on_memory_reported(gated.addresses[0])
-    gated.later()
-    assert not gated.gate.is_open
-
-
 def test_it_goes_on_for_a_while_after_nothing_differs_and_then_leaves_everything_to_dask() -> None:
     gated = Gated()
     before = vars(gated.state).keys()
@@ -165,13 +140,6 @@ def test_it_goes_on_for_a_while_after_nothing_differs_and_then_leaves_everything
         gated.later()
     assert gated.is_bound
     assert times_engaged(gated) == 2
-
-
-def test_a_worker_alone_has_nothing_to_differ_from() -> None:
-    gated = Gated(workers=1)
-    with differing_links():
-        gated.later()
-    assert not gated.gate.is_open
 
 
 def test_graphs_run_while_it_engages_and_leaves() -> None:
@@ -190,21 +158,3 @@ def test_graphs_run_while_it_engages_and_leaves() -> None:
         done += len(gated.state.run())
     assert done == 4 * 80
     assert not gated.metrics.snapshot()["fallbacks"]
-
-
-def test_when_the_worker_with_a_slow_link_leaves_nothing_differs() -> None:
-    gated = Gated(workers=3)
-    far = gated.addresses[2]
-    gated.topology.add(far, Place("far", by_tcp=True))
-    gated.topology.observe(gated.addresses[0], far, 10 * MB, 20.0, by_comms=True)
-    for _ in range(20):
-        gated.topology.observe(gated.addresses[0], far, 10 * MB, 20.0, by_comms=True)
-    gated.gate.on_place_changed(far)
-    gated.later(0)
-    assert gated.gate.is_open
-    gated.state.leave(far)
-    gated.topology.remove(far)
-    gated.gate.on_worker_removed(far)
-    gated.later(HOLD_S)
-    assert not gated.gate.is_open
-    assert not gated.is_bound

@@ -68,13 +68,6 @@ def test_an_input_that_is_missing_again_is_another_loss() -> None:
     assert losses["a"] == 2
 
 
-def test_each_loss_counts_while_no_worker_is_lost() -> None:
-    losses = LossesInARow()
-    for so_far in range(3):
-        assert losses["a"] == so_far
-        losses.loses("a", ["x"], [], [f"transfer-{so_far}"])
-
-
 def test_a_worker_is_lost_again_after_it_has_taken_part_again() -> None:
     losses = LossesInARow()
     losses.loses("a", ["x"], [A], [])
@@ -105,10 +98,3 @@ def test_inputs_missing_after_a_move_without_a_loss_do_not_count() -> None:
     losses.moves("a")
     losses.loses("a", ["x"], [A], [])  # as does a lost worker
     assert losses["a"] == 2
-
-
-def test_nothing_is_kept_of_a_move_once_its_shuffle_is_forgotten() -> None:
-    losses = LossesInARow()
-    losses.moves("a")
-    losses.forget("a")
-    assert not any(vars(losses).values())

@@ -16,7 +16,6 @@ from dask_gpurt.topology.estimate import (
     OVERRIDE_FACTOR,
     WINDOW_S,
 )
-from dask_gpurt.topology.model import MAX_PAIRS
 
 MIB = 2**20
 
@@ -187,50 +186,6 @@ def test_the_measured_speed_of_a_cable_outlives_the_workers() -> None:
     assert topology.speed("other", "new") == slow
 
 
-def test_a_host_that_departs_learns_for_itself() -> None:
-    topology = picture(x=Place("a"), y=Place("a"), p=Place("b"), q=Place("b"))
-    topology.describe(
-        "a", HostLinks(speeds={Link.SHARED_MEMORY: Speed(1e9, 0), Link.DISK: Speed(1.3e9, 0.0002)})
-    )
-    assert topology.speed("x", "y").bandwidth == 1e9
-    for _ in range(1000):
-        topology.observe("x", "y", 100 * MIB, 100 * MIB / 1.5e9)
-    assert topology.speed("x", "y").bandwidth == pytest.approx(1.5e9, rel=0.05)
-    assert topology.speed("p", "q") == SHIPPED[Link.SHARED_MEMORY]
-    assert topology.tier_speed(Link.DISK, "x") == SHIPPED[Link.DISK]  # near the shipped speed
-    topology.remove("x")
-    topology.remove("y")
-    topology.add("x", Place("a"))
-    assert topology.tier_speed(Link.SHARED_MEMORY, "x") == SHIPPED[Link.SHARED_MEMORY]
-
-
-def test_memory_does_not_grow_with_pairs() -> None:
-    topology = hosts(100)
-    for i in range(100):
-        for j in range(i):
-            topology.observe(f"w{i}", f"w{j}", MIB, 10.0)
-    assert topology.overrides <= MAX_PAIRS
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 2**40), st.floats(1e-9, 1e5), st.integers(1, 1000)), min_size=1, max_size=30
-    )
-)
-def test_an_average_stays_between_what_it_was_and_what_was_seen(seen: list[tuple[int, float, int]]) -> None:
-    topology = hosts(2)
-    before = SHIPPED[Link.TCP]
-    fastest, slowest = before.bandwidth, before.bandwidth
-    for nbytes, seconds, transfers in seen:
-        topology.observe("w0", "w1", nbytes, seconds, transfers)
-        if nbytes:
-            fastest, slowest = max(fastest, 2 * nbytes / seconds), min(slowest, nbytes / seconds)
-    learned = topology.learned()[Link.TCP]
-    assert topology.measured().keys() <= {Link.TCP}
-    assert slowest * 0.999 <= learned.bandwidth <= fastest * 1.001
-    assert learned.latency > 0
-
-
 @pytest.mark.parametrize(
     ("nbytes", "seconds", "transfers"), [(1, 0, 1), (1, -1, 1), (0, 1, 1), (-1, 1, 1), (1, 1, 0)]
 )
@@ -260,16 +215,6 @@ def test_a_speed_that_makes_no_sense_is_refused(wrong: tuple[float, float]) -> N
         Speed(*wrong)
 
 
-def test_every_link_has_a_speed() -> None:
-    assert set(SHIPPED) == set(Link)
-
-
-def test_only_the_classes_that_are_given_are_not_as_shipped() -> None:
-    topology = Topology({Link.TCP: Speed(1.0, 2.0)})
-    assert topology.tier_speed(Link.TCP) == Speed(1.0, 2.0)
-    assert topology.tier_speed(Link.RDMA) == SHIPPED[Link.RDMA]
-
-
 # ---- first transfers -----------------------------------------------------------------
 
 
@@ -294,20 +239,6 @@ def test_the_first_transfer_between_two_gpus_takes_longer_and_tells_nothing_of_t
         assert topology.connection_setup(Link.NVLINK, *pair) == pytest.approx(expected)
     topology.observe("w0", "w1", 512 * MIB, 0.5, by_comms=True)
     assert topology.learned() != before
-
-
-def test_shards_do_not_make_dasks_comms_meet() -> None:
-    topology = gpus(2)
-    topology.observe("w0", "w1", 512 * MIB, 0.5)
-    assert topology.connection_setup(Link.NVLINK, "w0", "w1") > 0
-    assert topology.learned()[Link.NVLINK] != SHIPPED[Link.NVLINK]
-
-
-def test_by_tcp_the_first_transfer_is_like_the_others() -> None:
-    topology = gpus(2, by_tcp=True)
-    topology.observe("w0", "w1", 512 * MIB, 5.0, by_comms=True)
-    assert topology.connection_setup(Link.LOOPBACK, "w0", "w1") == 0
-    assert topology.learned()[Link.LOOPBACK].bandwidth < SHIPPED[Link.LOOPBACK].bandwidth
 
 
 @pytest.mark.parametrize("leaves", ["w0", "w1"])
