@@ -100,8 +100,8 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 @needs_hooks
-@pytest.mark.slow
 def test_only_dask_names_the_hooks_while_it_is_not_enabled(tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text(PLAIN)
@@ -149,7 +149,7 @@ def test_the_flag_of_a_worker_is_enough_for_all() -> None:
             assert shuffle_runs(client) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_takeover_can_be_forbidden() -> None:
     flags = ("--preload", "dask_gpurt")
     with (
@@ -193,7 +193,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_hooks
 def test_a_nanny_reads_the_configuration_for_a_worker_that_does_not(tmp_path: Path) -> None:
     nanny = tmp_path / "nanny.py"

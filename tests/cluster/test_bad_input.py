@@ -104,7 +104,7 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
     assert "the program continues without it" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
@@ -277,7 +277,7 @@ def test_a_peer_of_another_version_is_named(off: Client) -> None:
     dask_gpurt.disable(off)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_worker_says_that_its_scheduler_cannot_load_the_package(tmp_path: Path) -> None:
     # Not the whole package: Dask itself loads its entry point, which a scheduler without it lacks.
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['dask_gpurt.scheduler'] = None\n")

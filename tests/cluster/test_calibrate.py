@@ -16,8 +16,6 @@ from dask_gpurt.cli.overlap import (
     device_of,
     launched_by,
     measure,
-    random_rows,
-    split_text,
     tables,
 )
 from dask_gpurt.overlap.table import path_of, read, write
@@ -75,8 +73,3 @@ def test_the_kernels_of_a_workload_are_those_that_it_launches(start: Starting) -
     assert len(computed.compute()), "beside no run"
     kernels = client.run(lambda dask_worker: len(dask_worker.plugins["gpurt"].overlap.residency.kernels()))
     assert set(kernels.values()) == {2}
-
-
-def test_text_is_cut_at_a_digit() -> None:
-    part = random_rows(0, 3, 4, "pandas").assign(value=[172, 7, 55])
-    assert split_text(part).tolist() == [1, 0, 2]

@@ -82,20 +82,6 @@ def test_without_mps_a_worker_of_a_gpu_stays_alone(tmp_path: Path, monkeypatch: 
         assert told["memory_limit"] == MEMORY
 
 
-def test_a_worker_whose_address_is_fixed_stays_alone() -> None:
-    with started(1, 1, listen_address="tcp://127.0.0.1:0") as client:
-        (worker,) = dask_gpurt.report(client)["workers"].values()
-        assert "the address of the worker is fixed" in worker.fallbacks[Fallback.DEVICE_NOT_SHARED.id].reason
-        (told,) = client.scheduler_info()["workers"].values()
-        assert (told["memory_limit"], told["nthreads"]) == (MEMORY, 2)
-
-
-@given(st.floats(1e-3, 1.0), st.integers(1, 8))
-def test_the_parts_of_a_share_are_the_share(share: float, count: int) -> None:
-    assert divided_size(share, count) * count == pytest.approx(share)
-    assert divided_size(str(share), count) == divided_size(share, count)
-
-
 @given(st.integers(2, 2**40), st.integers(1, 8))
 def test_the_parts_of_bytes_are_no_more_than_all(nbytes: int, count: int) -> None:
     assert nbytes - count < divided_size(nbytes, count) * count <= nbytes

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import dask_gpurt
-from dask_gpurt.cli import COMMANDS, main
+from dask_gpurt.cli import main
 from tests.helpers.commands import answer
 from tests.helpers.in_process import on_cluster, on_plain_cluster
 
@@ -100,10 +100,3 @@ def test_a_name_that_is_spelt_wrong_gets_one_suggestion(capsys: pytest.CaptureFi
     assert result.exit_code == 2
     assert "did you mean 'doctor'?" in result.output
     assert "did you mean" not in CliRunner().invoke(main, ["xyz"]).output
-
-
-def test_the_list_of_commands_can_be_read() -> None:
-    printed = CliRunner().invoke(main, ["--help"], terminal_width=80).output
-    described = [line for line in printed.splitlines() if line.split()[:1] and line.split()[0] in COMMANDS]
-    assert len(described) == len(COMMANDS)
-    assert all(line.endswith(".") and "..." not in line for line in described)

@@ -70,14 +70,6 @@ def test_without_a_table_there_is_priority_only_and_the_command_to_run(start: St
         assert "run 'dask gpurt calibrate' on this host" in reply.fallbacks["overlap.uncapped"].reason
 
 
-def test_a_cap_above_the_device_leaves_priority_only(start: Starting) -> None:
-    client = start(64)
-    assert_right(shuffled())
-    for reply in replies(client):
-        assert reply["mode"] == "priority"
-        assert "at most the 32 that an SM of this device holds" in reply["reason"]
-
-
 def test_without_the_interposer_the_reason_is_shown(shared_cluster: SharedCluster) -> None:
     with shared_cluster.client(overlap__mode=4) as client:
         assert_right(shuffled())

@@ -39,13 +39,6 @@ def test_a_choice_is_explained_with_its_terms(client: Client) -> None:
     assert counters(client)["placement.decisions"] >= 2
 
 
-def test_the_scheduler_chooses_on_after_a_restart(client: Client) -> None:
-    client.restart(timeout=120)
-    futures = client.map(add, range(50))
-    assert client.submit(sum, futures).result() == sum(range(50))
-    assert not _fallbacks(client)
-
-
 def test_workers_come_and_go_under_load(client: Client) -> None:
     import time
 
@@ -84,6 +77,7 @@ def test_a_restart_in_the_middle_of_work(client: Client) -> None:
     assert not _fallbacks(client)
 
 
+@pytest.mark.slow
 def test_a_cluster_adapts_to_its_load_and_back() -> None:
     def waits(i: int) -> int:
         assert Event("all at work").wait(timeout=60)

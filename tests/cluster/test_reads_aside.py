@@ -13,13 +13,11 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
-from distributed import get_worker, secede, worker_client
+from distributed import worker_client
 from distributed.core import Status
-from distributed.threadpoolexecutor import ThreadPoolExecutor
 from pandas.testing import assert_frame_equal
 
 import dask_gpurt
-from dask_gpurt.observe import Fallback
 from tests.helpers.clusters import cluster
 from tests.helpers.gated_files import GATE
 from tests.helpers.in_process import gen_client_cluster, on_cluster, until
@@ -342,25 +340,6 @@ def test_a_worker_is_paused_while_tasks_wait_for_their_turns(files: str) -> None
     run()
 
 
-def test_a_task_that_secedes_keeps_no_turn(files: str) -> None:
-    def leave(frame: Any) -> Any:
-        secede()
-        return meet("left", "other", frame)
-
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        total = total_of(dd.read_parquet(files).partitions[0], leave)
-        GATE.close()
-        future = client.compute(total)
-        await has_begun_aside(worker)
-        other = client.submit(meet, "other", "left", 7)
-        await until(lambda: bool(reads(worker).turns._waiting))
-        GATE.open()
-        assert await client.gather([future, other]) == [sum(range(ROWS)), 7]
-
-    run()
-
-
 @pytest.mark.parametrize("beside", [0, "auto"])
 def test_with_none_beside_a_task_that_reads_keeps_its_slot(files: str, beside: Any) -> None:
     @on_reading_cluster(workers=1, **{"gpurt.reads.beside": beside})
@@ -416,44 +395,6 @@ def test_a_task_may_call_anything() -> None:
         assert await client.submit(Incomparable(), 7) == 7
 
     run()
-
-
-def test_the_pool_of_a_worker_takes_keywords_as_ever() -> None:
-    def sort() -> list[int]:
-        pool = get_worker().executor
-        sorting = pool.submit(sorted, [1, 3, 2], reverse=True)
-        secede()
-        found: list[int] = sorting.result()
-        return found
-
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        assert worker.executor.submit(sorted, [1, 2], reverse=True).result(LIMIT_S) == [2, 1]
-        assert await client.submit(sort) == [3, 2, 1]
-
-    run()
-
-
-class PoolOfAnother(ThreadPoolExecutor):
-    """A pool that another package derived from Dask's."""
-
-
-def test_in_a_pool_of_another_package_a_task_that_reads_keeps_its_slot(files: str) -> None:
-    with PoolOfAnother(1) as pool:
-
-        @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE, worker_kwargs={"executor": pool})
-        async def run(client: Any, scheduler: Any, worker: Any) -> None:
-            await dask_gpurt.enable(client)
-            assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
-            report = await dask_gpurt.report(client)
-            fallback = report["workers"][worker.address]["fallbacks"][Fallback.READS_KEEP_SLOT.id]
-            assert fallback["reason"] == "tasks run in a PoolOfAnother"
-            assert "reads.aside" not in report["counters"]
-            assert pool._max_workers == 1
-            await dask_gpurt.disable(client)
-            assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
-
-        run()
 
 
 def test_dask_is_as_it_was_once_it_is_switched_off(files: str) -> None:

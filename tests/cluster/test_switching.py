@@ -14,7 +14,6 @@ from distributed import Event
 import dask_gpurt
 from dask_gpurt.worker.reports import TopologyReporter
 from dask_gpurt.worker.tasks import TaskRunner
-from tests.helpers.exchange_scheduler import spec_of
 from tests.helpers.in_process import on_plain_cluster, until, whole_state
 from tests.helpers.switching import (
     FRAME,
@@ -128,19 +127,6 @@ def test_shuffles_of_others_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, off
                 assert sorted(found["row"]) == list(range(ROWS))
                 assert not switching.done()
             await switching
-
-
-def test_a_run_comes_to_a_worker_that_has_no_exchange_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = setup_stops_early(monkeypatch)
-        switching = await begun(dask_gpurt.enable(client))
-        await gate.reached.wait()
-        with gate.open_in_the_end():
-            assert "gpurt" in a.plugins
-            with pytest.raises(RuntimeError, match="the runtime is not on there"):
-                spec_of("early", 2).create_run_on_worker(1, None, {0: a.address}, a.plugins["shuffle"])
-        await switching
 
 
 def test_a_shuffle_that_was_taken_over_restarts_as_dasks_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,14 +95,6 @@ def test_a_full_disk_is_noticed_before_the_device_writes(disk: DiskTier, monkeyp
     assert len(list(Path(disk.path).iterdir())) == 1
 
 
-def test_a_tier_without_a_device_says_so(tmp_path: Path) -> None:
-    disk = DiskTier(str(tmp_path))
-    with pytest.raises(TypeError, match="device_files"):
-        disk["a"] = mixed([(10, True)])
-    assert not disk.used
-    disk.close()
-
-
 @pytest.fixture
 def device() -> FarDevice:
     return FarDevice()

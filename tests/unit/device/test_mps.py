@@ -97,20 +97,3 @@ def test_without_the_program_it_says_so(directory: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(directory))
     with pytest.raises(MpsError, match=f"{CONTROL} is not installed"):
         MultiProcessService(directory).join()
-
-
-def test_a_daemon_that_does_not_start_is_an_error(directory: Path) -> None:
-    (directory.parent / "bin" / CONTROL).write_text("#!/bin/sh\necho no GPU is free >&2\nexit 3\n")
-    service = MultiProcessService(directory)
-    with pytest.raises(MpsError, match="failed with exit code 3: no GPU is free"):
-        service.join()
-    (directory.parent / "bin" / CONTROL).write_text(DAEMON)
-    service.join()
-    service.leave()
-    assert said(directory) == ["start", "quit"]
-
-
-def test_the_daemon_of_the_user_is_left_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PIPE, "/theirs")
-    assert MultiProcessService(directory).join() == {}
-    assert not directory.exists()

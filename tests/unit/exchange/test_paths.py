@@ -9,19 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.config import PATHS
-from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange.paths import Between, Path, least, possible
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from tests.helpers.far_device import Accelerator
 
 ALL = frozenset(PATHS)
-
-
-class Pool(HostDevice):
-    """Fake a host pool, which any process of the host maps."""
-
-    def map(self, ticket: Any) -> Any:
-        return object()
 
 
 def best(between: Between, nbytes: int, *, mapped: bool = True, **speeds: Speed) -> str:
@@ -55,21 +47,6 @@ def test_where_peer_copies_are_slow_large_shards_go_through_the_host() -> None:
     slow = Speed(1e9, 20e-6)
     assert best(Between(Link.PCIE, STAGING), 2**30, pcie=slow) == "through-host"
     assert best(Between(Link.PCIE, STAGING), 2**10, pcie=slow) == "cuda-ipc"
-
-
-def test_on_one_device_nothing_is_copied() -> None:
-    device = Accelerator(2**30)
-    path = least(
-        possible(device, {"mapped": True}, ALL, Between(Link.SAME_DEVICE, STAGING)), 2**30, SHIPPED.get
-    )
-    assert (path.name, path.in_place, path.steps) == ("cuda-ipc", True, ())
-
-
-@pytest.mark.parametrize("link", [None, *Link])
-def test_in_host_memory_nothing_is_copied(link: Link | None) -> None:
-    found = possible(Pool(2**30), {}, ALL, Between(link))
-    path = least(found, 2**30, SHIPPED.__getitem__)
-    assert (path.name, path.in_place) == ("shared-memory", True)
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,6 @@ def test_as_many_leave_as_hide_the_waits() -> None:
     assert after([(read(9.1, 9.0), 0.1)] * 9) == MAX_BESIDE
 
 
-def test_some_leave_in_any_case_on_a_gpu() -> None:
-    assert after([(read(0.1, 0.01), 0.9)] * 9, least=2) == 2
-    assert after([(read(1.1, 1.0), 1.2)] * 9, least=2) == 2
-    assert after([(read(1.1, 1.0), 0.4)] * 9, least=2) == 3
-    assert after([(read(9.1, 9.0), 0.1)] * 9, least=2) == MAX_BESIDE
-
-
 def test_compute_of_other_tasks_hides_waits_too() -> None:
     read_and_others = [(read(1.1, 1.0), 0.1), (ReadTimes(), 0.6), (ReadTimes(), 0.6)]
     assert after(read_and_others * 9) == 1
@@ -46,10 +39,6 @@ def test_compute_of_other_tasks_hides_waits_too() -> None:
 
 def test_nothing_leaves_before_enough_is_known() -> None:
     assert after([(read(1.1, 1.0), 0.4)] * (MIN_READS - 1)) == 0
-
-
-def test_a_read_of_little_tells_nothing() -> None:
-    assert after([(read(1.1, 1.0, nbytes=100), 0.4)] * 9) == 0
 
 
 def test_files_that_change_are_learnt() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.tools.bench.results import PARTS, BenchResult, Machine, Observed, Run, Spent, short_bytes
+from dask_gpurt.tools.bench.results import PARTS, BenchResult, Machine, Observed, Run, Spent
 
 SECONDS = {
     "build": 0.1,
@@ -96,25 +96,3 @@ def test_one_round_has_no_range() -> None:
     assert "p2p takes 2.00 times as long as the runtime (geometric mean of 2 queries)." in printed
     assert printed.count("2.00 times") == 1
     assert "only 1 round: measure more --rounds" in printed
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (512, "512 B"),
-        (9_300, "9.08 kiB"),
-        (20 * 2**20 + 2**18, "20.2 MiB"),
-        (225_213_153, "215 MiB"),
-        (2**40, "1.00 TiB"),
-    ],
-)
-def test_bytes_take_little_room(nbytes: int, text: str) -> None:
-    assert short_bytes(nbytes) == text
-
-
-def test_alone_there_is_no_ratio() -> None:
-    found = result(*(one for one in ROUNDS if one.contender == "gpurt"), contenders=("gpurt",))
-    assert found.ratio is None
-    assert "nothing to compare it with" in repr(found)
-    assert json.loads(json.dumps(found.to_dict()))["ratio"] is None
