@@ -125,6 +125,16 @@ def test_tasks_whose_only_worker_is_killed_wait_for_it(own: Client, library: Lib
     assert counters(own).get("shuffle.runs", 0) <= 1  # the first one, if the worker had reported it
 
 
+@pytest.mark.nightly
+def test_another_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
+    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
+    Event("go-reached", client=own).wait(timeout=60)
+    busy = Variable("go-worker", client=own).get()
+    kill(own, next(w for w in own.nthreads() if w != busy))
+    Event("go", client=own).set()
+    assert_right(out)
+
+
 def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> None:
     """A worker dies on the message that all inputs have been transferred."""
 
@@ -203,6 +213,31 @@ def test_a_worker_is_stopped_at_the_barrier(
         assert not counted.get("shuffle.runs.restarted")
 
 
+@pytest.mark.nightly
+def test_a_worker_is_killed_during_unpack(own: Client, library: Library) -> None:
+    def slow(frame: Any, partition_info: Any = None) -> Any:
+        if partition_info and partition_info["number"] == 2 and not Event("unpack").is_set():
+            Variable("unpack-worker").set(get_worker().address)
+            Event("unpack-reached").set()
+            Event("unpack").wait(timeout=60)
+        return frame
+
+    shuffled = build(library).shuffle("key")
+    out = shuffled.map_partitions(slow, meta=shuffled._meta).persist()
+    Event("unpack-reached", client=own).wait(timeout=60)
+    kill(own, Variable("unpack-worker", client=own).get())
+    Event("unpack", client=own).set()
+    assert_right(out)
+
+
+@pytest.mark.nightly
+def test_a_worker_is_killed_after_the_shuffle(own: Client, library: Library) -> None:
+    out = build(library).shuffle("key").persist()
+    wait(out)
+    kill(own, next(iter(own.nthreads())))
+    assert_right(out)
+
+
 @pytest.mark.slow
 def test_a_merge_survives_the_loss_of_a_worker(own: Client, library: Library) -> None:
     left = build(library, waits_at("go", PARTS - 1))
@@ -224,6 +259,29 @@ def test_an_output_task_that_fails_finds_its_shards_again(client: Client, librar
     shuffled = build(library).shuffle("key")
     out = shuffled.map_partitions(flaky, meta=shuffled._meta).persist(retries=3)
     assert_right(out)
+
+
+@pytest.mark.nightly
+def test_outputs_whose_shards_were_let_go_are_made_again(own: Client, library: Library) -> None:
+    """The barrier's result is still in memory, so Dask asks the run for the outputs a second time."""
+    shuffled = build(library).shuffle("key").optimize()
+    graph, outputs = shuffled.__dask_graph__(), shuffled.__dask_keys__()
+    (barrier,) = [key for key in graph if str(key).startswith("shuffle-barrier")]
+    *futures, kept = own.get(graph, [*outputs, barrier], sync=False)
+    wait([*futures, kept])
+    del futures
+    while own.run_on_scheduler(_outputs_in_memory):  # until the scheduler has released their shards
+        pass
+    before = counters(own)["shuffle.rows"]
+    again = own.gather(own.get(graph, outputs, sync=False))
+    assert sum(map(len, again)) == PARTS * ROWS
+    assert counters(own)["shuffle.rows"] == 2 * before
+    assert kept.status == "finished"
+
+
+def _outputs_in_memory(dask_scheduler: Any) -> int:
+    states = [ts.state for ts in dask_scheduler.tasks.values() if ts.prefix.name == "gpurtshuffle"]
+    return states.count("memory")
 
 
 def test_a_shuffle_whose_barrier_has_failed_keeps_nothing_and_can_be_retried(
