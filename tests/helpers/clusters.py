@@ -27,8 +27,6 @@ CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
 FAILURES = int(os.environ.get("GPURT_TEST_FAILURES", 0))
 #: Configuration key of the method by which Dask starts worker processes.
 METHOD = "distributed.worker.multiprocessing-method"
-#: Modules that every worker of a test imports, which are most of its startup time.
-IMPORTED = ["distributed", "dask.dataframe", "dask_gpurt.worker.plugin", "dask_gpurt.shuffle.spec"]
 QUICK = {
     "distributed.comm.timeouts.connect": "5s",
     "distributed.scheduler.allowed-failures": 20,
@@ -43,10 +41,10 @@ if FAILURES:
 
 
 def fork_with_imports() -> None:
-    """Have all workers forked from a process that has imported their modules."""
+    """Have all workers forked from a process that has imported their modules: :mod:`tests.helpers.forked`."""
     dask.config.set({METHOD: QUICK[METHOD]})
     if QUICK[METHOD] == "forkserver":
-        get_mp_context().set_forkserver_preload(IMPORTED)
+        get_mp_context().set_forkserver_preload(["tests.helpers.forked"])
 
 
 @contextlib.contextmanager
