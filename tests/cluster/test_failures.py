@@ -249,7 +249,7 @@ def test_a_merge_survives_the_loss_of_a_worker(own: Client, library: Library) ->
     assert len(out) == len(rows.merge(rows, on="key"))
 
 
-def test_an_output_task_that_fails_finds_its_shards_again(client: Client, library: Library) -> None:
+def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: Library) -> None:
     def flaky(frame: Any, partition_info: Any = None) -> Any:
         if partition_info and not Event(f"tried-{partition_info['number']}").is_set():
             Event(f"tried-{partition_info['number']}").set()
