@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -154,17 +153,6 @@ def test_a_peer_gets_the_object_that_was_sent_as_one_buffer(value: Any) -> None:
     asyncio.run(run())
 
 
-def test_arrays_on_the_device_are_sent_although_others_are_empty() -> None:
-    async def run() -> None:
-        copies, _ = copies_of()
-        value = [OnDevice(np.arange(0), np.arange(1000), np.arange(0), np.arange(3)), "text"]
-        with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending)
-            equal(over_the_wire(found["x"]), value)
-
-    asyncio.run(run())
-
-
 def test_objects_without_room_are_left_to_dask() -> None:
     async def run() -> None:
         copies, metrics = copies_of(64 << 10)
@@ -297,12 +285,6 @@ def test_memory_is_freed_once_nothing_is_sent_from_it() -> None:
         assert copies._pool is None
 
     asyncio.run(run())
-
-
-def test_the_type_in_the_header_is_found_by_other_processes() -> None:
-    """Unpickling it imports the module that reads such objects."""
-    assert pickle.loads(pickle.dumps(peer_copies.OneBuffer)) is peer_copies.OneBuffer
-    assert cuda_deserialize.dispatch(peer_copies.OneBuffer) is peer_copies._read
 
 
 class Other:

@@ -66,15 +66,6 @@ def assert_gone(directory: Path) -> None:
     until(lambda: not files(directory), lambda: files(directory))
 
 
-def test_objects_that_share_memory_make_room_together(tiered_buffer: TieredBuffer) -> None:
-    whole = array(1, 30)
-    tiered_buffer["a"], tiered_buffer["b"] = whole, whole[:10]
-    del whole
-    tiered_buffer.make_room(0)
-    assert tiered_buffer.live_bytes(Tier.DEVICE) <= 20 * KIB
-    assert np.array_equal(tiered_buffer["a"][:10], tiered_buffer["b"])
-
-
 def test_a_small_result_pushes_nothing_down_that_was_too_large_before(tiered_buffer: TieredBuffer) -> None:
     tiered_buffer["large"] = array(1, 30)
     assert tiered_buffer.reservations.replace("task", {"small": (1, Tier.DEVICE)})
@@ -93,30 +84,6 @@ def test_an_object_pickled_as_a_whole_takes_room_in_the_lower_tier(tmp_path: Pat
     assert tiered_buffer.tier("b") is Tier.DISK
     assert tiered_buffer.ledger.cell(Tier.DISK, "partitions") >= 50 * KIB
     assert np.array_equal(tiered_buffer["b"], value)
-
-
-def test_a_key_goes_while_it_is_read(spilled: TieredBuffer, meanwhile: Any) -> None:
-    meanwhile("reading", lambda: spilled.__delitem__("x"))
-    with pytest.raises(KeyError):
-        spilled["x"]
-
-
-def test_a_key_gets_another_value_while_it_is_read(spilled: TieredBuffer, meanwhile: Any) -> None:
-    meanwhile("reading", lambda: spilled.__setitem__("x", array(2)))
-    assert np.array_equal(spilled["x"], array(2))
-
-
-def test_a_key_goes_as_soon_as_it_has_been_spilled(tiered_buffer: TieredBuffer, tmp_path: Path) -> None:
-    tiered_buffer["x"] = array(1)
-
-    def changed() -> None:
-        if "x" in tiered_buffer and tiered_buffer.tier("x") is Tier.DISK:
-            del tiered_buffer["x"]
-
-    tiered_buffer._table.changed = changed
-    tiered_buffer.spill(ALL)
-    assert "x" not in tiered_buffer
-    assert_gone(tmp_path)
 
 
 def test_a_file_is_damaged_and_its_key_goes(spilled: TieredBuffer, meanwhile: Any, tmp_path: Path) -> None:
