@@ -144,24 +144,3 @@ def test_a_wrong_or_missing_result_of_the_runtime_fails_the_demo() -> None:
     assert not all_passed(
         [OperationTiming("b", 1, {}, checks={"gpurt": True, "p2p": False})], ["gpurt", "p2p"]
     )
-
-
-@pytest.mark.nightly
-def test_shuffle_benchmark_checks_and_writes_its_results(tmp_path: Path) -> None:
-    output = tmp_path / "results.json"
-    arguments = ("--size", "4MiB", "--partitions", "4", "--workers", "2", "--backend", "pandas")
-    done = run("-m", "benchmarks.shuffle", *arguments, "--repeat", "1", "--json", output)
-    assert "gpurt against p2p" in done.stdout
-    results = json.loads(output.read_text())
-    assert len(results["runs"]) == 3 * 4 * 2
-    assert {figure["operation"] for figure in results["figures"]} == {
-        "shuffle",
-        "merge",
-        "groupby",
-        "set_index",
-    }
-    for figure in results["figures"]:
-        assert 0 < figure["share_of_link_limit"] < 1
-        assert figure["peak_bytes"]["host"] > 0
-    assert results["link_limit"]["bytes_per_second"] > 0
-    assert set(results["speedups"]) == {"tasks", "p2p"}
