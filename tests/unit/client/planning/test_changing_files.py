@@ -28,6 +28,7 @@ from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.client.planning.table_facts import FilesChangedError
 from dask_gpurt.observe import Metrics
 from tests.helpers.examples import examples
+from tests.helpers.nightly import nightly
 from tests.helpers.planned import Planner
 
 #: Sizes by which tables stay as they are, and by which each is a single partition.
@@ -136,7 +137,7 @@ QUERIES = {each.__name__: each for each in (groups, pairs, large, total, matches
 # ---- kept collections -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
 @pytest.mark.parametrize("same", [False, True])
 def test_keys_that_are_in_two_files_now(
     planner: Planner, tmp_path: Path, filesystem: str, same: bool
@@ -155,7 +156,7 @@ def test_keys_that_are_in_two_files_now(
     assert planner.count("local.groups") == 1
 
 
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
 @pytest.mark.parametrize("same", [False, True])
 def test_a_file_that_has_nulls_now(planner: Planner, tmp_path: Path, filesystem: str, same: bool) -> None:
     near = table([1, 2], [LARGE - 1, LARGE - 1])

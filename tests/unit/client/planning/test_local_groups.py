@@ -24,6 +24,7 @@ from dask_gpurt.client.planning.rules.local_groups import LocalGroups, are_apart
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.examples import examples
+from tests.helpers.nightly import nightly
 from tests.helpers.planned import Planner, by_size
 
 
@@ -342,7 +343,7 @@ LEFT: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
 @pytest.mark.parametrize("name", LOCAL)
 def test_rows_are_grouped_where_they_are_read(folder: Path, name: str, filesystem: str) -> None:
     build, expected = LOCAL[name]

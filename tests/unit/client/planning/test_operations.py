@@ -255,7 +255,7 @@ def plans(program: Program, consumer: str, seed: int) -> tuple[Any, list[Any]]:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@examples(4)
+@examples(2)
 @given(seed=st.integers(0, 10_000), at=st.integers(0, 10))
 def test_dtypes_are_fixed(name: str, seed: int, at: int) -> None:
     """Dtypes that are said not to vary are the same in all partitions."""
@@ -279,7 +279,7 @@ def assert_dtypes_are_fixed(found: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@examples(4)
+@examples(2)
 @given(seed=st.integers(0, 10_000), at=st.integers(0, 10))
 def test_results_are_the_same_however_rows_are_divided(name: str, seed: int, at: int) -> None:
     program = PROGRAMS[name][at % len(PROGRAMS[name])]

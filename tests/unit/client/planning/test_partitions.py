@@ -29,6 +29,7 @@ from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, 
 from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.examples import examples
+from tests.helpers.nightly import nightly
 from tests.helpers.planned import Planner, Step, by_size, computed, programs, run, written
 
 #: Sizes for which each table that may be a single partition becomes one.
@@ -283,7 +284,7 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("filesystem", ["fsspec", "arrow"])
+@pytest.mark.parametrize("filesystem", ["fsspec", nightly("arrow")])
 @pytest.mark.parametrize("name", INDEPENDENT)
 def test_results_do_not_depend_on_partitions(folder: Path, name: str, filesystem: str) -> None:
     result = INDEPENDENT[name](
