@@ -87,7 +87,6 @@ WORKER_SHUFFLES = SeamGroup(
         Seam("dask.array.rechunk:old_to_new", "old_chunks new_chunks"),
         Seam("dask.array.core:concatenate3", "arrays"),
         Seam("distributed.shuffle._exceptions:ShuffleClosedError"),
-        Seam("distributed.shuffle._limiter:ResourceLimiter", "limit metrics_label"),
         Seam(_RUNS + "_active_runs"),
         Seam(_RUNS + "fail", "self shuffle_id run_id message"),
         Seam(_RUNS + "get_or_create", "self shuffle_id key"),

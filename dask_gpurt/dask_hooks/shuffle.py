@@ -19,7 +19,6 @@ from distributed.shuffle._core import (
     id_from_key,
 )
 from distributed.shuffle._exceptions import P2PConsistencyError, P2POutOfDiskError, ShuffleClosedError
-from distributed.shuffle._limiter import ResourceLimiter
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from distributed.shuffle._shuffle import _get_worker_for_range_sharding as worker_for_range_sharding
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -32,7 +31,6 @@ __all__ = [
     "DataFrameShuffleSpec",
     "P2PBarrierTask",
     "P2PConsistencyError",
-    "ResourceLimiter",
     "RunState",
     "SchedulerShuffleState",
     "ShuffleClosedError",
@@ -40,7 +38,6 @@ __all__ = [
     "ShuffleRunSpec",
     "ShuffleSpec",
     "ShuffleWorkerPlugin",
-    "acquired",
     "active_runs",
     "barrier_key",
     "end_run",
@@ -297,8 +294,3 @@ def keep_barriers_in_bags(patches: PatchSet) -> None:
         return lazify_task
 
     patches.replace(BAGS["lazify_task"], wrap)
-
-
-def acquired(limiter: ResourceLimiter[Any]) -> int:
-    """Return how much of a limiter's resource is in use."""
-    return int(limiter._acquired)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from dask_gpurt.device import Block, Pool, PoolFull
 from dask_gpurt.exchange.shard import RunKey
+from dask_gpurt.memory.waits import WaitLine
 from dask_gpurt.observe import Metrics
 
 #: Seconds after which a waiting producer retries, and asks the owners again.
@@ -91,11 +92,9 @@ class Outbox:
         #: Runs that published or released blocks since the last `reclaim_idle`.
         self._busy: set[RunKey] = set()
         self._ids = itertools.count()
-        self._changed = threading.Condition()
-        #: The number of producers that wait for room.
-        self.waiting = 0
-        #: Counts freed blocks, so that a producer cannot miss one between a failed attempt and its wait.
-        self.freed = 0
+        #: The producers that wait, woken by each freed block.
+        self.room: WaitLine[str] = WaitLine("room in the exchange pool", metrics)
+        self._changed = self.room.changed
 
     def __repr__(self) -> str:
         with self._changed:
@@ -104,7 +103,7 @@ class Outbox:
         owners = Counter(owner for entry in entries for owner in set(entry.readers.values()))
         runs = Counter(f"{shuffle}[{run_id}]" for shuffle, run_id in (entry.run for entry in entries))
         return (
-            f"<Outbox, {self.waiting} producers wait for room, {used} B of {capacity} used, "
+            f"<Outbox, {len(self.room.waiting)} producers wait for room, {used} B of {capacity} used, "
             f"shards to be released by {dict(sorted(owners.items()))}, of {dict(sorted(runs.items()))}>"
         )
 
@@ -132,7 +131,7 @@ class Outbox:
         """Free a block that was allocated for something else than a shard, and wake waiting producers."""
         with self._changed:
             self.pool.free(block)
-            self._notify(1)
+            self.room.wake()
 
     def publish(
         self, run: RunKey, share: int, owner: str, blocks: Iterable[Block], *, is_copy: bool = False
@@ -172,7 +171,7 @@ class Outbox:
         nbytes
             Size of the block that did not fit.
         seen
-            The value of ``freed`` before the failed attempt.
+            The value of ``room.wakes`` before the failed attempt.
         check
             Raises if the run is over.
 
@@ -183,16 +182,11 @@ class Outbox:
         """
         if nbytes > self.pool.capacity:
             raise PoolFull(nbytes)
-        with self._metrics.seconds("exchange.seconds.waiting-for-room"), self._changed:
-            self.waiting += 1
-            try:
-                check()
-                if self.freed == seen:
-                    self._ask()
-                    self._changed.wait(ROOM_RETRY_INTERVAL_S)
-                check()
-            finally:
-                self.waiting -= 1
+        request = f"{nbytes} B for {threading.current_thread().name}"
+        with self._metrics.seconds("exchange.seconds.waiting-for-room"):
+            check()
+            self.room.wait(request, seen, ROOM_RETRY_INTERVAL_S, self._ask)
+            check()
 
     def _ask(self) -> None:
         if short := self.pool.short:
@@ -227,7 +221,7 @@ class Outbox:
         self._busy.add(entry.run)
         if not entry.is_copy and self._hooks.retains(entry.run):
             self._retained[shard] = entry
-            self._notify(1)  # a waiting producer may reclaim it
+            self.room.wake()  # a waiting producer may reclaim it
         else:
             self._free([entry])
 
@@ -341,16 +335,11 @@ class Outbox:
             for block in entry.blocks:
                 self.pool.free(block)
         if entries:
-            self._notify(len(entries))
-
-    def _notify(self, freed: int) -> None:
-        self.freed += freed
-        self._changed.notify_all()
+            self.room.wake()
 
     def wake(self) -> None:
         """Wake waiting producers, because a run has ended."""
-        with self._changed:
-            self._changed.notify_all()
+        self.room.wake()
 
 
 def _always(run: RunKey) -> bool:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
-from dask_gpurt.dask_hooks.shuffle import ResourceLimiter, acquired
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.comms import Comms
 from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
 from dask_gpurt.exchange.shard import ExchangeClosed
+from dask_gpurt.memory.waits import WaitLine
 
 #: Shared by all steps while no trace is recorded.
 _NOT_RECORDED = contextlib.nullcontext()
@@ -25,7 +26,7 @@ class Puller:
     Parameters
     ----------
     inflight
-        The most bytes in flight; a larger shard is pulled alone.
+        The bytes in flight beyond which no further pull begins. The last one may exceed them.
     changed
         Called on the event loop whenever a pull starts or ends.
     """
@@ -38,19 +39,15 @@ class Puller:
         changed: Callable[[], None],
     ):
         self._end = endpoint
-        self._limiter = ResourceLimiter(inflight)
+        self._inflight = inflight
+        self._line: WaitLine[str] = WaitLine("bytes in flight", endpoint.metrics)
         self._comms = comms
         self._changed = changed
-        #: The number of pulls in flight.
-        self.under_way = 0
+        #: The number of pulls in flight, and their bytes.
+        self.under_way = self.nbytes = 0
 
     def __repr__(self) -> str:
         return f"<Puller, {self.under_way} shards of {self.nbytes} B are being pulled>"
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes in flight."""
-        return acquired(self._limiter)
 
     def pull_soon(self, incoming: IncomingShard) -> bool:
         """Start to pull a shard; return False if it is already being pulled, has landed or is gone."""
@@ -60,7 +57,7 @@ class Puller:
 
     async def _pull(self, incoming: IncomingShard) -> None:
         try:
-            await self._limiter.wait_for_available()
+            await self._line.reserve_or_wait_async(incoming.key, partial(self._may_begin, incoming.key))
             if incoming.state is not ShardState.GONE:
                 await self._pull_now(incoming)
                 return
@@ -70,9 +67,12 @@ class Puller:
         with contextlib.suppress(ExchangeClosed):  # a closed exchange has released it
             await self._end.offload(incoming.stop_moving)  # in a thread, since it may wait for a device
 
+    async def _may_begin(self, key: str) -> bool:
+        return self._line.first in (None, key) and self.nbytes < self._inflight
+
     async def _pull_now(self, incoming: IncomingShard) -> None:
         nbytes = incoming.shard.nbytes
-        self._limiter.increase(nbytes)
+        self.nbytes += nbytes
         self._end.metrics.peak("exchange.inflight.peak", self.nbytes)
         try:
             with self._pulling():
@@ -82,7 +82,8 @@ class Puller:
                     with self._end.metrics.seconds("exchange.seconds.pulling"):
                         await self._end.offload(self._pull_mapped, incoming)
         finally:
-            await self._limiter.decrease(nbytes)
+            self.nbytes -= nbytes
+            self._line.wake_first()
 
     async def _pull_fetched(self, incoming: IncomingShard) -> None:
         began = perf_counter()

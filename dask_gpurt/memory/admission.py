@@ -35,7 +35,6 @@ Decisions and their figures: ``docs/decisions/memory.md``.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import time
@@ -47,6 +46,7 @@ from dask.typing import Key
 from zict import LRU
 
 from dask_gpurt.memory.reservations import Reservations
+from dask_gpurt.memory.waits import Line, WaitLine
 from dask_gpurt.observe import Fallback, Metrics
 
 #: The kinds of requests.
@@ -121,14 +121,16 @@ class Admission:
     ----------
     patience
         Seconds for which a request waits as the oldest one, before it is admitted without room.
+    line
+        Where requests wait.
     """
 
-    def __init__(self, patience: float = ADMISSION_PATIENCE_S) -> None:
+    def __init__(
+        self, patience: float = ADMISSION_PATIENCE_S, line: Line[MemoryRequest] | None = None
+    ) -> None:
         self._patience = patience
         self._running: set[MemoryRequest] = set()
-        self._waiting: deque[MemoryRequest] = deque()
-        #: Time since which the first request in the queue has been the first.
-        self._oldest_since = 0.0
+        self._line = line or Line()
         #: The numbers of requests admitted because their patience ran out, and because all running tasks
         #: waited for something.
         self.overdue = self.past_idle = 0
@@ -155,9 +157,9 @@ class Admission:
             elif self._is_overdue(request, now):
                 self.overdue += 1
             else:
-                self._queue(request, now)
+                self._line.join(request, now)
                 return False
-        self._withdraw(request, now)
+        self._line.leave(request, now)
         self._running.add(request)
         return True
 
@@ -166,36 +168,24 @@ class Admission:
         return request.kind != FETCH or self.first in (None, request)
 
     def _is_overdue(self, request: MemoryRequest, now: float) -> bool:
-        return request == self.first and now - self._oldest_since >= self._patience
+        return request == self.first and now - self._line.first_since >= self._patience
 
     @property
     def short(self) -> bool:
         """Return whether tasks wait while only transfers run, in which case peers should not be served."""
         tasks_run = any(request.kind == TASK for request in self._running)
-        return not tasks_run and any(request.kind == TASK for request in self._waiting)
+        return not tasks_run and any(request.kind == TASK for request in self.waiting)
 
     def leave(self, request: MemoryRequest, now: float) -> MemoryRequest | None:
         """Remove a request that has ended, seceded or given up; return the request that should retry."""
         self._running.discard(request)
-        self._withdraw(request, now)
+        self._line.leave(request, now)
         return self.first
 
     @property
     def first(self) -> MemoryRequest | None:
         """Return the oldest waiting request."""
-        return self._waiting[0] if self._waiting else None
-
-    def _queue(self, request: MemoryRequest, now: float) -> None:
-        if not self._waiting:
-            self._oldest_since = now
-        if request not in self._waiting:
-            self._waiting.append(request)
-
-    def _withdraw(self, request: MemoryRequest, now: float) -> None:
-        if request == self.first:
-            self._oldest_since = now
-        if request in self._waiting:
-            self._waiting.remove(request)
+        return self._line.first
 
     @property
     def running(self) -> frozenset[MemoryRequest]:
@@ -205,7 +195,7 @@ class Admission:
     @property
     def waiting(self) -> tuple[MemoryRequest, ...]:
         """Return the waiting requests, oldest first."""
-        return tuple(self._waiting)
+        return self._line.waiting
 
 
 class AdmissionQueue:
@@ -232,9 +222,9 @@ class AdmissionQueue:
         self._is_idle = is_idle
         self._reservations = reservations
         self._metrics = metrics
-        self._admission = Admission(ADMISSION_PATIENCE_S)
+        self._line: WaitLine[MemoryRequest] = WaitLine("memory", metrics)
+        self._admission = Admission(ADMISSION_PATIENCE_S, self._line)
         self._numbers = itertools.count()
-        self._wake: dict[MemoryRequest, asyncio.Event] = {}
 
     def __repr__(self) -> str:
         running, waiting = sorted(map(str, self._admission.running)), list(map(str, self._admission.waiting))
@@ -254,22 +244,22 @@ class AdmissionQueue:
             Reserves room for the request if there is any, and returns whether there was.
         """
         began = None
-        while True:
+
+        async def attempt() -> bool:
+            nonlocal began
             fits = await reserve(request)
             self._remove_seceded()
             if self._is_admitted(request, fits):
-                self._notify(self._admission.first)  # there may be room for more
-                if began is not None and (recording := self._metrics.recording) is not None:
-                    recording.waited("admission", began, kind=request.kind, key=str(request.key))
-                return
+                return True
             if began is None:
                 began = time.perf_counter()
                 self._metrics.add("memory.waits")
             self._reservations.cancel(request)
-            wake = self._wake.setdefault(request, asyncio.Event())
-            wake.clear()
-            with contextlib.suppress(TimeoutError):  # retry, since memory may be freed without notice
-                await asyncio.wait_for(wake.wait(), RETRY_INTERVAL_S)
+            return False
+
+        await self._line.reserve_or_wait_async(request, attempt, RETRY_INTERVAL_S)
+        if began is not None and (recording := self._metrics.recording) is not None:
+            recording.waited("admission", began, kind=request.kind, key=str(request.key))
 
     def _is_admitted(self, request: MemoryRequest, fits: bool) -> bool:
         before, past_idle = self._admission.overdue, self._admission.past_idle
@@ -291,8 +281,8 @@ class AdmissionQueue:
     def leave(self, request: MemoryRequest) -> None:
         """Release the memory of a request that is done or withdrawn."""
         self._reservations.cancel(request)
-        self._wake.pop(request, None)
-        self._notify(self._admission.leave(request, time.monotonic()))
+        self._admission.leave(request, time.monotonic())
+        self._line.wake_first()
 
     @contextlib.asynccontextmanager
     async def receiving(
@@ -315,10 +305,6 @@ class AdmissionQueue:
             yield
         finally:
             self.leave(request)
-
-    def _notify(self, request: MemoryRequest | None) -> None:
-        if request in self._wake:
-            self._wake[request].set()
 
     def _remove_seceded(self) -> None:
         for request in self._admission.running:

@@ -121,6 +121,7 @@ def waiting(plugin: GpurtWorkerPlugin) -> dict[str, Any]:
         The worker plugin; its setup may be incomplete.
     """
     parts: dict[str, Callable[[], Any]] = {
+        "lines": lambda: [repr(line) for line in plugin.metrics.lines if line.waiting],
         "memory": lambda: repr(plugin.data),
         "compute": lambda: repr(plugin.reads.turns),
         "tiers": lambda: {**(queued(plugin.tiers.executor) or {}), "used": plugin.tiers.rows()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ class Metrics:
     ----------
     recording
         Also receives steps, faults and fallbacks while a trace is taken; None otherwise.
+    lines
+        What waits in line in this process. Each says in its ``repr`` for what, and for how long.
     """
 
     def __init__(self) -> None:
@@ -29,6 +32,7 @@ class Metrics:
         self._values: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(int)
         self._fallbacks: dict[str, dict[str, Any]] = {}
         self.recording: Recording | None = None
+        self.lines = weakref.WeakSet[Any]()
 
     def add(self, name: str, amount: float = 1, *labels: str) -> None:
         """Add to a counter.

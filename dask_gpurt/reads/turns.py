@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from dataclasses import dataclass
 from dask.typing import Key
 from distributed import Reschedule
 
+from dask_gpurt.memory.waits import LineClosed, WaitLine
 from dask_gpurt.observe import Metrics
 
 #: Seconds between checks whether a thread with a turn has left the pool, of which nobody is notified.
@@ -71,16 +71,14 @@ class Turns:
         self._count = count
         self._has_left = has_left
         self._metrics = metrics
-        self._changed = threading.Condition()
+        self._line: WaitLine[Turn] = WaitLine("a turn to compute", metrics)
         self._holders: set[Turn] = set()
-        self._waiting: deque[Turn] = deque()
         self._reading: set[Turn] = set()
-        self._closed = False
         self._looked = time.perf_counter()
 
     def __repr__(self) -> str:
-        with self._changed:
-            waiting, holders = ([turn.key for turn in turns] for turns in (self._waiting, self._holders))
+        with self._line.changed:
+            waiting, holders = ([turn.key for turn in turns] for turns in (self._line.waiting, self._holders))
         return f"<Turns, to compute wait {waiting} for the end of {holders}>"
 
     def queue(self, turn: Turn) -> None:
@@ -89,12 +87,18 @@ class Turns:
         It gets the turn once one is free, even while it reads. A no-op if it is queued or holds the turn.
         """
         with self._changing():
-            if turn not in self._holders and turn not in self._waiting:
-                (self._waiting.appendleft if turn.was_held else self._waiting.append)(turn)
+            if turn not in self._holders:
+                self._line.join(turn, time.monotonic(), ahead=turn.was_held)
+
+    @property
+    def waiting(self) -> tuple[Turn, ...]:
+        """Return the tasks that wait for a turn, in their order."""
+        with self._line.changed:
+            return self._line.waiting
 
     def is_held(self, turn: Turn) -> bool:
         """Return whether a task holds its turn, and so would not wait for it."""
-        with self._changed:
+        with self._line.changed:
             return turn in self._holders
 
     def wait(self, turn: Turn) -> None:
@@ -115,8 +119,7 @@ class Turns:
         """Give up a turn, or the place in the queue; a no-op if there is neither."""
         with self._changing():
             self._holders.discard(turn)
-            if turn in self._waiting:
-                self._waiting.remove(turn)
+            self._line.leave(turn, time.monotonic())
 
     @contextmanager
     def reading(self, turn: Turn) -> Iterator[None]:
@@ -132,16 +135,14 @@ class Turns:
 
     def close(self) -> None:
         """Raise in all threads that wait now or later; those with a turn continue."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._line.close()
 
     # ---- under the lock ----------------------------------------------------------------------------
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Hold the lock, and hand out the turns that are free afterwards."""
-        with self._changed:
+        with self._line.changed:
             self._count_beside()
             try:
                 yield
@@ -150,19 +151,25 @@ class Turns:
 
     def _hand_out(self) -> None:
         self._holders -= {turn for turn in self._holders if turn.thread and self._has_left(turn.thread)}
-        free = min(self._count - len(self._holders), len(self._waiting))
-        self._holders |= {self._waiting.popleft() for _ in range(free)}
-        if free > 0:
-            self._changed.notify_all()
+        given = self._line.waiting[: max(0, self._count - len(self._holders))]
+        for turn in given:
+            self._line.leave(turn, time.monotonic())
+        self._holders.update(given)
+        if given:
+            self._line.wake()
 
     def _wait(self, turn: Turn) -> None:
-        self._hand_out()
-        while turn not in self._holders:
-            if self._closed:
-                raise ClosedError(f"{turn.key!r} was waiting for its turn to compute when its worker closed")
-            self._changed.wait(LOOK_INTERVAL_S)
+        def attempt() -> bool:
             self._count_beside()
             self._hand_out()
+            return turn in self._holders
+
+        try:
+            self._line.reserve_or_wait(turn, attempt, LOOK_INTERVAL_S)
+        except LineClosed:
+            raise ClosedError(
+                f"{turn.key!r} was waiting for its turn to compute when its worker closed"
+            ) from None
 
     def _count_beside(self) -> None:
         now = time.perf_counter()

@@ -316,7 +316,7 @@ class _Packing:
     def _pack_whole(self, piece: Piece) -> tuple[Piece, Packed]:
         while True:
             self.sender.check()
-            seen = self.outbox.freed
+            seen = self.outbox.room.wakes
             try:
                 return piece, self.packer.pack(piece, self.outbox)
             except MemoryError as error:

@@ -69,7 +69,7 @@ def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
             raise Enough
 
     while True:
-        seen = outbox.freed
+        seen = outbox.room.wakes
         try:
             return outbox.allocate(nbytes)
         except PoolFull as full:

@@ -108,7 +108,7 @@ def test_a_task_reads_while_another_one_computes(kind: str, files: str, tmp_path
         reading = client.compute(total)
         await until(lambda: bool(GATE.came))
         GATE.open()
-        await until(lambda: bool(reads(worker).turns._waiting))
+        await until(lambda: bool(reads(worker).turns.waiting))
         assert not event("computed").is_set()
         event("go on").set()
         assert await client.gather([computing, reading]) == [sum(range(ROWS))] * 2
@@ -169,7 +169,7 @@ def test_a_task_that_starts_beside_a_read_waits_until_the_reader_has_ended(files
         future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
         await has_begun_aside(worker)
         other = client.submit(meet, "other", "reader", 7)
-        await until(lambda: bool(reads(worker).turns._waiting))
+        await until(lambda: bool(reads(worker).turns.waiting))
         assert not event("other").is_set()
         GATE.open()
         await until(event("reader").is_set)
@@ -226,7 +226,7 @@ def test_a_task_that_has_rejoined_the_pool_waits_for_its_turn(files: str) -> Non
         future = client.submit(waits_for_another)
         await until(event("leaving").is_set)
         turns = reads(worker).turns
-        await until(lambda: any(turn.was_held for turn in turns._waiting))
+        await until(lambda: any(turn.was_held for turn in turns.waiting))
         assert not event("rejoined").is_set()
         event("go on").set()
         assert await future == 7
@@ -282,7 +282,7 @@ def test_tasks_take_turns_until_they_have_ended_when_it_is_switched_off(files: s
         future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
         await has_begun_aside(worker)
         other = client.submit(noting, 1, "other")
-        await until(lambda: bool(turns._waiting))
+        await until(lambda: bool(turns.waiting))
         await dask_gpurt.disable(client)
         GATE.open()
         await until(event("reader").is_set)
@@ -305,9 +305,9 @@ def test_a_task_that_waits_for_its_turn_does_not_run_when_its_worker_closes(file
         future = client.compute(total)
         await has_begun_aside(worker)
         other = client.submit(noting, 1, "other")
-        await until(lambda: bool(turns._waiting))
+        await until(lambda: bool(turns.waiting))
         closing = asyncio.ensure_future(worker.close(executor_wait=False))
-        await until(lambda: not turns._waiting)
+        await until(lambda: not turns.waiting)
         assert not event("other").is_set()
         GATE.open()
         await closing
@@ -327,7 +327,7 @@ def test_a_worker_is_paused_while_tasks_wait_for_their_turns(files: str) -> None
         total = total_of(dd.read_parquet(files), lambda frame: meet("reader", "go on", frame))
         future = client.compute(total)
         await until(event("reader").is_set)
-        await until(lambda: bool(reads(worker).turns._waiting))
+        await until(lambda: bool(reads(worker).turns.waiting))
         worker.status = Status.paused
         await until(lambda: scheduler.workers[worker.address].status == Status.paused)
         event("go on").set()

@@ -289,7 +289,7 @@ class StepwiseCluster:
             assert not worker.landed.kept, "a pulled shard is held"
             assert not worker.exchange.requests._released, "a release waits"
             assert not worker.exchange._receiving, "a run is not over"
-            assert worker.exchange.puller._limiter.empty
+            assert worker.exchange.puller.nbytes == 0
 
     def said(self) -> str:
         """Return all errors and events so far."""

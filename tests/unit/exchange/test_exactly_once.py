@@ -354,7 +354,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             assert not process.landed.kept, "a pulled shard is held"
             assert not process.exchange.requests._released, "a release waits"
             assert not process.exchange._receiving, "a run is not over"
-            assert process.exchange.puller._limiter.empty
+            assert process.exchange.puller.nbytes == 0
         assert not self.errors, self.errors
 
     def _until(self, done: Callable[[], bool], step: Callable[[], None]) -> None:

@@ -73,7 +73,7 @@ def test_a_producer_that_waits_gets_the_room_of_a_block_that_was_lent() -> None:
     asked: list[set[str]] = []
     outbox = Outbox(FixedPool(8 * KIB), PoolHooks(ask_for_room=asked.append), Metrics())
     lent = outbox.allocate(8 * KIB)
-    seen = outbox.freed
+    seen = outbox.room.wakes
     outbox.take_back(lent)
     # It has freed a block since the producer's attempt, so that the producer does not wait.
     outbox.wait_for_room(8 * KIB, seen, lambda: None)
