@@ -311,9 +311,7 @@ METRICS: Mapping[str, Metric] = {
         ),
         # ---- overlap
         _counter("overlap.confined", "times that residency caps were switched on beside a shuffle"),
-        _counter(
-            "overlap.handovers", "checks of memory handovers, if `tools.testing.Instruments` is registered"
-        ),
+        _counter("overlap.handovers", "checks of memory handovers, by the tests"),
         _counter("residency.{outcome}", "kernel launches while residency caps applied, by outcome"),
     )
 }

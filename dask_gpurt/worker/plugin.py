@@ -87,8 +87,7 @@ HEARTBEATS_PER_CHECK = 10
 EXECUTED, ENDED = ("executing", "long-running", "cancelled", "resumed"), ("memory", "error")
 #: The pause between calls to a scheduler that does not answer, in seconds.
 JOIN_PAUSE_S = 0.2
-#: Called with each runtime that has been switched on in this process; `dask_gpurt.tools.testing` adds faults
-#: and checks.
+#: Called with each runtime that has been switched on in this process; tests add faults and checks.
 INSTRUMENTS: list[Callable[[GpurtWorkerPlugin], None]] = []
 
 

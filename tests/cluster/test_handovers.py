@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.tools.testing import COMPUTE, HandoverChecker, overlap
 from tests.helpers.clusters import (
     Library,
     assert_same_partitions,
@@ -24,6 +23,7 @@ from tests.helpers.clusters import (
     partitions,
     told_too_early,
 )
+from tests.helpers.instruments import COMPUTE, HandoverChecker, overlap
 
 MEMORY = np.zeros(64, np.uint8)
 
@@ -177,16 +177,16 @@ def test_nothing_is_too_early_in_shuffles_that_spill(library: Library) -> None:
 
 def forget_to_settle() -> None:
     """Make producers publish blocks that may not have been written yet."""
-    from dask_gpurt.tools import testing
+    from tests.helpers import instruments
 
-    watch_table = testing.watch_table
+    watch_table = instruments.watch_table
 
     def forgetful(table: Any, checker: HandoverChecker) -> Any:
         settle = table.settle
         watch_table(table, checker).settle = settle
         return table
 
-    testing.watch_table = forgetful
+    instruments.watch_table = forgetful
 
 
 @pytest.mark.slow

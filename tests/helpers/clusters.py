@@ -17,9 +17,9 @@ from distributed.utils import get_mp_context
 
 import dask_gpurt
 from dask_gpurt.observe import Fallback
-from dask_gpurt.tools.testing import Instruments
 from tests.helpers import caps
 from tests.helpers.gpus import cuda_devices
+from tests.helpers.instruments import Instruments
 
 #: Whether all tests' workers check for memory that changes hands too early.
 CHECK = os.environ.get("GPURT_TEST_HANDOVERS") == "1"
