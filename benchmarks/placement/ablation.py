@@ -39,7 +39,7 @@ from dask_gpurt.placement.cost import Candidate, Routes
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.tools.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
-from dask_gpurt.tools.simulate.clock import Stuck
+from dask_gpurt.tools.simulate.clock import DeadlockError
 from dask_gpurt.tools.simulate.placements import PLACEMENTS
 from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 from dask_gpurt.tools.simulate.workloads import Graph, Scale, varied
@@ -226,7 +226,7 @@ def simulate(cell: Cell, without: Collection[str]) -> Outcome | None:
         )
         try:
             simulation.run()
-        except (Stuck, WorkloadFailed):
+        except (DeadlockError, WorkloadFailed):
             return None
     found, counts = simulation.result, simulation.metrics.snapshot()["counters"]
     assert not found.fallbacks, (cell, without)

@@ -25,7 +25,7 @@ import click
 from benchmarks.common.commandline import split_list, write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.tools.simulate import SHAPES, WORKLOADS, Result, build_cluster, build_workload
-from dask_gpurt.tools.simulate.clock import Stuck
+from dask_gpurt.tools.simulate.clock import DeadlockError
 from dask_gpurt.tools.simulate.placements import charged, simulate
 from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 
@@ -43,7 +43,7 @@ def run(job: tuple[Cell, str]) -> tuple[Cell, str, Result | None]:
     try:
         first = simulate(cluster, workload, side)
         return *job, simulate(cluster, workload, side, overheads=charged(first)).result
-    except (Stuck, WorkloadFailed):
+    except (DeadlockError, WorkloadFailed):
         return *job, None
 
 

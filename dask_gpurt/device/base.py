@@ -26,7 +26,7 @@ COLOCATED = "GPURT_COLOCATED"
 Fence = Callable[[], None]
 
 
-def passed() -> None:
+def no_fence() -> None:
     """Return immediately: the fence of an operation that is already complete."""
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import rmm
 from cupy.cuda import runtime
 
-from dask_gpurt.device.base import PAGE, Fence, passed
+from dask_gpurt.device.base import PAGE, Fence, no_fence
 from dask_gpurt.device.checksum import KERNEL, PART, THREADS
 from dask_gpurt.device.copies import DeviceSpan, address
 from dask_gpurt.device.cuda_memory import CudaStreams, behind, bounce_buffers
@@ -153,7 +153,7 @@ class Bounce:
     def read(self, fd: int, parts: Sequence[At]) -> None:
         """Fill buffers, from any offset in a file."""
         _, raw = self._device.stream()
-        fences: list[Fence] = [passed, passed]
+        fences: list[Fence] = [no_fence, no_fence]
         try:
             for number, (target, nbytes, at) in enumerate(_chunks(parts)):
                 memory, skipped = self._buffers.of_thread()[number % 2], at % PAGE

@@ -24,7 +24,7 @@ import psutil
 from dask.utils import format_bytes
 
 from dask_gpurt.device.arena import Arena, Ranges
-from dask_gpurt.device.base import Fence, passed
+from dask_gpurt.device.base import Fence, no_fence
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
     Block,
@@ -356,13 +356,13 @@ class HostDevice:
             for piece in pieces:
                 np.copyto(piece, source[at : at + piece.nbytes])
                 at += piece.nbytes
-        return passed
+        return no_fence
 
     def gather(self, pieces: list[Any]) -> tuple[Buffer, Fence]:
-        return np.concatenate(pieces) if pieces else np.empty(0, np.uint8), passed
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint8), no_fence
 
     def gather_all(self, scattered: Sequence[list[Any]]) -> tuple[list[Buffer], Fence]:
-        return [self.gather(pieces)[0] for pieces in scattered], passed
+        return [self.gather(pieces)[0] for pieces in scattered], no_fence
 
     def close(self) -> None:
         pass

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dask_gpurt.device.base import PAGE, Fence, passed, wait_for_all
+from dask_gpurt.device.base import PAGE, Fence, no_fence, wait_for_all
 from dask_gpurt.device.copies import Copy
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Staging:
                 run = partial(self._run, move, order, keep)
                 return _fence([self._executor.submit(run, share) for share in shares])
         self._run(move, order, keep, chunks)
-        return passed
+        return no_fence
 
     def _run(self, move: Move, order: Callable[[], None], keep: object, chunks: Sequence[Copy]) -> None:
         """Move chunks in this thread; ``keep`` lives as long as the call."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from dask_gpurt.device.base import PAGE, Device, DeviceFiles, Fence, passed
+from dask_gpurt.device.base import PAGE, Device, DeviceFiles, Fence, no_fence
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.device.staging import BOUNCE_BUFFER_BYTES, BounceBuffers, Chunk, read_pages, whole_pages
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
@@ -98,7 +98,7 @@ class _ChunkPacker:
             self.checksums[which] = zlib.crc32(part.data, self.checksums[which])
             memory, piece = memory[part.size :], piece[part.size :]
         self._left = which, piece
-        return passed
+        return no_fence
 
 
 def write_from_device(
@@ -257,7 +257,7 @@ class DiskTier(MutableMapping[str, Frames]):
             self._store(key, frames, ordered=ordered)
         else:
             self[key] = frames
-        return passed
+        return no_fence
 
     def _store(self, key: str, frames: Frames, *, ordered: bool) -> None:
         layout = _Layout(frames)

@@ -34,7 +34,7 @@ Priority = tuple[Any, ...] | None
 CLOSE_TIMEOUT_S = 30.0
 
 
-class Foreign(NamedTuple):
+class ExternalRef(NamedTuple):
     """Refer to an object in another mapping: take it from there, or delete it there."""
 
     take: Callable[[], Any]
@@ -86,7 +86,7 @@ class Entry:
     readers: int = 0
     doomed: list[tuple[Tier, str]] = field(default_factory=list)
     immovable: bool = False
-    foreign: Foreign | None = field(default=None, repr=False)
+    foreign: ExternalRef | None = field(default=None, repr=False)
 
 
 class StoredCopy(NamedTuple):

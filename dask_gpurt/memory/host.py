@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 
 import numpy as np
 
-from dask_gpurt.device.base import Device, Fence, passed
+from dask_gpurt.device.base import Device, Fence, no_fence
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 
@@ -77,7 +77,7 @@ class MemoryTier(MutableMapping[str, Frames]):
         """Start to store an object, whose buffers may be on the device; return the fence of the copy."""
         if not any(map(on_device, frames.buffers)):
             self[key] = frames
-            return passed
+            return no_fence
         sources = [buffer[0] for buffer in frames.buffers]
         into = self.adopt(key, frames.header, [source.nbytes for source in sources])
         try:

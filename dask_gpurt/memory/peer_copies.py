@@ -30,7 +30,7 @@ from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.copies import DeviceSpan, address
 from dask_gpurt.device.libraries import SERIALIZERS, deserializers, is_device_buffer
 from dask_gpurt.device.pool import Buffer
-from dask_gpurt.memory.serialize import Frames, NotMovable, on_device, take_apart
+from dask_gpurt.memory.serialize import Frames, NotMovable, on_device, to_frames
 from dask_gpurt.observe import Fallback, Metrics
 
 #: The most bytes of the memory for copies: ten messages of Dask's ``worker.transfer.message-bytes-limit``.
@@ -104,7 +104,7 @@ class PeerCopies:
         with ExitStack() as failing:
             for key, value in objects.items():
                 try:
-                    frames = take_apart(value)
+                    frames = to_frames(value)
                 except NotMovable:
                     continue  # Dask sends the object in its own way, or fails with its own message
                 if any(map(on_device, frames.buffers)) and (copy := self._copy(frames)) is not None:

@@ -20,11 +20,11 @@ from dask_gpurt.memory.serialize import (
     Frames,
     NotMovable,
     Scattered,
+    from_frames,
     joined,
     message,
     on_device,
-    put_together,
-    take_apart,
+    to_frames,
 )
 from dask_gpurt.memory.tiers import Tier
 
@@ -44,7 +44,7 @@ class EntryReader:
         as_it_lies = self._is_read_as_it_lies(copy)
         gather = _Gather(None if as_it_lies else self._table.device)
         stack.callback(gather.wait)
-        return put_together(self._table.lower.get(copy.tier, copy.name, to_device=not as_it_lies), gather)
+        return from_frames(self._table.lower.get(copy.tier, copy.name, to_device=not as_it_lies), gather)
 
     def _is_read_as_it_lies(self, copy: StoredCopy) -> bool:
         """Return whether the object is live in host memory, so that it can be read without the device."""
@@ -92,7 +92,7 @@ class EntryReader:
 
     def _on_host(self, value: Any) -> Serialized | None:
         try:
-            frames = take_apart(value)
+            frames = to_frames(value)
         except NotMovable:
             return None  # Dask sends the object in its own way, or fails with its own message
         there = [buffer[0] for buffer in frames.buffers if on_device(buffer)]

@@ -75,7 +75,7 @@ def on_device(buffer: Scattered) -> bool:
     return not all(isinstance(piece, np.ndarray) for piece in buffer)
 
 
-def take_apart(value: Any) -> Frames:
+def to_frames(value: Any) -> Frames:
     """Serialise an object; the buffers are views of its memory.
 
     Raises
@@ -129,7 +129,7 @@ def _device_frames(value: Any) -> Frames:
     return Frames(pickle.dumps(("device", header, flags)), buffers)
 
 
-def put_together(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
+def from_frames(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
     """Deserialise an object, into new memory.
 
     Parameters

@@ -16,7 +16,7 @@ from dask.typing import Key
 from dask_gpurt.device.base import Fence
 from dask_gpurt.memory.entries import Entry, EntryTable, Priority
 from dask_gpurt.memory.policy import EvictionCandidate, choose, order
-from dask_gpurt.memory.serialize import Frames, NotMovable, take_apart
+from dask_gpurt.memory.serialize import Frames, NotMovable, to_frames
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from dask_gpurt.observe import Fallback
 
@@ -117,7 +117,7 @@ class Spiller:
             entry.moving, value, last_used = True, entry.value, entry.last_used
         name, began = table.new_name(), perf_counter()
         try:
-            frames = take_apart(value)
+            frames = to_frames(value)
             with table.lock:
                 table.remeasure(entry)
             target, fence = table.lower.put(name, frames, entry.label, tier)

@@ -25,7 +25,7 @@ from distributed.protocol.serialize import Serialized
 
 from dask_gpurt.device import Device
 from dask_gpurt.memory.disk import CorruptFile
-from dask_gpurt.memory.entries import Entry, EntryTable, Foreign, Priority, label_of
+from dask_gpurt.memory.entries import Entry, EntryTable, ExternalRef, Priority, label_of
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.lower_tiers import LowerTier
 from dask_gpurt.memory.reading import BufferAndMemo, EntryReader
@@ -166,7 +166,9 @@ class TieredBuffer(MutableMapping[Key, Any]):
             table.account(tier)
         return tier
 
-    def adopt(self, key: Key, nbytes: int, take: Callable[[], Any], delete: Callable[[], None]) -> None:
+    def adopt_external(
+        self, key: Key, nbytes: int, take: Callable[[], Any], delete: Callable[[], None]
+    ) -> None:
         """Take over a key that another mapping has on disk.
 
         Parameters
@@ -177,7 +179,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
         table = self._table
         with table.lock:
             entry = table.add(key, label_of(key, PARTITIONS), Tier.DEVICE, None, nbytes)
-            entry.live, entry.tier, entry.foreign = False, Tier.DISK, Foreign(take, delete)
+            entry.live, entry.tier, entry.foreign = False, Tier.DISK, ExternalRef(take, delete)
 
     def __getitem__(self, key: Key) -> Any:
         served = serving.get()

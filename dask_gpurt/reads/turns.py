@@ -56,7 +56,7 @@ class Turn:
     was_held: bool = False
 
 
-class Turns:
+class ComputeSlots:
     """Hand out the turns of a worker. Thread-safe.
 
     Parameters
@@ -79,7 +79,7 @@ class Turns:
     def __repr__(self) -> str:
         with self._line.changed:
             waiting, holders = ([turn.key for turn in turns] for turns in (self._line.waiting, self._holders))
-        return f"<Turns, to compute wait {waiting} for the end of {holders}>"
+        return f"<ComputeSlots, to compute wait {waiting} for the end of {holders}>"
 
     def queue(self, turn: Turn) -> None:
         """Queue a task: behind all others, or before them if it has had its turn, as they started later.

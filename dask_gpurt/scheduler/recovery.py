@@ -30,7 +30,7 @@ from dask_gpurt.protocol import NEW_OWNERS_OP
 from dask_gpurt.scheduler.results import RetainedResults
 from dask_gpurt.scheduler.runs import ActiveRuns, is_unfinished, owners_of
 from dask_gpurt.scheduler.switching import Workers
-from dask_gpurt.shuffle.losses import Contribution, Loss, LossesInARow, PendingLosses, common_owners
+from dask_gpurt.shuffle.losses import ConsecutiveLosses, Contribution, Loss, PendingLosses, common_owners
 from dask_gpurt.shuffle.owners import Owners, deal, fair_share
 from dask_gpurt.shuffle.spec import outputs_of
 
@@ -72,7 +72,7 @@ class Recovery:
         self._retries = retries
         self._metrics = metrics
         self._begin_again = begin_again
-        self._in_a_row = LossesInARow()
+        self._in_a_row = ConsecutiveLosses()
         self._results = RetainedResults(scheduler, self._in_a_row.forget)
         self._losses = PendingLosses[ShuffleId]()
 

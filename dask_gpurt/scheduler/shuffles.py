@@ -53,7 +53,7 @@ from dask_gpurt.scheduler.runs import (
 )
 from dask_gpurt.scheduler.switching import Workers
 from dask_gpurt.scheduler.unresponsive import Abandoning, BarrierEnds
-from dask_gpurt.shuffle.losses import RunsInARow
+from dask_gpurt.shuffle.losses import ConsecutiveRuns
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec
 from dask_gpurt.shuffle.run import ASSEMBLED_KEY
@@ -89,7 +89,7 @@ class SchedulerShuffles:
         self._metrics = metrics
         self._workers = workers
         self._patches = PatchSet()
-        self._runs = RunsInARow()
+        self._runs = ConsecutiveRuns()
         self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
         runs = ActiveRuns(scheduler, workers)
         self.abandoning = Abandoning(scheduler, workers, runs, self.recovery.rerun)

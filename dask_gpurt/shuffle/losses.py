@@ -135,7 +135,7 @@ def common_owners(outputs: Iterable[int], owners: Sequence[Mapping[int, str]]) -
 # ---- losses in a row -----------------------------------------------------------------------------------
 
 
-class RunsInARow:
+class ConsecutiveRuns:
     """Count the runs of each shuffle since its last completed run.
 
     A run is completed once all outputs that it started with are in memory or no longer wanted. So a
@@ -193,7 +193,7 @@ class RunsInARow:
                 del self._of[key]
 
 
-class LossesInARow(RunsInARow):
+class ConsecutiveLosses(ConsecutiveRuns):
     """Count the losses that runs recover from, each once.
 
     The loss of one worker is reported several times: by the scheduler, by workers that cannot reach it or

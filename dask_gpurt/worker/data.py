@@ -103,7 +103,7 @@ class WorkerData:
                 task = worker.state.tasks.get(key)
                 nbytes = (task and task.nbytes) or 0
                 let_go = partial(_forget, self._before, key)
-                self._tiered_buffer.adopt(key, nbytes, partial(self._before.pop, key), let_go)
+                self._tiered_buffer.adopt_external(key, nbytes, partial(self._before.pop, key), let_go)
         replace_data(worker, self._tiered_buffer)
 
     async def uninstall(self) -> None:

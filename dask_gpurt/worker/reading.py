@@ -44,7 +44,7 @@ from dask_gpurt.reads.policy import (
     ReadTimes,
     ThreadTime,
 )
-from dask_gpurt.reads.turns import Turn, Turns
+from dask_gpurt.reads.turns import ComputeSlots, Turn
 from dask_gpurt.topology.detect import nvml_library, visible_devices
 from dask_gpurt.worker.layers import Layer
 
@@ -128,7 +128,7 @@ class WorkerReads:
         self._refused = partial(metrics.fallback, Fallback.READS_KEEP_SLOT)
         self.share_stream = partial(metrics.fallback, Fallback.READS_SHARE_STREAM)
         self.count_stream = partial(metrics.add, "reads.streams")
-        self.turns = Turns(worker.state.nthreads, partial(has_left_pool, worker), metrics)
+        self.turns = ComputeSlots(worker.state.nthreads, partial(has_left_pool, worker), metrics)
         #: Tasks that have started before, and so run without turns.
         self._without_turn: set[WorkerTask] = set()
 

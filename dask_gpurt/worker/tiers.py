@@ -19,7 +19,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import Allocator, Pinning
-from dask_gpurt.device.base import DeviceFiles, Guard, files_of, passed, workers_of_device
+from dask_gpurt.device.base import DeviceFiles, Guard, files_of, no_fence, workers_of_device
 from dask_gpurt.device.host import few_left
 from dask_gpurt.device.libraries import spilled_by_libraries
 from dask_gpurt.exchange.pools import Pools
@@ -62,7 +62,7 @@ class WorkerBuffer(TieredBuffer):
 
     #: Always true, so that the monitor calls evict(): dropping mapped pages of pools may help too.
     fast = True
-    relieve: Callable[[], None] = staticmethod(passed)
+    relieve: Callable[[], None] = staticmethod(no_fence)
 
     def evict(self) -> int:
         """Start to spill in the background, and return -1 to end the monitor's loop.

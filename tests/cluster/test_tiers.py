@@ -112,7 +112,7 @@ def test_nothing_is_put_together_to_be_sent(library: Library, tier: str) -> None
     def puts_nothing_together(dask_worker: Any) -> str:
         from dask_gpurt.memory import reading
 
-        reading.put_together = None
+        reading.from_frames = None
         dask_worker.data.spill(1 << 40)
         return str(dask_worker.data.tier(key))
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dask_gpurt.device import MappingError
-from dask_gpurt.device.base import Fence, passed
+from dask_gpurt.device.base import Fence, no_fence
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.topology.links import Link
 
@@ -74,7 +74,7 @@ class FarDevice(HostDevice):
 
     def gather(self, pieces: list[Any]) -> tuple[Far, Fence]:
         self.moved.moved["gathered"] += sum(piece.nbytes for piece in pieces)
-        return Far(np.concatenate(pieces)), passed
+        return Far(np.concatenate(pieces)), no_fence
 
 
 class Accelerator(HostDevice):

@@ -23,7 +23,7 @@ from distributed.worker_state_machine import ExecuteFailureEvent
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import Device, Pool
-from dask_gpurt.device.base import Fence, passed
+from dask_gpurt.device.base import Fence, no_fence
 from dask_gpurt.device.copies import address
 from dask_gpurt.frames import ChunkTable, Packed, Part, Piece, Table
 from dask_gpurt.observe import Fallback
@@ -151,7 +151,7 @@ class HandoverChecker:
         Called for each check.
     """
 
-    def __init__(self, report: Callable[[str], None], count: Callable[[], None] = passed):
+    def __init__(self, report: Callable[[str], None], count: Callable[[], None] = no_fence):
         self._report = report
         self._count = count
         self._pending: dict[int, _AsyncAccess] = {}
@@ -355,9 +355,9 @@ def _ending(end: Fence) -> Iterator[Fence]:
 
 def _before(end: Fence, fence: Fence | None) -> Fence:
     """Return a fence that also notes the end of its access; note it immediately if there is no fence."""
-    if fence is None or fence is passed:
+    if fence is None or fence is no_fence:
         end()
-        return passed
+        return no_fence
 
     def wait() -> None:
         fence()

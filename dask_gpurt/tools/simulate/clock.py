@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 QUIET_PERIOD_S = 120.0
 
 
-class Stuck(RuntimeError):
+class DeadlockError(RuntimeError):
     """The workload is not done, and no event is left that could make progress."""
 
 
@@ -93,17 +93,17 @@ class Clock:
 
         Raises
         ------
-        Stuck
+        DeadlockError
             If no event is left that could make it hold.
         """
         while not until():
             if not self._events:
-                raise Stuck(f"nothing is left to do at {self.now:.3f} s")
+                raise DeadlockError(f"nothing is left to do at {self.now:.3f} s")
             event = heapq.heappop(self._events)
             self.now = event.when
             if not event.periodic:
                 self._pending -= 1
                 self._last_event = event.when
             elif not self._pending and event.when - self._last_event > QUIET_PERIOD_S:
-                raise Stuck(f"nothing has happened since {self._last_event:.3f} s")
+                raise DeadlockError(f"nothing has happened since {self._last_event:.3f} s")
             event.action(*event.arguments)

@@ -26,7 +26,7 @@ from dask_gpurt.tools.simulate import (
     build_cluster,
     build_workload,
 )
-from dask_gpurt.tools.simulate.clock import Stuck
+from dask_gpurt.tools.simulate.clock import DeadlockError
 from dask_gpurt.tools.simulate.placements import PLACEMENTS, charged, simulate
 from dask_gpurt.tools.simulate.report import plot
 from dask_gpurt.tools.simulate.simulation import WorkloadFailed
@@ -114,7 +114,7 @@ def _simulate(cluster: Cluster, workload: Workload, placement: str, charge: bool
     try:
         done = simulate(cluster, workload, placement)
         return simulate(cluster, workload, placement, overheads=charged(done)) if charge else done
-    except (Stuck, WorkloadFailed) as error:
+    except (DeadlockError, WorkloadFailed) as error:
         raise click.ClickException(f"{workload.name} on {cluster.name} with {placement}: {error}") from error
 
 

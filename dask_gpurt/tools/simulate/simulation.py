@@ -15,7 +15,7 @@ from dask.typing import Key
 from dask_gpurt.dask_hooks.scheduler import steal_requests
 from dask_gpurt.dask_hooks.types import GraphNode
 from dask_gpurt.observe import Metrics
-from dask_gpurt.tools.simulate.clock import Clock, Name, Stuck
+from dask_gpurt.tools.simulate.clock import Clock, DeadlockError, Name
 from dask_gpurt.tools.simulate.cluster import Cluster, Machine, address
 from dask_gpurt.tools.simulate.network import Network, Transfer
 from dask_gpurt.tools.simulate.report import Result, Trace
@@ -152,7 +152,7 @@ class Simulation:
 
         Raises
         ------
-        Stuck
+        DeadlockError
             If it never ends, for example because no worker is left.
         WorkloadFailed
             If Dask fails a task.
@@ -161,8 +161,8 @@ class Simulation:
         with _quiet():
             try:
                 self.clock.run(until=lambda: self._done)
-            except Stuck as stuck:
-                raise Stuck(
+            except DeadlockError as stuck:
+                raise DeadlockError(
                     f"{len(self._waiting)} keys of {self.workload.name} were never computed: {stuck}"
                 ) from None
         self.result = self._sum_up()

@@ -23,7 +23,7 @@ from dask_gpurt.memory.accounting import Owned, owned
 from dask_gpurt.memory.budget import Claim, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.ledger import OTHERS, PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
 from dask_gpurt.memory.policy import EvictionCandidate, choose, order
-from dask_gpurt.memory.serialize import Frames, NotMovable, put_together, take_apart
+from dask_gpurt.memory.serialize import Frames, NotMovable, from_frames, to_frames
 from dask_gpurt.memory.tiers import Limits, Tier
 from tests.helpers.objects import OBJECTS, same, scattered
 
@@ -152,15 +152,15 @@ def test_invalid_sizes_are_refused(on_host: bool, settings: dict[str, Any], mess
 
 @given(st.sampled_from(range(len(OBJECTS))), st.lists(st.integers(0, 10**6), max_size=4))
 def test_round_trip(which: int, cuts: list[int]) -> None:
-    frames = take_apart(OBJECTS[which])
+    frames = to_frames(OBJECTS[which])
     pieces = tuple(scattered(buffer, cuts) for buffer in frames.buffers)
-    back = put_together(Frames(frames.header, pieces), lambda pieces: pieces)
+    back = from_frames(Frames(frames.header, pieces), lambda pieces: pieces)
     same(back, OBJECTS[which])
 
 
 def test_an_object_that_does_not_pickle_is_named_without_a_log(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NotMovable, match="generator"):
-        take_apart(i for i in range(3))
+        to_frames(i for i in range(3))
     assert not caplog.records
     with pytest.raises(TypeError):
         dask_pickle.dumps(i for i in range(3))
@@ -169,7 +169,7 @@ def test_an_object_that_does_not_pickle_is_named_without_a_log(caplog: pytest.Lo
 
 def test_an_object_that_pickle_changes_stays_live() -> None:
     with pytest.raises(NotMovable, match="memoryview"):
-        take_apart(memoryview(b"abc"))
+        to_frames(memoryview(b"abc"))
     assert type(pickle.loads(dask_pickle.dumps(memoryview(b"abc")))) is not memoryview
 
 

@@ -72,7 +72,7 @@ def test_what_serialising_made_lives_until_it_is_copied(
     def compacted(value: Raw) -> Frames:
         return raw_frames([Far(far.memory.copy()) for far in value.buffers])
 
-    monkeypatch.setattr(spilling, "take_apart", compacted)
+    monkeypatch.setattr(spilling, "to_frames", compacted)
     tiered_buffer["x"] = Raw([Far(array(1))])
     tiered_buffer.spill(ALL)
     assert tiered_buffer.tier("x") is Tier.PINNED

@@ -20,7 +20,7 @@ from hypothesis import given
 
 from dask_gpurt.device.base import Fence
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.memory.serialize import Frames, Raw, message, raw_frames, take_apart
+from dask_gpurt.memory.serialize import Frames, Raw, message, raw_frames, to_frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits
 from tests.helpers.far_device import Far, FarDevice
@@ -35,7 +35,7 @@ def over_the_wire(sent: Any) -> Any:
 
 @given(st.sampled_from(range(len(OBJECTS))), st.lists(st.integers(0, 10**6), max_size=4))
 def test_frames_are_sent_as_the_object_would_be(which: int, cuts: list[int]) -> None:
-    frames = take_apart(OBJECTS[which])
+    frames = to_frames(OBJECTS[which])
     pieces = tuple(scattered(buffer, cuts) for buffer in frames.buffers)
     same(over_the_wire(message(Frames(frames.header, pieces))), OBJECTS[which])
 
@@ -164,7 +164,7 @@ def test_frames_of_cudf_and_cupy_are_sent_as_the_objects_would_be() -> None:
     device = CudaDevice()
 
     def on_host(value: Any) -> Frames:
-        frames = take_apart(value)
+        frames = to_frames(value)
         to = [[np.empty(pieces[0].nbytes, np.uint8)] for pieces in frames.buffers]
         device.scatter([pieces[0] for pieces in frames.buffers], to)()
         return Frames(frames.header, tuple(to))

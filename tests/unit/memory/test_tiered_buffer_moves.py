@@ -111,7 +111,7 @@ def test_a_view_is_as_large_as_it_is_when_it_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read", [True, False])
 def test_an_adopted_key_leaves_the_mapping_before_us(tiered_buffer: TieredBuffer, read: bool) -> None:
     before = {"x": array(1)}
-    tiered_buffer.adopt("x", 0, lambda: before.pop("x"), lambda: before.pop("x", None))
+    tiered_buffer.adopt_external("x", 0, lambda: before.pop("x"), lambda: before.pop("x", None))
     if read:
         assert np.array_equal(tiered_buffer["x"], array(1))
         assert tiered_buffer.largest(1) == [("x", 10 * KIB)]

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.strategies import data, integers
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads.turns import ClosedError, Turn, Turns
+from dask_gpurt.reads.turns import ClosedError, Turn, ComputeSlots
 from tests.helpers.examples import examples
 from tests.helpers.waiting import LIMIT_S, until
 
@@ -30,7 +30,7 @@ class Tasks(RuleBasedStateMachine):
     @initialize(count=integers(1, 3))
     def begin(self, count: int) -> None:
         self.count = count
-        self.turns = Turns(count, self.left.__contains__, Metrics())
+        self.turns = ComputeSlots(count, self.left.__contains__, Metrics())
 
     @rule()
     def start(self) -> None:
@@ -87,7 +87,7 @@ class Crew:
     def __init__(self, turns: int):
         self.metrics = Metrics()
         self.left: set[threading.Thread] = set()
-        self.turns = Turns(turns, self.left.__contains__, self.metrics)
+        self.turns = ComputeSlots(turns, self.left.__contains__, self.metrics)
         self.pool = ThreadPoolExecutor(8)
 
     def compute(self, key: str) -> tuple[Turn, threading.Event, Any]:

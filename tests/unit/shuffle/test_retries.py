@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dask_gpurt.shuffle.losses import LossesInARow, RunsInARow
+from dask_gpurt.shuffle.losses import ConsecutiveLosses, ConsecutiveRuns
 
 
 def test_runs_that_fail_in_a_row_add_up() -> None:
-    runs = RunsInARow()
+    runs = ConsecutiveRuns()
     for so_far in range(4):
         assert runs["a"] == so_far
         runs.begins("a", ["x", "y"])
@@ -14,7 +14,7 @@ def test_runs_that_fail_in_a_row_add_up() -> None:
 
 
 def test_a_run_that_was_completed_begins_the_count_anew() -> None:
-    runs = RunsInARow()
+    runs = ConsecutiveRuns()
     runs.begins("a", ["x", "y"])
     runs.begins("a", ["x", "y"])
     for key in ("y", "another", "x"):
@@ -27,7 +27,7 @@ def test_a_run_that_was_completed_begins_the_count_anew() -> None:
 
 
 def test_an_output_of_two_shuffles_counts_for_both() -> None:
-    runs = RunsInARow()
+    runs = ConsecutiveRuns()
     runs.begins("left", ["x"])
     runs.begins("right", ["x", "y"])
     runs.done("x")
@@ -35,7 +35,7 @@ def test_an_output_of_two_shuffles_counts_for_both() -> None:
 
 
 def test_nothing_is_kept_of_what_is_forgotten() -> None:
-    runs = RunsInARow()
+    runs = ConsecutiveRuns()
     runs.begins("a", ["x"])
     runs.begins("b", ["y", "z"])
     runs.done("x")
@@ -48,7 +48,7 @@ A, B = "tcp://a:1", "tcp://b:1"
 
 
 def test_a_worker_that_is_lost_counts_once_however_often_it_is_told_of() -> None:
-    losses = LossesInARow()
+    losses = ConsecutiveLosses()
     losses.loses("a", ["x", "y"], [A], [])  # the scheduler removes it
     losses.loses("a", ["x", "y"], [A], [])  # another worker cannot reach it
     losses.loses("a", ["x", "y"], [A], [3])  # a third cannot read a shard of it
@@ -59,7 +59,7 @@ def test_a_worker_that_is_lost_counts_once_however_often_it_is_told_of() -> None
 
 
 def test_an_input_that_is_missing_again_is_another_loss() -> None:
-    losses = LossesInARow()
+    losses = ConsecutiveLosses()
     losses.loses("a", ["x"], [A], [])
     losses.loses("a", ["x"], [], ["transfer-1"])
     losses.loses("a", ["x"], [], ["transfer-1"])
@@ -69,7 +69,7 @@ def test_an_input_that_is_missing_again_is_another_loss() -> None:
 
 
 def test_a_worker_is_lost_again_after_it_has_taken_part_again() -> None:
-    losses = LossesInARow()
+    losses = ConsecutiveLosses()
     losses.loses("a", ["x"], [A], [])
     losses.takes_part(A)
     losses.loses("a", ["x"], [A], [])
@@ -77,7 +77,7 @@ def test_a_worker_is_lost_again_after_it_has_taken_part_again() -> None:
 
 
 def test_a_run_is_completed_with_the_outputs_that_were_lost_last() -> None:
-    losses = LossesInARow()
+    losses = ConsecutiveLosses()
     losses.loses("a", ["x"], [A], [])
     losses.loses("a", ["x", "y"], [A], [3])
     losses.done("x")
@@ -89,7 +89,7 @@ def test_a_run_is_completed_with_the_outputs_that_were_lost_last() -> None:
 
 
 def test_inputs_missing_after_a_move_without_a_loss_do_not_count() -> None:
-    losses = LossesInARow()
+    losses = ConsecutiveLosses()
     losses.moves("a")
     losses.loses("a", ["x"], [], ["transfer-1", "transfer-2"])
     assert losses["a"] == 0

@@ -24,7 +24,7 @@ from dask_gpurt.tools.simulate import (
     build_cluster,
     build_workload,
 )
-from dask_gpurt.tools.simulate.clock import Name, Stuck
+from dask_gpurt.tools.simulate.clock import Name, DeadlockError
 from dask_gpurt.tools.simulate.placements import PLACEMENTS, simulate
 from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 from dask_gpurt.tools.simulate.workloads import Scale
@@ -249,7 +249,7 @@ def test_a_worker_that_joins_takes_work() -> None:
 
 def test_without_workers_it_says_so() -> None:
     simulation = Simulation(on_one_host(1), workload(work("a", seconds=9)), changes=[Leave(1.0, 0)])
-    with pytest.raises(Stuck, match="1 keys of made-up were never computed"):
+    with pytest.raises(DeadlockError, match="1 keys of made-up were never computed"):
         simulation.run()
 
 
