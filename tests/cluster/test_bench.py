@@ -54,7 +54,6 @@ def test_a_cluster_is_measured_and_left_as_it_was(client: Client, tmp_path: Path
     for run in found.runs:
         assert sum(getattr(run.spent, part) for part in PARTS) == pytest.approx(run.seconds, abs=1e-6)
         assert run.spent.read_bytes > 0
-    assert sum(run.spent.reading for run in found.runs) > 0
     assert sum(run.spent.moved_bytes for run in found.runs if run.contender == "gpurt") > 0
     assert found.observed.counters["shuffle.runs"] > 0
     assert (found.machine.workers, found.machine.threads, found.machine.hosts) == (2, 2, 1)
@@ -76,7 +75,6 @@ def test_where_the_runtime_is_on_it_stays_on_and_a_busy_cluster_is_left_alone(cl
         assert dask_gpurt.report(client).enabled
         assert (found.contenders, found.ratio) == (("gpurt",), None)
         assert not found.from_files
-        assert sum(run.spent.reading for run in found.runs) > 0
     finally:
         dask_gpurt.disable(other)
         other.close()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 #: The parts of a run's seconds, in chronological order.
-PARTS = ("planning", "starting", "reading", "computing", "idle", "collecting")
+PARTS = ("planning", "starting", "computing", "idle", "collecting")
 #: Fractions of the seconds of all queries above which a part is worth mentioning.
 PLANNING_SHARE, STARTING_SHARE, READING_SHARE, IDLE_SHARE = 0.3, 0.2, 0.4, 0.3
 #: Tasks with a shorter mean duration, in seconds, are too short for the scheduler's overhead per task.
@@ -23,10 +23,10 @@ class Parts:
 
     Parameters
     ----------
-    planning, starting, reading, computing, idle, collecting
+    planning, starting, computing, idle, collecting
         Seconds that add up to the run: until the scheduler has its tasks; until the first task begins; then,
-        for an average task thread, in file readers, in the rest of tasks, and without a task; and from the
-        end of the last task until the client has the result.
+        for an average task thread, in tasks, and without a task; and from the end of the last task until the
+        client has the result.
     tasks
         Number of tasks.
     longest_gap
@@ -37,7 +37,6 @@ class Parts:
 
     planning: float
     starting: float
-    reading: float
     computing: float
     idle: float
     collecting: float
@@ -91,7 +90,7 @@ class Findings(Parts):
     @property
     def task_seconds(self) -> float:
         """Return the mean duration of a task, in seconds."""
-        return (self.reading + self.computing) * self.threads / max(1, self.tasks)
+        return self.computing * self.threads / max(1, self.tasks)
 
 
 @dataclass(frozen=True)
@@ -261,9 +260,10 @@ def _before_tasks(found: Findings) -> Iterator[Advice]:
 
 @_rule
 def _reading(found: Findings) -> Iterator[Advice]:
-    if found.from_files and found.reading >= READING_SHARE * found.seconds:
+    reading = found.counters.get("reads.seconds.reading", 0) / found.threads
+    if found.from_files and reading >= READING_SHARE * found.seconds:
         yield Advice(
-            f"reading took {found.reading:.1f} of {found.seconds:.1f} s",
+            f"a mean thread read files for {reading:.1f} s",
             "read fewer columns and larger files; if the store is slow, try gpurt.reads.beside: 1",
             "docs/guides/overlap.md#reads-beside-compute",
         )

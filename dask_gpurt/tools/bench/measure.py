@@ -19,12 +19,10 @@ from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.tools.bench.budget import TaskLog, budget, take_log
 from dask_gpurt.tools.bench.counters import (
-    ReadClock,
     begin_peaks,
     difference,
     peak_memory,
     read_counters,
-    read_seconds,
 )
 from dask_gpurt.tools.bench.results import GPURT, BenchResult, Machine, Observed, Run, Spent
 from dask_gpurt.tools.bench.tables import QUERIES, Query, Tables, TableSize
@@ -144,13 +142,11 @@ def machine(client: Client, backend: str) -> Machine:
 
 @contextmanager
 def _observing(client: Client) -> Iterator[None]:
-    """Log tasks on the scheduler, and time reads on the workers, during the body."""
+    """Log tasks on the scheduler during the body."""
     with ExitStack() as stack:
         stack.enter_context(sharing_expressions())  # the runtime is off in between
         client.register_plugin(TaskLog(), name=TaskLog.name)
         stack.callback(client.unregister_scheduler_plugin, TaskLog.name)
-        client.register_plugin(ReadClock(), name=ReadClock.name)
-        stack.callback(client.unregister_worker_plugin, ReadClock.name)
         yield
 
 
@@ -191,7 +187,7 @@ class _Bench:
         threads = client.nthreads()  # now, since a worker may have been replaced
         forget(client)
         client.run(gc.collect)
-        counted = self._counters(contender)
+        counted = read_counters(client, contender == GPURT)
         has_peaks = begin_peaks(client)
         take_log(client)
         began = time()
@@ -201,7 +197,7 @@ class _Bench:
         ended = time()
         spent = budget(began, built, ended, take_log(client), threads)
         peak = peak_memory(client) if has_peaks else None
-        meanwhile = difference(counted, self._counters(contender))
+        meanwhile = difference(counted, read_counters(client, contender == GPURT))
         self._check(query, contender, found)
         return Run(
             query=query.name,
@@ -209,12 +205,8 @@ class _Bench:
             round=number,
             warm=warm,
             seconds=ended - began,
-            spent=Spent.of(spent, meanwhile, peak, sum(threads.values())),
+            spent=Spent.of(spent, meanwhile, peak),
         )
-
-    def _counters(self, contender: str) -> dict[str, float]:
-        counted = read_counters(self.client, contender == GPURT)
-        return {**counted, "read_seconds": read_seconds(self.client)}
 
     def _check(self, query: Query, contender: str, found: pd.DataFrame) -> None:
         wanted = self._wanted.setdefault(query.name, found)

@@ -34,20 +34,15 @@ class Spent(Parts):
     peak_bytes: int | None
 
     @classmethod
-    def of(
-        cls, spent: Mapping[str, Any], counted: Mapping[str, float], peak: int | None, threads: int
-    ) -> Spent:
+    def of(cls, spent: Mapping[str, Any], counted: Mapping[str, float], peak: int | None) -> Spent:
         """Build it from a :func:`~dask_gpurt.tools.bench.budget.budget` and the differences of counters."""
         seconds = spent["seconds"]
         # The gaps of a worker that has left meanwhile would add up to more.
         idle = min(spent["gaps"]["seconds_a_thread"], seconds["computing"])
-        busy = seconds["computing"] - idle
-        reading = min(busy, counted["read_seconds"] / threads)
         return cls(
             planning=planning(seconds),
             starting=seconds["first_task"],
-            reading=reading,
-            computing=busy - reading,
+            computing=seconds["computing"] - idle,
             idle=idle,
             collecting=seconds["collect"],
             tasks=sum(int(kind["count"]) for kind in spent["tasks"].values()),
@@ -149,7 +144,7 @@ class BenchResult:
     tables
         A description of the tables.
     from_files
-        Whether tables were read from files; otherwise each query generated them, which counts as reading.
+        Whether tables were read from files; otherwise each query generated them.
     contenders
         ``gpurt`` and the shuffle method that it was compared with; only ``gpurt`` if the runtime was already
         on before.
@@ -303,7 +298,7 @@ class BenchResult:
 #: The printed columns, in two tables that each fit into a terminal.
 SECONDS = ("first", "warm", *PARTS)
 SECONDS_CAPTION = """
-Seconds of the first and the warm run, and the parts of the warm run: planning, starting; reading,
+Seconds of the first and the warm run, and the parts of the warm run: planning, starting;
 computing and idle of an average task thread; and collecting the result"""
 SIZES = ("tasks", "read_bytes", "moved_bytes", "spilled_bytes", "peak_bytes")
 SIZES_CAPTION = "\nThe warm run: tasks, bytes of all workers, and peak memory of one worker"
@@ -311,7 +306,6 @@ SIZES_CAPTION = "\nThe warm run: tasks, bytes of all workers, and peak memory of
 SHORT = {
     "planning": "plan",
     "starting": "start",
-    "reading": "read",
     "computing": "comp",
     "collecting": "coll",
 }

@@ -19,8 +19,6 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.tools.bench.counters import reading
-
 #: Number of rows at scale 1. An order has one to seven items, four on average.
 CUSTOMERS, ORDERS = 150_000, 1_500_000
 MAX_ITEMS = 7
@@ -79,9 +77,8 @@ def make(
         The columns to keep; all by default.
     """
     columns_of = {"customer": _customers, "orders": _orders, "lineitem": _items}[name]
-    with reading():
-        made = pd.DataFrame(columns_of(part, TableSize(scale, partitions)))
-        return made if columns is None else made[list(columns)]
+    made = pd.DataFrame(columns_of(part, TableSize(scale, partitions)))
+    return made if columns is None else made[list(columns)]
 
 
 def _keys(part: int, name: str, size: TableSize) -> Any:

@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[4]
 QUIET = Findings(
     planning=1.0,
     starting=0.5,
-    reading=2.0,
-    computing=5.0,
+    computing=7.0,
     idle=1.0,
     collecting=0.5,
     tasks=100,
@@ -58,7 +57,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"idle": 6.0, "longest_gap": 2.5}, "once for 2.5 s", "more, smaller", "traces"),
     ({"planning": 9.0}, "planning took 9.0 of 18.0 s", "larger --scale", "planning"),
     ({"starting": 4.0}, "4.0 of 13.5 s passed", "the latency from the scheduler", "two-hosts"),
-    ({"reading": 9.0}, "reading took 9.0 of 17.0 s", "fewer columns", "#reads-beside-compute"),
+    ({"counters": {"reads.seconds.reading": 36.0}}, "for 9.0 s", "fewer columns", "#reads-beside-compute"),
 ]
 
 
@@ -72,7 +71,7 @@ def test_a_rule_names_its_figure_and_a_page(found: dict[str, Any], figure: str, 
 
 def test_where_nothing_stands_out_nothing_is_said() -> None:
     assert advise(QUIET) == []
-    made = replace(QUIET, reading=9.0, from_files=False)
+    made = replace(QUIET, counters={"reads.seconds.reading": 36.0}, from_files=False)
     assert advise(made) == []
     apart = replace(QUIET, hosts=2, counters={"exchange.bytes.comms": 2**30})
     assert advise(apart) == []
