@@ -16,6 +16,7 @@ from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.outgoing import ROOM_RETRY_INTERVAL_S, Outbox
 from dask_gpurt.exchange.runs import UnclaimedShards
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
+from dask_gpurt.memory.waits import WaitLine
 from dask_gpurt.protocol import DRAIN_HANDLER, FORGET_HANDLER, RELEASE_HANDLER
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class PeerRequests:
         self._here = here
         #: Releases to be sent, by pool; a key exists while a task is sending its releases.
         self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
-        #: Set whenever a peer releases shards of this worker.
-        self._is_released = asyncio.Event()
+        #: Runs to be evacuated, woken whenever a peer releases shards of this worker.
+        self._evacuating: WaitLine[RunKey] = WaitLine("peers to release shards", endpoint.metrics)
         #: The owners that are being asked for room.
         self._draining: set[str] = set()
         #: Watches the shards that fill the pools while producers wait.
@@ -146,18 +147,20 @@ class PeerRequests:
 
     def note_released(self) -> None:
         """Note that a peer has released shards of this worker."""
-        self._is_released.set()
+        self._evacuating.wake()
 
     async def evacuate(self, run: RunKey) -> None:
         """Ask owners to copy the published shards of a run; return once no other worker may read any."""
         me = self._end.me.address
+
+        async def is_read() -> bool:
+            return not self._end.pools.unread(run, me)
+
         while owners := {owner for _, owner in self._end.pools.owners(run)} - {me}:
             await self._send_drain(owners)
             with contextlib.suppress(TimeoutError):  # ask again: more may have been offered since
                 async with asyncio.timeout(ROOM_RETRY_INTERVAL_S):
-                    while self._end.pools.unread(run, me):
-                        self._is_released.clear()
-                        await self._is_released.wait()
+                    await self._evacuating.reserve_or_wait_async(run, is_read)
 
     async def withdraw(self, run: RunKey) -> None:
         """Free the published blocks of a run, once no owner reads them any more."""

@@ -108,7 +108,7 @@ class WaitLine(Line[R]):
                 _wake(asleep)
 
     def wake_first(self) -> None:
-        """Have the first coroutine try again; if it succeeds, it wakes the next one."""
+        """Have the first coroutine try again; if it succeeds, it wakes the next one. On its event loop."""
         self.wakes += 1
         _wake(self._asleep.get(self.first) if self.first is not None else None)
 
