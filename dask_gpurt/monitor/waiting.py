@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sys
+import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
-from dask_gpurt.observe.waiting import coroutine_stacks, queued, thread_stacks
 
 if TYPE_CHECKING:
     from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 
-#: Maximum number of keys listed per kind.
-MAX_NAMED = 50
+#: Maximum numbers of keys listed per kind, and of frames per stack.
+MAX_NAMED, MAX_FRAMES = 50, 25
 
 
 # ---- on the event loop of a worker or scheduler ----------------------------------------------
@@ -143,3 +147,40 @@ def _described(part: Callable[[], Any]) -> Any:
     # A part that is not set up yet, or closed already, must not hide the other parts.
     except Exception as error:
         return f"unknown: {error!r}"
+
+
+# ---- stacks -------------------------------------------------------------------------------------
+
+
+def thread_stacks() -> dict[str, str]:
+    """Return the stack of each thread of this process, by name and id."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        f"{names.get(ident, '?')}-{ident}": "".join(traceback.format_stack(frame)[-MAX_FRAMES:])
+        for ident, frame in sys._current_frames().items()
+    }
+
+
+def coroutine_stacks() -> list[str]:
+    """Return the stack of each asyncio task of the running loop, down to the innermost await."""
+    return sorted(_awaiting(task) for task in asyncio.all_tasks() if task is not asyncio.current_task())
+
+
+def _awaiting(task: asyncio.Task[Any]) -> str:
+    lines = [task.get_name()]
+    at: Any = task.get_coro()
+    while at is not None and len(lines) <= MAX_FRAMES:
+        frame = getattr(at, "cr_frame", None) or getattr(at, "gi_frame", None)
+        if frame is None:
+            lines.append(f"  {at!r}")
+            break
+        lines.append(f"  {frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
+        at = getattr(at, "cr_await", None) or getattr(at, "gi_yieldfrom", None)
+    return "\n".join(lines)
+
+
+def queued(executor: Executor) -> dict[str, int] | None:
+    """Return the numbers of threads and queued calls of an executor; None for other kinds of executor."""
+    if not hasattr(executor, "_work_queue") or not hasattr(executor, "_threads"):
+        return None
+    return {"threads": len(executor._threads), "queued": executor._work_queue.qsize()}

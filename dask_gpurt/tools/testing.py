@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from dask_gpurt.frames import Table
 from dask_gpurt.placement import gate
 
 #: Methods of devices that allocate memory and may raise MemoryError; not every device has all of them.
@@ -51,7 +50,7 @@ class FailingCalls(Injector):
         self._random = Random(seed)
         self._one_in = one_in
         for owner, name in methods:
-            self.replace(owner, name, self._failing(getattr(owner, name)))
+            self.replace(owner, name, self.failing(getattr(owner, name)))
 
     def draw(self) -> None:
         """Raise MemoryError with a probability of one in ``one_in``."""
@@ -59,25 +58,15 @@ class FailingCalls(Injector):
             self.hits += 1
             raise MemoryError("injected for a test")
 
-    def _failing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def failing(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a method to fail at random."""
+
         @wraps(method)
         def failing(*args: Any, **kwargs: Any) -> Any:
             self.draw()
             return method(*args, **kwargs)
 
         return failing
-
-    def watch_exchange(self, exchange: Any) -> None:
-        """Make splitting and packing in an exchange fail too."""
-        table = exchange.table
-
-        def failing_table(frame: Any) -> Table:
-            found: Table = table(frame)
-            for name in ("split", "pack"):
-                setattr(found, name, self._failing(getattr(found, name)))
-            return found
-
-        self.replace(exchange, "table", failing_table)
 
 
 def allocations(exchange: Any) -> Iterator[tuple[Any, str]]:

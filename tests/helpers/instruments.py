@@ -78,7 +78,7 @@ class Instruments(WorkerPlugin):
             checker.watch_frees(runtime.tiers.pinned, list)
         if self.failures:
             faults = FailingCalls(allocations(runtime.exchange), self.failures)
-            faults.watch_exchange(runtime.exchange)
+            _fail_tables(runtime.exchange, faults)
             if runtime.data is not None:
                 runner = runtime.data._runner
                 runner.execute = _failing_tasks(runtime.worker, faults, runner.execute)
@@ -95,6 +95,19 @@ def _instrument(runtime: GpurtWorkerPlugin) -> None:
 
 
 INSTRUMENTS.append(_instrument)
+
+
+def _fail_tables(exchange: Any, faults: FailingCalls) -> None:
+    """Make splitting and packing in an exchange fail too."""
+    table = exchange.table
+
+    def failing_table(frame: Any) -> Table:
+        found: Table = table(frame)
+        for name in ("split", "pack"):
+            setattr(found, name, faults.failing(getattr(found, name)))
+        return found
+
+    faults.replace(exchange, "table", failing_table)
 
 
 def _failing_tasks(worker: WorkerServer, faults: FailingCalls, execute: Callable[..., Any]) -> Any:

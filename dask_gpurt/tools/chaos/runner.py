@@ -18,8 +18,7 @@ import pandas as pd
 from distributed import Client
 
 import dask_gpurt
-from dask_gpurt.monitor.waiting import describe_scheduler, describe_worker
-from dask_gpurt.observe.waiting import thread_stacks
+from dask_gpurt.monitor.waiting import describe_scheduler, describe_worker, thread_stacks
 from dask_gpurt.tools.chaos import leftovers
 from dask_gpurt.tools.chaos.faults import CHECKS_THE_CHECKER, FAULTS, Fault, Site
 from dask_gpurt.tools.chaos.operation import chain_of, forget_frames
