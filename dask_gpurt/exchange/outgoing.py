@@ -93,7 +93,7 @@ class Outbox:
         self._busy: set[RunKey] = set()
         self._ids = itertools.count()
         #: The producers that wait, woken by each freed block.
-        self.room: WaitLine[str] = WaitLine("room in the exchange pool", metrics)
+        self.room: WaitLine[str] = WaitLine("room in the exchange pool", metrics.lines)
         self._changed = self.room.changed
 
     def __repr__(self) -> str:

@@ -40,7 +40,7 @@ class Puller:
     ):
         self._end = endpoint
         self._inflight = inflight
-        self._line: WaitLine[str] = WaitLine("bytes in flight", endpoint.metrics)
+        self._line: WaitLine[str] = WaitLine("bytes in flight", endpoint.metrics.lines)
         self._comms = comms
         self._changed = changed
         #: The number of pulls in flight, and their bytes.

@@ -53,7 +53,7 @@ class PeerRequests:
         #: Releases to be sent, by pool; a key exists while a task is sending its releases.
         self._released: dict[tuple[Peer, str], list[tuple[int, int]]] = {}
         #: Runs to be evacuated, woken whenever a peer releases shards of this worker.
-        self._evacuating: WaitLine[RunKey] = WaitLine("peers to release shards", endpoint.metrics)
+        self._evacuating: WaitLine[RunKey] = WaitLine("peers to release shards", endpoint.metrics.lines)
         #: The owners that are being asked for room.
         self._draining: set[str] = set()
         #: Watches the shards that fill the pools while producers wait.

@@ -222,7 +222,7 @@ class AdmissionQueue:
         self._is_idle = is_idle
         self._reservations = reservations
         self._metrics = metrics
-        self._line: WaitLine[MemoryRequest] = WaitLine("memory", metrics)
+        self._line: WaitLine[MemoryRequest] = WaitLine("memory", metrics.lines)
         self._admission = Admission(ADMISSION_PATIENCE_S, self._line)
         self._numbers = itertools.count()
 

@@ -21,10 +21,8 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, MutableSet
 from typing import Any, Generic, TypeVar
-
-from dask_gpurt.observe import Metrics
 
 R = TypeVar("R", bound=Hashable)
 
@@ -73,8 +71,8 @@ class WaitLine(Line[R]):
     ----------
     what
         What they wait for, as a person would say.
-    metrics
-        Lists the line, for whoever asks what a worker waits for.
+    lines
+        All lines of a worker, for whoever asks what it waits for: :attr:`Metrics.lines`. They hold it weakly.
 
     Attributes
     ----------
@@ -84,14 +82,14 @@ class WaitLine(Line[R]):
         The number of wake-ups so far.
     """
 
-    def __init__(self, what: str, metrics: Metrics) -> None:
+    def __init__(self, what: str, lines: MutableSet[Any]) -> None:
         super().__init__()
         self.what = what
         self.changed = threading.Condition()
         self.wakes = 0
         self.closed = False
         self._asleep: dict[R, asyncio.Future[None]] = {}
-        metrics.lines.add(self)
+        lines.add(self)
 
     def __repr__(self) -> str:
         with self.changed:

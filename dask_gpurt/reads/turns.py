@@ -71,7 +71,7 @@ class ComputeSlots:
         self._count = count
         self._has_left = has_left
         self._metrics = metrics
-        self._line: WaitLine[Turn] = WaitLine("a turn to compute", metrics)
+        self._line: WaitLine[Turn] = WaitLine("a turn to compute", metrics.lines)
         self._holders: set[Turn] = set()
         self._reading: set[Turn] = set()
         self._looked = time.perf_counter()

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.waits import Line, LineClosed, WaitLine
-from dask_gpurt.observe import Metrics
 from tests.helpers.waiting import LIMIT_S, until
 
 steps = st.lists(st.tuples(st.sampled_from(["join", "ahead", "leave"]), st.integers(0, 5)), max_size=40)
@@ -40,7 +39,7 @@ class Room:
 
     def __init__(self, units: int, fair: bool):
         self.free, self.fair = units, fair
-        self.line: WaitLine[int] = WaitLine("units", Metrics())
+        self.line: WaitLine[int] = WaitLine("units", set())
         self.admitted: list[int] = []
 
     async def take(self, who: int, units: int, pauses: int) -> None:
@@ -101,7 +100,7 @@ def test_nothing_waits_while_there_is_room_whatever_ends_or_gives_up(
 
 
 def test_a_wake_up_between_an_attempt_and_the_wait_is_not_lost() -> None:
-    line: WaitLine[str] = WaitLine("units", Metrics())
+    line: WaitLine[str] = WaitLine("units", set())
     seen, asked = line.wakes, list[int]()
     line.wake()
     line.wait("a", seen, 3600, lambda: asked.append(1))
@@ -110,12 +109,12 @@ def test_a_wake_up_between_an_attempt_and_the_wait_is_not_lost() -> None:
 
 
 def test_threads_and_coroutines_end_when_the_line_is_closed_and_say_what_they_waited_for() -> None:
-    metrics = Metrics()
-    line: WaitLine[str] = WaitLine("units", metrics)
+    lines = set[Any]()
+    line: WaitLine[str] = WaitLine("units", lines)
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(line.reserve_or_wait, name, lambda: False, 3600) for name in "ab"]
         until(lambda: len(line.waiting) == 2)
-        (said,) = map(repr, metrics.lines)
+        (said,) = map(repr, lines)
         assert "WaitLine for units: [" in said
         assert "the first for" in said
         line.close()
@@ -135,7 +134,7 @@ def test_threads_and_coroutines_end_when_the_line_is_closed_and_say_what_they_wa
 
 
 def test_a_thread_goes_on_as_soon_as_it_is_woken() -> None:
-    line: WaitLine[str] = WaitLine("units", Metrics())
+    line: WaitLine[str] = WaitLine("units", set())
     free = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(line.reserve_or_wait, "a", free.is_set, 3600)
