@@ -49,7 +49,7 @@ def enable(client: Client | str | None = None) -> Client:
     ConfigError
         If a setting under ``gpurt`` is invalid.
     ValueError
-        If the text is not the address of a scheduler.
+        If the text is not the address of a scheduler, or there is no client.
     ConnectionError
         If no scheduler answers at the address within six seconds.
     UnsupportedError
@@ -62,7 +62,13 @@ def enable(client: Client | str | None = None) -> Client:
     config.load()  # validate before connecting a client
     if isinstance(client, str):
         return _enable_at(client)
-    chosen = session.open_client(client)
+    try:
+        chosen = session.open_client(client)
+    except ValueError as error:  # Dask's own says nothing of the address
+        raise ValueError(
+            "there is no client: connect one before, or name the scheduler, as in "
+            "dask_gpurt.enable('tcp://10.0.0.1:8786')"
+        ) from error
     # With an asynchronous client this is awaitable, as a client is; no type tells the two kinds apart.
     enabled: Client = chosen.sync(_enable, chosen)
     return enabled

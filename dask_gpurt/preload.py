@@ -1,37 +1,46 @@
 """Implement Dask's preload hooks for schedulers, workers, nannies and clients.
 
-``etc/dask/gpurt.yaml`` preloads this module in every process; it is a no-op unless ``gpurt.enabled`` is true.
-``--preload dask_gpurt`` calls :func:`activate` directly.
+``etc/dask/gpurt.yaml`` preloads this module in every process. A client follows what is on at its scheduler;
+other processes do nothing unless ``gpurt.enabled`` is true. ``--preload dask_gpurt`` calls :func:`activate`
+directly.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from distributed import Nanny, Worker
-    from distributed.diagnostics.plugin import SchedulerPlugin
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
 async def dask_setup(server: Any) -> None:
-    """Switch the runtime on if the configuration enables it."""
+    """Switch the runtime on if the configuration enables it; a client follows its cluster in any case."""
     import dask
+    from distributed import Client
 
     named = dask.config.get("dataframe.shuffle.method", None) == "gpurt"
-    # In a process without the runtime, this hook costs two dictionary look-ups.
-    if not named and not dask.config.get("gpurt", None):
-        return
+    # In a process without settings, this costs a look at each key.
+    if named or any(str(key).startswith("gpurt") for key in dask.config.config):
+        await _set_up(server, named)
+    if isinstance(server, Client):
+        from dask_gpurt.client.following import follow
+
+        await follow(server)
+
+
+async def _set_up(server: Any, named: bool) -> None:
+    from distributed import Client
+
     from dask_gpurt import config
     from dask_gpurt.dask_hooks import why_unsupported
 
     if found := config.problems():
         _say_stays_off(server, "; ".join(found))
-    elif config.load().enabled:
+        return
+    settings = config.load()
+    if settings.enabled and (settings.client or not isinstance(server, Client)):
         await activate(server)
-    elif named and (unsupported := why_unsupported(expressions=True)) is not None:
+    elif named and (unsupported := why_unsupported()) is not None:
         logger.error("the shuffle method 'gpurt' is unavailable: %s", unsupported)
     elif named:
         # Otherwise Dask would reject the unknown method. Without the runtime it means Dask's default.
@@ -77,20 +86,21 @@ async def activate(server: Any) -> None:
     import dask
 
     from dask_gpurt import config
-    from dask_gpurt.dask_hooks import UnsupportedError, why_unsupported
+    from dask_gpurt.dask_hooks import why_unsupported
 
     if (reason := why_unsupported()) is None:
         try:
             await _activate(server)
             return
-        except UnsupportedError as error:  # raised by another process of the cluster
-            reason = str(error)
         except config.ConfigError as error:  # in this process or another one
             if dask.config.get("gpurt.enabled", False):
                 _say_stays_off(server, str(error))
             else:  # switched on by --preload, which nannies do not pass on
                 config.say_once(logger, str(error))
             return
+        except RuntimeError as error:  # of this process or another one
+            logger.debug("the runtime stays off", exc_info=True)
+            reason = str(error)
     # Log instead of raising: Dask would log an exception with a long traceback that obscures the reason.
     logger.error("the runtime stays off: %s", reason)
 
@@ -98,9 +108,12 @@ async def activate(server: Any) -> None:
 async def _activate(server: Any) -> None:
     import dask
     from distributed import Client, Nanny, Scheduler, Worker
+    from distributed.protocol.pickle import dumps
 
     from dask_gpurt.client import session
+    from dask_gpurt.client.addresses import require_package
     from dask_gpurt.monitor import dashboard
+    from dask_gpurt.protocol import NAME
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
     from dask_gpurt.worker import colocation, overlap
 
@@ -111,29 +124,11 @@ async def _activate(server: Any) -> None:
     elif isinstance(server, Client):
         await session.activate(server)
     elif isinstance(server, (Worker, Nanny)):
+        await require_package(server.scheduler)
         if isinstance(server, Nanny):
             overlap.preload_into(server)
             await colocation.colocate(server)
         # dask-cuda's workers ignore distributed.worker.preload; their nannies read distributed.nanny.preload.
-        await _activate_through(server, plugin)
+        await server.scheduler.register_scheduler_plugin(plugin=dumps(plugin), name=NAME, idempotent=True)
     else:
         raise TypeError(f"dask_gpurt cannot be preloaded into a {type(server).__qualname__}")
-
-
-async def _activate_through(worker: Worker | Nanny, plugin: SchedulerPlugin) -> None:
-    """Switch the runtime on for the whole cluster, through the scheduler of a worker or nanny."""
-    from distributed.protocol.pickle import dumps
-
-    from dask_gpurt.config import ConfigError
-    from dask_gpurt.dask_hooks import UnsupportedError
-
-    try:
-        await worker.scheduler.register_scheduler_plugin(plugin=dumps(plugin), name="gpurt", idempotent=True)
-    except (ConfigError, UnsupportedError):
-        raise
-    except (ImportError, ValueError) as error:
-        raise RuntimeError(
-            f"the scheduler at {worker.scheduler.address} cannot load dask_gpurt ({error}), so shuffles "
-            "stay Dask's own: install the same version of dask-gpurt there, and check that its "
-            "distributed.scheduler.pickle is true"
-        ) from error

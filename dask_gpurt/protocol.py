@@ -28,6 +28,15 @@ from typing import Any
 #: The runtime's name among the plugins of schedulers and workers, and among a scheduler's extensions.
 NAME = "gpurt"
 
+# Topics of Dask's events, which every scheduler keeps: one without the package ignores what they say.
+
+#: From a client, as it connects: its ``client`` id, the ``version`` of its package, and the ``reason`` why
+#: its computations are planned by Dask (None if they are not).
+CLIENTS_TOPIC = "gpurt-clients"
+#: From the scheduler to these clients, whenever the runtime is switched: whether it is ``on``, the ``number``
+#: of the switch, and the ``version`` of the package.
+STATE_TOPIC = "gpurt-state"
+
 # From clients, and from people's tools, to the scheduler.
 
 #: ``connect: bool`` → counters and fallbacks of all servers, departed workers included.

@@ -18,6 +18,7 @@ from packaging.version import Version
 import dask_gpurt
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.cli.environment import versions
+from dask_gpurt.config import HOOK, HOOKED, preloads
 from dask_gpurt.device.discover import cuda_missing, discover
 from dask_gpurt.device.host import SHM
 from dask_gpurt.observe.report import Fallbacks, WorkerReport
@@ -51,6 +52,7 @@ def examine(client: Client | None = None) -> dict[str, Any]:
     settings, machine = _examine_settings(client), _examine_machine()
     installed = versions(PACKAGES, own="dask_gpurt")
     runs = cluster["enabled"] if cluster else settings["enabled"]
+    settings["enabled"] |= bool(runs) and settings["follows"]
     # The cluster's setting decides on p2p, the client's on tasks.
     decides = cluster if cluster and runs and settings["method"] != "tasks" else settings
     takeover = decides["takeover"]
@@ -112,6 +114,8 @@ def _examine_settings(client: Client | None) -> dict[str, Any]:
         "configured": configured,
         "valid": valid,
         "enabled": (configured and valid) or dask_gpurt.is_enabled(client) or dask_gpurt.is_enabled(),
+        # Whether a client with this configuration uses the runtime of a cluster that has it on.
+        "follows": valid and config.load().client and HOOK in preloads("client"),
         "takeover": config.load().takeover if valid else False,
         "method": dask.config.get("dataframe.shuffle.method", None),
         "changed": dict(_flat(config.set_here(), "gpurt")),
@@ -231,9 +235,6 @@ def _count_fallbacks(counted: Iterable[Fallbacks]) -> list[dict[str, Any]]:
 
 #: The oldest and newest versions of Dask that are tested.
 OLDEST, NEWEST = Version(dask_hooks.OLDEST), Version(dask_hooks.NEWEST)
-HOOK = "dask_gpurt.preload"
-#: The kinds of process that may switch the runtime on when they start.
-HOOKED = ("client", "scheduler", "worker", "nanny")
 DEADLOCK = (
     "before Python 3.12 and with the runtime off Dask's own sort_values and set_index can deadlock where "
     "client and scheduler share a process, as with LocalCluster: use Python 3.12, or run the scheduler in "
@@ -247,6 +248,10 @@ def problems(
     """Yield wrong settings, here or on a worker, and workers that do not answer."""
     yield from _problems_here(settings, machine)
     if cluster:
+        for node, found in cluster["versions"].items():
+            if (there := found["dask_gpurt"]) != dask_gpurt.__version__:
+                has = f"has dask_gpurt {there}" if there else "has no dask_gpurt"
+                yield f"{node} {has}, this process has {dask_gpurt.__version__}: install the same everywhere"
         for kind in ("problems", "errors"):
             for address, found in cluster[kind].items():
                 yield f"worker {address}: {'; '.join(found) if isinstance(found, list) else found}"
@@ -254,15 +259,11 @@ def problems(
 
 def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> Iterator[str]:
     yield from config.problems()
-    if (reason := dask_hooks.why_unsupported(expressions=True)) is not None:
+    if (reason := dask_hooks.why_unsupported()) is not None:
         yield reason
     if settings["configured"]:
-        if not any(settings["hooks"].values()):
-            yield (
-                f"'gpurt.enabled' is true, but no preload list of Dask has {HOOK!r}, so it has no effect: "
-                "install the package with pip, which brings etc/dask/gpurt.yaml, or add it to "
-                "'distributed.client.preload'"
-            )
+        if (reason := config.without_effect()) is not None:
+            yield reason
         if not dask.config.get("distributed.scheduler.pickle", True):
             yield "'distributed.scheduler.pickle' is false: without it the runtime cannot be switched on"
     elif settings["method"] == "gpurt" and not settings["enabled"]:
@@ -332,10 +333,6 @@ def notes(versions: Mapping[str, str], cluster: Mapping[str, Any] | None) -> Ite
     dasks = {versions["dask"]}
     if cluster:
         dasks.update(found["dask"] for found in cluster["versions"].values() if found["dask"])
-        for node, found in cluster["versions"].items():
-            if found["dask_gpurt"] != versions["dask_gpurt"]:
-                has = f"has dask_gpurt {found['dask_gpurt']}" if found["dask_gpurt"] else "has no dask_gpurt"
-                yield f"{node} {has}, this process has {versions['dask_gpurt']}: install the same everywhere"
     for number in sorted(dasks):
         if not OLDEST <= Version(number) <= NEWEST:
             yield f"Dask {number} is outside the tested range, {OLDEST} to {NEWEST}"
@@ -346,12 +343,6 @@ def notes(versions: Mapping[str, str], cluster: Mapping[str, Any] | None) -> Ite
         )
     if sys.version_info < (3, 12) and not (cluster and cluster["enabled"]):
         yield DEADLOCK
-
-
-def preloads(where: str) -> list[str]:
-    """Return the modules that Dask preloads into a kind of process."""
-    names = dask.config.get(f"distributed.{where}.preload", None) or []
-    return [names] if isinstance(names, str) else list(names)
 
 
 def as_yaml(value: object) -> str:

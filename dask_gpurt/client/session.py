@@ -17,7 +17,8 @@ from dask.typing import Key
 from distributed import Client, default_client
 
 from dask_gpurt import config, dask_hooks
-from dask_gpurt._version import __version__
+from dask_gpurt.client import following
+from dask_gpurt.client.addresses import require_package
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
@@ -272,21 +273,18 @@ def register_method() -> None:
 
 async def activate(client: Client) -> None:
     """Switch the runtime on for a client and its cluster; preload hooks await this."""
-    dask_hooks.require(expressions=True)
+    dask_hooks.require()
+    await require_package(client.scheduler)
     from dask_gpurt.monitor import dashboard
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 
     register_method()
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})), dashboard.observe)
-    try:
-        await client.register_plugin(plugin, NAME)
-    except ImportError as error:
-        raise RuntimeError(
-            f"the scheduler at {_address(client)} cannot load dask_gpurt ({error}): install "
-            f"dask-gpurt {__version__} there and on all workers, with a Dask from {dask_hooks.OLDEST} to "
-            f"{dask_hooks.NEWEST}"
-        ) from error
+    await client.register_plugin(plugin, NAME)
     SESSIONS.open(client)
+    follower = await following.follow(client)
+    await follower.admit()
+    await follower.ask()
     if not await _stays_on(client):
         SESSIONS.close_cluster(client)
         raise RuntimeError("the runtime was switched off by another client during this call")
@@ -305,6 +303,7 @@ async def deactivate(client: Client) -> Client:
             await client.run_on_scheduler(stop)
         finally:
             SESSIONS.close_cluster(client)  # again, for clients that have enabled it in the meantime
+            await following.relay(client)
     return client
 
 

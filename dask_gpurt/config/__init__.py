@@ -5,16 +5,20 @@ and its description in ``gpurt-schema.yaml``. Preload hooks import this package,
 """
 
 from dask_gpurt.config.loading import (
+    HOOK,
+    HOOKED,
     KEYS,
     PUBLIC_KEYS,
     RETIRED,
     load,
     load_over,
     partition_sizes,
+    preloads,
     problems,
     say_once,
     set_here,
     takeover,
+    without_effect,
 )
 from dask_gpurt.config.settings import (
     ExchangeSettings,
@@ -30,6 +34,8 @@ from dask_gpurt.config.settings import (
 from dask_gpurt.config.values import MODES, PATHS, ConfigError, Size
 
 __all__ = [
+    "HOOK",
+    "HOOKED",
     "KEYS",
     "MODES",
     "PATHS",
@@ -49,8 +55,10 @@ __all__ = [
     "load",
     "load_over",
     "partition_sizes",
+    "preloads",
     "problems",
     "say_once",
     "set_here",
     "takeover",
+    "without_effect",
 ]

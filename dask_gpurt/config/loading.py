@@ -50,6 +50,9 @@ RETIRED = {
     "gpurt.overlap.learned": "'dask gpurt calibrate' writes a table for each model of device; remove it",
     "gpurt.overlap.residency": "set 'gpurt.overlap.mode' to 'calibrated' or to the number of blocks",
 }
+#: The module that Dask's lists of preloads name, and the kinds of process that have such a list.
+HOOK = "dask_gpurt.preload"
+HOOKED = ("client", "scheduler", "worker", "nanny")
 #: The messages that :func:`say_once` and :func:`_ignore_retired` have logged in this process.
 _said: set[str] = set()
 
@@ -137,7 +140,27 @@ def load(config: Mapping[str, Any] | None = None) -> Settings:
     settings, found = _judge(config)
     if settings is None:
         raise ConfigError(found[0])
+    if config is None and settings.enabled and (reason := without_effect()) and reason not in _said:
+        _said.add(reason)
+        logger.warning("%s", reason)
     return settings
+
+
+def preloads(where: str) -> list[str]:
+    """Return the modules that Dask preloads into a kind of process."""
+    names = dask.config.get(f"distributed.{where}.preload", None) or []
+    return [names] if isinstance(names, str) else list(names)
+
+
+def without_effect() -> str | None:
+    """Return why ``gpurt.enabled``, if it is true here, has no effect; None if it has one."""
+    if any(name in (HOOK, "dask_gpurt") for where in HOOKED for name in preloads(where)):
+        return None
+    return (
+        f"'gpurt.enabled' is true, but no preload list of Dask has {HOOK!r}, so it has no effect: install "
+        "the package with pip into Dask's environment (not with --target), which brings etc/dask/gpurt.yaml, "
+        "or add the module to 'distributed.client.preload'"
+    )
 
 
 def takeover() -> bool | str:

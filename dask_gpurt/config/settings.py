@@ -192,6 +192,8 @@ class Settings:
     ----------
     enabled
         Whether to switch the runtime on when a client, scheduler or worker starts.
+    client
+        Whether clients use it wherever their cluster has it on.
     takeover
         Whether to serve ``p2p`` shuffles and shuffles configured as ``tasks``; ``"all"`` to also serve
         shuffles with the argument ``tasks``.
@@ -216,6 +218,7 @@ class Settings:
     """
 
     enabled: bool = _setting(values.boolean)
+    client: bool = _setting(values.boolean)
     takeover: bool | str = _setting(values.takeover)
     exchange: ExchangeSettings = _section(ExchangeSettings)
     shuffle: ShuffleSettings = _section(ShuffleSettings)

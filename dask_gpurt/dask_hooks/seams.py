@@ -147,7 +147,7 @@ READS = SeamGroup(
     ),
     without="a task that reads keeps its slot",
 )
-#: Everything that a client needs to build graphs. Other processes need not import it.
+#: Everything that a client needs to build graphs.
 EXPRESSIONS = SeamGroup(
     "expressions",
     (
@@ -300,6 +300,12 @@ HTTP = SeamGroup(
     ),
     without="the JSON API is served only if 'distributed.scheduler.http.routes' lists its module",
 )
+#: The connection of a client to its scheduler.
+RECONNECTING = SeamGroup(
+    "clients",
+    (Seam("distributed.client:Client._reconnect", "self"),),
+    without="a client that connects again does not ask whether the runtime is on",
+)
 #: The arguments of a nanny, to start another one in the same way.
 NANNY = SeamGroup(
     "nannies",
@@ -328,19 +334,19 @@ DASHBOARD = SeamGroup(
     without="the dashboard has no pages of the runtime",
 )
 
-#: The groups that every process of a cluster needs; clients need EXPRESSIONS too.
-REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER)
+#: The groups that every process of a cluster needs. All check all of them, to come to the same verdict.
+REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER, EXPRESSIONS)
 #: The groups that are needed only if Dask's choices are replaced.
 CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING)
 PARTS = (
     *REQUIRED,
     READS,
-    EXPRESSIONS,
     PLANNING,
     RUN_LOOKUP,
     RESULTS,
     RETIREMENT,
     BAGS,
+    RECONNECTING,
     NANNY,
     HTTP,
     *CHOICES,

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError, differences
-from dask_gpurt.dask_hooks.seams import EXPRESSIONS, PARTS, REQUIRED
+from dask_gpurt.dask_hooks.seams import PARTS, REQUIRED
 
 #: The supported versions of Dask, with which the tests run.
 OLDEST, NEWEST = "2026.7.1", "2026.8.0"
@@ -53,18 +53,11 @@ def _rows(part: SeamGroup, unused: bool) -> Iterator[Row]:
             yield Row(part.name, seam.short, State.DIFFERS, f"{found}: {part.without or 'it stays off'}")
 
 
-def why_unsupported(*, expressions: bool = False) -> str | None:
-    """Return why the runtime cannot work in this process; None if it can.
-
-    Parameters
-    ----------
-    expressions
-        Check Dask's expressions too, which clients need.
-    """
+def why_unsupported() -> str | None:
+    """Return why the runtime cannot work in this process; None if it can."""
     if sys.platform != "linux":
         return f"the runtime works on Linux only, this is {sys.platform}: shuffles stay Dask's own"
-    parts = (*REQUIRED, EXPRESSIONS) if expressions else REQUIRED
-    found = differences(seam for part in parts for seam in part.seams)
+    found = differences(seam for part in REQUIRED for seam in part.seams)
     if not found:
         return None
     versions = (f"{package} {version(package)}" for package in ("dask", "distributed"))
@@ -74,7 +67,7 @@ def why_unsupported(*, expressions: bool = False) -> str | None:
     )
 
 
-def require(*, expressions: bool = False) -> None:
+def require() -> None:
     """Check that the runtime can work in this process; see :func:`why_unsupported`.
 
     Raises
@@ -82,5 +75,5 @@ def require(*, expressions: bool = False) -> None:
     UnsupportedError
         If it cannot, with the reason.
     """
-    if (reason := why_unsupported(expressions=expressions)) is not None:
+    if (reason := why_unsupported()) is not None:
         raise UnsupportedError(reason)

@@ -77,6 +77,7 @@ class Fallback(Enum):
 
     DASHBOARD_PAGES = "dashboard.pages", "the dashboard has no pages of the runtime"
 
+    PLANNING_CLIENT = "planning.client", "the computations of a client are planned by Dask"
     PLANNING_PICKLED_ANEW = "planning.pickled-anew", "a plan is pickled each time it is computed"
     PLANNING_UNSUPPORTED = (
         "planning.unsupported",

@@ -27,6 +27,7 @@ from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.placement import LedgerHeadroom
 from dask_gpurt.protocol import (
+    CLIENTS_TOPIC,
     CLUSTER_REPORT_HANDLER,
     CONFIRM_RESULTS_OP,
     EXPLAIN_HANDLER,
@@ -50,6 +51,7 @@ from dask_gpurt.protocol import (
     TOKEN_HANDLER,
     is_off,
 )
+from dask_gpurt.scheduler.clients import Clients
 from dask_gpurt.scheduler.placement import SchedulerPlacement
 from dask_gpurt.scheduler.reports import ClusterReports
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
@@ -138,6 +140,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._listen()
             self._register(STARTING)
             self._undo.callback(self._unregister, STARTING)
+            self.clients.begin()
             self.place(self.settings.placement.enabled)
             self._undo.callback(self.place, False)
             self._undo.callback(self.workers.silent.close)
@@ -150,6 +153,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._undo.callback(self._rename, NAME, STARTING)
             if self.observer is not None:
                 self._undo.callback(self.observer(self))
+            self.clients.tell(on=True)
+            self._undo.callback(self.clients.tell, False)
         except BaseException:
             try:
                 await self._switch_off()
@@ -163,6 +168,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _prepare(self, settings: config.Settings) -> None:
         self.settings = settings
         self.metrics = Metrics()
+        self.clients = Clients(self.scheduler, self.metrics)
         self.cluster_memory = ClusterMemory()
         self._memory_reported = asyncio.Event()
         self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
@@ -308,7 +314,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             return False
         return True
 
-    def update_graph(self, scheduler: SchedulerServer, **_: Any) -> None:
+    def update_graph(self, scheduler: SchedulerServer, *, client: str, tasks: list[Key], **_: Any) -> None:
+        self.clients.computes(client, tasks)
         if self.placement is not None:
             self.placement.submitted()
 
@@ -360,10 +367,15 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     # ---- calls from workers and clients ----------------------------------------------
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Count the choice of a shuffle method that a client reports."""
+        """Take what a client says of itself, and count the choice of a shuffle method that it reports."""
+        if topic == CLIENTS_TOPIC:
+            self.clients.heard(msg)
         # A client of another version may report choices that are unknown here.
-        if topic == METHOD_TOPIC and msg in MethodChoice.__members__:
+        elif topic == METHOD_TOPIC and msg in MethodChoice.__members__:
             MethodChoice[msg].count(self.metrics)
+
+    def remove_client(self, scheduler: SchedulerServer, client: str) -> None:
+        self.clients.remove(client)
 
     def gone(self, peers: list[str], closing: bool = False) -> list[str]:
         """Return which of these workers have left.

@@ -118,6 +118,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
     def __init__(self, settings: Mapping[str, Any], token: str):
         self.given = settings
         self.token = token
+        self.version = __version__
         self.is_on = False
 
     async def setup(self, worker: WorkerServer) -> None:
@@ -128,6 +129,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self._spared = spare_tracebacks()
         async with self._switching:
             try:
+                self._require_version()
                 dask_hooks.require()
                 devices = await asyncio.to_thread(kinds)
                 reply = await self._ask_to_join(devices)
@@ -140,13 +142,20 @@ class GpurtWorkerPlugin(WorkerPlugin):
                 self._send(READY_OP)
             except BaseException as error:
                 self._leave()
-                if isinstance(error, config.ConfigError):
+                if isinstance(error, (config.ConfigError, dask_hooks.UnsupportedError)):
                     self._send(REFUSED_OP, reason=str(error))
                 try:
                     await self._undo.aclose()
                 except Exception:  # logged only: the error that is raised below is the cause
                     logger.exception("%s failed to switch the runtime on, and to undo it", worker.address)
                 raise
+
+    def _require_version(self) -> None:
+        if self.version != __version__:
+            raise dask_hooks.UnsupportedError(
+                f"the scheduler has dask-gpurt {self.version}, {self.worker.address} has {__version__}: "
+                "install the same version everywhere"
+            )
 
     async def _ask_to_join(self, devices: Collection[str]) -> JoinReply:
         """Ask the scheduler whether and how to switch on, and retry until it answers.

@@ -153,7 +153,7 @@ def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: py
     async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
         before = whole_state(scheduler, a, b)
         with monkeypatch.context() as patch:
-            patch.setattr("dask_gpurt.dask_hooks.require", lambda **_: None)  # passes on client and scheduler
+            patch.setattr("dask_gpurt.dask_hooks.require", lambda: None)  # passes on client and scheduler
             patch.setattr(Worker, "get_data", another)
             with pytest.raises(UnsupportedError, match=r"Worker\.get_data takes \(.*trust\), expected"):
                 await dask_gpurt.enable(client)
@@ -168,7 +168,8 @@ def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pyte
     async def run(client: Any, scheduler: Any, a: Any) -> None:
         before = set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)
         with monkeypatch.context() as patch:
-            patch.setattr("dask_gpurt.dask_hooks.require", _only_for_clients)
+            checks = iter([None, UnsupportedError("of another version")])
+            patch.setattr("dask_gpurt.dask_hooks.require", lambda: _raise(next(checks)))
             with pytest.raises(UnsupportedError, match="of another version"):
                 await dask_gpurt.enable(client)
         assert (set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)) == before
@@ -176,9 +177,9 @@ def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pyte
     run()
 
 
-def _only_for_clients(*, expressions: bool = False) -> None:
-    if not expressions:
-        raise UnsupportedError("of another version")
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def test_expressions_are_looked_at_on_clients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.cli import examine as module
 from dask_gpurt.cli import main
-from dask_gpurt.cli.examine import HOOK, HOOKED, examine, shuffles_go
+from dask_gpurt.cli.examine import examine, shuffles_go
+from dask_gpurt.config import HOOK, HOOKED
 from tests.helpers.commands import DASK, HOOKS, run
 
 ALL_HOOKS = {f"distributed.{where}.preload": [HOOK] for where in HOOKED}
@@ -265,9 +266,11 @@ def test_another_version_on_a_worker_and_a_scheduler_without_the_package(
         return found
 
     monkeypatch.setattr(Client, "get_versions", get_versions)
-    notes = "\n".join(examine(on)["notes"])
-    assert "scheduler has no dask_gpurt" in notes
-    assert "has dask_gpurt 0.0.1" in notes
+    facts = examine(on)
+    problems = "\n".join(facts["problems"])
+    assert "scheduler has no dask_gpurt" in problems
+    assert "has dask_gpurt 0.0.1" in problems
+    assert not facts["ok"]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from dask_gpurt.monitor.dashboard.views import (
     ShuffleProgress,
     ShuffleTable,
     SpillRates,
+    State,
     TiersOfWorkers,
     worker_select,
 )
@@ -31,6 +32,7 @@ PAGE = "gpurt"
 TITLE = "Gpurt"
 #: The component of each individual page and its update interval in milliseconds, by path.
 PARTS: Mapping[str, tuple[type[Component], int]] = {
+    "/individual-gpurt-state": (State, 1000),
     "/individual-gpurt-memory": (MemoryOverTime, 1000),
     "/individual-gpurt-spilling": (SpillRates, 1000),
     "/individual-gpurt-workers": (TiersOfWorkers, 1000),
@@ -43,6 +45,7 @@ PARTS: Mapping[str, tuple[type[Component], int]] = {
 }
 #: The rows of the page with all components: the largest height in pixels, and the components side by side.
 LAYOUT = (
+    (30, ("state",)),
     (260, ("memory", "spilling")),
     (260, ("shuffles",)),
     (240, ("shuffle-table",)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import time
@@ -24,6 +25,7 @@ from dask_gpurt.monitor.dashboard.components import (
     DARK_SHARE,
     HEAT,
     MAX_ROWS,
+    Component,
     Data,
     FigureComponent,
     Find,
@@ -49,6 +51,22 @@ STATE_COLOURS = {"running": "#3d7fc1", "done": "#22a06b", "failed": "#c9475f", "
 #: The counters that the table of overlap shows also where no compute is confined.
 SEEN = ("reads.seconds.reading", "reads.seconds.beside", "memory.waits")
 NO_OVERLAP = "none yet; overlap is off, as on every worker without a GPU, and no task has read or waited"
+
+
+class State(Component):
+    """Say for how many clients the runtime plans, and why not for the others."""
+
+    title = "Runtime"
+
+    def __init__(self, find: Find):
+        super().__init__(find)
+        self.root = self.heading
+
+    def show(self, collector: Collector) -> None:
+        clients = collector.runtime.clients
+        planned = clients.planned()
+        on = f"on, and plans for {planned} client{'' if planned == 1 else 's'}"
+        self.say(html.escape("; ".join([on, *clients.unplanned])))
 
 
 # ---- tiers ---------------------------------------------------------------------------------

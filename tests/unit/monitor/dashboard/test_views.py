@@ -16,7 +16,13 @@ from dask_gpurt.monitor.dashboard.components import ROW_PX
 from dask_gpurt.monitor.dashboard.pages import LAYOUT, PAGE, PARTS, pages
 from dask_gpurt.monitor.dashboard.sampler import SPILLED, Sampler, WorkerSample
 from dask_gpurt.monitor.dashboard.traffic_views import LinkTable
-from dask_gpurt.monitor.dashboard.views import MemoryOverTime, OverlapTable, ShuffleProgress, SpillRates
+from dask_gpurt.monitor.dashboard.views import (
+    MemoryOverTime,
+    OverlapTable,
+    ShuffleProgress,
+    SpillRates,
+    State,
+)
 from dask_gpurt.observe.progress import Figures
 from dask_gpurt.topology.links import Link, Speed
 
@@ -29,7 +35,8 @@ def collected(*workers: WorkerSample) -> Any:
     """Return what the components need of a collector, with workers at ``tcp://0``, ``tcp://1`` …"""
     sampler = Sampler()
     sampler.workers.update({f"tcp://{at}": worker for at, worker in enumerate(workers)})
-    runtime = SimpleNamespace(placement=None)
+    clients = SimpleNamespace(planned=lambda: 1, unplanned=["Client-<b> would gain"])
+    runtime = SimpleNamespace(placement=None, clients=clients)
     return SimpleNamespace(
         sampler=sampler,
         runtime=runtime,
@@ -67,6 +74,11 @@ def test_one_select_chooses_the_worker_of_both_histories() -> None:
     (spilling,) = (part for part in parts if isinstance(part, SpillRates))
     assert memory.source.data["memory"] == [1.0, 2.0]
     assert spilling.source.data[SPILLED] == [10.0, 20.0]
+
+
+def test_the_head_says_for_whom_it_plans() -> None:
+    text = drawn(State, collected()).heading.text
+    assert text == "<b>Runtime</b>: on, and plans for 1 client; Client-&lt;b&gt; would gain"
 
 
 def test_each_part_is_on_the_page_once() -> None:

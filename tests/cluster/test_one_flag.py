@@ -1,0 +1,309 @@
+"""Serve every client of a cluster that one process has switched on, without a setting of the client's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import pytest
+from distributed import Client, get_client
+
+import dask_gpurt
+from dask_gpurt.client import following
+from dask_gpurt.observe import Fallback
+from tests.helpers.commands import DASK, HOOKS, Command, answer, cluster_of_commands, run, started
+from tests.helpers.in_process import gen_client_cluster
+from tests.helpers.in_process import until as soon
+from tests.helpers.switching import Gate, another
+from tests.helpers.waiting import until
+
+pytestmark = pytest.mark.skipif(not HOOKS.exists(), reason="the preload hooks come with `pip install`")
+
+FLAG = ("--preload", "dask_gpurt")
+NO_HOOKS = {f"DASK_DISTRIBUTED__{role}__PRELOAD": "[]" for role in ("CLIENT", "SCHEDULER", "WORKER")}
+FRAME = pd.DataFrame({"key": [row % 17 for row in range(200)], "row": range(200)})
+
+
+def query() -> Any:
+    """Return a query that is planned: with a read, filters, a join, a groupby and a sort."""
+    left, right = dd.from_pandas(FRAME, npartitions=4), dd.from_pandas(FRAME, npartitions=3)
+    joined = left[left.row > 20].merge(right, on="key", suffixes=("", "_right"))
+    return joined.groupby("key").row.sum(split_out=2).reset_index().sort_values("row")
+
+
+def graph() -> list[str]:
+    """Return the tasks of the query as the current client would send them."""
+    return sorted(f"{key}: {type(task).__name__}" for key, task in query().optimize().dask.items())
+
+
+def runs(client: Client) -> float:
+    return dask_gpurt.report(client).counters.get("shuffle.runs", 0)
+
+
+#: Prints what the query's graph looks like to a client, whose first computation it is.
+ASKS = f"""\
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from distributed import Client
+import dask_gpurt
+from tests.cluster.test_one_flag import graph, query
+
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as client:
+        if "switched-on" in sys.argv:
+            dask_gpurt.enable(client)
+        tasks, rows = graph(), len(query().compute())
+        print(json.dumps({{"tasks": tasks, "rows": rows, "on": dask_gpurt.is_enabled(client)}}))
+"""
+
+
+@pytest.fixture
+def asks(tmp_path: Path) -> Path:
+    script = tmp_path / "asks.py"
+    script.write_text(ASKS)
+    return script
+
+
+# ---- how it is switched on -----------------------------------------------------------
+
+
+def test_a_flag_plans_as_much_as_a_client_that_switches_it_on(asks: Path) -> None:
+    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _):
+        by_flag = answer(asks, address)
+        switched_on = answer(asks, address, "switched-on")
+        kept_out = answer(asks, address, DASK_GPURT__CLIENT="false")
+        anyway = answer(asks, address, "switched-on", DASK_GPURT__CLIENT="false")
+    assert by_flag["on"]
+    assert by_flag == switched_on == anyway
+    assert not kept_out["on"]
+    assert kept_out["rows"] == by_flag["rows"]
+    assert kept_out["tasks"] != by_flag["tasks"]
+
+
+@pytest.mark.slow
+def test_a_flag_of_one_worker_is_enough(asks: Path) -> None:
+    flags = ("--no-nanny", "--no-dashboard", "--nthreads", "1", *FLAG)
+    with cluster_of_commands(workers=1) as (address, _), started(DASK, "worker", address, *flags) as late:
+        late.wait_for("Registered to:")
+        assert answer(asks, address)["on"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+def test_a_configuration_in_one_place_is_enough(asks: Path, role: str) -> None:
+    others = {
+        f"DASK_DISTRIBUTED__{other}__PRELOAD": "[]" for other in ("SCHEDULER", "WORKER") if other != role
+    }
+    with cluster_of_commands(workers=1, DASK_GPURT__ENABLED="true", **others) as (address, _):
+        assert answer(asks, address)["on"]
+
+
+# ---- clients -------------------------------------------------------------------------
+
+
+def test_clients_follow_when_it_is_switched_on_and_off() -> None:
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)])
+    async def follow(client: Any, scheduler: Any, worker: Any) -> None:
+        async with another(scheduler) as early:
+            assert not dask_gpurt.is_enabled(early)
+            for _ in range(2):
+                await dask_gpurt.enable(client)
+                await soon(lambda: dask_gpurt.is_enabled(early))
+                async with another(scheduler) as late:
+                    assert dask_gpurt.is_enabled(late)
+                    await dask_gpurt.disable(early)
+                    assert not any(map(dask_gpurt.is_enabled, (client, early, late)))
+
+    follow()
+
+
+def test_a_client_that_connects_as_it_is_switched_on_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its subscription is lost, as if it arrived after the scheduler has told all who have subscribed."""
+
+    @gen_client_cluster(nthreads=[])
+    async def connect(client: Any, scheduler: Any) -> None:
+        monkeypatch.setattr(scheduler, "subscribe_topic", lambda *args, **kwargs: None)
+        monkeypatch.setitem(scheduler.stream_handlers, "subscribe-topic", lambda *args, **kwargs: None)
+        async with another(scheduler) as late:
+            await dask_gpurt.enable(client)
+            await soon(lambda: dask_gpurt.is_enabled(late))
+            await dask_gpurt.disable(client)
+
+    connect()
+
+
+def test_switching_off_overtakes_a_session_that_is_being_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    @gen_client_cluster(nthreads=[])
+    async def switch(client: Any, scheduler: Any) -> None:
+        gate = Gate().put(monkeypatch, following.Follower, "_open")
+        with gate.open_in_the_end():
+            async with another(scheduler) as early:
+                enabling = asyncio.create_task(dask_gpurt.enable(client))
+                await gate.reached.wait()
+                await client.run_on_scheduler(_stop)
+                gate.open.set()
+                with pytest.raises(RuntimeError, match="switched off by another client"):
+                    await enabling
+                assert not dask_gpurt.is_enabled(early)
+                assert not dask_gpurt.is_enabled(client)
+
+    switch()
+
+
+async def _stop(dask_scheduler: Any) -> None:
+    await dask_scheduler.extensions["gpurt"].stop()
+
+
+def test_older_states_are_ignored() -> None:
+    @gen_client_cluster(nthreads=[])
+    async def take(client: Any, scheduler: Any) -> None:
+        await dask_gpurt.enable(client)
+        follower = await following.follow(client)
+        ((_, on),) = scheduler.get_events("gpurt-state")
+        await dask_gpurt.disable(client)
+        follower.take(on)
+        await follower.ask()
+        assert not dask_gpurt.is_enabled(client)
+
+    take()
+
+
+def test_a_client_in_a_task_is_planned_for() -> None:
+    def compute() -> tuple[bool, int]:
+        client = get_client()
+        return dask_gpurt.is_enabled(client), len(query().compute())
+
+    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _), Client(address) as client:
+        assert client.submit(compute).result() == (True, 17)
+        assert runs(client) > 0
+
+
+def test_the_scheduler_is_restarted_without_and_with_the_flag() -> None:
+    def scheduler(port: str, *flags: str) -> Any:
+        return started(DASK, "scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard", *flags)
+
+    def known(command: Command) -> str:
+        return command.wait_for(r"Scheduler at:\s+(tcp://\S+)")
+
+    with scheduler("0", *FLAG) as first:
+        address = known(first)
+        client = Client(address)
+        assert dask_gpurt.is_enabled(client)
+    port = address.rpartition(":")[2]
+    with client:
+        with scheduler(port) as second:
+            known(second)
+            until(lambda: not dask_gpurt.is_enabled(client))
+        with scheduler(port, *FLAG) as third:
+            known(third)
+            until(lambda: dask_gpurt.is_enabled(client))
+
+
+# ---- clients and schedulers that lack it ---------------------------------------------
+
+
+@pytest.fixture
+def lacking(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a process without the package."""
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "sitecustomize.py").write_text("import sys\nsys.modules['dask_gpurt'] = None\n")
+    return {"PYTHONPATH": os.pathsep.join([str(tmp_path / "lacking"), os.environ.get("PYTHONPATH", "")])}
+
+
+def test_a_scheduler_without_the_package_logs_nothing_and_one_line_says_so(
+    asks: Path, lacking: dict[str, str]
+) -> None:
+    local = ("--no-dashboard", "--host", "127.0.0.1", "--port", "0")
+    # Not by the command `dask`, which loads the entry point of the package.
+    command = (sys.executable, "-m", "distributed.cli.dask_scheduler")
+    with started(*command, *local, **NO_HOOKS, **lacking) as scheduler:
+        address = scheduler.wait_for(r"Scheduler at:\s+(tcp://\S+)")
+        flags = ("--no-nanny", "--no-dashboard", *FLAG)
+        with started(DASK, "worker", address, *flags) as worker:
+            worker.wait_for("Registered to:")
+            assert not answer(asks, address)["on"]
+            said = run(sys.executable, asks, address, DASK_GPURT__ENABLED="true").stderr
+            failed = run(sys.executable, asks, address, "switched-on", code=1).stderr
+    for text in (said, worker.printed()):
+        lines = [line for line in text.splitlines() if "cannot load dask_gpurt" in line]
+        assert len(lines) == 1
+        assert f"the scheduler at {address}" in lines[0]
+        assert "Traceback" not in text
+    assert "install the same version of dask-gpurt there" in failed
+    assert "Traceback" not in scheduler.printed()
+    assert "gpurt" not in scheduler.printed()
+
+
+def test_a_client_without_the_package_is_named() -> None:
+    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _):
+        with dask.config.set({"distributed.client.preload": []}), Client(address) as client:
+            client.submit(sum, [1, 2]).result()
+            assert Fallback.PLANNING_CLIENT.id not in dask_gpurt.report(client).fallbacks
+            assert not dask_gpurt.is_enabled(client)
+            dd.from_pandas(FRAME, npartitions=4).shuffle("key").compute()
+            found = dask_gpurt.report(client)
+        done = run(sys.executable, "-m", "dask_gpurt", "doctor", "--scheduler", address)
+    assert client.id in found.fallbacks[Fallback.PLANNING_CLIENT.id].reason
+    assert "install dask-gpurt where it runs" in found.fallbacks[Fallback.PLANNING_CLIENT.id].reason
+    assert found.counters["shuffle.taken-over"] == 1
+    assert Fallback.PLANNING_CLIENT.id in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("patched", "value", "reason"),
+    [
+        ("dask_gpurt.client.following.__version__", "99.0", "this process has 99.0: install the same"),
+        ("dask_gpurt.dask_hooks.why_unsupported", lambda: "of another Dask", "of another Dask"),
+    ],
+)
+def test_a_client_of_another_version_stays_as_dask_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, patched: str, value: Any, reason: str
+) -> None:
+    @gen_client_cluster(nthreads=[("127.0.0.1", 1)])
+    async def connect(client: Any, scheduler: Any, worker: Any) -> None:
+        await dask_gpurt.enable(client)
+        with monkeypatch.context() as patch:
+            patch.setattr(patched, value)
+            patch.setattr(following, "_said", set())
+            async with another(scheduler) as odd, another(scheduler) as second:
+                assert not dask_gpurt.is_enabled(odd)
+                assert not dask_gpurt.is_enabled(second)
+                await odd.compute(dd.from_pandas(FRAME, npartitions=2).shuffle("key"))
+        fallbacks = (await dask_gpurt.report(client)).fallbacks
+        assert reason in fallbacks[Fallback.PLANNING_CLIENT.id].reason
+        assert dask_gpurt.is_enabled(client)
+        await dask_gpurt.disable(client)
+
+    connect()
+    assert len([one for one in caplog.messages if "but not for this client" in one]) == 1
+    assert any(reason in one for one in caplog.messages)
+
+
+# ---- what it costs -------------------------------------------------------------------
+
+#: Connects a client, and prints what it has imported and which calls the scheduler has served for it.
+COSTS = """\
+import json, sys
+from distributed import Client
+
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as client:
+        heavy = [name for name in ("pandas", "dask.dataframe", "dask_gpurt.config") if name in sys.modules]
+    print(json.dumps({"heavy": heavy, "ours": sorted(n for n in sys.modules if n.startswith("dask_gpurt"))}))
+"""
+
+
+def test_a_client_of_a_cluster_without_the_runtime_imports_next_to_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "costs.py"
+    script.write_text(COSTS)
+    with cluster_of_commands(workers=0) as (address, _):
+        found = answer(script, address)
+    assert found["heavy"] == []
+    assert "dask_gpurt.client.following" in found["ours"]
+    assert "dask_gpurt.client.session" not in found["ours"]
