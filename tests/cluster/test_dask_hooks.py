@@ -182,13 +182,19 @@ def _raise(error: Exception | None) -> None:
         raise error
 
 
-def test_expressions_are_looked_at_on_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_process_looks_at_expressions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One verdict: a scheduler is not switched on where its clients would say that the runtime stays off."""
+
     @gen_client_cluster(nthreads=[])
     async def run(client: Any, scheduler: Scheduler) -> None:
         monkeypatch.setattr(_merge.Merge, "_lower", lambda self, optimizer: None)
         with pytest.raises(UnsupportedError, match=r"Merge\._lower takes \(self, optimizer\)"):
             await dask_gpurt.enable(client)
+        await preload.activate(scheduler)
         assert "gpurt" not in scheduler.extensions
+        assert "the runtime stays off" in caplog.text
 
     # The method that this process has replaced hides it.
     patched = vars(_merge.Merge)["_lower"]

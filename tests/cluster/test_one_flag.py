@@ -12,7 +12,7 @@ import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
-from distributed import Client, get_client
+from distributed import Client, LocalCluster, get_client
 
 import dask_gpurt
 from dask_gpurt.client import following
@@ -128,7 +128,6 @@ def test_a_client_that_connects_as_it_is_switched_on_follows(monkeypatch: pytest
 
     @gen_client_cluster(nthreads=[])
     async def connect(client: Any, scheduler: Any) -> None:
-        monkeypatch.setattr(scheduler, "subscribe_topic", lambda *args, **kwargs: None)
         monkeypatch.setitem(scheduler.stream_handlers, "subscribe-topic", lambda *args, **kwargs: None)
         async with another(scheduler) as late:
             await dask_gpurt.enable(client)
@@ -203,6 +202,21 @@ def test_the_scheduler_is_restarted_without_and_with_the_flag() -> None:
         with scheduler(port, *FLAG) as third:
             known(third)
             until(lambda: dask_gpurt.is_enabled(client))
+
+
+def test_beside_a_client_that_follows_local_schedulers_compute_by_tasks() -> None:
+    """Dask's own default, p2p, fails there."""
+    local: Any = {"n_workers": 1, "threads_per_worker": 1, "processes": False, "dashboard_address": None}
+    with LocalCluster(**local) as cluster, Client(cluster) as client:
+        with Client(cluster, set_as_default=False) as other:
+            dask_gpurt.enable(other)
+            until(lambda: dask_gpurt.is_enabled(client))
+        expected = query().compute()
+        for scheduler in ("threads", "sync"):
+            pd.testing.assert_frame_equal(query().compute(scheduler=scheduler), expected)
+            parts = dask.compute(*query().to_delayed(), scheduler=scheduler)
+            pd.testing.assert_frame_equal(pd.concat(parts), expected)
+        dask_gpurt.disable(client)
 
 
 # ---- clients and schedulers that lack it ---------------------------------------------

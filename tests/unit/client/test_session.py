@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import dask_gpurt
 from dask_gpurt import config
 from dask_gpurt.client import session
 from dask_gpurt.client.session import ClientSession, Sessions
@@ -69,3 +70,8 @@ def test_without_a_client_the_runtime_is_off_for_what_is_planned() -> None:
     assert sessions.current() is None
     assert not sessions.is_on()
     assert sessions.planner() is None
+
+
+def test_enable_without_a_client_names_the_address_of_a_scheduler() -> None:
+    with pytest.raises(ValueError, match=r"dask_gpurt\.enable\('tcp://"):
+        dask_gpurt.enable()

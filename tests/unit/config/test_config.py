@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 import dask_gpurt
 from dask_gpurt.config import (
+    HOOK,
+    HOOKED,
     KEYS,
     PATHS,
     PUBLIC_KEYS,
@@ -27,6 +29,7 @@ from dask_gpurt.config import (
     Size,
     load,
     problems,
+    without_effect,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -360,3 +363,16 @@ def test_version_is_the_same_everywhere() -> None:
     assert pkgutil.resolve_name(attribute) is dask_gpurt.__version__
     recipe = yaml.safe_load((ROOT / "conda/recipe/recipe.yaml").read_text())
     assert recipe["context"]["version"] == dask_gpurt.__version__
+
+
+def test_a_setting_that_no_process_reads_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dask_gpurt.config.loading._said", set())
+    lists = {f"distributed.{where}.preload": ["mine"] for where in HOOKED}
+    with dask.config.set({"gpurt.enabled": True, **lists}):
+        load()
+        load()
+        with dask.config.set({"distributed.worker.preload": [HOOK]}):
+            assert without_effect() is None
+    assert ["so it has no effect" in message for message in caplog.messages] == [True]
