@@ -56,9 +56,11 @@ async def follow(client: Client) -> Follower:
     return follower
 
 
-async def relay(client: Client) -> None:
-    """Let all clients of this process know now what the scheduler of a client tells them."""
-    if state := await _last_state(client):
+async def relay_off(client: Client) -> None:
+    """Let all clients of this process know now that the runtime is off, which their scheduler tells them."""
+    state = await _last_state(client)
+    # If it is on again, each opens its session on its own event loop.
+    if state is not None and not state["on"]:
         for other, follower in list(_followers.items()):
             if _address(other) == _address(client):
                 follower.take(state)

@@ -303,7 +303,7 @@ async def deactivate(client: Client) -> Client:
             await client.run_on_scheduler(stop)
         finally:
             SESSIONS.close_cluster(client)  # again, for clients that have enabled it in the meantime
-            await following.relay(client)
+            await following.relay_off(client)
     return client
 
 
