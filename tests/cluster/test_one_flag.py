@@ -16,6 +16,7 @@ from distributed import Client, LocalCluster, get_client
 
 import dask_gpurt
 from dask_gpurt.client import following
+from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.observe import Fallback
 from tests.helpers.commands import DASK, HOOKS, Command, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import gen_client_cluster
@@ -46,20 +47,18 @@ def runs(client: Client) -> float:
     return dask_gpurt.report(client).counters.get("shuffle.runs", 0)
 
 
-#: Prints what the query's graph looks like to a client, whose first computation it is.
-ASKS = f"""\
+#: Prints whether a client is planned for, once it has computed something.
+ASKS = """\
 import json, sys
-sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+import dask.dataframe as dd, pandas as pd
 from distributed import Client
-import dask_gpurt
-from tests.cluster.test_one_flag import graph, query
 
 if __name__ == "__main__":
     with Client(sys.argv[1]) as client:
-        if "switched-on" in sys.argv:
-            dask_gpurt.enable(client)
-        tasks, rows = graph(), len(query().compute())
-        print(json.dumps({{"tasks": tasks, "rows": rows, "on": dask_gpurt.is_enabled(client)}}))
+        frame = dd.from_pandas(pd.DataFrame({"key": range(9)}), npartitions=2).shuffle("key")
+        rows = len(frame.compute())
+        import dask_gpurt
+        print(json.dumps({"on": dask_gpurt.is_enabled(client), "rows": rows}))
 """
 
 
@@ -73,17 +72,19 @@ def asks(tmp_path: Path) -> Path:
 # ---- how it is switched on -----------------------------------------------------------
 
 
-def test_a_flag_plans_as_much_as_a_client_that_switches_it_on(asks: Path) -> None:
+def test_a_flag_plans_as_much_as_a_client_that_switches_it_on() -> None:
     with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _):
-        by_flag = answer(asks, address)
-        switched_on = answer(asks, address, "switched-on")
-        kept_out = answer(asks, address, DASK_GPURT__CLIENT="false")
-        anyway = answer(asks, address, "switched-on", DASK_GPURT__CLIENT="false")
-    assert by_flag["on"]
+        with Client(address) as client:
+            by_flag, rows = graph(), query().compute()
+        with Client(address) as client:
+            switched_on = (dask_gpurt.enable(client), graph())[1]
+        with dask.config.set({"gpurt.client": False}), Client(address) as client:
+            assert not dask_gpurt.is_enabled(client)
+            kept_out = graph()
+            pd.testing.assert_frame_equal(query().compute(), rows)
+            anyway = (dask_gpurt.enable(client), graph())[1]
     assert by_flag == switched_on == anyway
-    assert not kept_out["on"]
-    assert kept_out["rows"] == by_flag["rows"]
-    assert kept_out["tasks"] != by_flag["tasks"]
+    assert by_flag != kept_out
 
 
 @pytest.mark.slow
@@ -241,15 +242,16 @@ def test_a_scheduler_without_the_package_logs_nothing_and_one_line_says_so(
         flags = ("--no-nanny", "--no-dashboard", *FLAG)
         with started(DASK, "worker", address, *flags) as worker:
             worker.wait_for("Registered to:")
-            assert not answer(asks, address)["on"]
             said = run(sys.executable, asks, address, DASK_GPURT__ENABLED="true").stderr
-            failed = run(sys.executable, asks, address, "switched-on", code=1).stderr
+            with Client(address) as client:
+                assert not dask_gpurt.is_enabled(client)
+                with pytest.raises(UnsupportedError, match="install the same version of dask-gpurt there"):
+                    dask_gpurt.enable(client)
     for text in (said, worker.printed()):
         lines = [line for line in text.splitlines() if "cannot load dask_gpurt" in line]
         assert len(lines) == 1
         assert f"the scheduler at {address}" in lines[0]
         assert "Traceback" not in text
-    assert "install the same version of dask-gpurt there" in failed
     assert "Traceback" not in scheduler.printed()
     assert "gpurt" not in scheduler.printed()
 
