@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dask_gpurt.client.planning import PlanningCache
     from dask_gpurt.client.planning.rules import PartitionSizes
     from dask_gpurt.client.planning.store import Store
+    from dask_gpurt.client.results import Results
 
 # Modules that import private parts of Dask are imported only after these have been found to exist.
 
@@ -196,6 +197,13 @@ class Sessions:
 
         return PlanningCache(self.planner, self.metrics, self.choices)
 
+    @cached_property
+    def results(self) -> Results:
+        """Return what gets the results of clients."""
+        from dask_gpurt.client.results import Results
+
+        return Results(lambda client: self.of(client) is not None, self.metrics)
+
     def open(self, client: Client) -> None:
         """Begin a session: from now on shuffles of the client go through the runtime."""
         from dask_gpurt.client.lowering import choose
@@ -204,6 +212,7 @@ class Sessions:
         with self._lock:
             self._by_client[client] = ClientSession(client, planning, self)
             choose(self.is_on)
+            self.results.install()
             if planning.optimise:
                 self.planning.install()
                 self.planning.clear()  # count choices of methods anew too
@@ -220,6 +229,7 @@ class Sessions:
                 self.planning.remove()
             if not left and (lowering := sys.modules.get("dask_gpurt.client.lowering")):
                 lowering.leave()
+                self.results.remove()
 
     def store_at(self, setting: str) -> Store | None:
         """Return the store of a setting ``gpurt.planning.store``; None if it has no place."""

@@ -56,6 +56,7 @@ __all__ = [
     "is_computation",
     "is_method_name",
     "is_of_dataframes",
+    "is_sequence",
     "is_shared",
     "keys_of",
     "measures_partitions",
@@ -259,9 +260,14 @@ def is_computation(expr: Expr) -> bool:
     return isinstance(expr, FinalizeCompute)
 
 
+def is_sequence(plan: Expr) -> bool:
+    """Return whether a plan is of several results."""
+    return isinstance(plan, _ExprSequence)
+
+
 def is_of_dataframes(plan: Expr) -> bool:
     """Return whether a plan, or each plan of a sequence, is of dataframes."""
-    plans = plan.operands if isinstance(plan, _ExprSequence) else [plan]
+    plans = plan.operands if is_sequence(plan) else [plan]
     return all(isinstance(each, FrameExpr) for each in plans)
 
 

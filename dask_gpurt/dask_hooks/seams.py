@@ -29,6 +29,8 @@ GRAPHS = SeamGroup(
         Seam(_TASKS + "Task.fuse", "tasks key"),
         Seam(_TASKS + "TaskRef"),
         Seam("dask.dataframe.core:_concat", "args ignore_index"),
+        Seam("distributed.client:Client._gather", "self futures errors direct local_worker"),
+        Seam("distributed.worker:get_data_from_worker", "rpc keys worker who serializers deserializers"),
         Seam("dask.dataframe.multi:merge_chunk", "lhs args result_meta kwargs"),
     ),
 )
@@ -223,6 +225,22 @@ PLANNING = SeamGroup(
     ),
     without="each query is planned anew, and no tasks are fused, as with Dask",
 )
+#: How a client gets the results of a computation, and the task that puts the partitions of one together.
+RESULTS_FOR_CLIENTS = SeamGroup(
+    "results for clients",
+    (
+        Seam(
+            "distributed.client:Client.get",
+            "self dsk keys workers allow_other_workers resources sync asynchronous direct retries priority "
+            "fifo_timeout actors kwargs",
+        ),
+        Seam(_EXPR + "_repartition:RepartitionToFewer._layer", "self", bodies=("f3ed13e5e1a9",)),
+        Seam("dask.dataframe.core:_concat", "args ignore_index"),
+        Seam("distributed.client:Client._gather", "self futures errors direct local_worker"),
+        Seam("distributed.worker:get_data_from_worker", "rpc keys worker who serializers deserializers"),
+    ),
+    without="results are put together on a worker, and go through the scheduler",
+)
 #: The lookup of a task's run.
 RUN_LOOKUP = SeamGroup(
     "run lookup",
@@ -342,6 +360,7 @@ PARTS = (
     *REQUIRED,
     READS,
     PLANNING,
+    RESULTS_FOR_CLIENTS,
     RUN_LOOKUP,
     RESULTS,
     RETIREMENT,

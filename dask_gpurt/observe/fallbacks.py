@@ -10,7 +10,7 @@ import re
 from enum import Enum
 
 #: Where subjects are handled that are not rooms themselves.
-_WITHIN = {"planning": "client.planning", "dashboard": "monitor.dashboard"}
+_WITHIN = {"planning": "client.planning", "results": "client.results", "dashboard": "monitor.dashboard"}
 
 
 class Fallback(Enum):
@@ -78,6 +78,9 @@ class Fallback(Enum):
     DASHBOARD_PAGES = "dashboard.pages", "the dashboard has no pages of the runtime"
 
     PLANNING_CLIENT = "planning.client", "the computations of a client are planned by Dask"
+    RESULTS_UNSUPPORTED = "results.unsupported", "results are put together on a worker"
+    RESULTS_THROUGH_SCHEDULER = "results.through-scheduler", "results go through the scheduler"
+
     PLANNING_PICKLED_ANEW = "planning.pickled-anew", "a plan is pickled each time it is computed"
     PLANNING_UNSUPPORTED = (
         "planning.unsupported",

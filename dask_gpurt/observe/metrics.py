@@ -299,6 +299,11 @@ METRICS: Mapping[str, Metric] = {
             "planning.plans.{outcome}", "optimised queries: `reused`, `loaded`, `computed`", on=Server.CLIENT
         ),
         _counter(
+            "results.partitions",
+            "partitions of results that a client has put together itself",
+            on=Server.CLIENT,
+        ),
+        _counter(
             "planning.reads.{outcome}",
             "reads of tables in queries that were planned: `by-size`, or `as-dask` plans them",
             on=Server.CLIENT,
