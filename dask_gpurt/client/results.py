@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pandas as pd
 from dask.core import flatten
 from dask.typing import Key
 from distributed import Client, Future
@@ -37,6 +38,7 @@ from dask_gpurt.dask_hooks.results import (
     results_of,
     where_are,
 )
+from dask_gpurt.frames.pickled import own_rest
 from dask_gpurt.observe import Fallback, Metrics
 
 #: Partitions beyond this number are put together by a task of a worker if they have fewer bytes than this.
@@ -160,8 +162,11 @@ def _keys(result: Expr) -> Key | list[Key]:
     return list(flatten(keys_of(frame)))
 
 
-def _put_together(wanted: Key | list[Key], found: Mapping[Key, Any]) -> Any:
-    return concat([found[key] for key in wanted]) if isinstance(wanted, list) else found[wanted]
+def _put_together(wanted: Key | list[Key], found: dict[Key, Any]) -> Any:
+    if not isinstance(wanted, list):
+        return found[wanted]
+    whole = concat([found[key] for key in wanted])
+    return own_rest(whole) if isinstance(whole, (pd.DataFrame, pd.Series)) else whole
 
 
 def _messages(keys: list[Key], nbytes: Mapping[Key, int]) -> Iterator[list[Key]]:

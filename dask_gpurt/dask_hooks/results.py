@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from dask.context import thread_state
 from dask.dataframe.core import _concat
 from dask.dataframe.dask_expr._repartition import RepartitionToFewer
 from dask.typing import Key
 from distributed import Client, Future, as_completed
-from distributed.worker import get_data_from_worker, thread_state  # type: ignore[attr-defined]
+from distributed.worker import get_data_from_worker
 
 from dask_gpurt.dask_hooks.patch import PatchSet
 from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, is_sequence

@@ -18,7 +18,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -118,19 +118,45 @@ class Chunks:
         return Packed(block, self._header)
 
 
-def own(frame: pd.DataFrame) -> pd.DataFrame:
+def own(frame: pd.DataFrame, kept: Collection[int] = ()) -> pd.DataFrame:
     """Return ``frame`` with a copy of every array that may be a view of a packed buffer.
 
     Python objects never are, and are not copied.
+
+    Parameters
+    ----------
+    kept
+        The addresses of arrays that are no such views.
     """
+
+    def copied(array: memoryview) -> Any:
+        return array if np.asarray(array).ctypes.data in kept else bytearray(array)
+
     objects = [each for each in _values(frame) if _has_objects(each)]
     arrays: list[memoryview] = []
     if objects and (body := _dumps_around(frame, objects, arrays)):
-        return _loads_around(body, objects, [bytearray(array) for array in arrays])
+        return _loads_around(body, objects, list(map(copied, arrays)))
     buffers: list[pickle.PickleBuffer] = []
     whole = pickle.dumps(frame, protocol=5, buffer_callback=buffers.append)
-    owned: pd.DataFrame = pickle.loads(whole, buffers=[bytearray(buffer.raw()) for buffer in buffers])
+    owned: pd.DataFrame = pickle.loads(whole, buffers=[copied(buffer.raw()) for buffer in buffers])
     return owned
+
+
+def own_rest(frame: Any) -> Any:
+    """Return a frame or series with a copy of every array whose memory is not numpy's own.
+
+    pandas concatenates numbers into new memory, but keeps the chunks of Arrow's strings, labels and
+    categories as they are, each of which keeps the whole buffer that it is a view of.
+    """
+    values = [each for each in _values(frame) if isinstance(each, np.ndarray)]
+    return own(frame, {each.ctypes.data for each in values if _is_numpys(each)})
+
+
+def _is_numpys(array: Any) -> bool:
+    """Return whether an array, or the one that it is a view of, has its own memory."""
+    while isinstance(array, np.ndarray) and array.base is not None:
+        array = array.base
+    return isinstance(array, np.ndarray)
 
 
 # ---- arrays of a frame ---------------------------------------------------------------------
@@ -138,7 +164,7 @@ def own(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _values(frame: pd.DataFrame) -> list[Any]:
     """Return the arrays of a frame, with rows along the last axis, and its index."""
-    return [*(block.values for block in frame._mgr.blocks), frame._mgr.axes[1]]
+    return [*(block.values for block in frame._mgr.blocks), frame._mgr.axes[-1]]
 
 
 def _has_objects(values: Any) -> bool:

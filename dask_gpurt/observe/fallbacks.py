@@ -10,7 +10,7 @@ import re
 from enum import Enum
 
 #: Where subjects are handled that are not rooms themselves.
-_WITHIN = {"planning": "client.planning", "results": "client.results", "dashboard": "monitor.dashboard"}
+_WITHIN = {"planning": "client.planning", "results": "client", "dashboard": "monitor.dashboard"}
 
 
 class Fallback(Enum):
