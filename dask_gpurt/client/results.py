@@ -104,9 +104,9 @@ class Results:
         if not as_asked or client.direct_to_workers is False:
             return None
         results = results_of(dsk)
-        if [key for result in results for key in flatten(keys_of(result))] != list(keys):
+        if [list(flatten(keys_of(result))) for result in results] != [[key] for key in keys]:
             return None
-        wanted = list(map(_keys, results))
+        wanted = [_wanted(result, key) for result, key in zip(results, keys, strict=True)]
         return wanted if any(isinstance(each, list) for each in wanted) else None
 
     async def _gather(self, client: Client, futures: dict[Key, Future[Any]]) -> dict[Key, Any] | None:
@@ -152,12 +152,11 @@ class Results:
         return found
 
 
-def _keys(result: Expr) -> Key | list[Key]:
+def _wanted(result: Expr, key: Key) -> Key | list[Key]:
+    """Return the keys of a result's partitions, or its own key."""
     frame = apart(result)
     # The partitions of a cudf frame would be twice on the client's GPU while they are put together.
     if frame is None or type(metadata(frame)).__module__.partition(".")[0] != "pandas":
-        (only,) = flatten(keys_of(result))
-        key: Key = only
         return key
     return list(flatten(keys_of(frame)))
 
