@@ -149,7 +149,14 @@ def own_rest(frame: Any) -> Any:
     categories as they are, each of which keeps the whole buffer that it is a view of.
     """
     values = [each for each in _values(frame) if isinstance(each, np.ndarray)]
-    return own(frame, {each.ctypes.data for each in values if _is_numpys(each)})
+    try:
+        return own(frame, {each.ctypes.data for each in values if _is_numpys(each)})
+    except (
+        pickle.PicklingError,
+        AttributeError,
+        TypeError,
+    ):  # attributes or labels that only Dask can pickle
+        return frame
 
 
 def _is_numpys(array: Any) -> bool:

@@ -72,3 +72,9 @@ def test_numbers_are_not_copied_again() -> None:
     found = own_rest(whole)
     assert np.shares_memory(found["half"].to_numpy(), whole["half"].to_numpy())
     found.iloc[0, 0] = -1.0  # which may be written to
+
+
+def test_what_cannot_be_pickled_stays_as_it_is() -> None:
+    whole = concat([made(0), made(1)])
+    whole.attrs["unit"] = lambda: None
+    assert own_rest(whole) is whole
