@@ -13,17 +13,18 @@ from dataclasses import replace
 from types import ModuleType
 
 from ..queries import QUERIES, Query
-from . import chained, columns
+from . import chained, columns, sql
 
 
 def _queries_of(module: ModuleType) -> dict[int, Query]:
     return {number: replace(of, build=getattr(module, f"q{number}")) for number, of in QUERIES.items()}
 
 
-CAREFUL, CHAINED, COLUMNS = "careful", "chained", "columns"
+CAREFUL, CHAINED, COLUMNS, SQL = "careful", "chained", "columns", "sql"
 #: The queries of each style by number.
 STYLES: Mapping[str, Mapping[int, Query]] = {
     CAREFUL: QUERIES,
     CHAINED: _queries_of(chained),
     COLUMNS: _queries_of(columns),
+    SQL: _queries_of(sql),
 }
