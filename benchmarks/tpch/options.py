@@ -11,7 +11,10 @@ from typing import Any
 import click
 
 from .reference import numbers_of
+from .styles import CAREFUL, STYLES
 from .tables import default_parts, prepare
+
+ALL = "all"
 
 _OPTIONS = (
     click.option("--scale", type=float, default=1.0, show_default=True),
@@ -24,6 +27,17 @@ _OPTIONS = (
     ),
     click.option("--backend", type=click.Choice(["pandas", "cudf"]), default="pandas", show_default=True),
     click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results."),
+)
+
+#: Gives a command ``styles``, a list.
+style_option = click.option(
+    "--style",
+    "styles",
+    type=click.Choice([*STYLES, ALL]),
+    default=CAREFUL,
+    show_default=True,
+    callback=lambda _, __, style: list(STYLES) if style == ALL else [style],
+    help="How the queries are written.",
 )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from dask.base import is_dask_collection
 
 from .queries import QUERIES, Query
 from .tables import TABLES
@@ -94,6 +95,11 @@ def _compare(query: Query, name: str, found: pd.Series[Any], wanted: pd.Series[A
             f"query {query.number}, {name}: {int((~same).sum())} of {len(same)} rows differ, the first is "
             f"{found.iloc[row]!r}, not {wanted.iloc[row]!r}"
         )
+
+
+def computed(result: Any) -> Any:
+    """Return the rows of a query, which may have computed them itself, as ``head`` does."""
+    return result.compute() if is_dask_collection(result) else result
 
 
 def collected(query: Query, result: Any) -> pd.DataFrame:
