@@ -29,8 +29,10 @@ from ..common.commandline import split_list, write
 from ..common.processes import Child
 from .contenders import CONTENDERS, CUDF_POLARS, GPURT, P2P, SHARED, TASKS, ClusterOptions, clusters_of
 from .cudf_polars import is_installed, run_polars
-from .figures import print_summary, ratios, rounded, summarise
+from .figures import by_style, print_summary, ratios, rounded, summarise
+from .fresh import measure_fresh
 from .measure import Plan, Run, measure_clusters
+from .options import style_option
 from .plot import write_plot
 from .reference import expected, numbers_of
 from .tables import default_parts, prepare
@@ -56,7 +58,10 @@ def run_rounds(parameters: dict[str, Any], plan: Plan) -> Iterator[Run]:
     options = ClusterOptions(**{name: parameters[name] for name in names_of_options})
     groups = clusters_of(names)
     for number in range(parameters["rounds"]):
-        if options.backend == "pandas":
+        if parameters["fresh"]:
+            turn = number % max(1, len(groups))
+            yield from measure_fresh(options, [*groups[turn:], *groups[:turn]], plan, number)
+        elif options.backend == "pandas":
             yield from measure_clusters(options, groups, plan, number, trace=False)
         else:
             turn = number % max(1, len(groups))
@@ -74,7 +79,9 @@ def run_rounds(parameters: dict[str, Any], plan: Plan) -> Iterator[Run]:
 
 def _tell(run: Run) -> None:
     outcome, style = (run.error, "red") if run.error else (f"{run.seconds:.3f} s", "dim")
-    console.print(f"Q{run.query}, {run.contender}, run {run.turn}: {outcome}", style=style, markup=False)
+    console.print(
+        f"Q{run.query}, {run.style}, {run.contender}, run {run.turn}: {outcome}", style=style, markup=False
+    )
 
 
 def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any]:
@@ -85,6 +92,7 @@ def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any
         **environment(),
         "others": installed_versions(("duckdb", "polars", "cudf-polars", "tpchgen-cli")),
         "figures": rounded(summarise(runs)),
+        "styles": rounded(by_style(runs)),
         "ratios": rounded(ratios(runs, parameters["contenders"][0])),
     }
 
@@ -111,6 +119,8 @@ def results_of(parameters: dict[str, Any], runs: Sequence[Run]) -> dict[str, Any
     show_default=True,
     help=f"Workers of {SHARED} in place of each one.",
 )
+@style_option
+@click.option("--fresh", is_flag=True, help="Run each query in a new process, whose planning store is empty.")
 @click.option("--repeat", type=click.IntRange(min=0), default=3, show_default=True, help="Warm runs.")
 @click.option("--rounds", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--protocol", help="Protocol of the cluster, such as tcp or ucx.")
@@ -147,7 +157,7 @@ def main(
     parameters["workers"] = parameters["workers"] or default_workers(backend)
     parameters |= {"scale": tables.scale, "parts": tables.parts, "checked": check}
     wanted = expected(tables, parameters["queries"]) if check else {}
-    plan = Plan(tables, parameters["queries"], wanted, parameters["repeat"])
+    plan = Plan(tables, parameters["queries"], wanted, parameters["repeat"], parameters["styles"])
     runs: list[Run] = []
     for run in run_rounds(parameters, plan):
         _tell(run)

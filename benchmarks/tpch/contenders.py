@@ -27,14 +27,23 @@ PLANNED_BY_DASK = "gpurt-dask-plans"
 READS_FIRST = "gpurt-reads-first"
 #: The runtime with tables in as many partitions as Dask reads them in.
 UNSIZED = "gpurt-unsized"
-CONTENDERS = (GPURT, PLANNED_BY_DASK, SHARED, READS_FIRST, UNSIZED, TASKS, P2P, CUDF_POLARS)
+#: The runtime as ``--preload dask_gpurt`` on the servers switches it on: the client has no setting.
+FLAG = "gpurt-flag"
+CONTENDERS = (GPURT, FLAG, PLANNED_BY_DASK, SHARED, READS_FIRST, UNSIZED, TASKS, P2P, CUDF_POLARS)
 
+#: As in the file that `pip install` puts into Dask's configuration.
+PRELOAD = "dask_gpurt.preload"
 #: The settings of contenders that run the runtime with non-default settings.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    FLAG: {
+        "gpurt.enabled": True,
+        "distributed.scheduler.preload": [PRELOAD],
+        "distributed.nanny.preload": [PRELOAD],
+    },
     SHARED: {
         "gpurt.enabled": True,
         # As in the file that `pip install` puts into Dask's configuration.
-        "distributed.nanny.preload": ["dask_gpurt.preload"],
+        "distributed.nanny.preload": [PRELOAD],
     },
     PLANNED_BY_DASK: {"gpurt.planning.optimise": False},
     READS_FIRST: {"gpurt.reads.beside": 0},
@@ -94,6 +103,17 @@ def clusters_of(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 @contextmanager
+def connected(cluster: Any, name: str) -> Iterator[Any]:
+    """Connect a client to the cluster of a contender, or its address, and switch the runtime on for it."""
+    with dask.config.set({"distributed.client.preload": [PRELOAD]}):
+        client: Any = Client(cluster, set_as_default=False)
+    with client:
+        if name in WITH_RUNTIME and name != FLAG:
+            dask_gpurt.enable(client)
+        yield client
+
+
+@contextmanager
 def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[list[Contender]]:
     """Start a cluster for each group of contenders, all at the same time."""
     if options.backend == "cudf":
@@ -112,10 +132,11 @@ def start(options: ClusterOptions, groups: Sequence[Sequence[str]]) -> Iterator[
                         threads=options.threads,
                     )
                 )
-                client: Any = stack.enter_context(Client(cluster, set_as_default=False))
-                client.wait_for_workers(options.workers * (options.concurrency if SHARED in names else 1))
-                if names[0] in WITH_RUNTIME:
-                    dask_gpurt.enable(client)
+                if names[0] != FLAG:
+                    client = stack.enter_context(connected(cluster, names[0]))
+            if names[0] == FLAG:  # without the settings of the servers
+                client = stack.enter_context(connected(cluster, FLAG))
+            client.wait_for_workers(options.workers * (options.concurrency if SHARED in names else 1))
             client.register_plugin(TaskLog(), name=TaskLog.name)
             if options.backend == "cudf":
                 client.register_plugin(Utilisation(), name=Utilisation.name)

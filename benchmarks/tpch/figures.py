@@ -16,6 +16,7 @@ from rich.table import Table
 from dask_gpurt.tools.bench.budget import PHASES, planning
 
 from .measure import Run
+from .styles import CAREFUL
 
 #: Confidence level of intervals.
 CONFIDENCE = 0.95
@@ -41,12 +42,71 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ordered), "low": ordered[cut], "high": ordered[n - 1 - cut], "n": n}
 
 
-def warm_seconds(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
+def warm_seconds(runs: Sequence[Run]) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of all but the first runs, by contender and query."""
-    found: dict[str, dict[int, list[float]]] = {}
+    found: dict[str, dict[str, list[float]]] = {}
     for run in runs:
         if run.turn > 0 and not run.error:
-            found.setdefault(run.contender, {}).setdefault(run.query, []).append(run.seconds)
+            found.setdefault(run.contender, {}).setdefault(named(run.query, run.style), []).append(
+                run.seconds
+            )
+    return found
+
+
+def named(query: int, style: str) -> str:
+    """Return the name of a query in a style."""
+    return str(query) if style == CAREFUL else f"{query} {style}"
+
+
+def by_style(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Compare each contender's runs in each style with the same queries of others.
+
+    Returns
+    -------
+    list
+        Of each contender and style: the number of queries that ran, the sums of medians of seconds and of CPU
+        seconds of all processes, of first and warm runs; the geometric means of the ratios to the careful
+        style (``careful``) and to each other contender, which is cudf-polars' only style if it is that.
+    """
+    medians: dict[tuple[str, str, bool], dict[int, float]] = {}
+    for contender, style, query, warm in dict.fromkeys(
+        (run.contender, run.style, run.query, run.turn > 0) for run in runs if not run.error
+    ):
+        mine = [
+            run.seconds
+            for run in runs
+            if (run.contender, run.style, run.query, run.turn > 0) == (contender, style, query, warm)
+            and not run.error
+        ]
+        medians.setdefault((contender, style, warm), {})[query] = statistics.median(mine)
+    return [
+        {"contender": contender, "style": style, "warm": warm, "queries": len(of), "sum": sum(of.values())}
+        | {"cpu": _cpu([run for run in runs if (run.contender, run.style) == (contender, style)], warm)}
+        | {"ratios": _ratios_of_style(medians, contender, style, warm)}
+        for (contender, style, warm), of in medians.items()
+    ]
+
+
+def _cpu(runs: Sequence[Run], warm: bool) -> float:
+    spent: dict[int, list[float]] = {}
+    for run in runs:
+        if (run.turn > 0) == warm and "cpu_seconds" in run.budget:
+            spent.setdefault(run.query, []).append(run.budget["cpu_seconds"])
+    return sum(map(statistics.median, spent.values()))
+
+
+def _ratios_of_style(
+    medians: Mapping[tuple[str, str, bool], Mapping[int, float]], contender: str, style: str, warm: bool
+) -> dict[str, float]:
+    mine = medians[contender, style, warm]
+    found = {}
+    for other in dict.fromkeys(name for name, _, _ in medians):
+        theirs = medians.get((other, style, warm)) or medians.get((other, CAREFUL, warm), {})
+        if other == contender:
+            theirs = medians.get((other, CAREFUL, warm), {}) if style != CAREFUL else {}
+        if both := set(mine) & set(theirs):
+            name = CAREFUL if other == contender else other
+            found[name] = statistics.geometric_mean(mine[query] / theirs[query] for query in both)
     return found
 
 
@@ -93,11 +153,12 @@ def summarise(runs: Sequence[Run]) -> list[dict[str, Any]]:
     its parts add up. Of each run, what may explain that it is slower than others.
     """
     found = []
-    for number, contender in dict.fromkeys((run.query, run.contender) for run in runs):
-        mine = [run for run in runs if (run.query, run.contender) == (number, contender)]
+    for number, style, contender in dict.fromkeys((run.query, run.style, run.contender) for run in runs):
+        mine = [run for run in runs if (run.query, run.style, run.contender) == (number, style, contender)]
         warm = sorted((run for run in mine if run.turn > 0 and not run.error), key=lambda run: run.seconds)
         figure: dict[str, Any] = {
             "query": number,
+            "style": style,
             "contender": contender,
             "first": [run.seconds for run in mine if run.turn == 0],
             "first_phases": next(run.budget.get("seconds") for run in mine if run.turn == 0),
@@ -151,6 +212,12 @@ def print_summary(results: Mapping[str, Any]) -> None:
         f"{parameters['workers']} workers of {parameters['threads']} threads"
     )
     console.print(_table(results["figures"]))
+    for one in results["styles"]:
+        ratios = ", ".join(f"{ratio:.2f} x {name}" for name, ratio in one["ratios"].items())
+        console.print(
+            f"{one['contender']}, {one['style']}, {'warm' if one['warm'] else 'first'} runs of "
+            f"{one['queries']} queries: {one['sum']:.2f} s, {one['cpu']:.2f} s of CPU; {ratios}"
+        )
     for name, of in results["ratios"].items():
         first, second = parameters["contenders"][0], name
         console.print(
@@ -174,7 +241,7 @@ def _table(figures: Sequence[Mapping[str, Any]]) -> Table:
     ):
         table.add_column(heading, justify="right", no_wrap=True)
     for figure in figures:
-        table.add_row(str(figure["query"]), figure["contender"], *_cells(figure))
+        table.add_row(named(figure["query"], figure["style"]), figure["contender"], *_cells(figure))
     return table
 
 

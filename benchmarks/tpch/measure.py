@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import process_time
 from typing import Any
 
 import pandas as pd
+from distributed import Client
 from distributed.metrics import time
 
 from dask_gpurt.tools.bench.budget import budget, take_log
@@ -17,8 +21,9 @@ from dask_gpurt.tools.bench.measure import forget
 from .contenders import ClusterOptions, Contender, start
 from .gpu import begin_trace, can_trace, end_trace, take_utilisation
 from .pauses import take_pauses
-from .queries import QUERIES, Query
-from .reference import check, collected
+from .queries import Query
+from .reference import check, collected, computed
+from .styles import CAREFUL, STYLES
 from .tables import ParquetTables
 
 
@@ -34,6 +39,7 @@ class Run:
     budget: dict[str, Any] = field(default_factory=dict)
     #: Set if the run failed or had a wrong result; it then has no time.
     error: str = ""
+    style: str = CAREFUL
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Plan:
     wanted: Mapping[int, pd.DataFrame]
     #: Warm runs after each first run.
     warm: int
+    styles: Sequence[str] = (CAREFUL,)
 
 
 def measure_clusters(
@@ -58,7 +65,7 @@ def measure_clusters(
 
 
 def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, traced: bool) -> Iterator[Run]:
-    """Run every query with every contender: once first, then ``plan.warm`` times; in turns.
+    """Run every query in every style with every contender: once first, then ``plan.warm`` times; in turns.
 
     Each turn runs every contender, starting with a different one. A contender that fails is skipped for the
     rest of this query.
@@ -74,22 +81,30 @@ def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, t
     traced
         Whether to add an untimed run of each query with CUPTI.
     """
-    for number in plan.queries:
+    for style, number in itertools.product(plan.styles, plan.queries):
         last: dict[str, Run] = {}
         for turn in range(plan.warm + 1):
             first = (turn + number) % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
                 if contender.name in last and last[contender.name].error:
                     continue
-                run = last[contender.name] = Run(number, contender.name, round_number, turn)
-                try:
-                    run.seconds, run.budget = timed_run(contender, QUERIES[number], plan)
-                except Exception as error:  # a failure is a result; the other contenders continue
-                    run.error = repr(error)
+                run = run_case(contender, style, number, plan, round_number, turn)
+                last[contender.name] = run
                 yield run
         for contender in contenders if traced else ():
             if not last[contender.name].error:
-                last[contender.name].budget |= traced_run(contender, QUERIES[number], plan.tables)
+                query = STYLES[style][number]
+                last[contender.name].budget |= traced_run(contender, query, plan.tables)
+
+
+def run_case(contender: Contender, style: str, number: int, plan: Plan, round_number: int, turn: int) -> Run:
+    """Run a query in a style once; a failure is a result, and the other contenders continue."""
+    run = Run(number, contender.name, round_number, turn, style=style)
+    try:
+        run.seconds, run.budget = timed_run(contender, STYLES[style][number], plan)
+    except Exception as error:
+        run.error = repr(error)
+    return run
 
 
 def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, dict[str, Any]]:
@@ -103,14 +118,17 @@ def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, di
     if contender.on_gpu:
         take_utilisation(client)
     take_pauses(client)
+    processes = cpu_of_processes(client)
     with contender.chosen():
         began = time()
         lazy = query.build(plan.tables)
         built = time()
-        found = collected(query, lazy.compute())
+        found = collected(query, computed(lazy))
         ended = time()
+    cpu = sum(difference(processes, cpu_of_processes(client)).values())
     pauses = take_pauses(client)
     spent = {**budget(began, built, ended, take_log(client), threads), "collections": pauses}
+    spent["cpu_seconds"] = cpu
     if contender.on_gpu:
         spent["gpu_busy_nvml"] = take_utilisation(client)
     spent |= difference(counted, read_counters(client, contender.has_runtime))
@@ -119,10 +137,20 @@ def timed_run(contender: Contender, query: Query, plan: Plan) -> tuple[float, di
     return ended - began, spent
 
 
+def cpu_of_processes(client: Client) -> dict[str, float]:
+    """Return the CPU seconds of the workers, the scheduler and this process, which may be the same."""
+
+    def spent() -> tuple[int, float]:
+        return os.getpid(), process_time()
+
+    found = [*client.run(spent).values(), client.run_on_scheduler(spent), spent()]
+    return {str(process): seconds for process, seconds in found}
+
+
 def traced_run(contender: Contender, query: Query, tables: ParquetTables) -> dict[str, Any]:
     """Run a query once more, untimed, and return the activity of the GPUs."""
     forget(contender.client)
     begin_trace(contender.client)
     with contender.chosen():
-        query.build(tables).compute()
+        computed(query.build(tables))
     return end_trace(contender.client)

@@ -8,6 +8,8 @@ from typing import Any
 
 from dask_gpurt.tools.bench.budget import PHASES
 
+from .figures import named
+
 #: ``computing`` is split by whether task threads are busy or idle.
 PARTS = (*PHASES[:4], "busy", "idle", PHASES[5])
 COLOURS = ("#9467bd", "#7b4173", "#c5b0d5", "#d4a72c", "#22a06b", "#dddddd", "#8fa3bf")
@@ -28,7 +30,7 @@ def write_plot(results: Mapping[str, Any], path: Path) -> None:
     from bokeh.plotting import figure, output_file, save
 
     bars = [each for each in results["figures"] if "seconds" in each.get("budget", ())]
-    rows = [(f"Q{each['query']}", each["contender"]) for each in bars]
+    rows = [(f"Q{named(each['query'], each['style'])}", each["contender"]) for each in bars]
     cut = [parts_of(each["budget"]) for each in bars]
     data: dict[str, Any] = {"row": rows, **{part: [one[part] for one in cut] for part in PARTS}}
     page = figure(

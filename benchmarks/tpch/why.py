@@ -12,6 +12,7 @@ Each query runs twice on one cluster with the runtime on: for the counts, and fo
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import click
 import dask
+from dask._expr import _ExprSequence
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +30,7 @@ from dask_gpurt.cli.cluster import default_workers
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.client.explain.plan import Explanation, explain_plan
 from dask_gpurt.client.planning.cache import Planned
+from dask_gpurt.client.planning.rules.dependence import columns_of_result
 from dask_gpurt.client.session import SESSIONS
 from dask_gpurt.tools.bench.budget import take_log
 from dask_gpurt.tools.bench.counters import difference, read_counters
@@ -55,7 +58,8 @@ def look(contender: Contender, query: Query, tables: ParquetTables) -> dict[str,
         with SESSIONS.planning.watched(plans.append):
             computed(query.build(tables))
     explained = [explain_plan(plan, SESSIONS.planning.origins) for plan in plans]
-    return {**found, **reads_of(explained), **rest_of(explained)}
+    blocked = Counter(name for plan in plans if (name := blocking(plan)) is not None)
+    return {**found, **reads_of(explained), "blocked": dict(blocked), **rest_of(explained)}
 
 
 def counts(contender: Contender, query: Query, tables: ParquetTables) -> dict[str, Any]:
@@ -80,6 +84,25 @@ def counts(contender: Contender, query: Query, tables: ParquetTables) -> dict[st
         "graph_s": sum(stop - start for start, stop in log.graphs),
         **{name: spent[name] for name in ("shuffles", "moved_bytes", "read_bytes", "thread_cpu_seconds")},
     }
+
+
+def blocking(planned: Planned) -> str | None:
+    """Return the first operation of a plan from which on its rows depend on partitions, as far as known.
+
+    None if the plan as a whole does not.
+    """
+    if planned.facts is None:
+        return "no rules"
+    plan, depends = planned.facts.bare(planned.tuned)
+    if not depends:
+        return None
+    results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
+    for expr in itertools.chain.from_iterable(each.walk() for each in results):
+        if columns_of_result(expr, None) is None and all(
+            columns_of_result(each, None) is not None for each in expr.dependencies()
+        ):
+            return type(expr).__name__
+    return "order or labels of the result"
 
 
 def reads_of(explained: Sequence[Explanation]) -> dict[str, Any]:
@@ -110,10 +133,21 @@ def sums_of(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     names = ("reads", "left", "jobs", "tasks", "shuffles", "moved_bytes", "planning_cpu_s", "graph_s")
     for style in dict.fromkeys(one["style"] for one in found):
         mine = [one for one in found if one["style"] == style and "error" not in one]
-        reasons = sum((Counter(one["reasons"]) for one in mine), Counter[str]())
-        sums[style] = {name: sum(one[name] for one in mine) for name in names}
-        sums[style] |= {"queries": len(mine), "reasons": dict(reasons.most_common())}
+        sums[style] = {"queries": len(mine), **{name: sum(one[name] for one in mine) for name in names}}
+        for name in ("reasons", "blocked"):
+            counted = sum((Counter(one[name]) for one in mine), Counter[str]())
+            sums[style][name] = dict(counted.most_common())
     return sums
+
+
+def results_of(found: Sequence[dict[str, Any]], parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the results to write."""
+    return {
+        "parameters": parameters,
+        **environment(),
+        "sums": rounded(sums_of(found)),
+        "queries": rounded(found),
+    }
 
 
 def print_counts(found: Sequence[dict[str, Any]]) -> None:
@@ -135,6 +169,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
         return [*[""] * 7, one["error"]]
     numbers = [f"{one[name]:.0f}" for name in ("reads", "left", "jobs", "tasks", "shuffles")]
     reasons = "; ".join(f"{number} x {reason}" for reason, number in one["reasons"].items())
+    reasons += "".join(f"; by {name}" for name in one["blocked"])
     return [*numbers, f"{one['moved_bytes'] / MIB:.1f}", f"{1e3 * one['planning_cpu_s']:.0f}", reasons]
 
 
@@ -159,6 +194,7 @@ def main(
 ) -> None:
     options = ClusterOptions(backend, workers or default_workers(backend), 1, None, 0.6)
     planning = {"gpurt.planning.partition-size": partition_size, "gpurt.planning.store": "off"}
+    parameters = {"scale": tables.scale, "parts": tables.parts, "backend": backend}
     found: list[dict[str, Any]] = []
     with dask.config.set(planning), start(options, [[GPURT]]) as (contender,):
         for style in styles:
@@ -168,13 +204,7 @@ def main(
                 except Exception as error:  # a failure is a result
                     seen = {"error": repr(error)}
                 found.append({"style": style, "query": number, **seen})
-    results = {
-        "parameters": {"scale": tables.scale, "parts": tables.parts, "backend": backend, **planning},
-        **environment(),
-        "sums": rounded(sums_of(found)),
-        "queries": rounded(found),
-    }
-    write(results, output)
+                write(results_of(found, {**parameters, **planning}), output)  # keeps what is known so far
     print_counts(found)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.tpch.queries import QUERIES
+from benchmarks.tpch.styles import STYLES
 from dask_gpurt.tools.bench.budget import PHASES
 from tests.helpers.tpch import SCALE, small_tables
 
@@ -55,3 +57,29 @@ def test_the_command_measures_and_checks_all_contenders(tmp_path: Path) -> None:
     assert "hash-join-transfer" in figures[3, "p2p"]["budget"]["tasks"]
     assert "hash-join-transfer" not in figures[3, "tasks"]["budget"]["tasks"]
     assert set(results["ratios"]) == {"tasks", "p2p"}
+
+
+@pytest.mark.timeout(1200)
+def test_all_styles_have_duckdbs_results_with_each_method(tmp_path: Path) -> None:
+    tables, output = small_tables(tmp_path / "tables", parts=12), tmp_path / "results.json"
+    options = ["--data", str(tables.directory), "--scale", str(SCALE), "--parts", str(tables.parts)]
+    options += ["--style", "all", "--backend", "pandas", "--repeat", "0", "--json", str(output)]
+    command = [sys.executable, "-m", "benchmarks.tpch", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
+    figures = json.loads(output.read_text())["figures"]
+    assert not [(each["query"], each["style"], each["errors"]) for each in figures if each["errors"]]
+    assert done.returncode == 0, done.stderr
+    assert len(figures) == 3 * len(STYLES) * len(QUERIES)
+
+
+def test_each_query_is_timed_in_a_new_process(tmp_path: Path) -> None:
+    tables, output = small_tables(tmp_path / "tables", parts=12), tmp_path / "results.json"
+    options = ["--data", str(tables.directory), "--scale", str(SCALE), "--parts", str(tables.parts)]
+    options += ["--queries", "6,22", "--style", "columns", "--fresh", "--backend", "pandas", "--repeat", "1"]
+    options += ["--contenders", "gpurt,gpurt-flag", "--json", str(output)]
+    command = [sys.executable, "-m", "benchmarks.tpch", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(output.read_text())["figures"]
+    found = {(each["query"], each["contender"]): (len(each["first"]), each["warm"]["n"]) for each in figures}
+    assert found == dict.fromkeys(itertools.product([6, 22], ["gpurt", "gpurt-flag"]), (1, 1))
