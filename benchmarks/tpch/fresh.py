@@ -66,8 +66,8 @@ def measure_fresh(
         addresses = {each.name: address_of(each.client) for each in contenders}
         cases = [
             Case(style, number, each.name)
-            for style in plan.styles
             for at, number in enumerate(plan.queries)
+            for style in plan.styles
             for each in [*contenders[at % len(contenders) :], *contenders[: at % len(contenders)]]
         ]
         started: list[tuple[Child, Any]] = []

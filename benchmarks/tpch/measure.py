@@ -81,7 +81,7 @@ def measure(contenders: Sequence[Contender], plan: Plan, *, round_number: int, t
     traced
         Whether to add an untimed run of each query with CUPTI.
     """
-    for style, number in itertools.product(plan.styles, plan.queries):
+    for number, style in itertools.product(plan.queries, plan.styles):
         last: dict[str, Run] = {}
         for turn in range(plan.warm + 1):
             first = (turn + number) % len(contenders)

@@ -64,6 +64,14 @@ def test_groups_by_a_name_that_suffixes_gave_to_another_column() -> None:
 
 
 @pytest.mark.usefixtures("_method")
+def test_a_join_with_distinct_rows_whose_key_is_renamed() -> None:
+    """Dask looks for the rows' key under the name None and raises."""
+    keys = table(RIGHT, 3)[["k"]].drop_duplicates().rename(columns={"k": "key"})
+    joined = table(LEFT, 4).merge(keys, left_on="k", right_on="key").compute()
+    assert sorted(joined.x) == [x for x in NUMBERS if x % 7 < 5]
+
+
+@pytest.mark.usefixtures("_method")
 def test_frames_without_columns() -> None:
     assert len(table(LEFT, 4)[[]].drop_duplicates(split_out=True).compute()) == len(LEFT)
 
