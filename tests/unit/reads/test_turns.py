@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.strategies import data, integers
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads.turns import ClosedError, Turn, ComputeSlots
+from dask_gpurt.reads.turns import ClosedError, ComputeSlots, Turn
 from tests.helpers.examples import examples
 from tests.helpers.waiting import LIMIT_S, until
 

@@ -24,7 +24,7 @@ from dask_gpurt.tools.simulate import (
     build_cluster,
     build_workload,
 )
-from dask_gpurt.tools.simulate.clock import Name, DeadlockError
+from dask_gpurt.tools.simulate.clock import DeadlockError, Name
 from dask_gpurt.tools.simulate.placements import PLACEMENTS, simulate
 from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 from dask_gpurt.tools.simulate.workloads import Scale
