@@ -314,6 +314,7 @@ KEEPING: dict[type, Callable[[Any, Known], Columns]] = {
     **dict.fromkeys(
         [_expr.Filter, _expr.DropnaFrame, _expr.DropnaSeries], lambda expr, known: known(expr.frame)
     ),
+    _expr.RenameAxis: lambda expr, known: known(expr.frame),
     # The levels of the index come before the columns.
     _expr.ResetIndex: lambda expr, known: known(expr.frame).renamed(
         reversed(expr.frame.columns), reversed(expr.columns)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from dask_gpurt.client.planning.reads import is_idle
-from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
+from dask_gpurt.client.planning.rules.dependence import why_dependent
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 from dask_gpurt.observe import Metrics
@@ -113,7 +113,7 @@ class Facts:
     metrics: Metrics = field(default_factory=Metrics)
     notes: list[Note] = field(default_factory=list)
     #: By name of a plan. Rules ask one after the other, most often of the same plan.
-    _bare: dict[str, tuple[Expr, bool]] = field(default_factory=dict)
+    _bare: dict[str, tuple[Expr, str | None]] = field(default_factory=dict)
 
     def note(self, rule: object, expression: str, text: str, *, done: bool = False) -> None:
         """Note what a rule has done to an expression, or why it has left it. See :class:`Note`."""
@@ -121,11 +121,11 @@ class Facts:
         self.notes.append(note)
         logger.debug("%s: %s %s", note.rule, expression, text)
 
-    def bare(self, plan: Expr) -> tuple[Expr, bool]:
-        """Return a plan without what does nothing, and whether its results depend on partitions."""
+    def bare(self, plan: Expr) -> tuple[Expr, str | None]:
+        """Return a plan without what does nothing, and why its results depend on partitions, if they do."""
         if (found := self._bare.get(name_of(plan))) is None:
             bare = rebuild(plan, lambda expr: expr.frame if is_idle(expr) else expr)
-            found = self._bare[name_of(plan)] = bare, depends_on_partitions(bare)
+            found = self._bare[name_of(plan)] = bare, why_dependent(bare)
         return found
 
 

@@ -3,7 +3,8 @@
 A result is the same if each operation of the plan is one of these, with the guarantees that it takes:
 
 - *on rows*: row by row, with fixed dtypes or nothing that depends on them (:mod:`.operations`);
-- a *join* on columns whose dtypes do not vary. It finds the same rows, in no order, however they are divided;
+- a *join* on columns whose dtypes do not vary, or on the index of groups. It finds the same rows, in no
+  order, however they are divided;
 - an *aggregation* of Dask's own whose value does not depend on the order of rows;
 - *rows one below the other*: concatenations, sorts, and repartitions into a single partition.
 
@@ -46,7 +47,7 @@ from dask_gpurt.client.planning.operations import (
 )
 from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
 
-__all__ = ["columns_of_result", "depends_on_partitions", "joins_columns"]
+__all__ = ["columns_of_result", "depends_on_partitions", "joins_columns", "why_dependent"]
 
 #: Operations that leave out rows.
 _CHOICES = (_expr.DropnaFrame, _expr.DropnaSeries, _expr.Filter)
@@ -141,31 +142,42 @@ def depends_on_partitions(plan: Expr, files: Mapping[str, Columns] | None = None
         By name, what is known of the columns of reads of Parquet files. By default, all that would help: for
         a first look, before footers are read.
     """
+    return why_dependent(plan, files) is not None
+
+
+def why_dependent(plan: Expr, files: Mapping[str, Columns] | None = None) -> str | None:
+    """Return why :func:`depends_on_partitions` says so; None if a result does not depend on them."""
     results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
     if not all(isinstance(each, _expr.Expr) and each.npartitions == 1 for each in results):
-        return True
-    if (found := _described(results, files)) is None:
-        return True
-    return any(_shows_partitions(found[each._name]) for each in results)
+        return "a result has several partitions"
+    found = _described(results, files)
+    if isinstance(found, str):
+        return found
+    return next(filter(None, (_shows_partitions(found[each._name]) for each in results)), None)
 
 
-def _shows_partitions(rows: _Rows) -> bool:
-    """Return whether labels, order or dtypes of a result depend on partitions.
+def _shows_partitions(rows: _Rows) -> str | None:
+    """Return what of a result depends on partitions: labels, order or dtypes.
 
     Where they vary, the dtype of the result is that of the partitions that have rows.
     """
-    is_numbered = rows.labels is _Labels.OF_ROWS
-    return is_numbered or rows.order is _Order.OF_PARTITIONS or bool(rows.columns.varying)
+    if rows.labels is _Labels.OF_ROWS:
+        return "the index of the result numbers rows of partitions"
+    if rows.order is _Order.OF_PARTITIONS:
+        return "groups of the result are in the order of partitions, which sort=True would fix"
+    if varying := rows.columns.varying:
+        return f"the dtypes of {', '.join(sorted(map(str, varying)))} in the result may vary"
+    return None
 
 
 def columns_of_result(plan: Expr, files: Mapping[str, Columns]) -> Columns | None:
     """Describe the columns of the result of a plan; None if its rows may depend on partitions."""
     found = _described([plan], files)
-    return None if found is None else found[plan._name].columns
+    return None if isinstance(found, str) else found[plan._name].columns
 
 
-def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> dict[str, _Rows] | None:
-    """Describe the rows of each expression by its name; None if some depend on partitions."""
+def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> dict[str, _Rows] | str:
+    """Describe the rows of each expression by its name; the reason if some may depend on partitions."""
     found: dict[str, _Rows] = {}
     left = list(results)
     while left:
@@ -178,7 +190,7 @@ def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> d
         if expr._name not in found:
             rows = _rows_of(expr, [found[each._name] for each in expr.dependencies()], files)
             if rows is None:
-                return None
+                return f"what {type(expr).__name__} returns may depend on them"
             found[expr._name] = rows
     return found
 
@@ -199,13 +211,22 @@ def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None
     none = frozenset[str]()
     divided = frozenset([str(expr._name)]) if expr.npartitions != 1 else none
     if type(expr) in (Merge, SemiMerge):
-        return _Rows(divided, none, _Labels.OF_UNORDERED_ROWS, _Order.NONE, columns)
+        return _Rows(divided, none, _labels_of_join(expr, inputs), _Order.NONE, columns)
     labels = max(rows.labels for rows in inputs)
     if getattr(expr, "ignore_index", False):
         labels = _Labels.OF_ROWS
     elif not isinstance(expr, _KEEPING_LABELS):
         labels = _Labels.VALUES
     return _Rows(divided, none, labels, _order_of(expr, inputs), columns)
+
+
+def _labels_of_join(join: Any, inputs: list[_Rows]) -> _Labels:
+    """Return what labels joined rows have: of the side whose index is no key, or of both if both are."""
+    if not (join.left_index or join.right_index):
+        return _Labels.OF_UNORDERED_ROWS
+    if join.left._meta.index.dtype != join.right._meta.index.dtype:
+        return _Labels.OF_ROWS  # pandas takes the other side's index where a partition has no rows
+    return max(_Labels.OF_UNORDERED_ROWS, *(rows.labels for rows in inputs))
 
 
 def _order_of(expr: Any, inputs: list[_Rows]) -> _Order:
@@ -283,7 +304,8 @@ def _columns_of(expr: Any, inputs: list[_Rows]) -> Columns | None:
     """Describe the columns of an operation on several rows; None if its result depends on partitions."""
     frame = inputs[0].columns
     if type(expr) is Merge:
-        return _columns_of_join(expr, frame, inputs[1].columns) if joins_columns(expr) else None
+        is_fixed = joins_columns(expr) or _joins_groups(expr, inputs)
+        return _columns_of_join(expr, frame, inputs[1].columns) if is_fixed else None
     if type(expr) is SemiMerge:
         varying = frame.varying & _named(expr.left_on) or inputs[1].columns.varying & _named(expr.right_on)
         return frame if joins_columns(expr) and not varying else None
@@ -313,6 +335,8 @@ def _named(names: Any) -> frozenset[Any]:
 
 def _shared_keys(join: Any) -> set[Any]:
     """Return the keys with the same name on both sides, which become one column."""
+    if join.left_index or join.right_index:
+        return set()
     pairs = zip(_listed(join.left_on), _listed(join.right_on), strict=True)
     return {one for one, other in pairs if one == other}
 
@@ -378,15 +402,40 @@ def _is_sorted_by_keys(groups: Any) -> bool:
 
 def joins_columns(expr: Any) -> bool:
     """Return whether a join is on columns, with its partitions left to Dask."""
-    given = (expr.operand("_npartitions"), expr.operand("broadcast"))
-    if expr.left_index or expr.right_index or given != (None, None):
+    return not (expr.left_index or expr.right_index) and _joins_by_name(expr)
+
+
+def _joins_by_name(expr: Any) -> bool:
+    """Return whether the keys of a join that are no index are columns, with partitions left to Dask."""
+    if (expr.operand("_npartitions"), expr.operand("broadcast")) != (None, None):
         return False
-    if any(isinstance(on, Expr) for side in (expr.left_on, expr.right_on) for on in _listed(side)):
-        return False
+    keys = [(expr.left, expr.left_on), (expr.right, expr.right_on)]
+    given = [(side, on) for side, on in keys if on is not None]
     return not any(
-        _contains_index_name(side, on)
-        for side, on in ((expr.left, expr.left_on), (expr.right, expr.right_on))
+        _contains_index_name(side, on) or any(isinstance(each, Expr) for each in _listed(on))
+        for side, on in given
     )
+
+
+def _joins_groups(join: Any, inputs: list[_Rows]) -> bool:
+    """Return whether each index that is a key of a join is the key of groups, whose dtype is fixed."""
+    sides = zip((join.left, join.right), (join.left_index, join.right_index), inputs, strict=True)
+    return (
+        join.how != "leftsemi"
+        and _joins_by_name(join)
+        and all(
+            rows.labels is _Labels.VALUES and _is_labelled_by_key(side)
+            for side, is_key, rows in sides
+            if is_key
+        )
+    )
+
+
+def _is_labelled_by_key(expr: Any) -> bool:
+    """Return whether the index is that of groups, by one key."""
+    while is_on_rows(expr) and type(expr) is not _expr.ResetIndex:
+        expr = expr.dependencies()[0]
+    return isinstance(expr, _groupby.GroupByBase) and cast(Any, expr)._meta.index.nlevels == 1
 
 
 def _is_unordered(expr: Any) -> bool:

@@ -68,10 +68,10 @@ def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> t
     choose
         Decides, given the reads whose size is known.
     """
-    bare, depends = facts.bare(plan)
+    bare, dependent = facts.bare(plan)
     found = parquet_reads(bare)
-    if depends or not facts.sizes.threads:
-        reason = "results depend on partitions" if depends else "there are no workers"
+    if dependent or not facts.sizes.threads:
+        reason = f"results depend on partitions: {dependent}" if dependent else "there are no workers"
         facts.note(rule, name_of(plan), f"has its reads as Dask makes them, since {reason}")
         return plan, 0, len(found)
     chosen = _chosen(rule, bare, found, facts, choose) if found else {}

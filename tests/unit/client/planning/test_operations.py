@@ -201,6 +201,7 @@ PROGRAMS: dict[str, list[Program]] = {
     "RenameFrame": [lambda t: t[["i", "n"]].rename(columns={"i": "n", "n": "i"})],
     "RenameSeries": [lambda t: t.i.rename("other"), lambda t: t.n.rename("i")],
     "ColumnsSetter": [lambda t: set_columns(t[["n", "i"]], ["i", "n"])],
+    "RenameAxis": [lambda t: t[["i", "n"]].rename_axis(index="other"), lambda t: t.i.rename_axis(None)],
     "ToFrame": [lambda t: t.i.to_frame(), lambda t: t.n.to_frame("i")],
     "Filter": [lambda t: t[t.i == LARGE], lambda t: t[t.m.fillna(False)].i, lambda t: t.i[t.b]],
     "DropnaFrame": [lambda t: t[["i", "f"]].dropna(), lambda t: t.dropna(subset=["n"])],

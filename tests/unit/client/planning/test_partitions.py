@@ -201,6 +201,14 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "labels of joined groups": lambda large, small: (
         large.merge(small, on="key").groupby("label").value.mean().reset_index()
     ),
+    "join on the index of groups": lambda large, small: (
+        large.merge(large.groupby("key").value.mean().to_frame("mean"), left_on="key", right_index=True)
+        .groupby("name", sort=True)
+        .agg({"mean": "sum", "number": "count"})
+    ),
+    "join of groups on their indexes": lambda large, small: (
+        large.groupby("key").value.max().to_frame("most").join(small.groupby("key").more.sum(), how="outer")
+    ),
     "rows without a match": lambda large, small: (
         small.merge(large[large.value > 500], on="key", how="left")
         .assign(none=lambda rows: rows.number.isna())
@@ -266,6 +274,15 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "rows of files": lambda large, small: large[large.value > 100],
     "numbers of rows of files": lambda large, small: large.reset_index().groupby("index").value.sum(),
     "join on numbers of rows": lambda large, small: large.merge(small, left_on="key", right_index=True),
+    "numbers of rows of files beside groups": lambda large, small: large.join(
+        small.groupby("key").more.sum(), on="key"
+    ),
+    "groups joined on indexes of unlike dtypes": lambda large, small: (
+        large.groupby("name")
+        .key.max()
+        .to_frame()
+        .merge(small.groupby("key").more.sum().to_frame(), left_on="key", right_index=True)
+    ),
     "a column of other rows": lambda large, small: (
         large.assign(value=large.value[large.key > 3]).groupby("name").value.sum()
     ),
@@ -526,4 +543,4 @@ def test_rules_say_what_they_changed_and_what_they_left_and_why(
     assert "is read in partitions of the size that Dask chooses" in said
     caplog.clear()
     planned(large.key.head(3, compute=False), sizes)
-    assert "has its reads as Dask makes them, since results depend on partitions" in caplog.text
+    assert "since results depend on partitions: what Head returns may depend on them" in caplog.text
