@@ -40,6 +40,7 @@ from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
+from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.store import LOADED, Found, Generation, Store, StoredCache
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.computing import runs_locally
@@ -76,7 +77,7 @@ from dask_gpurt.observe.methods import Choices
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
 
 #: The rules, in the order in which they are applied: tables that are small are so for the largest of all.
-RULES: tuple[Rule, ...] = (Broadcast(), PartitionSize(), LocalGroups())
+RULES: tuple[Rule, ...] = (SortOnce(), Broadcast(), PartitionSize(), LocalGroups())
 
 
 class Plan(NamedTuple):

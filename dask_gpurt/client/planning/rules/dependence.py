@@ -33,7 +33,7 @@ from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
 from dask.dataframe.dask_expr._repartition import Repartition
-from dask.dataframe.dask_expr._shuffle import SortValues, _contains_index_name
+from dask.dataframe.dask_expr._shuffle import SetIndexBlockwise, SortValues, _contains_index_name
 from dask.dataframe.dask_expr.io.io import FromPandas, FusedIO
 
 from dask_gpurt.client.planning.operations import (
@@ -205,11 +205,13 @@ def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None
         return None
     if not inputs:
         return _rows_of_source(expr, files)
+    if type(expr) is SetIndexBlockwise:
+        return _rows_with_index(expr, inputs[0])
     columns = _columns_of(expr, inputs)
     if columns is None:
         return None
     none = frozenset[str]()
-    divided = frozenset([str(expr._name)]) if expr.npartitions != 1 else none
+    divided = frozenset([str(expr._name)]) if _is_divided(expr, inputs) else none
     if type(expr) in (Merge, SemiMerge):
         return _Rows(divided, none, _labels_of_join(expr, inputs), _Order.NONE, columns)
     labels = max(rows.labels for rows in inputs)
@@ -218,6 +220,24 @@ def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None
     elif not isinstance(expr, _KEEPING_LABELS):
         labels = _Labels.VALUES
     return _Rows(divided, none, labels, _order_of(expr, inputs), columns)
+
+
+def _rows_with_index(expr: Any, rows: _Rows) -> _Rows | None:
+    """Describe rows whose index is set in each partition, to a column whose dtype is fixed."""
+    if expr.append or _named(expr.other) & rows.columns.varying:
+        return None
+    chosen_by = frozenset([str(expr._name)]) if rows.sources else rows.chosen_by
+    return rows._replace(labels=_Labels.VALUES, chosen_by=chosen_by, columns=rows.columns.only(expr.columns))
+
+
+def _is_divided(expr: Any, inputs: list[_Rows]) -> bool:
+    """Return whether an operation on several rows has several partitions.
+
+    How many a sort has is not asked: Dask would compute its input to find out.
+    """
+    if type(expr) is SortValues and expr.operand("npartitions") is None:
+        return bool(inputs[0].sources)
+    return bool(expr.npartitions != 1)
 
 
 def _labels_of_join(join: Any, inputs: list[_Rows]) -> _Labels:
@@ -432,10 +452,11 @@ def _joins_groups(join: Any, inputs: list[_Rows]) -> bool:
 
 
 def _is_labelled_by_key(expr: Any) -> bool:
-    """Return whether the index is that of groups, by one key."""
+    """Return whether the index is that of groups, by one key, or a column."""
     while is_on_rows(expr) and type(expr) is not _expr.ResetIndex:
         expr = expr.dependencies()[0]
-    return isinstance(expr, _groupby.GroupByBase) and cast(Any, expr)._meta.index.nlevels == 1
+    is_known = isinstance(expr, (_groupby.GroupByBase, SetIndexBlockwise))
+    return is_known and cast(Any, expr)._meta.index.nlevels == 1
 
 
 def _is_unordered(expr: Any) -> bool:
