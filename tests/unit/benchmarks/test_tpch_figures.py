@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.tpch.figures import ratios, summarise
+from benchmarks.tpch.figures import by_style, ratios, summarise
 from benchmarks.tpch.measure import Run
 from dask_gpurt.tools.bench.budget import Logged, Step, budget, gaps
 
@@ -71,3 +71,15 @@ def test_a_contender_that_fails_has_no_time() -> None:
     assert [(each["query"], each["contender"]) for each in figures if each["errors"]] == [(2, "tasks")]
     assert "warm" not in figures[-1]
     assert ratios(runs, "gpurt")["tasks"]["queries"] == 1
+
+
+def test_styles_are_compared_with_the_careful_one_and_with_others() -> None:
+    def runs(contender: str, style: str, *seconds: float) -> list[Run]:
+        return [Run(1, contender, 0, turn, one, style=style) for turn, one in enumerate(seconds)]
+
+    every = [*runs("gpurt", "careful", 4.0, 2.0), *runs("gpurt", "sql", 5.0, 3.0)]
+    every += runs("cudf-polars", "careful", 2.0, 1.0)
+    warm = {(of["contender"], of["style"]): of for of in by_style(every) if of["warm"]}
+    assert warm["gpurt", "sql"]["ratios"] == pytest.approx({"careful": 1.5, "cudf-polars": 3.0})
+    assert warm["gpurt", "careful"]["ratios"] == pytest.approx({"cudf-polars": 2.0})
+    assert {of["sum"] for of in by_style(every) if not of["warm"]} == {4.0, 5.0, 2.0}
