@@ -15,6 +15,7 @@ from typing import Any
 import dask
 import numpy as np
 import pandas as pd
+from dask._collections import new_collection
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.dataframe.dask_expr import _shuffle
@@ -49,6 +50,7 @@ __all__ = [
     "Expr",
     "PlanWrapper",
     "change_operands",
+    "collection_of",
     "content_of",
     "deferred_values",
     "fuse_blockwise",
@@ -101,6 +103,11 @@ _DESCRIBED: dict[str, Callable[[type], bool]] = {
 def name_of(expr: Expr) -> str:
     """Return the name of an expression. Expressions with equal names have equal results."""
     return str(expr._name)
+
+
+def collection_of(expr: Expr) -> Any:
+    """Return the collection of an expression, as users have it."""
+    return new_collection(expr)
 
 
 def operands_of(expr: Expr) -> Iterator[Any]:

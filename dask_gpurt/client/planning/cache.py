@@ -38,8 +38,10 @@ from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast
+from dask_gpurt.client.planning.rules.filters import Filters
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
+from dask_gpurt.client.planning.rules.row_choices import RowChoices
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.store import LOADED, Found, Generation, Store, StoredCache
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
@@ -76,7 +78,9 @@ from dask_gpurt.observe.methods import Choices
 #: The sizes of the caches. The 22 queries of TPC-H create 7,000 expressions.
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
 
-#: The rules, in the order in which they are applied: tables that are small are so for the largest of all.
+#: The rules for plans as users write them, before Dask simplifies these, in the order of application.
+EARLY_RULES: tuple[Rule, ...] = (RowChoices(), Filters())
+#: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (SortOnce(), Broadcast(), PartitionSize(), LocalGroups())
 
 
@@ -151,8 +155,8 @@ class PlanningCache:
 
     Attributes
     ----------
-    rules
-        The rules that change plans; benchmarks leave one out.
+    early_rules, rules
+        The rules that change plans, before and after Dask simplifies them; benchmarks leave one out.
     origins
         Finds the lines of the program that made an operation.
     """
@@ -163,7 +167,7 @@ class PlanningCache:
         metrics: Metrics,
         choices: Choices | None = None,
     ):
-        self.rules = RULES
+        self.early_rules, self.rules = EARLY_RULES, RULES
         self.origins = Origins()
         self._current = current
         self._metrics = metrics
@@ -347,14 +351,16 @@ class PlanningCache:
 
     def _by_rules(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, facts: Facts) -> Expr:
         """Return a plan that all rules have changed; Dask's if one of them fails."""
-        tuned = original(expr, "tuned-logical")
         try:
-            changed = tuned
+            changed = expr
+            for rule in self.early_rules:
+                changed = rule.apply(changed, facts)
+            changed = original(changed, "tuned-logical")
             for rule in self.rules:
                 changed = rule.apply(changed, facts)
             return lower(facts.tables.checked(changed), stage)
         except Exception as error:  # expressions of Dask may raise anything
-            found = lower(tuned, stage)  # raises too if it is the program that is wrong
+            found = original(expr, stage)  # raises too if it is the program that is wrong
             self._metrics.fallback(Fallback.PLANNING_AS_DASK, repr(error))
             return found
 

@@ -36,6 +36,7 @@ __all__ = [
     "Known",
     "after_operation",
     "has_categories",
+    "has_fixed_dtypes",
     "has_kinds",
     "is_narrow",
     "is_no_operation",
@@ -265,6 +266,15 @@ def _changes_with_nulls(expr: Any) -> bool:
     if expr.attr in _OBJECTS_OF_TIMES:
         return any(map(_is_object, _dtypes_of(expr)))
     return expr.attr in _NUMBERS_OF_STRINGS | _NUMBERS_OF_TIMES and has_kinds(expr, "iu")
+
+
+def has_fixed_dtypes(expr: Any) -> bool:
+    """Return whether the dtypes of what an operation of :data:`COMPUTING` returns with pandas are fixed.
+
+    Then they follow from the dtypes of its inputs, whichever values and nulls these have.
+    """
+    kind = type(expr)
+    return COMPUTING[kind](expr) and not (kind in _ACCESSORS and _changes_with_nulls(expr))
 
 
 _ARITHMETIC_METHODS = frozenset(["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"])

@@ -1,0 +1,169 @@
+"""Find out which columns of each expression of a plan its result is made of.
+
+Shared by rules. A plan that Dask has not simplified carries all columns of its tables along, and so no rule
+can see which of them matter. Conditions of filters do not count: they decide which rows there are, and no
+value or dtype of the result is one of theirs.
+
+What it does not reason about
+    Operations that are not named here: these need all columns.
+Why it may be trusted
+    ``tests/unit/client/planning/test_filters.py`` replaces the values of all other columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from dask.dataframe.dask_expr import _expr, _groupby, _reductions
+from dask.dataframe.dask_expr._concat import Concat
+from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.dask_expr._shuffle import SortValues
+
+from dask_gpurt.client.planning.operations import COMPUTING, is_on_rows
+from dask_gpurt.dask_hooks.planning import Expr, is_computation, name_of
+
+#: Labels of columns.
+Names = frozenset[Any]
+#: What an expression needs of each of its inputs.
+Needs = Iterator[tuple[Any, Iterable[Any]]]
+
+
+def dimensions(expr: Any) -> int:
+    """Return the number of dimensions of an expression; 0 for what is no frame or series."""
+    return 0 if is_computation(expr) else int(getattr(expr, "ndim", 0))
+
+
+def users_first(plan: Any) -> list[Any]:
+    """Return each expression of a plan once, those that use it before it."""
+    done: dict[str, Any] = {}
+    left = [plan]
+    while left:  # iterative, as `rebuild` is
+        expr = left[-1]
+        missing = [each for each in expr.dependencies() if name_of(each) not in done]
+        if missing:
+            left.extend(missing)
+            continue
+        done.setdefault(name_of(left.pop()), expr)
+    return list(done.values())[::-1]
+
+
+def needed_columns(order: Sequence[Any]) -> dict[str, Names]:
+    """Return the columns of each expression that are needed, by its name; all or none of a series.
+
+    Parameters
+    ----------
+    order
+        The expressions of a plan, those that use another one before it.
+    """
+    needed: dict[str, set[Any]] = {}
+    for expr in order:
+        names = frozenset(needed.get(name_of(expr), ()))
+        for each, columns in _all(expr, names) if expr is order[0] else _needs(expr, names):
+            if isinstance(each, Expr):
+                needed.setdefault(name_of(each), set()).update(columns)
+    return {name: frozenset(columns) for name, columns in needed.items()}
+
+
+def _columns(expr: Any) -> list[Any]:
+    return list(expr.columns) if dimensions(expr) else []
+
+
+def _needs(expr: Any, names: Names) -> Needs:
+    """Yield each input of an expression, and the columns of it that are needed for some of the expression."""
+    if not names and dimensions(expr):
+        return
+    rule = _RULES.get(type(expr))
+    if rule is None and isinstance(expr, _groupby.GroupByBase) and hasattr(expr, "frame"):
+        rule = _of_groups
+    if rule is None or any(len({*_columns(each)}) < len(_columns(each)) for each in expr.dependencies()):
+        rule = _all
+    yield from rule(expr, names)
+
+
+def _all(expr: Any, names: Names) -> Needs:
+    yield from ((each, _columns(each)) for each in expr.dependencies())
+
+
+def _same(expr: Any, names: Names) -> Needs:
+    yield from ((each, names & {*_columns(each)}) for each in expr.dependencies())
+
+
+def _chosen(expr: Any, names: Names) -> Needs:
+    yield expr.frame, names & {*_columns(expr.frame)}
+
+
+def _with_keys(expr: Any, names: Names) -> Needs:
+    yield expr.frame, names | {*_listed(expr.operand("by"))} & {*_columns(expr.frame)}
+
+
+def _assigned(expr: Any, names: Names) -> Needs:
+    yield expr.frame, names - {*expr.keys}
+    for key, value in zip(expr.keys, expr.vals, strict=True):
+        if key in names and isinstance(value, Expr):
+            yield value, _columns(value)
+
+
+def _renamed(expr: Any, names: Names) -> Needs:
+    pairs = zip(_columns(expr.frame), _columns(expr), strict=True)
+    yield expr.frame, {old for old, new in pairs if new in names}
+
+
+def _joined(join: Any, names: Names) -> Needs:
+    for side, on, made in zip((join.left, join.right), keys_of_join(join), names_in_join(join), strict=True):
+        yield side, {*on} | {column for name, column in made.items() if name in names}
+        other = join.right if side is join.left else join.left  # for a suffix, both have to have a column
+        yield (
+            other,
+            {each for each in made.values() if each in {*_columns(other)} and each in {*_columns(side)}},
+        )
+
+
+def keys_of_join(join: Any) -> tuple[list[Any], list[Any]]:
+    """Return the columns by which a join joins either side; none for its index."""
+    return _listed(join.left_on), _listed(join.right_on)
+
+
+def names_in_join(join: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return, for the left and the right side, its columns by the names that they have in the result."""
+    left, right = keys_of_join(join)
+    shared = {one for one, other in zip(left, right, strict=False) if one == other}
+    in_both = {*join.left.columns} & {*join.right.columns} - shared
+    left_names, right_names = (
+        {f"{name}{suffix}" if suffix and name in in_both else name: name for name in side.columns}
+        for side, suffix in zip((join.left, join.right), join.suffixes, strict=True)
+    )
+    return left_names, right_names
+
+
+def _of_groups(groups: Any, names: Names) -> Needs:
+    frame = groups.frame
+    chosen = groups.operand("_slice") if "_slice" in groups._parameters else None
+    columns = {*_listed(chosen)} if chosen is not None else {*_columns(frame)}
+    if isinstance(groups, _groupby.GroupbyAggregationBase) and isinstance(groups.arg, dict):
+        columns = {*groups.arg}
+    yield frame, (columns | {each for each in groups.by if not isinstance(each, Expr)}) & {*_columns(frame)}
+    yield from ((each, _columns(each)) for each in groups.by if isinstance(each, Expr))
+
+
+def _listed(names: Any) -> list[Any]:
+    if names is None:
+        return []
+    return list(names) if isinstance(names, (list, tuple)) else [names]
+
+
+def _computed(expr: Any, names: Names) -> Needs:
+    yield from (_same if expr.ndim == 2 and is_on_rows(expr) else _all)(expr, names)
+
+
+_RULES: dict[type, Callable[[Any, Names], Needs]] = {
+    **dict.fromkeys(COMPUTING, _computed),
+    **dict.fromkeys([_expr.Projection, _expr.Drop, _expr.Filter, _expr.ResetIndex], _chosen),
+    **dict.fromkeys([_expr.Head, _expr.Tail], _chosen),
+    **dict.fromkeys([_expr.RenameFrame, _expr.ColumnsSetter], _renamed),
+    **dict.fromkeys([SortValues], _with_keys),
+    **dict.fromkeys([_reductions.NLargest, _reductions.NSmallest], _all),
+    Concat: _same,
+    Merge: _joined,
+    _expr.Assign: _assigned,
+}

@@ -1,0 +1,424 @@
+"""Check where filters are moved, and that results stay the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+from dask._expr import optimize_until
+from dask.dataframe.dask_expr import _expr
+from dask.dataframe.dask_expr._concat import Concat
+from dask.dataframe.dask_expr._groupby import GroupByBase
+from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.dask_expr._reductions import DropDuplicates
+from dask.dataframe.dask_expr.io.parquet import ReadParquet
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.client.planning.cache import EARLY_RULES
+from dask_gpurt.client.planning.rules import Facts, PartitionSizes
+from dask_gpurt.client.planning.rules.row_choices import RowChoices
+from tests.helpers.clusters import canonical
+from tests.helpers.planned import some_programs
+
+#: One operation: how it is called, and numbers that choose its arguments.
+Step = tuple[str, int, int, int]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tasks() -> Iterator[None]:
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
+        yield
+
+
+def tables(rows: int = 60) -> dict[str, pd.DataFrame]:
+    """Return a large and a small table, with nulls, zeros of either sign, strings and times."""
+    at = np.arange(rows)
+    large = pd.DataFrame(
+        {
+            "key": at * 7 % 11,
+            "x": np.where(at % 9 == 0, np.nan, at * 3 % 13) * np.where(at % 2, 1.0, -1.0),
+            "n": at % 5,
+            "s": pd.array([None if i % 8 == 0 else f"s{i % 4}" for i in at], dtype="string"),
+            "d": pd.Series(pd.Timestamp("2020-01-01") + pd.to_timedelta(at % 6, "D")).where(at % 7 != 0),
+            "flag": at % 3 == 0,
+        }
+    )
+    small = pd.DataFrame(
+        {
+            "key": np.arange(8),
+            "x": [0.0, -0.0, 1.5, np.nan, 2.0, 3.0, 4.0, 5.0],
+            "label": pd.array(["a", "b", None, "a", "b", "c", "c", "a"], dtype="string"),
+            "more": np.arange(8) / 2,
+        }
+    )
+    return {"large": large, "small": small}
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    folder = tmp_path_factory.mktemp("filters")
+    for name, table in tables().items():
+        dd.from_pandas(table, npartitions=3, sort=False).to_parquet(folder / name, write_index=False)
+    return lambda name: dd.read_parquet(folder / name)
+
+
+def ruled(result: Any) -> tuple[Any, Facts]:
+    """Return the plan of a computation that the early rules have changed, and their facts."""
+    facts = Facts(PartitionSizes(1, 1))
+    plan = result.expr.finalize_compute()
+    for rule in EARLY_RULES:
+        plan = rule.apply(plan, facts)
+    return plan, facts
+
+
+def value_of(plan: Any) -> Any:
+    lowered = optimize_until(plan, "fused")
+    (key,) = lowered.__dask_keys__()
+    return dask.get(lowered.__dask_graph__(), key)
+
+
+# ---- random programs ------------------------------------------------------------------------------
+
+
+def condition(frame: Any, first: int, second: int) -> Any:
+    """Return one of many conditions on columns of a frame."""
+    columns = list(frame.columns)
+    name, other = columns[first % len(columns)], columns[second % len(columns)]
+    kind = str(frame[name].dtype)
+    if kind == "string":
+        chosen = [
+            lambda: frame[name] == "s1",
+            lambda: frame[name] != "a",
+            lambda: frame[name].isin(["s1", "b", "c"]),
+            lambda: frame[name].str.contains("1|b"),
+            lambda: ~frame[name].isnull(),
+            lambda: ~(frame[name] == "s2"),
+        ]
+    elif kind == "bool":
+        chosen = [lambda: frame[name], lambda: ~frame[name]]
+    elif kind.startswith("datetime"):
+        chosen = [
+            lambda: frame[name] < pd.Timestamp("2020-01-03"),
+            lambda: frame[name].dt.day == 2,
+            lambda: frame[name].isna(),
+        ]
+    else:
+        chosen = [
+            lambda: frame[name] > 1,
+            lambda: frame[name] != 2,
+            lambda: frame[name].between(0, 4),
+            lambda: frame[name].notnull() & (frame[name] * 2 < 9),
+            lambda: frame[name] >= frame[name].mean(),
+            lambda: (frame[name] < 3) | frame[other].isnull(),
+        ]
+    return chosen[second % len(chosen)]()
+
+
+def query(frame: Any, first: int, second: int) -> Any:
+    columns = list(frame.columns)
+    name = columns[first % len(columns)]
+    kind = str(frame[name].dtype)
+    if kind == "string":
+        texts = ["{0} == 's1'", "{0} != 'a'", "not {0} == 's1'", "{0} in ['s1', 'b']", "~({0} != 's2')"]
+    elif kind == "bool":
+        texts = ["{0}", "not {0}"]
+    elif kind.startswith("datetime"):
+        texts = ["{0} < '2020-01-03'", "{0} >= '2020-01-02' and {0} != '2020-01-03'"]
+    else:
+        texts = ["{0} > 1", "0 <= {0} < 4", "{0} > 3 | {0} < 1 & {0} >= -2", "{0} not in [1, 2]", "-1 < {0}"]
+    return frame.query(texts[second % len(texts)].format(name))
+
+
+def merged(frame: Any, other: Any, first: int, second: int, how: str) -> Any:
+    keys = [name for name in frame.columns if str(frame[name].dtype) in ("int64", "float64")]
+    suffixes = [("_x", "_y"), ("", "_r"), ("_l", "")][second % 3]
+    if first % 2 and "key" in frame.columns:
+        return frame.merge(other, on="key", how=how, suffixes=suffixes)
+    return frame.merge(other, left_on=keys[first % len(keys)], right_on="key", how=how, suffixes=suffixes)
+
+
+def grouped(frame: Any, first: int, second: int) -> Any:
+    columns = list(frame.columns)
+    key = columns[first % len(columns)]
+    values = [name for name in columns if str(frame[name].dtype) in ("int64", "float64") and name != key]
+    value = values[second % len(values)]
+    groups = frame.groupby(key)
+    return (groups[[value]].max() if second % 2 else groups.agg({value: "sum"})).reset_index()
+
+
+def computed(frame: Any, first: int, second: int) -> Any:
+    columns = list(frame.columns)
+    name = columns[first % len(columns)]
+    kind = str(frame[name].dtype)
+    if kind == "string":
+        new = [frame[name].str.upper(), frame[name].str.len(), frame[name].isnull()][second % 3]
+    elif kind.startswith("datetime"):
+        new = [frame[name].dt.day, frame[name]][second % 2]
+    else:
+        new = (
+            [frame[name] * 2, frame[name].fillna(0), frame[name] + 1][second % 3]
+            if kind != "bool"
+            else ~frame[name]
+        )
+    return frame.assign(**{["new", name, "x"][second % 3]: new})
+
+
+def masked_before(frame: Any, first: int, second: int) -> Any:
+    mask = condition(frame, first, second)
+    return computed(frame, second, first)[mask]
+
+
+def beside(frame: Any, first: int, second: int) -> Any:
+    """Filter by a scalar of all rows: none of them may be left out before it is computed."""
+    values = [name for name in frame.columns if str(frame[name].dtype) == "float64"]
+    return frame[frame[values[0]] * 3 > frame[values[0]].sum()] if values else frame
+
+
+OPERATIONS: dict[str, Callable[[Any, Any, int, int], Any]] = {
+    "filter": lambda frame, other, first, second: frame[condition(frame, first, second)],
+    "both": lambda frame, other, first, second: frame[
+        condition(frame, first, second) & condition(frame, second, first)
+    ],
+    "loc": lambda frame, other, first, second: frame.loc[condition(frame, first, second)],
+    "query": lambda frame, other, first, second: query(frame, first, second),
+    "inner": lambda frame, other, first, second: merged(frame, other, first, second, "inner"),
+    "left": lambda frame, other, first, second: merged(frame, other, first, second, "left"),
+    "right": lambda frame, other, first, second: merged(frame, other, first, second, "right"),
+    "outer": lambda frame, other, first, second: merged(frame, other, first, second, "outer"),
+    "assign": lambda frame, other, first, second: computed(frame, first, second),
+    "masked": lambda frame, other, first, second: masked_before(frame, first, second),
+    "beside": lambda frame, other, first, second: beside(frame, first, second),
+    "rename": lambda frame, other, first, second: frame.rename(
+        columns={frame.columns[first % len(frame.columns)]: f"r{second % 3}"}
+    ),
+    "project": lambda frame, other, first, second: frame[
+        [name for at, name in enumerate(frame.columns) if at != first % len(frame.columns)]
+    ],
+    "distinct": lambda frame, other, first, second: frame[list(frame.columns)[:3]].drop_duplicates(),
+    "groups": lambda frame, other, first, second: grouped(frame, first, second),
+    "renumber": lambda frame, other, first, second: frame.reset_index(drop=True),
+}
+
+_numbers = st.integers(0, 11)
+_filters = st.sampled_from(["filter", "both", "loc", "query", "masked", "beside"])
+_others = st.sampled_from([kind for kind in OPERATIONS if kind not in ("filter", "both", "loc", "query")])
+_steps = st.tuples(st.one_of(_filters, _others), _numbers, _numbers, _numbers)
+#: A join, operations, and a filter, which has some way to go.
+programs = st.tuples(
+    st.tuples(st.sampled_from(["inner", "inner", "left", "right"]), _numbers, _numbers, _numbers),
+    st.lists(_steps, max_size=5),
+    st.tuples(_filters, _numbers, _numbers, _numbers),
+    st.booleans(),
+)
+
+
+def run(source: Callable[[str], Any], program: Any) -> tuple[Any, bool]:
+    """Build the result of a program, of dask or pandas, and return whether its rows have numbers of joins."""
+    first, steps, last, is_sum = program
+    frame, other = source("large"), source("small")
+    for kind, one, two, three in [first, *steps, last]:
+        try:
+            made = OPERATIONS[kind](frame, other, one, two + three)
+            len(made.columns)
+        except Exception:
+            continue  # a step that the frame so far does not have
+        if len(set(made.columns)) == len(made.columns):
+            frame = made
+    if is_sum:
+        names = [name for name in frame.columns if str(frame[name].dtype) in ("int64", "float64")]
+        return frame[names].sum(), False
+    return frame, True
+
+
+@some_programs(200)
+@given(program=programs)
+def test_programs_have_the_same_results(read: Callable[[str], Any], program: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result, are_rows = run(read, program)
+        plan, _ = ruled(result)
+        try:
+            expected = value_of(result.expr.finalize_compute())
+        except Exception as error:
+            expected = type(error)
+        if isinstance(expected, type):
+            return  # Dask cannot compute it
+        found = value_of(plan)
+    if are_rows:
+        pd.testing.assert_frame_equal(canonical(found, index=False), canonical(expected, index=False))
+    else:
+        pd.testing.assert_series_equal(found, expected)
+
+
+# ---- where they go --------------------------------------------------------------------------------
+
+
+def where(frame: Any, condition: Callable[[Any], Any]) -> Any:
+    return frame[condition(frame)]
+
+
+#: Programs that leave out rows last, as few of which as possible shall be joined, grouped or compared.
+LATE: dict[str, Callable[[Any, Any], Any]] = {
+    "of both sides": lambda large, small: (
+        large.merge(small, on="key").pipe(where, lambda rows: (rows.n > 1) & (rows.label == "a")).more.sum()
+    ),
+    "loc": lambda large, small: large.merge(small, on="key").loc[lambda rows: rows.n > 1].more.sum(),
+    "query": lambda large, small: large.merge(small, on="key").query("n > 1 and label == 'a'").more.sum(),
+    "columns one by one": lambda large, small: (
+        large.merge(small, on="key")
+        .assign(day=lambda rows: rows.d.dt.day, twice=lambda rows: rows.more * 2)
+        .rename(columns={"label": "name"})
+        .pipe(where, lambda rows: (rows.day == 2) & rows.name.isin(["a", "b"]))
+        .twice.sum()
+    ),
+    "a suffix": lambda large, small: (
+        large.merge(small, on="key").pipe(where, lambda rows: rows.x_y > 1).more.sum()
+    ),
+    "left join": lambda large, small: (
+        large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.s.str.contains("1")).more.sum()
+    ),
+    "keys of groups": lambda large, small: (
+        large.groupby(["n", "s"]).x.max().reset_index().pipe(where, lambda rows: rows.n > 1).x.sum()
+    ),
+    "one below the other": lambda large, small: (
+        (pd if isinstance(large, pd.DataFrame) else dd)
+        .concat([large[["key", "n"]], large[["n", "key"]]])
+        .pipe(where, lambda rows: rows.n > 1)
+        .key.sum()
+    ),
+    "distinct rows": lambda large, small: (
+        large[["key", "n"]].drop_duplicates().pipe(where, lambda rows: rows.n > 1).key.sum()
+    ),
+    "two results of the same rows": lambda large, small: (
+        lambda rows: rows.groupby("n").more.sum().sum() + rows.x_x.sum()
+    )(large.merge(small, on="key").pipe(where, lambda rows: rows.n > 1)),
+}
+
+
+MAKING_ROWS = (Merge, Concat, DropDuplicates, GroupByBase)
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_rows_are_left_out_first(read: Callable[[str], Any], name: str) -> None:
+    result = LATE[name](read("large"), read("small"))
+    plan, _ = ruled(result)
+    for each in optimize_until(plan, "simplified-logical").find_operations(_expr.Filter):
+        assert not [below for below in each.walk() if isinstance(below, MAKING_ROWS)], each.pprint()
+    assert value_of(plan) == pytest.approx(LATE[name](*tables().values()))
+
+
+#: Programs whose results would be others, and what says so.
+LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "all rows are used as well": (
+        lambda large, small: (lambda rows: rows[rows.n > 1].more.sum() + rows.more.sum())(
+            large.merge(small, on="key")
+        ),
+        "",
+    ),
+    "a scalar of all rows": (
+        lambda large, small: (lambda rows: rows[rows.n > rows.more.mean()].more.sum())(
+            large.merge(small, on="key")
+        ),
+        "",
+    ),
+    "integers without a match": (
+        lambda large, small: small.merge(large, on="key", how="left").pipe(where, lambda rows: rows.more > 1)[
+            ["label", "n"]
+        ],
+        "whether n has nulls",
+    ),
+    "rows without a match": (
+        lambda large, small: (
+            large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.label.isnull()).x_x.sum()
+        ),
+        "not on one side alone",
+    ),
+    "rows of an outer join": (
+        lambda large, small: (
+            large.merge(small, on="key", how="outer").pipe(where, lambda rows: rows.n > 1).x_x.sum()
+        ),
+        "of kind outer",
+    ),
+    "numbers of groups": (
+        lambda large, small: large.groupby("n").x.max().reset_index().pipe(where, lambda rows: rows.n > 1),
+        "are a result",
+    ),
+    "numbers of joined rows": (
+        lambda large, small: (
+            large.merge(small, on="key").pipe(where, lambda rows: rows.n > 1).reset_index()["index"].sum()
+        ),
+        "may see the numbers",
+    ),
+    "values of groups": (
+        lambda large, small: (
+            large.groupby("n").x.max().reset_index().pipe(where, lambda rows: rows.x > 1).n.sum()
+        ),
+        "not on keys",
+    ),
+    "first rows": (
+        lambda large, small: (
+            large.merge(small, on="key")
+            .head(5, npartitions=-1, compute=False)
+            .pipe(where, lambda rows: rows.n > 1)
+            .more.sum()
+        ),
+        "Head",
+    ),
+    "a function of the user": (
+        lambda large, small: (
+            large.merge(small, on="key")
+            .map_partitions(lambda part: part)
+            .pipe(where, lambda rows: rows.n > 1)
+            .more.sum()
+        ),
+        "MapPartitions",
+    ),
+    "floats that differ in their sign": (
+        lambda large, small: large[["x"]].drop_duplicates().pipe(where, lambda rows: rows.x > 1).x.sum(),
+        "DropDuplicates",
+    ),
+    "numbers that are null in some rows": (
+        lambda large, small: (
+            large.merge(small, on="key")
+            .assign(day=lambda rows: rows.d.dt.day)
+            .pipe(where, lambda rows: rows.n > 1)[["day"]]
+        ),
+        "the dtype of PropertyMap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_filters_stay_where_results_would_be_others(read: Callable[[str], Any], name: str) -> None:
+    program, reason = LEFT[name]
+    result = program(read("large"), read("small"))
+    plan, facts = ruled(result)
+    assert plan._name == result.expr.finalize_compute()._name
+    assert reason in " ".join(note.text for note in facts.notes if not note.done)
+    value_of(plan)
+
+
+def test_a_query_reads_the_columns_that_are_needed(read: Callable[[str], Any]) -> None:
+    for chosen in (read("large").query("n > 1 and s == 's1'"), read("large").loc[lambda rows: rows.n > 1]):
+        plan = optimize_until(ruled(chosen.x.sum())[0], "simplified-logical")
+        (table,) = plan.find_operations(ReadParquet)
+        assert set(table.columns) <= {"x", "n", "s"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["n > @limit", "n.abs() > 1", "index > 1", "flag == 1", "d == '2020-01-01'", "key + n > 3", "n ** 2 > 3"],
+)
+def test_queries_that_mean_something_else_are_left(read: Callable[[str], Any], text: str) -> None:
+    large = read("large")
+    expr = _expr.Query(large.expr, text, {})
+    facts = Facts(PartitionSizes(1, 1))
+    assert RowChoices().apply(expr, facts)._name == expr._name
+    assert [note.done for note in facts.notes] == [False]
