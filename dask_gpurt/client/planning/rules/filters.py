@@ -307,7 +307,9 @@ class _Plan:
         if not is_of_pandas(root):
             return
         for expr in rows:
-            is_fixed = type(expr) in KEEPING or (type(expr) in COMPUTING and has_fixed_dtypes(expr))
+            is_fixed = type(expr) in (*KEEPING, _expr.RenameAxis) or (
+                type(expr) in COMPUTING and has_fixed_dtypes(expr)
+            )
             if not is_fixed and self._needed.get(name_of(expr)) and expr is not root:
                 raise _LeftError(f"the dtype of {type(expr).__name__} depends on which rows there are")
 
@@ -371,7 +373,7 @@ class _Plan:
 #: Operations on rows whose columns are some of those of their input, as they are.
 _SELECTING = (
     *(_expr.Assign, _expr.Drop, _expr.DropnaFrame, _expr.Filter, _expr.Projection),
-    _expr.ResetIndex,
+    *(_expr.ResetIndex, _expr.RenameAxis),
 )
 #: Functions of users on single values or rows.
 _OF_USERS = (_expr.Apply, _expr.Map)
@@ -382,6 +384,8 @@ def _is_row_by_row(expr: Any) -> bool:
     """Return whether each row of an expression is made of a row of its inputs, with its label or a number."""
     if type(expr) is _expr.ResetIndex:
         return bool(expr.drop)
+    if type(expr) is _expr.RenameAxis:
+        return not isinstance(expr.operand("columns"), (str, list, dict)) and expr.axis in (0, "index")
     if type(expr) in _OF_USERS:
         return True
     return type(expr) in (*KEEPING, *COMPUTING) and is_on_rows(expr)

@@ -159,7 +159,7 @@ def _computed(expr: Any, names: Names) -> Needs:
 _RULES: dict[type, Callable[[Any, Names], Needs]] = {
     **dict.fromkeys(COMPUTING, _computed),
     **dict.fromkeys([_expr.Projection, _expr.Drop, _expr.Filter, _expr.ResetIndex], _chosen),
-    **dict.fromkeys([_expr.Head, _expr.Tail], _chosen),
+    **dict.fromkeys([_expr.Head, _expr.Tail, _expr.RenameAxis], _chosen),
     **dict.fromkeys([_expr.RenameFrame, _expr.ColumnsSetter], _renamed),
     **dict.fromkeys([SortValues], _with_keys),
     **dict.fromkeys([_reductions.NLargest, _reductions.NSmallest], _all),

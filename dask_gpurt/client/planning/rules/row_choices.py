@@ -3,10 +3,11 @@
 Dask moves filters below joins and reads no column that is only carried along, but it does neither for
 ``frame.loc[condition]`` and ``frame.query("...")``: a table is read with all of its columns for them. Here
 they become the filter that they are. A query is parsed as pandas does; what it says has to be comparisons of
-columns with each other, with numbers and with strings, put together by ``and``, ``or`` and ``not``.
+columns with each other, with numbers, strings and variables (``local_dict``), put together by ``and``, ``or``
+and ``not``.
 
 What it does not reason about
-    Queries with ``@``, functions, attributes, arithmetic on anything but float64, the index, or operands that
+    Queries with functions, attributes, arithmetic on anything but float64, the index, or operands that
     are no columns: these stay as they are. Conditions of ``loc`` on other rows, which are aligned.
 Why the result is the same
     ``loc`` with a condition of booleans and ``query`` choose rows as ``frame[condition]`` does; pandas
@@ -21,7 +22,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -48,6 +49,15 @@ _ARITHMETIC: dict[type[ast.operator], type[Expr]] = {
     ast.Sub: _expr.Sub,
     ast.Mult: _expr.Mul,
 }
+_FLIPPED: dict[type[Expr], type[Expr]] = {
+    _expr.LT: _expr.GT,
+    _expr.LE: _expr.GE,
+    _expr.GT: _expr.LT,
+    _expr.GE: _expr.LE,
+}
+#: What variables may hold, and how their names begin in the translation.
+_CONSTANTS = (int, float, str, pd.Timestamp)
+_VARIABLE = "__variable_"
 #: pandas reads these in a query as words, which bind less tightly.
 _WORDS = {"&": "and", "|": "or"}
 
@@ -96,7 +106,7 @@ def condition_of(query: Any) -> Any:
         If it may be another one for the library of the frame.
     """
     frame = query.frame
-    if query.expr_kwargs or not isinstance(text := query.operands[1], str):
+    if query.expr_kwargs.keys() - {"local_dict"} or not isinstance(text := query.operands[1], str):
         raise _UnknownError("it has options")
     if not is_of_pandas(frame) or frame.ndim != 2 or not frame._meta.columns.is_unique:
         raise _UnknownError("its frame is not one of pandas with unique columns")
@@ -104,20 +114,28 @@ def condition_of(query: Any) -> Any:
         tree = ast.parse(_with_words(text.strip()), mode="eval").body
     except (SyntaxError, tokenize.TokenError) as error:
         raise _UnknownError("its syntax is not that of Python") from error
-    return _Translation(frame).condition(tree)
+    return _Translation(frame, query.expr_kwargs.get("local_dict") or {}).condition(tree)
 
 
 def _with_words(text: str) -> str:
-    """Return a query in which ``&`` and ``|`` are words, as pandas reads it."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return tokenize.untokenize((token.type, _WORDS.get(token.string, token.string)) for token in tokens)
+    """Return a query as an expression of Python: ``&`` and ``|`` are words, and ``@`` is part of a name."""
+    words: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if words and words[-1][1] == "@" and token.type == tokenize.NAME:
+            words[-1] = (token.type, _VARIABLE + token.string)
+        elif token.string in _WORDS:
+            words.append((tokenize.NAME, _WORDS[token.string]))
+        else:
+            words.append((token.type, token.string))
+    return tokenize.untokenize(words)
 
 
 class _Translation:
     """Translate the syntax tree of a query on a frame."""
 
-    def __init__(self, frame: Any):
+    def __init__(self, frame: Any, variables: Mapping[str, Any]):
         self._frame = frame
+        self._variables = {_VARIABLE + name: value for name, value in variables.items()}
         self._labels = {*frame._meta.index.names} | {"index", "columns"}
 
     def condition(self, tree: ast.expr, *, negated: bool = False) -> Any:
@@ -146,6 +164,8 @@ class _Translation:
 
     def _comparison(self, op: ast.cmpop, left: ast.expr, right: ast.expr, negated: bool) -> Any:
         one, other, kind = self._value(left), self._value(right), _COMPARISONS.get(type(op))
+        if kind is not None and isinstance(one, (int, float, pd.Timestamp)):
+            one, other, kind = other, one, _FLIPPED.get(kind, kind)
         if kind is None or not isinstance(one, Expr):
             raise _UnknownError(f"it has {ast.unparse(left)!r} on the left of {type(op).__name__}")
         if isinstance(other, Expr):
@@ -161,9 +181,13 @@ class _Translation:
 
     def _occurrence(self, left: ast.expr, values: ast.expr) -> Any:
         column = self._value(left)
-        if not isinstance(values, (ast.List, ast.Tuple)) or not isinstance(column, Expr):
+        if isinstance(values, (ast.List, ast.Tuple)):
+            found = [self._value(each) for each in values.elts]
+        elif not isinstance(found := self._variables.get(ast.unparse(values)), (list, tuple, set, frozenset)):
             raise _UnknownError(f"{ast.unparse(values)!r} is no list of constants")
-        constants = [_constant(column, self._value(each), _expr.LT) for each in values.elts]
+        if not isinstance(column, Expr):
+            raise _UnknownError(f"{ast.unparse(left)!r} is no column")
+        constants = [_constant(column, each, _expr.LT) for each in found]
         if any(isinstance(each, pd.Timestamp) for each in constants):
             raise _UnknownError("it looks up times among strings")
         return collection_of(column).isin(constants).expr
@@ -174,6 +198,9 @@ class _Translation:
                 return value
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
                 return -value
+            case ast.Name(id=name) if isinstance(value := self._variables.get(name), _CONSTANTS):
+                if not isinstance(value, bool):
+                    return value
             case ast.Name(id=name):
                 return self._column(name)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
@@ -219,7 +246,10 @@ def _constant(column: Any, value: Any, kind: type[Expr]) -> Any:
                 return pd.Timestamp(value)
             except ValueError as error:
                 raise _UnknownError(f"{value!r} is no time") from error
-    elif not isinstance(value, Expr) and _is_number(dtype):
+    elif isinstance(value, pd.Timestamp):
+        if isinstance(dtype, np.dtype) and dtype.kind == "M" and value.tz is None:
+            return value
+    elif isinstance(value, (int, float)) and _is_number(dtype):
         return value
     raise _UnknownError(f"it compares {dtype} with {value!r}")
 

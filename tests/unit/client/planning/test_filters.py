@@ -237,7 +237,7 @@ def run(source: Callable[[str], Any], program: Any) -> tuple[Any, bool]:
     return frame, True
 
 
-@some_programs(200)
+@some_programs(15)
 @given(program=programs)
 def test_programs_have_the_same_results(read: Callable[[str], Any], program: Any) -> None:
     with warnings.catch_warnings():
@@ -403,6 +403,30 @@ def test_filters_stay_where_results_would_be_others(read: Callable[[str], Any], 
     assert plan._name == result.expr.finalize_compute()._name
     assert reason in " ".join(note.text for note in facts.notes if not note.done)
     value_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "variables"),
+    [
+        (
+            "@first <= d and d < @last",
+            {"first": pd.Timestamp("2020-01-02"), "last": pd.Timestamp("2020-01-05")},
+        ),
+        ("s == @name or s in @names", {"name": "s1", "names": ["s2", "s3"]}),
+        ("0.5 < x <= @most", {"most": 7}),
+        ("x < 0.5 * x + 1 | not s != 's1' & n > 1", {}),
+    ],
+)
+def test_queries_choose_the_same_rows(
+    read: Callable[[str], Any], text: str, variables: dict[str, Any]
+) -> None:
+    result = read("large").query(text, local_dict=variables)
+    plan, facts = ruled(result)
+    expected = tables()["large"].query(text, local_dict=variables)
+    assert any(note.done for note in facts.notes if note.rule == "RowChoices"), facts.notes
+    pd.testing.assert_frame_equal(
+        canonical(value_of(plan), index=False), canonical(expected, index=False), check_dtype=False
+    )
 
 
 def test_a_query_reads_the_columns_that_are_needed(read: Callable[[str], Any]) -> None:
