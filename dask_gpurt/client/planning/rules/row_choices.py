@@ -14,7 +14,7 @@ Why the result is the same
     computes a query by the operators that the filter has. ``tests/unit/client/planning/test_filters.py``
     compares them on random conditions.
 The figure
-    The columns that are read for ``loc`` and ``query`` on a join of two tables of TPC-H: 6 in place of 25.
+    See :mod:`.filters`.
 """
 
 from __future__ import annotations
@@ -180,10 +180,10 @@ class _Translation:
         return _made(_expr.And, _made(_expr.NotNull, one), found) if negated else found
 
     def _occurrence(self, left: ast.expr, values: ast.expr) -> Any:
-        column = self._value(left)
+        column, found = self._value(left), self._variables.get(ast.unparse(values))
         if isinstance(values, (ast.List, ast.Tuple)):
             found = [self._value(each) for each in values.elts]
-        elif not isinstance(found := self._variables.get(ast.unparse(values)), (list, tuple, set, frozenset)):
+        elif not isinstance(found, (list, tuple, set, frozenset)):
             raise _UnknownError(f"{ast.unparse(values)!r} is no list of constants")
         if not isinstance(column, Expr):
             raise _UnknownError(f"{ast.unparse(left)!r} is no column")
@@ -198,11 +198,10 @@ class _Translation:
                 return value
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
                 return -value
-            case ast.Name(id=name) if isinstance(value := self._variables.get(name), _CONSTANTS):
-                if not isinstance(value, bool):
-                    return value
             case ast.Name(id=name):
-                return self._column(name)
+                found = self._variables.get(name)
+                is_constant = isinstance(found, _CONSTANTS) and not isinstance(found, bool)
+                return found if is_constant else self._column(name)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
                 operands = [self._value(left), self._value(right)]
                 if all(map(_is_float, operands)) and any(isinstance(each, Expr) for each in operands):

@@ -284,6 +284,9 @@ LATE: dict[str, Callable[[Any, Any], Any]] = {
     "left join": lambda large, small: (
         large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.s.str.contains("1")).more.sum()
     ),
+    "rows with a match of a left join": lambda large, small: (
+        large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.label == "a").more.sum()
+    ),
     "keys of groups": lambda large, small: (
         large.groupby(["n", "s"]).x.max().reset_index().pipe(where, lambda rows: rows.n > 1).x.sum()
     ),
@@ -337,6 +340,18 @@ LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "rows without a match": (
         lambda large, small: (
             large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.label.isnull()).x_x.sum()
+        ),
+        "not on one side alone",
+    ),
+    "integers with a match": (
+        lambda large, small: small.merge(large, on="key", how="left").pipe(where, lambda rows: rows.n > 1)[
+            ["n"]
+        ],
+        "not taken for an inner join",
+    ),
+    "rows with another value than one": (
+        lambda large, small: (
+            large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.more != 1).x_x.sum()
         ),
         "not on one side alone",
     ),
