@@ -163,7 +163,8 @@ def explain_plan(planned: Planned, origins: Origins) -> Explanation:
         Finds the lines of the program.
     """
     plan = _unwrapped(planned.plan)
-    known = {name_of(each): each for each in planned.tuned.walk()}
+    given = [] if planned.facts is None else planned.facts.plans
+    known = {name_of(each): each for whole in given for each in whole.walk()}
     graph = graph_of(planned.plan)
     nodes = list(_nodes(plan))
     inner = [each for node in nodes for each in _parts(node)]

@@ -108,19 +108,16 @@ class Planned(NamedTuple):
 
     Attributes
     ----------
-    tuned
-        The plan as the rules get it: after Dask has simplified it, before it is lowered.
     plan
         The plan that is computed.
     facts
-        What the rules have noted, and what is known of tables; None if the plan is left to Dask.
+        What the rules have been given and noted, and what is known of tables; None if the plan is Dask's.
     choices
         The choices of shuffle methods, each with the name of an expression.
     seconds
         The time that planning took.
     """
 
-    tuned: Expr
     plan: Expr
     facts: Facts | None
     choices: list[tuple[str, MethodChoice]]
@@ -309,7 +306,7 @@ class PlanningCache:
             with self._choices.recorded() as chosen:
                 plan = plan_anew()
             seconds = time.perf_counter() - began
-            watch(Planned(original(expr, "tuned-logical"), plan, facts, chosen, seconds))
+            watch(Planned(plan, facts, chosen, seconds))
             return plan
         generation = self._generation()
         if generation is None or expr not in self._plain:
@@ -353,9 +350,11 @@ class PlanningCache:
         """Return a plan that all rules have changed; Dask's if one of them fails."""
         try:
             changed = expr
+            facts.plans.append(changed)
             for rule in self.early_rules:
                 changed = rule.apply(changed, facts)
             changed = original(changed, "tuned-logical")
+            facts.plans.append(changed)
             for rule in self.rules:
                 changed = rule.apply(changed, facts)
             return lower(facts.tables.checked(changed), stage)

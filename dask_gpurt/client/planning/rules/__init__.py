@@ -106,12 +106,15 @@ class Facts:
         Counts what is changed.
     notes
         What rules have done, and what they have left and why, in this order.
+    plans
+        The plans that were given to the first rule, and to the first after Dask had simplified it.
     """
 
     sizes: PartitionSizes
     tables: TableFacts = field(default_factory=TableFacts)
     metrics: Metrics = field(default_factory=Metrics)
     notes: list[Note] = field(default_factory=list)
+    plans: list[Expr] = field(default_factory=list)
     #: By name of a plan. Rules ask one after the other, most often of the same plan.
     _bare: dict[str, tuple[Expr, str | None]] = field(default_factory=dict)
 
