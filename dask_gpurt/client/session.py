@@ -269,7 +269,8 @@ SESSIONS = Sessions()
 def is_enabled(client: Client | None = None) -> bool:
     """Return whether shuffles of this client go through the runtime."""
     try:
-        return SESSIONS.of(given_client(client)) is not None
+        chosen = given_client(client)
+        return chosen.status != "closed" and SESSIONS.of(chosen) is not None
     except ValueError:
         return False
 

@@ -8,7 +8,7 @@ installed on Dask's classes, for all clients of the process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,11 +18,13 @@ import pandas as pd
 from dask._collections import new_collection
 from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
+from dask.base import collections_to_expr
 from dask.dataframe.dask_expr import _shuffle
 from dask.dataframe.dask_expr._expr import (
     Assign,
     Blockwise,
     Filter,
+    Fused,
     Isin,
     Literal,
     Projection,
@@ -54,6 +56,7 @@ __all__ = [
     "content_of",
     "deferred_values",
     "fuse_blockwise",
+    "fused_into",
     "graph_of",
     "is_computation",
     "is_method_name",
@@ -65,6 +68,7 @@ __all__ = [
     "metadata",
     "name_of",
     "operands_of",
+    "optimise",
     "reads_more_than_operands",
     "rebuild",
     "replace_planning",
@@ -286,6 +290,18 @@ def measures_partitions(plan: Expr) -> bool:
     the graph of that computation too: it would wait for itself.
     """
     return any(isinstance(each, RepartitionSize) for each in plan.walk())
+
+
+def optimise(collection: Any) -> Expr:
+    """Return the plan by which ``collection.compute()`` gets its result."""
+    plan: Expr = FinalizeCompute(collections_to_expr([collection])).optimize()
+    return plan
+
+
+def fused_into(expr: Expr) -> Sequence[Expr]:
+    """Return the operations that Dask has fused into one, the last one first; none for any other."""
+    parts: Sequence[Expr] = expr.exprs if isinstance(expr, Fused) else ()
+    return parts
 
 
 def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:

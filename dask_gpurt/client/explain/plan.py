@@ -16,10 +16,10 @@ from dask.utils import format_bytes, format_time
 
 from dask_gpurt.client.planning.cache import Planned
 from dask_gpurt.client.planning.origins import Origins, kind_of
-from dask_gpurt.client.planning.reads import files_of, read_of
+from dask_gpurt.client.planning.reads import count_columns, files_of, read_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.table_sizes import bytes_in_memory
-from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, graph_of, name_of
+from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, fused_into, graph_of, name_of
 from dask_gpurt.dask_hooks.types import GraphNode
 from dask_gpurt.observe import MethodChoice
 
@@ -277,11 +277,10 @@ def _nodes(plan: Expr) -> Iterator[Expr]:
     yield from reversed(list(seen.values()))
 
 
-def _parts(node: Any) -> list[Any]:
+def _parts(node: Expr) -> list[Any]:
     """Return the operations that have been fused into an expression, the last one first."""
-    if "exprs" not in node._parameters:
-        return [node]
-    return [part for each in node.operand("exprs") for part in _parts(each)]
+    fused = fused_into(node)
+    return [part for each in fused for part in _parts(each)] if fused else [node]
 
 
 def _is_shuffle(expr: Any) -> bool:
@@ -300,7 +299,7 @@ def _read(expr: Any, read: Any, facts: Facts | None, known: dict[str, Expr], ori
         len(files_of(read)),
         expr.npartitions,
         tuple(map(str, columns)),
-        len(read._dataset_info["schema"].names),
+        count_columns(read),
         _bytes_of(read, facts),
         None if not filters else _shown_filters(filters),
         _why(read, facts, known),

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask._expr import FinalizeCompute
-from dask.base import collections_to_expr, is_dask_collection
+from dask.base import is_dask_collection
 from distributed import Client, get_task_stream
 
 from dask_gpurt.client.explain.advice import advise
@@ -17,6 +16,7 @@ from dask_gpurt.client.explain.plan import Explanation, explain_plan
 from dask_gpurt.client.explain.run import Analysis, measure
 from dask_gpurt.client.planning.cache import Planned
 from dask_gpurt.client.session import SESSIONS, open_client
+from dask_gpurt.dask_hooks.planning import optimise
 
 
 def explain(collection: Any, *, analyze: bool = False) -> Explanation | Analysis:
@@ -31,7 +31,7 @@ def explain(collection: Any, *, analyze: bool = False) -> Explanation | Analysis
     found: list[Planned] = []
     with SESSIONS.planning.watched(found.append):
         if not analyze:
-            FinalizeCompute(collections_to_expr([collection])).optimize()
+            optimise(collection)
             return explain_plan(found[-1], SESSIONS.planning.origins)
         with get_task_stream(client) as stream:
             began = time.time()

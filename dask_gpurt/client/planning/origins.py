@@ -7,10 +7,11 @@ apart only if their names stayed the same; otherwise all of these lines are give
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Hashable
 from functools import cache
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from dask_gpurt.client.planning.packed import LRU
@@ -18,6 +19,8 @@ from dask_gpurt.dask_hooks.planning import Expr
 
 #: The most operations whose lines are remembered.
 LIMIT = 4_096
+#: The most lines that are given for operations that cannot be told apart, the latest ones.
+LINES = 3
 #: The most frames between an expression and the line that made it.
 DEPTH = 60
 #: Packages in which no line is the user's.
@@ -44,7 +47,7 @@ class Origins:
             key = (kind, *_keys(kind, expr))
             before = self._lines.get(key) or ()
             if line not in before:
-                self._lines.put(key, (*before, line))
+                self._lines.put(key, (*before, line)[-LINES:])
 
     def of(self, expr: Expr) -> str:
         """Return the lines that made an expression, as in ``query.py:12``; empty if unknown."""
@@ -95,7 +98,7 @@ def _keys(kind: str, expr: Any) -> tuple[Hashable, ...]:
 
 
 def _line(optimiser: CodeType) -> str | None:
-    frame: FrameType | None = sys._getframe(2)
+    frame = inspect.currentframe()
     for _ in range(DEPTH):
         if frame is None or frame.f_code is optimiser:
             return None

@@ -26,6 +26,7 @@ __all__ = [
     "CheckedRead",
     "FewerPartitions",
     "ParquetRead",
+    "count_columns",
     "exact_columns",
     "files_of",
     "files_of_partitions",
@@ -168,6 +169,11 @@ def exact_columns(read: Any) -> tuple[Hashable, ...]:
     meta = read._meta.to_frame() if read._meta.ndim == 1 else read._meta
     same = {name for name, dtype in meta.dtypes.items() if _holds_nulls(dtype)}
     return tuple(name for name in needed_columns(read) if name not in same)
+
+
+def count_columns(read: Any) -> int:
+    """Return the number of columns in the files of a read."""
+    return len(read._dataset_info["schema"].names)
 
 
 def _holds_nulls(dtype: Any) -> bool:

@@ -25,7 +25,7 @@ from dask_gpurt.client.planning.cache import EARLY_RULES
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
 from tests.helpers.clusters import canonical
-from tests.helpers.planned import some_programs
+from tests.helpers.examples import examples
 
 #: One operation: how it is called, and numbers that choose its arguments.
 Step = tuple[str, int, int, int]
@@ -237,7 +237,7 @@ def run(source: Callable[[str], Any], program: Any) -> tuple[Any, bool]:
     return frame, True
 
 
-@some_programs(15)
+@examples(15)
 @given(program=programs)
 def test_programs_have_the_same_results(read: Callable[[str], Any], program: Any) -> None:
     with warnings.catch_warnings():

@@ -21,7 +21,7 @@ from dask_gpurt.client.planning.reads import lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
 from dask_gpurt.client.planning.rules.sorting import SortOnce
-from tests.helpers.planned import some_programs
+from tests.helpers.examples import examples
 
 Read = Callable[[str], Any]
 
@@ -98,7 +98,7 @@ FOLLOWING: dict[str, Callable[[Any], Any]] = {
 BY = [["row"], ["ratio", "row"], ["name", "row"], ["key", "name", "row"]]
 
 
-@some_programs(40)
+@examples(40)
 @given(
     follows=st.sampled_from([*FOLLOWING]),
     by=st.sampled_from(BY),
