@@ -179,9 +179,9 @@ def test_older_states_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_client_in_a_task_is_planned_for() -> None:
-    def compute() -> tuple[bool, int]:
-        client = get_client()
-        return dask_gpurt.is_enabled(client), len(query().compute())
+    def compute() -> tuple[bool, int]:  # workers cannot import the tests
+        client, frame = get_client(), dd.from_pandas(pd.DataFrame({"key": [*range(17)] * 9}), npartitions=4)
+        return dask_gpurt.is_enabled(client), len(frame.groupby("key").size(split_out=2).compute())
 
     with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _), Client(address) as client:
         assert client.submit(compute).result() == (True, 17)
