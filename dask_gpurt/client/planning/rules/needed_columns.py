@@ -7,7 +7,7 @@ value or dtype of the result is one of theirs.
 What it does not reason about
     Operations that are not named here: these need all columns.
 Why it may be trusted
-    ``tests/unit/client/planning/test_filters.py`` replaces the values of all other columns.
+    ``tests/unit/client/planning/test_filters.py`` compares random programs, with the rules and without.
 """
 
 from __future__ import annotations
