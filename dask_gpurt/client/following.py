@@ -18,6 +18,7 @@ Every client imports this module where the package is installed, so it must stay
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import sys
 import weakref
@@ -190,8 +191,8 @@ def _why_not(state: Mapping[str, Any]) -> str | None:
         return "; ".join(found)
     if (reason := why_unsupported()) is not None:
         return reason
-    from dask_gpurt.client import lowering, planning  # noqa: F401
-
+    for module in ("lowering", "planning"):
+        importlib.import_module(f"dask_gpurt.client.{module}")
     return None
 
 

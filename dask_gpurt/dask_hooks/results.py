@@ -12,7 +12,6 @@ from dask.dataframe.core import _concat
 from dask.dataframe.dask_expr._repartition import RepartitionToFewer
 from dask.typing import Key
 from distributed import Client, Future, as_completed
-from distributed.worker import get_data_from_worker
 
 from dask_gpurt.dask_hooks.patch import PatchSet
 from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, is_sequence
@@ -93,6 +92,9 @@ async def fetch(client: Client, worker: str, keys: list[Key], connect_s: float) 
     ConnectionRefusedError
         If the client cannot connect to the worker within ``connect_s`` seconds.
     """
+    # Dask may lack it, and then only results go through the scheduler; `replace_get` has compared it.
+    from distributed.worker import get_data_from_worker
+
     try:
         comm = await asyncio.wait_for(client.rpc.connect(worker), connect_s)
     except (OSError, TimeoutError) as error:

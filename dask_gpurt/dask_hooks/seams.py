@@ -29,8 +29,6 @@ GRAPHS = SeamGroup(
         Seam(_TASKS + "Task.fuse", "tasks key"),
         Seam(_TASKS + "TaskRef"),
         Seam("dask.dataframe.core:_concat", "args ignore_index"),
-        Seam("distributed.client:Client._gather", "self futures errors direct local_worker"),
-        Seam("distributed.worker:get_data_from_worker", "rpc keys worker who serializers deserializers"),
         Seam("dask.dataframe.multi:merge_chunk", "lhs args result_meta kwargs"),
     ),
 )
