@@ -70,9 +70,9 @@ class WaitLine(Line[R]):
     Parameters
     ----------
     what
-        What they wait for, as a person would say.
+        What they wait for, in words.
     lines
-        All lines of a worker, for whoever asks what it waits for: :attr:`Metrics.lines`. They hold it weakly.
+        All lines of a worker, for the description of its waits: :attr:`Metrics.lines`. They hold it weakly.
 
     Attributes
     ----------
@@ -111,7 +111,7 @@ class WaitLine(Line[R]):
         _wake(self._asleep.get(self.first) if self.first is not None else None)
 
     def close(self) -> None:
-        """Raise LineClosed in all that wait, now or later. Who succeeds at once does not wait."""
+        """Raise LineClosed in all that wait, now or later. What succeeds at once does not wait."""
         self.closed = True
         self.wake()
 

@@ -104,7 +104,7 @@ class Plan(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Hold how a plan came about, for those who ask.
+    """Hold a plan, and how it came about.
 
     Attributes
     ----------

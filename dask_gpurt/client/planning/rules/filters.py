@@ -32,7 +32,6 @@ from collections.abc import Callable, Hashable, Iterator, Set
 from functools import reduce
 from typing import Any, NamedTuple
 
-import pandas as pd
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
@@ -49,7 +48,9 @@ from dask_gpurt.client.planning.operations import (
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.needed_columns import (
     dimensions,
+    is_condition,
     keys_of_join,
+    listed,
     names_in_join,
     needed_columns,
     users_first,
@@ -270,9 +271,7 @@ class _Plan:
             return self._below_groups(root, condition, columns)
         if kind is Concat:
             return list(_below_concat(root, condition, columns))
-        is_distinct = kind is _reductions.DropDuplicates and columns <= {
-            *_listed(root.subset or root.columns)
-        }
+        is_distinct = kind is _reductions.DropDuplicates and columns <= {*listed(root.subset or root.columns)}
         if is_distinct and not root.ignore_index and not _has_floats(root, columns):
             return [((name_of(root), 0), _on_other(root, condition, root.frame))]
         raise _LeftError(f"{kind.__name__} is not computed row by row")
@@ -423,17 +422,9 @@ def _is_row_by_row(expr: Any) -> bool:
 
 def conjuncts(condition: Any) -> list[Any]:
     """Return the conditions that all have to be true for a condition to be."""
-    if type(condition) is not _expr.And or not all(map(_is_condition, condition.operands)):
+    if type(condition) is not _expr.And or not all(map(is_condition, condition.operands)):
         return [condition]
     return [each for part in condition.operands for each in conjuncts(part)]
-
-
-def _is_condition(expr: Any) -> bool:
-    return isinstance(expr, Expr) and expr.ndim == 1 and pd.api.types.is_bool_dtype(expr._meta.dtype)
-
-
-def _listed(names: Any) -> list[Any]:
-    return list(names) if isinstance(names, (list, tuple)) else [names]
 
 
 def _columns_in(root: Any, condition: Any) -> set[Any] | None:

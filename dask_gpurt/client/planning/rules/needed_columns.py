@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pandas as pd
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge
@@ -32,6 +33,11 @@ Needs = Iterator[tuple[Any, Iterable[Any]]]
 def dimensions(expr: Any) -> int:
     """Return the number of dimensions of an expression; 0 for what is no frame or series."""
     return 0 if is_computation(expr) else int(getattr(expr, "ndim", 0))
+
+
+def is_condition(expr: Any) -> bool:
+    """Return whether an expression has a boolean for each row."""
+    return isinstance(expr, Expr) and expr.ndim == 1 and pd.api.types.is_bool_dtype(expr._meta.dtype)
 
 
 def users_first(plan: Any) -> list[Any]:
@@ -94,7 +100,7 @@ def _chosen(expr: Any, names: Names) -> Needs:
 
 
 def _with_keys(expr: Any, names: Names) -> Needs:
-    yield expr.frame, names | {*_listed(expr.operand("by"))} & {*_columns(expr.frame)}
+    yield expr.frame, names | {*listed(expr.operand("by"))} & {*_columns(expr.frame)}
 
 
 def _assigned(expr: Any, names: Names) -> Needs:
@@ -121,7 +127,7 @@ def _joined(join: Any, names: Names) -> Needs:
 
 def keys_of_join(join: Any) -> tuple[list[Any], list[Any]]:
     """Return the columns by which a join joins either side; none for its index."""
-    return _listed(join.left_on), _listed(join.right_on)
+    return listed(join.left_on), listed(join.right_on)
 
 
 def names_in_join(join: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
@@ -139,14 +145,15 @@ def names_in_join(join: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
 def _of_groups(groups: Any, names: Names) -> Needs:
     frame = groups.frame
     chosen = groups.operand("_slice") if "_slice" in groups._parameters else None
-    columns = {*_listed(chosen)} if chosen is not None else {*_columns(frame)}
+    columns = {*listed(chosen)} if chosen is not None else {*_columns(frame)}
     if isinstance(groups, _groupby.GroupbyAggregationBase) and isinstance(groups.arg, dict):
         columns = {*groups.arg}
     yield frame, (columns | {each for each in groups.by if not isinstance(each, Expr)}) & {*_columns(frame)}
     yield from ((each, _columns(each)) for each in groups.by if isinstance(each, Expr))
 
 
-def _listed(names: Any) -> list[Any]:
+def listed(names: Any) -> list[Any]:
+    """Return labels as a list, also a single one; none for None."""
     if names is None:
         return []
     return list(names) if isinstance(names, (list, tuple)) else [names]

@@ -34,6 +34,7 @@ from dask.dataframe.dask_expr._indexing import Loc
 
 from dask_gpurt.client.planning.operations import is_of_pandas
 from dask_gpurt.client.planning.rules import Facts
+from dask_gpurt.client.planning.rules.needed_columns import is_condition
 from dask_gpurt.dask_hooks.planning import Expr, collection_of, name_of, rebuild
 
 _COMPARISONS: dict[type[ast.cmpop], type[Expr]] = {
@@ -69,7 +70,7 @@ class RowChoices:
         """Return a plan in which rows are chosen by filters."""
 
         def change(expr: Any) -> Any:
-            if type(expr) is Loc and _is_condition(expr.iindexer) and expr.cindexer is None:
+            if type(expr) is Loc and is_condition(expr.iindexer) and expr.cindexer is None:
                 facts.note(self, name_of(expr), "chooses rows by a condition: it is a filter", done=True)
                 return _filter(expr.frame, expr.iindexer)
             if type(expr) is not _expr.Query:
@@ -87,10 +88,6 @@ class RowChoices:
 
 def _filter(frame: Any, condition: Any) -> Any:
     return _made(_expr.Filter, frame, condition)
-
-
-def _is_condition(expr: Any) -> bool:
-    return isinstance(expr, Expr) and expr.ndim == 1 and pd.api.types.is_bool_dtype(expr._meta.dtype)
 
 
 class _UnknownError(Exception):
@@ -158,7 +155,7 @@ class _Translation:
             case ast.Compare(left=left, ops=ops, comparators=others):
                 pairs = zip(ops, pairwise([left, *others]), strict=True)
                 return _put_together(_expr.And, [self._comparison(op, *pair, negated) for op, pair in pairs])
-            case ast.Name(id=name) if _is_condition(column := self._column(name)):
+            case ast.Name(id=name) if is_condition(column := self._column(name)):
                 return column
         raise _UnknownError(f"{ast.unparse(tree)!r} is no comparison of columns")
 

@@ -39,35 +39,35 @@ class SortOnce:
     def apply(self, plan: Expr, facts: Facts) -> Expr:
         """Return a plan that computes no quantiles for a sort of its result, or for the index of a join."""
 
-        def change(expr: Any) -> Expr:
+        def change(expr: Any) -> Any:
             if type(expr) is Merge:
                 return self._looked_up(expr, facts)
             if type(expr) is not Repartition or expr.operand("new_partitions") != 1:
-                return expr  # type: ignore[no-any-return]
+                return expr
             return self._together(expr, facts)
 
         return rebuild(plan, change)
 
-    def _together(self, whole: Any, facts: Facts) -> Expr:
+    def _together(self, whole: Any, facts: Facts) -> Any:
         """Return a result of one partition that is sorted there, if it is sorted at all."""
         changed = _within(whole.frame, _in_one_partition)
         if changed is None:
-            return whole  # type: ignore[no-any-return]
+            return whole
         facts.note(self, name_of(whole), "is sorted in one task, which has all of it", done=True)
         return changed
 
-    def _looked_up(self, join: Any, facts: Facts) -> Expr:
+    def _looked_up(self, join: Any, facts: Facts) -> Any:
         """Return a join by columns and an index which is set in each partition."""
         side = "left" if join.left_index else "right"
         if join.left_index == join.right_index or join.how not in ("inner", "left", "right"):
-            return join  # type: ignore[no-any-return]
+            return join
         changed = _within(getattr(join, side), _in_each_partition)
         if changed is None or not _is_labelled_by(changed, SetIndexBlockwise):
-            return join  # type: ignore[no-any-return]
+            return join
         facts.note(
             self, name_of(join), f"looks up the index of its {side} side, which is not sorted", done=True
         )
-        return join.substitute_parameters({side: changed})  # type: ignore[no-any-return]
+        return join.substitute_parameters({side: changed})
 
 
 def _within(expr: Any, change: Callable[[Any], Expr | None]) -> Expr | None:
