@@ -25,15 +25,14 @@ import logging
 import threading
 from collections.abc import Callable
 from functools import partial
-from numbers import Number
 from typing import Any
 
 import dask
-from dask.base import is_dask_collection
 from dask.core import flatten
 from dask.typing import Key
 
 from dask_gpurt import config
+from dask_gpurt.client.corrections import correct_with, looks_absent
 from dask_gpurt.client.expressions import (
     IN_ORDER,
     GpurtBlockwiseMerge,
@@ -71,14 +70,12 @@ from dask_gpurt.dask_hooks.expr import (
     SetIndexBlockwise,
     SetPartitionsPreSetIndex,
     Shuffle,
-    convert_to_list,
     default_shuffle_method,
     meta,
     name_of,
     parameters,
     replace_default_method,
     replace_lowering,
-    replace_merge,
 )
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.planning import keys_of
@@ -159,42 +156,8 @@ def choose(is_usable: Callable[[], bool]) -> None:
         return method if is_ours() else original(method)
 
     replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
-    join_by_labels(is_usable, _default)
+    correct_with(is_usable, _default)
     _sharing.enter_context(sharing_expressions())
-
-
-def join_by_labels(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Have collections joined by keys labelled "" or 0. Dask sees none, and takes all common columns.
-
-    Nor does cudf see such a key, unless it is in a list.
-
-    Parameters
-    ----------
-    is_usable
-        See :func:`register_shuffle_method`.
-    """
-
-    def merge(
-        original: Callable[..., Any],
-        left: Any,
-        right: Any,
-        how: str = "inner",
-        on: Any = None,
-        left_on: Any = None,
-        right_on: Any = None,
-        left_index: bool = False,
-        right_index: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        keys = [on, left_on, right_on]
-        # Dask takes keys for a label where it sets the index of a frame that is no collection.
-        can_list = not (left_index or right_index) or (is_dask_collection(left) and is_dask_collection(right))
-        if is_usable() and can_list and any(map(_looks_absent, keys)):
-            keys = list(map(convert_to_list, keys))
-        return original(left, right, how, *keys, left_index, right_index, *args, **kwargs)
-
-    replace_merge(patches, merge)
 
 
 def leave() -> None:
@@ -471,7 +434,7 @@ def _with_keys_listed(join: Any) -> Any:
     """List keys that are labelled "" or 0, which Dask takes for none, and so shuffles no rows by."""
     labels = {name: getattr(join, name) for name in ("left_on", "right_on")}
     return join.substitute_parameters(
-        {name: [label] for name, label in labels.items() if _looks_absent(label)}
+        {name: [label] for name, label in labels.items() if looks_absent(label)}
     )
 
 
@@ -485,13 +448,9 @@ def _lower_shuffling_all(original: Callable[[Any], Any], join: Any) -> Any:
     shuffles = {
         name: RearrangeByColumn(side, _INDEX, number, method=join.shuffle_method, index_shuffle=True)
         for name, side in sides.items()
-        if getattr(join, f"{name}_index") and _looks_absent(meta(side).index.name)
+        if getattr(join, f"{name}_index") and looks_absent(meta(side).index.name)
     }
     return lowered.substitute_parameters(shuffles)
-
-
-def _looks_absent(label: Any) -> bool:
-    return isinstance(label, (str, Number)) and not label
 
 
 def _with_hashed_values(lowered: Any, join: Any) -> Any:

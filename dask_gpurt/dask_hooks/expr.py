@@ -72,8 +72,10 @@ __all__ = [
     "name_of",
     "parameters",
     "replace_default_method",
+    "replace_divisions",
     "replace_lowering",
     "replace_merge",
+    "replace_null_groups",
     "task_of",
 ]
 
@@ -205,6 +207,40 @@ def replace_merge(patches: PatchSet, merge: Replacement) -> None:
     """
     # Each module has its own reference to the function.
     patches.replace_all({seam: _instead(merge) for seam in EXPRESSIONS.seams if seam.short == "merge"})
+
+
+def replace_divisions(patches: PatchSet, divisions: Replacement) -> None:
+    """Replace the function that finds how the values of a column are divided, and whether they are sorted.
+
+    Parameters
+    ----------
+    divisions
+        Called as ``divisions(original, frame, column, ...)``; returns the divisions, the least and the
+        greatest value of each partition, and whether the partitions are sorted.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such function.
+    """
+    patches.replace_all({_seam("_get_divisions"): _instead(divisions)})
+
+
+def replace_null_groups(patches: PatchSet, keywords: Replacement) -> None:
+    """Replace the keywords of the steps of means, variances and standard deviations by groups.
+
+    Parameters
+    ----------
+    keywords
+        Called as ``keywords(original, expr)``; returns the keywords, among them ``dropna``.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such properties.
+    """
+    steps = [seam for seam in EXPRESSIONS.seams if seam.short.startswith("GroupByReduction.")]
+    patches.replace_all(dict.fromkeys(steps, _instead(keywords)), cached=False)
 
 
 def default_shuffle_method() -> str:

@@ -161,6 +161,13 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_reductions:ApplyConcatApply.need_to_shuffle", "self"),
         Seam(_EXPR + "_groupby:_contains_index_name", "index_name by"),
         Seam(_EXPR + "_groupby:GroupByApply.need_to_shuffle", "self", bodies=("4a9105165193",)),
+        Seam(_EXPR + "_groupby:GroupByReduction.chunk_kwargs", "self"),
+        Seam(_EXPR + "_groupby:GroupByReduction.combine_kwargs", "self"),
+        Seam(_EXPR + "_groupby:GroupByReduction.aggregate_kwargs", "self"),
+        Seam(
+            _EXPR + "_shuffle:_get_divisions",
+            "frame other npartitions ascending partition_size upsample",
+        ),
         Seam(_EXPR + "_shuffle:P2PShuffle._layer", "self"),
         Seam(_EXPR + "_merge:BlockwiseMerge._task", "self name index"),
         Seam(_EXPR + "_merge:BroadcastJoin._layer", "self", bodies=("342b6da8daea",)),

@@ -7,6 +7,7 @@ by themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -15,7 +16,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dask_gpurt.client.lowering import Lowering, join_by_labels, lower_with
+from dask_gpurt.client.corrections import correct_with
+from dask_gpurt.client.lowering import Lowering, lower_with
 from dask_gpurt.dask_hooks import PatchSet
 
 _random = np.random.default_rng(0)
@@ -32,7 +34,7 @@ def switch() -> Iterator[dict[str, bool]]:
     """Lower expressions as where the runtime is on; yield the switch."""
     patches, state = PatchSet(), {"on": True}
     lower_with(Lowering(lambda: state["on"], lambda name, choice: None), patches)
-    join_by_labels(lambda: state["on"], patches)
+    correct_with(lambda: state["on"], patches)
     as_given = {"dataframe.convert-string": False}
     with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync", **as_given}):
         yield state
@@ -250,3 +252,38 @@ def test_an_index_of_another_unit_meets_its_keys() -> None:
     indexed = dd.from_pandas(right.set_index("k"), npartitions=3, sort=False).rename(columns={"x": "y"})
     joined = Tables(lazily=True).table(left).merge(indexed, left_on="k", right_index=True)
     assert len(joined) == len(left)
+
+
+@pytest.mark.parametrize("method", ["mean", "var", "std"])
+@pytest.mark.parametrize("keys", ["s", ["k", "s"]])
+def test_groups_of_nulls_are_left_out(method: str, keys: str | list[str]) -> None:
+    frame = LEFT.assign(s=np.where(LEFT.j % 5 == 0, None, "a"), k=LEFT.k.where(LEFT.k > 9))
+    lazy = dd.from_pandas(frame, npartitions=5)
+    for options in ({}, {"dropna": False}):
+        ours = getattr(lazy.groupby(keys, **options).x, method)().compute()
+        theirs = getattr(frame.groupby(keys, **options).x, method)()
+        pd.testing.assert_series_equal(ours.sort_index(), theirs.sort_index(), check_index_type=False)
+
+
+class TestFilesReadAsOnePartition:
+    """Where one of many columns is read, Dask reads several files as one partition."""
+
+    @pytest.fixture
+    def numbers(self) -> pd.DataFrame:
+        return pd.DataFrame({"u": np.arange(600), **{f"c{each}": np.arange(600.0) for each in range(6)}})
+
+    def table(self, path: Path, frame: pd.DataFrame) -> Any:
+        dd.from_pandas(frame, npartitions=6, sort=False).to_parquet(path, write_index=False)
+        return dd.read_parquet(path)
+
+    def test_joins_by_a_sorted_index_lose_no_rows(self, tmp_path: Path, numbers: pd.DataFrame) -> None:
+        indexed = self.table(tmp_path, numbers).set_index("u")
+        other = pd.DataFrame({"u": np.arange(0, 600, 7), "v": 1})
+        lazy = dd.from_pandas(other, npartitions=3).set_index("u")
+        assert len(indexed.join(lazy, how="inner").compute()) == len(other)
+        assert indexed.loc[301:301].c1.compute().tolist() == [301.0]
+
+    def test_files_out_of_order_are_sorted(self, tmp_path: Path, numbers: pd.DataFrame) -> None:
+        swapped = pd.concat([numbers[100:200], numbers[:100], numbers[200:]], ignore_index=True)
+        ours = self.table(tmp_path, swapped).set_index("u").c1.compute()
+        assert ours.tolist() == numbers.c1.tolist()

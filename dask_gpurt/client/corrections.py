@@ -1,0 +1,97 @@
+"""Correct what Dask computes wrongly before a plan is lowered, while the runtime is on.
+
+``docs/reference/where-dask-is-wrong.md`` shows a program for each. What is wrong about the order and the hash
+of rows is corrected where plans are lowered, by :mod:`.lowering`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Number
+from typing import Any
+
+from dask.base import is_dask_collection
+
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.expr import convert_to_list, replace_divisions, replace_merge, replace_null_groups
+
+
+def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Correct joins by labels that Dask takes for none, divisions of sorted columns, and groups of nulls.
+
+    Parameters
+    ----------
+    is_usable
+        Returns whether the runtime is on for this client.
+    patches
+        Restores what Dask does.
+    """
+    _join_by_labels(is_usable, patches)
+    _see_all_partitions(is_usable, patches)
+    _drop_groups_of_nulls(is_usable, patches)
+
+
+def looks_absent(label: Any) -> bool:
+    """Return whether Dask takes a label for none, asking for its truth."""
+    return isinstance(label, (str, Number)) and not label
+
+
+def _join_by_labels(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have collections joined by keys labelled "" or 0. Dask sees none, and takes all common columns.
+
+    Nor does cudf see such a key, unless it is in a list.
+    """
+
+    def merge(
+        original: Callable[..., Any],
+        left: Any,
+        right: Any,
+        how: str = "inner",
+        on: Any = None,
+        left_on: Any = None,
+        right_on: Any = None,
+        left_index: bool = False,
+        right_index: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        keys = [on, left_on, right_on]
+        # Dask takes keys for a label where it sets the index of a frame that is no collection.
+        can_list = not (left_index or right_index) or (is_dask_collection(left) and is_dask_collection(right))
+        if is_usable() and can_list and any(map(looks_absent, keys)):
+            keys = list(map(convert_to_list, keys))
+        return original(left, right, how, *keys, left_index, right_index, *args, **kwargs)
+
+    replace_merge(patches, merge)
+
+
+def _see_all_partitions(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have rows sorted where Dask has not seen each partition.
+
+    Dask looks at the least and the greatest value of each partition, in order to leave rows where they are
+    if they are sorted already. Where only one of many columns of Parquet files is read, it reads several
+    files as one partition. Then it has seen fewer ranges than there are partitions, and they may be sorted
+    although the partitions are not; or it labels partitions with ranges that are not theirs, and joins lose
+    rows.
+    """
+
+    def divisions(original: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen, least, greatest, is_sorted = original(frame, *args, **kwargs)
+        if is_sorted and is_usable():
+            is_sorted = len(least) == frame.npartitions
+        return chosen, least, greatest, is_sorted
+
+    replace_divisions(patches, divisions)
+
+
+def _drop_groups_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Leave out the groups whose key is null in means, variances and standard deviations.
+
+    Dask passes on ``dropna=None`` where the user said nothing, which pandas takes for False.
+    """
+
+    def keywords(original: Callable[..., Any], expr: Any) -> Any:
+        found = original(expr)
+        return {**found, "dropna": True} if found["dropna"] is None and is_usable() else found
+
+    replace_null_groups(patches, keywords)
