@@ -75,18 +75,8 @@ def _see_all_partitions(is_usable: Callable[[], bool], patches: PatchSet) -> Non
     rows.
     """
 
-    # With the parameters of the original, by which its seam is compared while it is replaced.
-    def divisions(
-        original: Callable[..., Any],
-        frame: Any,
-        other: Any,
-        npartitions: int,
-        ascending: bool = True,
-        partition_size: float = 128e6,
-        upsample: float = 1.0,
-    ) -> Any:
-        found = original(frame, other, npartitions, ascending, partition_size, upsample)
-        chosen, least, greatest, is_sorted = found
+    def divisions(original: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen, least, greatest, is_sorted = original(frame, *args, **kwargs)
         if is_sorted and is_usable():
             is_sorted = len(least) == frame.npartitions
         return chosen, least, greatest, is_sorted
