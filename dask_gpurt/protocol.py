@@ -85,7 +85,7 @@ LOST_KEYS_OP = "gpurt-lost"
 #: Bytes of each tier; as a metric too, in case a message is lost.
 MEMORY_OP = "gpurt-memory"
 MEMORY_METRIC = "gpurt_memory"
-#: ``place, name, visible``: where on its host a worker runs.
+#: ``place, name``: where on its host a worker runs.
 PLACE_OP = "gpurt-place"
 #: ``totals``: tuples of peer, path, bytes, seconds, transfers.
 TRAFFIC_OP = "gpurt-traffic"

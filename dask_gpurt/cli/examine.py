@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import dask
@@ -24,7 +23,6 @@ from dask_gpurt.device.host import SHM
 from dask_gpurt.observe.report import Fallbacks, WorkerReport
 from dask_gpurt.overlap import NotLoadedError
 from dask_gpurt.overlap.interposer import library
-from dask_gpurt.topology.file import TopologyError, load
 
 #: Values of ``gpurt.enabled`` that count as false if the settings are invalid and cannot be parsed.
 NOT_ENABLED = (False, None, 0, "", "false", "off", "no", "0")
@@ -271,8 +269,6 @@ def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> I
             "'dataframe.shuffle.method' is 'gpurt' while 'gpurt.enabled' is false: leave it out, the runtime "
             "chooses it by itself; without a client Dask does not know the method"
         )
-    if not config.problems() and (file := config.load().topology.file):
-        yield from _problems_of_file(file)
     if not config.problems() and (pool := config.load().exchange.pool) and pool.bytes is not None:
         for kind, (free, total) in machine["memory"].items():
             if pool.bytes > free:
@@ -281,14 +277,6 @@ def _problems_here(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> I
                     f"'gpurt.exchange.pool' is {pool}, but {where} has {format_bytes(free)} free of "
                     f"{format_bytes(total)}: set it to less, or to 'auto'"
                 )
-
-
-def _problems_of_file(name: str) -> Iterator[str]:
-    if Path(name).exists():  # otherwise it may exist only on the scheduler's machine
-        try:
-            load(name)
-        except TopologyError as error:
-            yield str(error)
 
 
 def ignored(settings: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,42 +14,30 @@ from rich.table import Table
 
 from dask_gpurt.cli.cluster import connected
 from dask_gpurt.topology import SHIPPED, Link
+from dask_gpurt.topology.description import Description
 from dask_gpurt.topology.detect import discover, nvml_missing, visible_devices
-from dask_gpurt.topology.file import Description, TopologyError, as_values, load, parse
 from dask_gpurt.topology.hosts import Gpu, Host, Nic
 
 
 @click.command(short_help="Show devices, the links between them, their speeds.")
-@click.option("--load", "file", type=click.Path(dir_okay=False, path_type=Path), help="Show a topology file.")
 @click.option(
     "--scheduler", metavar="ADDRESS", help="Show the topology that the scheduler of a cluster uses."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a topology file.")
-def topology(file: Path | None, scheduler: str | None, as_json: bool) -> None:
-    """Show the devices of this host, of a file or of a cluster, the links between them, and their speeds.
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def topology(scheduler: str | None, as_json: bool) -> None:
+    """Show the devices of this host or of a cluster, the links between them, and their speeds.
 
-    --load and the setting gpurt.topology.file read the output of --json. With --scheduler, speeds are those
-    measured from transfers.
+    With --scheduler, speeds are those measured from transfers.
     """
-    if file is not None and scheduler is not None:
-        raise click.UsageError("--load and --scheduler exclude each other: give one")
-    try:
-        description = _description(file, scheduler)
-    except TopologyError as error:
-        raise click.ClickException(str(error)) from error
-    if as_json:
-        click.echo(json.dumps(as_values(description), indent=2))
+    if scheduler is None:
+        host = discover()
+        description = Description(hosts={host.name: host})
     else:
-        print_description(description, here=file is None and scheduler is None)
-
-
-def _description(file: Path | None, scheduler: str | None) -> Description:
-    if file is not None:
-        return load(file)
-    if scheduler is not None:
-        return _of_cluster(scheduler)
-    host = discover()
-    return Description(hosts={host.name: host})
+        description = _of_cluster(scheduler)
+    if as_json:
+        click.echo(json.dumps(description.to_dict(), indent=2))
+    else:
+        print_description(description, here=scheduler is None)
 
 
 def _of_cluster(address: str) -> Description:
@@ -61,7 +48,7 @@ def _of_cluster(address: str) -> Description:
         raise click.ClickException(
             f"the runtime is off at {address}: dask_gpurt.enable(client) switches it on"
         )
-    return parse(json.dumps(values), address)
+    return Description.of(values)
 
 
 # ---- printing ------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from dask_gpurt.config.settings import (
     ReadSettings,
     Settings,
     ShuffleSettings,
-    TopologySettings,
 )
 from dask_gpurt.config.values import MODES, PATHS, ConfigError, Size
 
@@ -51,7 +50,6 @@ __all__ = [
     "Settings",
     "ShuffleSettings",
     "Size",
-    "TopologySettings",
     "load",
     "load_over",
     "partition_sizes",

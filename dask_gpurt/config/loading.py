@@ -48,6 +48,7 @@ RETIRED = {
     "gpurt.overlap.adaptive": "compute is no longer confined to some of the SMs; remove it",
     "gpurt.overlap.fixed": "set 'gpurt.overlap.mode' to the number of blocks, such as 4",
     "gpurt.overlap.learned": "'dask gpurt calibrate' writes a table for each model of device; remove it",
+    "gpurt.topology": "links are detected, and their speeds learned from transfers; remove it",
     "gpurt.overlap.residency": "set 'gpurt.overlap.mode' to 'calibrated' or to the number of blocks",
 }
 #: The module that Dask's lists of preloads name, and the kinds of process that have such a list.

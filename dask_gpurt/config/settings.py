@@ -91,19 +91,6 @@ class ReadSettings:
 
 
 @dataclass(frozen=True)
-class TopologySettings:
-    """Configure the links between workers.
-
-    Parameters
-    ----------
-    file
-        A topology file, read by the scheduler; None to detect the topology.
-    """
-
-    file: str | None = _setting(values.file_name)
-
-
-@dataclass(frozen=True)
 class MemorySettings:
     """Configure the memory tiers of a worker. None leaves a size to the worker.
 
@@ -207,8 +194,6 @@ class Settings:
         The number of tasks that run beside each other on one GPU.
     reads
         Reading files.
-    topology
-        The links between workers.
     overlap
         Compute beside communication on one GPU.
     placement
@@ -225,7 +210,6 @@ class Settings:
     memory: MemorySettings = _section(MemorySettings)
     compute: ComputeSettings = _section(ComputeSettings)
     reads: ReadSettings = _section(ReadSettings)
-    topology: TopologySettings = _section(TopologySettings)
     overlap: OverlapSettings = _section(OverlapSettings)
     placement: PlacementSettings = _section(PlacementSettings)
     planning: PlanningSettings = _section(PlanningSettings)

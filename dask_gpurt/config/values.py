@@ -190,12 +190,6 @@ count_or_auto = _or_auto(count, "a whole number of at least 0")
 positive_or_auto = _or_auto(positive, "a whole number of at least 1")
 
 
-def file_name(key: str, value: object) -> str | None:
-    if value is None or (isinstance(value, str) and value.strip()):
-        return value
-    raise wrong(key, value, "the name of a file, or nothing")
-
-
 def overlap_mode(key: str, value: object) -> int | str:
     word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
     if (word := EARLIER_MODES.get(word, word)) in MODES:

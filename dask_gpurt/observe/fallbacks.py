@@ -98,10 +98,6 @@ class Fallback(Enum):
 
     TOPOLOGY_LINKS_UNKNOWN = "topology.links-unknown", "links within this host are unknown"
     TOPOLOGY_GPU_UNKNOWN = "topology.gpu-unknown", "this worker's GPU is missing from the topology"
-    TOPOLOGY_GPU_NOT_IN_FILE = (
-        "topology.gpu-not-in-file",
-        "this worker's GPU is not in the topology file, so its own report is used",
-    )
 
     OVERLAP_UNCAPPED = "overlap.uncapped", "kernels are not capped beside a shuffle"
     OVERLAP_HANDED_OVER_EARLY = "overlap.handed-over-early", "memory is reused before pending work ends"

@@ -171,7 +171,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.clients = Clients(self.scheduler, self.metrics)
         self.cluster_memory = ClusterMemory()
         self._memory_reported = asyncio.Event()
-        self.places = SchedulerTopology(self.scheduler, settings.topology.file, self.metrics)
+        self.places = SchedulerTopology(self.scheduler)
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
         self.placement: SchedulerPlacement | None = None
         token = uuid.uuid4().hex

@@ -1,10 +1,9 @@
-"""Maintain the scheduler's topology of workers, from their reports or from a file."""
+"""Maintain the scheduler's topology of workers, from their reports."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dask_gpurt.config.values import PATHS
@@ -12,12 +11,11 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
-from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.protocol import HOST_HANDLER, LINKS_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP, is_off
 from dask_gpurt.scheduler.worker_calls import ask
-from dask_gpurt.topology import HostLinks, Link, Place, Speed, Topology
+from dask_gpurt.topology import Link, Place, Speed, Topology
+from dask_gpurt.topology.description import Description, host_of
 from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
-from dask_gpurt.topology.file import Description, as_values, load, parse_host
 from dask_gpurt.topology.hosts import Host
 
 #: Seconds after which another worker of a host is asked to describe it.
@@ -43,20 +41,11 @@ class SchedulerTopology:
     ----------
     scheduler
         Dask's scheduler.
-    file
-        The setting ``gpurt.topology.file``.
-
-    Raises
-    ------
-    TopologyError
-        If the file is invalid.
     """
 
-    def __init__(self, scheduler: SchedulerServer, file: str | None, metrics: Metrics):
+    def __init__(self, scheduler: SchedulerServer):
         self._scheduler = scheduler
-        self._metrics = metrics
-        self._file = load(file) if file is not None else Description()
-        self.topology = Topology(self._file.speeds, FIRST_TRANSFER_S)
+        self.topology = Topology(first=FIRST_TRANSFER_S)
         self._hosts: dict[str, Host] = {}
         self._asked: set[str] = set()
         self._patches = PatchSet()
@@ -74,37 +63,12 @@ class SchedulerTopology:
 
     # ---- places of workers -------------------------------------------------------------
 
-    def placed(self, worker: str, place: dict[str, Any], name: str, visible: str | None) -> None:
+    def placed(self, worker: str, place: dict[str, Any], name: str) -> None:
         """Place a worker that reports its host and devices (stream handler)."""
-        if worker not in self._scheduler.workers:
-            return
-        reported = Place(**place)
-        host, gpu = self._listed(worker, name)
-        if host is None:
+        if worker in self._scheduler.workers:
+            reported = Place(**place)
             self.topology.add(worker, reported)
             self._ask_soon(reported.host, name)
-        else:
-            self.topology.add(worker, self._place_in(host, gpu, worker, reported, visible))
-            if not self.topology.described(host.name):
-                self._keep(host.name, host)
-
-    def _listed(self, worker: str, name: str) -> tuple[Host | None, str | None]:
-        """Return the host and the GPU that the file lists for a worker; None for each that it does not."""
-        workers, alias = self._file.workers, str(self._scheduler.workers[worker].name)
-        name, gpu = workers.get(worker) or workers.get(alias) or (name, None)
-        return self._file.hosts.get(name), gpu
-
-    def _place_in(
-        self, host: Host, listed: str | None, worker: str, reported: Place, visible: str | None
-    ) -> Place:
-        """Place a worker whose host is in the file: on the GPU listed there, else on the one it reports."""
-        by_id = {gpu.id: gpu for gpu in host.gpus}
-        gpu = by_id.get(listed or reported.device or "") or host.find(visible)
-        if gpu is None and reported.device is not None:
-            self._metrics.fallback(Fallback.TOPOLOGY_GPU_NOT_IN_FILE, f"the file lists no GPU for {worker}")
-            return replace(reported, host=host.name)
-        rdma = worker.startswith("ucx")
-        return host.place(host.name, gpu, numa=reported.numa, rdma=rdma, by_tcp=reported.by_tcp)
 
     def _ask_soon(self, host: str, name: str) -> None:
         if not self.topology.described(host) and host not in self._asked:
@@ -117,17 +81,11 @@ class SchedulerTopology:
             for worker in list(self.topology.on_host(host)):
                 values = await ask(self._scheduler, worker, HOST_HANDLER, HOST_TIMEOUT_S)
                 if isinstance(values, Mapping) and self.topology.on_host(host):
-                    self._keep(host, parse_host(name, values))
+                    described = self._hosts[host] = host_of(name, values)
+                    self.topology.describe(host, described.known())
                     return
         finally:
             self._asked.discard(host)
-
-    def _keep(self, host: str, described: Host) -> None:
-        known = described.known()
-        # Measured speeds in the file take precedence over speeds derived from a link's generation.
-        speeds = {link: speed for link, speed in known.speeds.items() if link not in self._file.speeds}
-        self._hosts[host] = described
-        self.topology.describe(host, HostLinks(known.links, speeds))
 
     def remove(self, worker: str) -> None:
         """Forget a worker that has left."""
@@ -165,7 +123,7 @@ class SchedulerTopology:
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return the topology in the format of a topology file (handler)."""
+        """Return the topology as plain values (handler)."""
         names = self._names()
         workers = {}
         for worker in self._scheduler.workers:
@@ -174,7 +132,7 @@ class SchedulerTopology:
                 known = any(gpu.id == place.device for gpu in self._hosts[place.host].gpus)
                 workers[worker] = names[place.host], place.device if known else None
         hosts = {names[host]: described for host, described in self._hosts.items()}
-        return as_values(Description(self.topology.measured(), hosts, workers))
+        return Description(self.topology.measured(), hosts, workers).to_dict()
 
     def _names(self) -> dict[str, str]:
         """Return the names of hosts by their ids; hosts that share a name keep their ids."""

@@ -24,8 +24,8 @@ from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.progress import RecentRuns
 from dask_gpurt.protocol import HOST_HANDLER, MEMORY_METRIC, MEMORY_OP, PLACE_OP, TRAFFIC_OP, is_off
+from dask_gpurt.topology.description import host_values
 from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
-from dask_gpurt.topology.file import host_values
 from dask_gpurt.topology.hosts import Host
 from dask_gpurt.topology.model import Place
 
@@ -197,14 +197,7 @@ class TopologyReporter:
         """Report the place of this worker, and start the periodic reports of transfers."""
         self._patches.add_handlers(self._worker.handlers, {HOST_HANDLER: self.host}, off=is_off)
         place = await asyncio.to_thread(self._detect_place)
-        self._send(
-            {
-                "op": PLACE_OP,
-                "place": vars(place),
-                "name": self._host.name,
-                "visible": visible_devices() if self._on_gpu else "",
-            }
-        )
+        self._send({"op": PLACE_OP, "place": vars(place), "name": self._host.name})
         self._later()
 
     def _detect_place(self) -> Place:
@@ -219,8 +212,7 @@ class TopologyReporter:
         if self._on_gpu and place.device is None:
             self._metrics.fallback(
                 Fallback.TOPOLOGY_GPU_UNKNOWN,
-                f"{nvml_missing() or f'NVML reports no GPU for CUDA_VISIBLE_DEVICES={visible}'}: "
-                "set 'gpurt.topology.file'",
+                nvml_missing() or f"NVML reports no GPU for CUDA_VISIBLE_DEVICES={visible}",
             )
         return place
 

@@ -110,7 +110,6 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
     ("setting", "value", "said"),
     [
         ("GPURT__MEMORY__DEVICE", "500 TiB", "'gpurt.memory.device' comes to 500.00 TiB, which is more than"),
-        ("GPURT__TOPOLOGY__FILE", "/nowhere.yaml", "the topology file /nowhere.yaml cannot be read"),
     ],
 )
 def test_a_setting_that_a_server_refuses_is_said_once_and_dask_works(

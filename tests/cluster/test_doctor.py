@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import dask
@@ -305,14 +304,3 @@ def test_a_wrong_setting_does_not_hide_that_it_was_to_be_on() -> None:
     assert "true in this configuration, but a setting is wrong and keeps the runtime off" in printed
     assert "'gpurt.enabled' is false" not in printed
     assert facts["settings"]["shuffles"] == "by Dask's own default"
-
-
-def test_a_topology_file_that_makes_no_sense_is_a_problem(tmp_path: Path) -> None:
-    file = tmp_path / "topology.yaml"
-    file.write_text("version: 1\nhosts:\n  one: {cpus: 4}\n")
-    with dask.config.set({"gpurt.topology.file": str(file)}):
-        (problem,) = consult()["problems"]
-    assert "topology.yaml, line 3: unknown key 'cpus'" in problem
-    # Only the scheduler needs the file.
-    with dask.config.set({"gpurt.topology.file": str(tmp_path / "elsewhere.yaml")}):
-        assert consult()["ok"]

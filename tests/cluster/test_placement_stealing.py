@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dask_gpurt.tools.testing import differing_links
-from tests.helpers.in_process import FILE, all_placed, believed_full, on_cluster, until
+from tests.helpers.in_process import believed_full, on_cluster, placed_apart, until
 
 #: Event that a test's tasks wait for; the workers are in this process.
 GO = threading.Event()
@@ -94,13 +93,10 @@ def test_with_room_nowhere_else_work_stays() -> None:
     run()
 
 
-def test_inputs_move_within_the_nvlink_domain_first(tmp_path: Path) -> None:
-    file = tmp_path / "topology.yaml"
-    file.write_text(FILE)  # the first two workers form one domain, the third is elsewhere
-
-    @on_cluster(workers=3, file=file, **PLACEMENT)
+def test_inputs_move_within_the_nvlink_domain_first() -> None:
+    @on_cluster(workers=3, **PLACEMENT)
     async def run(client: Any, scheduler: Any, victim: Any, near: Any, far: Any) -> None:
-        await all_placed(scheduler)
+        await placed_apart(scheduler, victim, near, far)
         kept = await client.scatter(
             bytes(10**6), workers=[near.address]
         )  # Dask would pick the worker that holds less

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import dask
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -19,18 +16,9 @@ from dask_gpurt.exchange.links import Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.scheduler.topology import SchedulerTopology
 from dask_gpurt.topology import SHIPPED, Link, Place, detect
-from dask_gpurt.topology.file import TopologyError, load, parse
 from dask_gpurt.topology.hosts import Host
 from dask_gpurt.worker.reports import TopologyReporter
-from tests.helpers.in_process import FILE, active, all_placed, gen_client_cluster, on_cluster, topology, until
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "topology.yaml"
-    path.write_text(FILE)
-    return path
-
+from tests.helpers.in_process import all_placed, on_cluster, placed_apart, places, topology, until
 
 # ---- places --------------------------------------------------------------------------
 
@@ -55,7 +43,7 @@ def test_workers_say_where_they_are_and_one_says_what_the_host_has() -> None:
         assert len(asked) <= 1
         told = await client.scheduler.gpurt_topology()
         assert set(told["workers"]) == set(scheduler.workers)
-        assert list(parse(json.dumps(told)).hosts) == [detect.host_name()]
+        assert list(told["hosts"]) == [detect.host_name()]
 
     run()
 
@@ -75,10 +63,7 @@ def test_workers_come_and_go() -> None:
             await worker.close()
         await until(lambda: not scheduler.workers)
         assert list(topology(scheduler).hosts) == []
-        assert await client.scheduler.gpurt_topology() == {
-            **{"version": 1, "hosts": {}, "workers": {}},
-            "speeds": {},  # no link was measured
-        }
+        assert await client.scheduler.gpurt_topology() == {"hosts": {}, "workers": {}, "speeds": {}}
 
     run()
 
@@ -118,47 +103,25 @@ def test_restart_keeps_what_was_learned() -> None:
     run()
 
 
-# ---- a file --------------------------------------------------------------------------
-
-
-def test_the_file_counts_before_what_workers_say(file: Path) -> None:
-    @on_cluster(workers=4, file=file)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any, d: Any) -> None:
-        await all_placed(scheduler)
-        picture = topology(scheduler)
-        assert picture.place(a.address).device == "GPU-b"
-        assert picture.link(a.address, b.address) == Link.NVLINK
-        assert picture.link(a.address, c.address) == Link.TCP
-        assert picture.speed(a.address, c.address).bandwidth == 3e9
-        assert picture.place(d.address).host == detect.here()  # the file does not list it
-        told = await client.scheduler.gpurt_topology()
-        assert told["workers"][a.address] == {"host": "one", "gpu": "GPU-b"}
-        assert told["workers"][c.address] == {"host": "two"}
-
-    run()
-
-
 def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dask_gpurt.worker.reports.discover", lambda: Host("here"))
     metrics = Metrics()
     worker = SimpleNamespace(address="tcp://here:1")
     assert TopologyReporter(worker, Traffic(), True, metrics)._detect_place().device is None
-    known = metrics.snapshot()["fallbacks"]["topology.gpu-unknown"]
-    assert "set 'gpurt.topology.file'" in known["reason"]
+    assert "topology.gpu-unknown" in metrics.snapshot()["fallbacks"]
 
 
-def test_the_picture_is_shown_on_the_command_line(file: Path) -> None:
+def test_the_picture_is_shown_on_the_command_line() -> None:
     options = {"n_workers": 1, "processes": False, "protocol": "tcp", "dashboard_address": ":0"}
     with LocalCluster(**options) as local, Client(local) as client:
         command = ["topology", "--scheduler", local.scheduler_address]
-        with dask.config.set({"gpurt.topology.file": str(file)}):
-            dask_gpurt.enable(client)
+        dask_gpurt.enable(client)
+        places(local.scheduler).topology.observe("tcp://one", "tcp://other", 10**9, 10.0)
         shown = CliRunner().invoke(main, command)
         assert shown.exit_code == 0
         assert local.scheduler_address.rpartition(":")[0] in shown.stdout
-        assert "3 GB/s" in shown.stdout
         known = [line.strip().rpartition("by ")[2] for line in shown.stdout.splitlines() if " by " in line]
-        assert known.count("measurement") == len(load(file).speeds)
+        assert known.count("measurement") == 1
         assert "default" in known
         dask_gpurt.disable(client)
         off = CliRunner().invoke(main, command)
@@ -166,31 +129,15 @@ def test_the_picture_is_shown_on_the_command_line(file: Path) -> None:
         assert f"the runtime is off at {local.scheduler_address}" in off.stderr
 
 
-def test_a_file_that_makes_no_sense_is_refused_at_the_start(file: Path) -> None:
-    file.write_text(FILE.replace("3 GB/s", "-3 GB/s"))
-
-    config = {"gpurt.topology.file": str(file)}
-
-    @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=config)
-    async def run(client: Any, scheduler: Any, a: Any) -> None:
-        with pytest.raises(TopologyError, match=r"topology\.yaml, line 3: a bandwidth is -3 GB/s"):
-            await dask_gpurt.enable(client)
-        assert "gpurt" not in scheduler.extensions
-        assert "gpurt_report" not in active(a.handlers)
-
-    run()
-
-
 # ---- transfers -----------------------------------------------------------------------
 
 
-def test_dependencies_that_dask_fetches_teach_the_link(file: Path) -> None:
-    @on_cluster(workers=3, file=file)
+def test_dependencies_that_dask_fetches_teach_the_link() -> None:
+    @on_cluster(workers=3)
     async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
-        await all_placed(scheduler)
+        await placed_apart(scheduler, a, b, c)
         before = topology(scheduler).learned()
         block = client.submit(np.ones, 30_000_000 // 8, workers=[a.address])
-        # According to the file this uses TCP: c is on another host.
         await client.submit(np.sum, block, workers=[c.address])
         await until(lambda: topology(scheduler).learned()[Link.TCP] != before[Link.TCP])
         # Between the GPUs of a and b comms use another path than the link between them.
@@ -209,7 +156,7 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
     class Scheduler:
         workers: dict[str, Any] = {}
 
-    picture = SchedulerTopology(Scheduler(), None, Metrics())
+    picture = SchedulerTopology(Scheduler())
     picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # their places are unknown
     for worker in "xy":
         picture.topology.add(worker, Place(f"host of {worker}"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,26 +19,18 @@ import dask_gpurt
 from dask_gpurt.client.session import register_method
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.protocol import PLACE_OP
 from dask_gpurt.scheduler.topology import SchedulerTopology
-from dask_gpurt.topology import Topology
+from dask_gpurt.topology import Place, Topology
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S
 
-#: Two hosts, two GPUs with NVLink on the first, none on the second; workers by name.
-FILE = """\
-version: 1
-speeds:
-  tcp: {bandwidth: 3 GB/s, latency: 300 us}
-hosts:
-  one:
-    gpus: [{id: GPU-a}, {id: GPU-b}]
-    links: [[same-device, nvlink x18], [nvlink x18, same-device]]
-  two: {}
-workers:
-  "0": {host: one, gpu: GPU-b}
-  "1": {host: one, gpu: GPU-a}
-  "2": {host: two}
-"""
+#: Two GPUs with NVLink on one host, and a processor of another host.
+PLACES = (
+    Place("one", "GPU-a", nvlink="one", by_tcp=True),
+    Place("one", "GPU-b", nvlink="one", by_tcp=True),
+    Place("two", by_tcp=True),
+)
 
 
 #: Dask's own limit of 30 s assumes an otherwise idle machine.
@@ -72,9 +63,15 @@ async def all_placed(scheduler: Any) -> None:
     )
 
 
-# gen_cluster starts from Dask's default configuration, so the file has to be passed to it.
+async def placed_apart(scheduler: Any, *workers: Any) -> None:
+    """Make a scheduler believe that its workers are at :data:`PLACES`."""
+    await all_placed(scheduler)
+    for worker, place in zip(workers, PLACES, strict=True):
+        scheduler.stream_handlers[PLACE_OP](worker=worker.address, place=vars(place), name=place.host)
+
+
 def on_cluster(
-    *, workers: int = 2, processes: bool = False, file: Path | None = None, **settings: Any
+    *, workers: int = 2, processes: bool = False, **settings: Any
 ) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
     """Run a coroutine with a client, a scheduler and workers, with the runtime enabled."""
 
@@ -89,7 +86,7 @@ def on_cluster(
 
             kind = Nanny if processes else Worker
             nthreads = [("127.0.0.1", 1)] * workers
-            config = {"gpurt.topology.file": file and str(file), METHOD: QUICK[METHOD], **settings}
+            config = {METHOD: QUICK[METHOD], **settings}
             gen_client_cluster(nthreads=nthreads, Worker=kind, config=config)(body)()
 
         return run

@@ -3,61 +3,72 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+import json
+from io import StringIO
 
 import dask
 import pytest
 from click.testing import CliRunner, Result
 from distributed.diagnostics import nvml
+from rich.console import Console
 
 from dask_gpurt.cli import main
-from dask_gpurt.topology import Link
+from dask_gpurt.cli import topology as command
+from dask_gpurt.topology import Link, Speed
+from dask_gpurt.topology.description import Description, host_of, host_values
+from dask_gpurt.topology.detect import discover
+from dask_gpurt.topology.hosts import Gpu, Host, Nic
+from tests.helpers.fake_nvml import bridged, cut_up, pcie_only, switched
 
 
-def topology(*arguments: str | Path) -> Result:
-    return CliRunner(env={"COLUMNS": "120"}).invoke(main, ["topology", *map(str, arguments)])
+def topology(*arguments: str) -> Result:
+    return CliRunner(env={"COLUMNS": "120"}).invoke(main, ["topology", *arguments])
 
 
-def test_the_page_shows_the_matrix(tmp_path: Path) -> None:
-    file = tmp_path / "topology.yaml"
-    file.write_text(
-        "{version: 1, hosts: {dgx: {gpus: [{id: GPU-a}, {id: GPU-b}], "
-        "links: [[same-device, nvlink x18], [nvlink x18, same-device]], nics: [{name: ib0, rdma: true}]}}, "
-        "workers: {alice: {host: dgx, gpu: GPU-b}}, speeds: {tcp: {bandwidth: 7 GB/s, latency: 1 ms}}}"
+def shown(description: Description, monkeypatch: pytest.MonkeyPatch) -> str:
+    page = StringIO()
+    monkeypatch.setattr(command, "Console", lambda **_: Console(file=page, width=120))
+    command.print_description(description, here=False)
+    return page.getvalue()
+
+
+@pytest.mark.parametrize("library", [switched(), bridged(), pcie_only(), cut_up(), switched(1)])
+def test_a_description_goes_through_json(library) -> None:
+    host = discover(library)
+    workers = {"tcp://alice:1": (host.name, host.gpus[-1].id), "tcp://bob:1": (host.name, None)}
+    told = Description({Link.NVLINK: Speed(391e9, 2e-5)}, {host.name: host}, workers)
+    assert Description.of(json.loads(json.dumps(told.to_dict()))) == told
+    assert host_of(host.name, host_values(host)) == host
+
+
+def test_the_page_shows_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = discover(switched(2))
+    told = Description(
+        {Link.TCP: Speed(7e9, 1e-3)}, {"dgx": host}, {"tcp://alice:1": ("dgx", host.gpus[1].id)}
     )
-    shown = topology("--load", file)
-    assert shown.exit_code == 0
-    for text in (
-        "dgx",
-        "2 GPUs",
-        "ib0 RDMA",
-        "nvlink x18",
-        "GPU-b",
-        "alice",
-        "7 GB/s",
-        "391 GB/s",
-        "2,060 GB/s",
-        "by default",
-    ):
-        assert text in shown.stdout
+    page = shown(told, monkeypatch)
+    for text in ("dgx", "2 GPUs", "nvlink x18", host.gpus[1].id, "tcp://alice:1", "7 GB/s", "391 GB/s"):
+        assert text in page
+    assert "by default" in page
+
+
+RDMA, GPU = Host("pc", nics=(Nic("ib0", rdma=True),)), Host("dgx", gpus=(Gpu("GPU-a", 0),))
 
 
 @pytest.mark.parametrize(
     ("hosts", "speeds", "listed"),
     [
-        ("{pc: {}}", "{}", "shared-memory loopback tcp disk"),
-        ("{pc: {nics: [{name: ib0, rdma: true}]}}", "{}", "shared-memory loopback rdma tcp disk"),
-        ("{pc: {}}", "{pcie: {bandwidth: 9 GB/s, latency: 1 ms}}", "pcie shared-memory loopback tcp disk"),
-        ("{pc: {}, dgx: {gpus: [{id: GPU-a}]}}", "{}", " ".join(link for link in Link if link != "rdma")),
-        ("{}", "{}", " ".join(Link)),
+        ([Host("pc")], {}, "shared-memory loopback tcp disk"),
+        ([RDMA], {}, "shared-memory loopback rdma tcp disk"),
+        ([Host("pc")], {Link.PCIE: Speed(9e9, 1e-3)}, "pcie shared-memory loopback tcp disk"),
+        ([Host("pc"), GPU], {}, " ".join(link for link in Link if link != "rdma")),
+        ([], {}, " ".join(Link)),
     ],
 )
 def test_only_links_that_the_hosts_can_have_are_listed(
-    hosts: str, speeds: str, listed: str, tmp_path: Path
+    hosts: list[Host], speeds: dict[Link, Speed], listed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "topology.yaml"
-    file.write_text(f"{{version: 1, hosts: {hosts}, speeds: {speeds}}}")
-    lines = topology("--load", file).stdout.splitlines()
+    lines = shown(Description(speeds, {host.name: host for host in hosts}), monkeypatch).splitlines()
     rows = [words[0] for words in map(str.split, lines) if words and words[0] in list(Link)]
     assert rows == listed.split()
 
@@ -67,29 +78,13 @@ def test_it_says_why_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     if installed:  # Dask asks once per process
         monkeypatch.setattr(nvml, "NVML_STATE", nvml.NVMLState.UNINITIALIZED)
     with dask.config.set({"distributed.diagnostics.nvml": False}):
-        shown = topology()
-    assert shown.exit_code == 0
-    assert ("nvml' is false" if installed else "not installed") in shown.stdout
+        done = topology()
+    assert done.exit_code == 0
+    assert ("nvml' is false" if installed else "not installed") in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (("--load", "nowhere.yaml"), 1, "nowhere.yaml cannot be read"),
-        (("--scheduler", "tcp://127.0.0.1:1", "--load", "x"), 2, "give one"),
-        (("--scheduler", "tcp://127.0.0.1:1"), 1, "no scheduler answers at tcp://127.0.0.1:1"),
-    ],
-)
-def test_commands_that_can_not_be_served(arguments: tuple[str, ...], code: int, said: str) -> None:
+def test_a_scheduler_that_does_not_answer_is_named() -> None:
     with dask.config.set({"distributed.comm.timeouts.connect": "1s"}):
-        done = topology(*arguments)
-    assert done.exit_code == code
-    assert said in done.stderr
-
-
-def test_a_wrong_file_is_refused_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "topology.yaml"
-    file.write_text("version: 1\nspeeds:\n  tcp: {bandwidth: -1, latency: 0}\n")
-    refused = topology("--load", file)
-    assert refused.exit_code == 1
-    assert "topology.yaml, line 3: a bandwidth is -1" in refused.stderr
+        done = topology("--scheduler", "tcp://127.0.0.1:1")
+    assert done.exit_code == 1
+    assert "no scheduler answers at tcp://127.0.0.1:1" in done.stderr
