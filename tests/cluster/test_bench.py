@@ -55,7 +55,6 @@ def test_a_cluster_is_measured_and_left_as_it_was(client: Client, tmp_path: Path
         assert sum(getattr(run.spent, part) for part in PARTS) == pytest.approx(run.seconds, abs=1e-6)
         assert run.spent.read_bytes > 0
     assert sum(run.spent.moved_bytes for run in found.runs if run.contender == "gpurt") > 0
-    assert found.observed.counters["shuffle.runs"] > 0
     assert (found.machine.workers, found.machine.threads, found.machine.hosts) == (2, 2, 1)
     assert found.ratio is not None
 

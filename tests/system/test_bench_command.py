@@ -26,7 +26,6 @@ def test_on_a_cluster_of_its_own() -> None:
     assert len(found["runs"]) == 2 * 2 * len(QUERIES)
     assert found["ratio"]["value"] > 0
     assert found["from_files"]
-    assert "only 1 round" in found["advice"][0]["figure"]
     assert "dask" in found["versions"]
 
 
@@ -40,7 +39,7 @@ def test_on_a_cluster_that_runs() -> None:
     assert "p2p takes" in done.stdout
     for query in QUERIES:
         assert query.name in done.stdout
-    assert "docs/guides/" in done.stdout
+    assert "only 1 round" in done.stdout
 
 
 @pytest.mark.parametrize(

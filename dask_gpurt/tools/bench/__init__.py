@@ -1,4 +1,4 @@
-"""Measure what the runtime gains on a cluster, where the time goes, and what would help.
+"""Measure what the runtime gains on a cluster, and where the time goes.
 
 Use ``dask gpurt bench`` on the command line, or :func:`measure` with a client.
 """

@@ -1,4 +1,4 @@
-"""Run ``dask gpurt bench``: a few queries with and without the runtime, their time budgets, and advice."""
+"""Run ``dask gpurt bench``: a few queries with and without the runtime, and their time budgets."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def bench(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Measure what the runtime gains on a cluster, where the time goes, and what would help.
+    """Measure what the runtime gains on a cluster, and where the time goes.
 
     The command runs four queries over generated tables, alternating between the runtime and your current
     shuffle, and compares all results. On your own cluster it switches the runtime on and off, and restores

@@ -135,7 +135,6 @@ def machine(client: Client, backend: str) -> Machine:
         workers=len(workers),
         threads=sum(worker["nthreads"] for worker in workers.values()),
         hosts=len({worker["host"] for worker in workers.values()}),
-        memory_limit=min(worker["memory_limit"] for worker in workers.values()),
         backend=backend,
     )
 
@@ -157,7 +156,7 @@ class _Bench:
     client: Client
     tables: Tables
     runs: list[Run] = field(default_factory=list)
-    observed: Observed = field(default_factory=lambda: Observed({}, {}, 0))
+    observed: Observed = field(default_factory=lambda: Observed({}, 0))
     #: The first result of each query, which all later results have to equal.
     _wanted: dict[str, pd.DataFrame] = field(default_factory=dict)
 
@@ -227,7 +226,7 @@ def observe(client: Client) -> Observed:
     for counted in (report.fallbacks, *there, *gone):
         for id, known in counted.items():
             fallbacks[id] = fallbacks.get(id, 0) + known.count
-    return Observed(dict(report.counters), fallbacks, len(report.departed))
+    return Observed(fallbacks, len(report.departed))
 
 
 def _require_idle(client: Client) -> None:

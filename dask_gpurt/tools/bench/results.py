@@ -1,36 +1,51 @@
-"""Define the result of a bench: its runs, their figures, the gain of the runtime, and advice."""
+"""Define the result of a bench: its runs, their figures, and the gain of the runtime."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import pandas as pd
 from dask.utils import format_bytes
 
-from dask_gpurt.tools.bench.advice import PARTS, Advice, Findings, Parts, advise
 from dask_gpurt.tools.bench.budget import planning
 
 #: The contender with the runtime.
 GPURT = "gpurt"
+#: The parts of a run's seconds, in chronological order.
+PARTS = ("planning", "starting", "computing", "idle", "collecting")
 
 
 @dataclass(frozen=True)
-class Spent(Parts):
+class Spent:
     """Hold what a run spent: seconds, bytes and memory.
 
     Parameters
     ----------
-    read_bytes, moved_bytes
-        Bytes read from files, and moved to other processes, on all workers.
+    planning, starting, computing, idle, collecting
+        Seconds that add up to the run: until the scheduler has its tasks; until the first task begins; then,
+        for an average task thread, in tasks, and without a task; and from the end of the last task until the
+        client has the result.
+    tasks
+        Number of tasks.
+    read_bytes, moved_bytes, spilled_bytes
+        Bytes read from files, moved to other processes, and moved to lower memory tiers or to disk, on all
+        workers.
     peak_bytes
         The largest peak memory of a worker process; None if unknown.
     """
 
+    planning: float
+    starting: float
+    computing: float
+    idle: float
+    collecting: float
+    tasks: int
     read_bytes: float
     moved_bytes: float
+    spilled_bytes: float
     peak_bytes: int | None
 
     @classmethod
@@ -46,7 +61,6 @@ class Spent(Parts):
             idle=idle,
             collecting=seconds["collect"],
             tasks=sum(int(kind["count"]) for kind in spent["tasks"].values()),
-            longest_gap=spent["gaps"]["longest"],
             read_bytes=counted["read_bytes"],
             moved_bytes=counted["moved_bytes"],
             spilled_bytes=counted["spilled_bytes"],
@@ -103,8 +117,6 @@ class Machine:
     ----------
     workers, threads, hosts
         The number of each.
-    memory_limit
-        The smallest memory limit of a worker, in bytes; 0 if there is no limit.
     backend
         ``pandas`` or ``cudf``.
     """
@@ -112,7 +124,6 @@ class Machine:
     workers: int
     threads: int
     hosts: int
-    memory_limit: int
     backend: str
 
 
@@ -122,20 +133,19 @@ class Observed:
 
     Parameters
     ----------
-    counters, fallbacks
-        Metrics of the cluster by name, and counts of fallbacks by id.
+    fallbacks
+        Counts of fallbacks by id.
     departed
         Number of workers that have left.
     """
 
-    counters: Mapping[str, float]
     fallbacks: Mapping[str, int]
     departed: int
 
 
 @dataclass(frozen=True, repr=False)
 class BenchResult:
-    """Report what the runtime gains on a cluster, where the time goes, and what would help.
+    """Report what the runtime gains on a cluster, and where the time goes.
 
     Parameters
     ----------
@@ -202,34 +212,6 @@ class BenchResult:
             run.seconds for run in self.runs if run.query == query and self._is(run, contender, warm=False)
         )
 
-    @property
-    def findings(self) -> Findings:
-        """Return the figures of the runtime that advice is based on, summed over the queries."""
-        spent = [self.typical(query, GPURT).spent for query in self.queries]
-        limit = self.machine.memory_limit
-        peaks = [one.peak_bytes for one in spent if one.peak_bytes is not None]
-        return Findings(
-            **{name: sum(getattr(one, name) for one in spent) for name in PARTS},
-            tasks=sum(one.tasks for one in spent),
-            longest_gap=max(one.longest_gap for one in spent),
-            threads=self.machine.threads,
-            hosts=self.machine.hosts,
-            spilled_bytes=sum(one.spilled_bytes for one in spent),
-            peak_share=max(peaks) / limit if peaks and limit else 0.0,
-            counters=self.observed.counters,
-            fallbacks=self.observed.fallbacks,
-            departed=self.observed.departed,
-            from_files=self.from_files,
-            against=self.contenders[-1],
-            rounds=self.rounds,
-            ratio=None if self.ratio is None else (self.ratio.value, self.ratio.low, self.ratio.high),
-        )
-
-    @property
-    def advice(self) -> tuple[Advice, ...]:
-        """Return advice, the most important first."""
-        return tuple(advise(self.findings))
-
     def to_pandas(self) -> pd.DataFrame:
         """Return a frame with a row for each query and contender, in seconds and bytes.
 
@@ -257,8 +239,7 @@ class BenchResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON-serialisable values."""
-        ratio = None if self.ratio is None else asdict(self.ratio)
-        return asdict(self) | {"ratio": ratio, "advice": [asdict(one) for one in self.advice]}
+        return asdict(self) | {"ratio": None if self.ratio is None else asdict(self.ratio)}
 
     def verdict(self) -> str:
         """Return a sentence on the gain of the runtime."""
@@ -272,6 +253,17 @@ class BenchResult:
             f"{other} takes {ratio.value:.2f} times as long as the runtime ({of_rounds}geometric mean of "
             f"{len(self.queries)} queries)."
         )
+
+    def doubts(self) -> Iterator[str]:
+        """Yield sentences on what makes the ratio say less than it seems to."""
+        if self.observed.departed:
+            yield f"Workers that left meanwhile: {self.observed.departed}. Their work was done again."
+        for id, count in sorted(self.observed.fallbacks.items()):
+            yield f"The runtime fell back {count} times, {id}: `dask gpurt doctor` gives the reason."
+        if self.ratio is not None and self.rounds == 1:
+            yield "There was only 1 round: measure more --rounds before you decide."
+        elif self.ratio is not None and self.ratio.low <= 1 <= self.ratio.high:
+            yield "The rounds do not agree: measure more --rounds, or a larger --scale, on an idle cluster."
 
     def heading(self) -> str:
         """Return a line that describes what was measured."""
@@ -289,7 +281,7 @@ class BenchResult:
 
     def __str__(self) -> str:
         tables = (SECONDS_CAPTION, self._table(SECONDS), SIZES_CAPTION, self._table(SIZES))
-        return "\n".join([self.heading(), *tables, self.verdict(), *(f"- {one}" for one in self.advice)])
+        return "\n".join([self.heading(), *tables, self.verdict(), *self.doubts()])
 
     def __repr__(self) -> str:
         return f"<BenchResult: {self}>"

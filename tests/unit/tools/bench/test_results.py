@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,12 +38,12 @@ def run(contender: str, round: int, seconds: float, query: str = "a", warm: bool
 def result(*runs: Run, contenders: tuple[str, ...] = ("gpurt", "p2p"), **observed: Any) -> BenchResult:
     first = [run(name, 0, 9.0, query, warm=False) for name in contenders for query in ("a", "b")]
     return BenchResult(
-        machine=Machine(workers=2, threads=2, hosts=1, memory_limit=7 * 2**30, backend="pandas"),
+        machine=Machine(workers=2, threads=2, hosts=1, backend="pandas"),
         tables="small ones",
         from_files=True,
         contenders=contenders,
         runs=(*first, *runs),
-        observed=Observed(**{"counters": {}, "fallbacks": {}, "departed": 0, **observed}),
+        observed=Observed(**{"fallbacks": {}, "departed": 0, **observed}),
     )
 
 
@@ -70,15 +71,15 @@ def test_a_ratio_is_that_of_rounds() -> None:
     assert ratio.low < ratio.value < ratio.high
 
 
-def test_a_result_prints_its_figures_and_what_would_help() -> None:
-    found = result(*ROUNDS, departed=1)
+def test_a_result_prints_its_figures_and_what_makes_them_doubtful() -> None:
+    found = result(*ROUNDS, departed=1, fallbacks={"exchange.uncompressed": 3})
     printed = repr(found)
     for said in (
         "2 workers, 2 threads, pandas; small ones",
         "2.00 MiB",
         "p2p takes 1.87 times as long as the runtime (1.73 to 2.00 in 2 rounds; geometric mean",
-        "- workers that left meanwhile: 1",
-        "86% of its memory limit",
+        "Workers that left meanwhile: 1.",
+        "The runtime fell back 3 times, exchange.uncompressed",
     ):
         assert said in printed
     frame = found.to_pandas()
@@ -87,7 +88,6 @@ def test_a_result_prints_its_figures_and_what_would_help() -> None:
     assert list(frame["warm"]) == [1.0, 3.5, 2.0, 2.0]
     values = json.loads(json.dumps(found.to_dict()))
     assert len(values["runs"]) == len(found.runs)
-    assert values["advice"][0]["do"] == found.advice[0].do
     assert values["ratio"]["high"] == 2
 
 
@@ -96,3 +96,12 @@ def test_one_round_has_no_range() -> None:
     assert "p2p takes 2.00 times as long as the runtime (geometric mean of 2 queries)." in printed
     assert printed.count("2.00 times") == 1
     assert "only 1 round: measure more --rounds" in printed
+
+
+def test_rounds_that_do_not_agree_are_said() -> None:
+    rounds = [run("gpurt", 0, 1), run("p2p", 0, 2), run("gpurt", 1, 2), run("p2p", 1, 1)]
+    found = result(*(replace(one, query=query) for one in rounds for query in ("a", "b")))
+    assert list(found.doubts()) == [
+        "The rounds do not agree: measure more --rounds, or a larger --scale, on an idle cluster."
+    ]
+    assert list(result(*ROUNDS).doubts()) == []
