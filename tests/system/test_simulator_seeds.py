@@ -11,13 +11,14 @@ from tests.helpers.commands import answer
 
 SCRIPT = """\
 import json, sys
+from dataclasses import asdict
 from dask_gpurt.tools.simulate import build_cluster, build_workload
 from dask_gpurt.tools.simulate.placements import PLACEMENTS, simulate
 
 def figures(placement, seed):
     cluster = build_cluster("mixed", 16)
     workload = build_workload("pipeline", cluster, partitions=8, seed=seed)
-    found = simulate(cluster, workload, placement).result.to_dict()
+    found = asdict(simulate(cluster, workload, placement).result)
     return {name: figure for name, figure in found.items() if not name.endswith("_us")}
 
 seeds = map(int, sys.argv[1:])

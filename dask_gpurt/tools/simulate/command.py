@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from dataclasses import asdict
 from statistics import geometric_mean
 
 import click
@@ -21,14 +20,12 @@ from dask_gpurt.tools.simulate import (
     WORKLOADS,
     Cluster,
     Result,
-    Simulation,
     Workload,
     build_cluster,
     build_workload,
 )
 from dask_gpurt.tools.simulate.clock import DeadlockError
 from dask_gpurt.tools.simulate.placements import PLACEMENTS, charged, simulate
-from dask_gpurt.tools.simulate.report import plot
 from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 
 ALL = "all"
@@ -65,9 +62,6 @@ MIN_BYTES = 1
 @click.option("--repeat", default=1, show_default=True, help="Number of seeds, counted up from --seed.")
 @click.option("--charge", is_flag=True, help="Simulate twice, the second time with the scheduler's CPU time.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option(
-    "--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw a picture, as HTML."
-)
 def simulation(
     workload: str,
     cluster: str,
@@ -79,7 +73,6 @@ def simulation(
     repeat: int,
     charge: bool,
     as_json: bool,
-    picture: Path | None,
 ) -> None:
     """Run Dask's own scheduler and worker state machines in virtual time, on up to 4,096 workers.
 
@@ -88,8 +81,6 @@ def simulation(
     """
     workloads = list(WORKLOADS) if workload == ALL else [workload]
     shapes = list(SHAPES) if cluster == ALL else [cluster]
-    if picture is not None:
-        _check_picture(len(workloads) * len(shapes) * repeat)
     placements = list(dict.fromkeys([placement, compare or placement]))
     results: list[Result] = []
     for shape in shapes:
@@ -97,32 +88,25 @@ def simulation(
             place = build_cluster(shape, workers, seed=chance)
             built = build_workload(name, place, partitions=partitions, seed=chance)
             done = [_simulate(place, built, one, charge) for one in placements]
-            results.extend(one.result for one in done)
+            results.extend(done)
             if not as_json:
-                _print([one.result for one in done])
-            if picture is not None:
-                plot([(one.result, one.trace) for one in done], picture)
+                _print(done)
     summary = summarise(results, placement, compare) if compare else None
     if as_json:
-        click.echo(json.dumps({"results": [result.to_dict() for result in results], "summary": summary}))
+        click.echo(json.dumps({"results": [asdict(result) for result in results], "summary": summary}))
     elif summary is not None:
         for line in _sentences(summary):
             click.echo(line)
 
 
-def _simulate(cluster: Cluster, workload: Workload, placement: str, charge: bool) -> Simulation:
+def _simulate(cluster: Cluster, workload: Workload, placement: str, charge: bool) -> Result:
     try:
         done = simulate(cluster, workload, placement)
-        return simulate(cluster, workload, placement, overheads=charged(done)) if charge else done
+        if charge:
+            done = simulate(cluster, workload, placement, overheads=charged(done))
+        return done.result
     except (DeadlockError, WorkloadFailed) as error:
         raise click.ClickException(f"{workload.name} on {cluster.name} with {placement}: {error}") from error
-
-
-def _check_picture(runs: int) -> None:
-    if runs > 1:
-        raise click.UsageError(f"--plot draws one workload on one cluster once, not {runs} runs")
-    if importlib.util.find_spec("bokeh") is None:
-        raise click.UsageError("--plot needs bokeh: pip install bokeh")
 
 
 def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, float | str | int]:

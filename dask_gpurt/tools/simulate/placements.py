@@ -191,7 +191,7 @@ def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **o
     Returns
     -------
     Simulation
-        The finished simulation, with its ``trace`` and ``result``.
+        The finished simulation, with its ``result``.
 
     Raises
     ------

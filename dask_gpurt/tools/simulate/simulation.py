@@ -18,9 +18,10 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.tools.simulate.clock import Clock, DeadlockError, Name
 from dask_gpurt.tools.simulate.cluster import Cluster, Machine, address
 from dask_gpurt.tools.simulate.network import Network, Transfer
-from dask_gpurt.tools.simulate.report import Result, Trace
+from dask_gpurt.tools.simulate.report import Result
 from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
 from dask_gpurt.tools.simulate.shuffles import VirtualShuffles
+from dask_gpurt.tools.simulate.tiers import Tiers
 from dask_gpurt.tools.simulate.work import Submission, Work, Workload
 from dask_gpurt.tools.simulate.worker import Overheads, VirtualWorker
 
@@ -112,7 +113,10 @@ class Simulation:
         self.topology = cluster.topology()
         #: Called with each completed transfer.
         self.transferred: Callable[[Transfer], object] = _nothing
-        self.trace = Trace()
+        #: Bytes moved between workers, by class of link, and those between hosts.
+        self._moved: Counter[str] = Counter()
+        self._between_hosts = 0
+        self._tiers_of_removed: list[Tiers] = []
         self.network = Network(
             self.clock,
             self.topology,
@@ -173,10 +177,7 @@ class Simulation:
         return self._machines[worker]
 
     def _sum_up(self) -> Result:
-        moved: Counter[str] = Counter()
-        for _, link, nbytes in self.trace.transfers:
-            moved[link.value] += nbytes
-        tiers = [*self.trace.removed_tiers, *(worker.tiers for worker in self.workers.values())]
+        tiers = [*self._tiers_of_removed, *(worker.tiers for worker in self.workers.values())]
         stealing = self.scheduler.stealing
         return Result(
             workload=self.workload.name,
@@ -185,8 +186,8 @@ class Simulation:
             workers=len(tiers),
             tasks=len(self.works),
             makespan=self._makespan,
-            bytes=dict(sorted(moved.items())),
-            between_hosts=self.trace.between_hosts,
+            bytes=dict(sorted(self._moved.items())),
+            between_hosts=self._between_hosts,
             spilled=sum(one.spilled for one in tiers),
             worst_memory=max(one.peak / one.capacity.live for one in tiers),
             over_memory=sum(one.over for one in tiers),
@@ -247,14 +248,15 @@ class Simulation:
         """Send a message to the scheduler."""
         self.clock.after(self.overheads.message, self.scheduler.receive, worker, message)
 
-    def on_task_finished(self, work: Work, start: float) -> None:
+    def on_task_finished(self, work: Work) -> None:
         """Record a task that has ended."""
         self.runs[work.key] += 1
-        self.trace.add_task(start, self.clock.now)
 
     def _on_transfer(self, transfer: Transfer) -> None:
         here, there = self.machine(transfer.source).place, self.machine(transfer.target).place
-        self.trace.add_transfer(self.clock.now, transfer.link, transfer.nbytes, here.host != there.host)
+        self._moved[transfer.link.value] += transfer.nbytes
+        if here.host != there.host:
+            self._between_hosts += transfer.nbytes
         self.transferred(transfer)
 
     # ---- joining and leaving workers ----------------------------------------------------------------
@@ -299,7 +301,7 @@ class Simulation:
             raise ValueError(f"worker {index} cannot leave at {self.clock.now} s: it is not in the cluster")
         worker = self.workers.pop(self._arrived[index])
         worker.gone = True
-        self.trace.add_removed(worker.tiers)
+        self._tiers_of_removed.append(worker.tiers)
         self.network.cut(worker.address)
         self.clock.after(DETECTION_DELAY_S, self.scheduler.leave, worker.address)
 

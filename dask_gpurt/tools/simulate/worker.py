@@ -110,7 +110,7 @@ class Environment(Protocol):
 
     def send_to_scheduler(self, worker: str, message: dict[str, Any]) -> None: ...
 
-    def on_task_finished(self, work: Work, start: float) -> None: ...
+    def on_task_finished(self, work: Work) -> None: ...
 
 
 class _VirtualTask(TaskState):
@@ -258,7 +258,7 @@ class VirtualWorker:
             return
         del self._started[work.key]
         self.tiers.release(work.needs, work.nbytes + work.workspace)
-        self._environment.on_task_finished(work, start)
+        self._environment.on_task_finished(work)
         self._environment.shuffles.on_end(work, self.address)
         self._stimulate(
             ExecuteSuccessEvent(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -55,17 +54,6 @@ def test_several_seeds_count_together() -> None:
     assert said["summary"]["worst_speedup"] == pytest.approx(statistics.geometric_mean(ratios))
 
 
-@pytest.mark.nightly
-def test_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("bokeh")
-    path = tmp_path / "work.html"
-    assert command(*SMALL, "--compare", "stock", "--plot", str(path)).exit_code == 0
-    page = path.read_text()
-    for placement in ("gpurt", "stock"):
-        assert f"shuffle-join on dgx, {placement}" in page
-    assert "nvlink " in page
-
-
 def test_what_dask_gives_up_is_said_with_its_reason() -> None:
     done = command("--workload", "tree-reduction", "--workers", "64", "--partitions", "4")
     assert done.exit_code == 1
@@ -79,10 +67,6 @@ def test_what_dask_gives_up_is_said_with_its_reason() -> None:
         (["--workload", "sort"], "'sort' is not one of"),
         (["--workers", "5000"], "5000 is not in the range 1<=x<=4096"),
         (["--partitions", "1"], "1 is not in the range x>=2"),
-        (
-            ["--cluster", "all", "--plot", "x.html"],
-            "one workload on one cluster once, not 4 runs",
-        ),
     ],
 )
 def test_what_is_wrong_is_said(arguments: list[str], said: str) -> None:
