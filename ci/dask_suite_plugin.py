@@ -5,7 +5,7 @@ scheduler is replaced by the client of a :class:`~distributed.LocalCluster`, and
 by shuffle method include the runtime's. The session fails if no shuffle went through the runtime.
 
 ``GPURT_SUITE_BASELINE=1`` leaves the runtime off, uses ``p2p`` instead and runs every test: tests that fail
-then fail in Dask itself.
+then fail in Dask itself. ``GPURT_SUITE_METHODS=gpurt`` leaves out the variants by ``disk`` and ``tasks``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dask.dataframe.dask_expr.tests import _util
 from distributed import Client, LocalCluster
 
 BASELINE = os.environ.get("GPURT_SUITE_BASELINE") == "1"
+METHODS = os.environ.get("GPURT_SUITE_METHODS", "disk,tasks,gpurt").split(",")
 
 OLD, NEW = "dask/dataframe/tests/test_shuffle.py", "dask/dataframe/dask_expr/tests/test_shuffle.py"
 _by_tasks = "shuffles by tasks, whatever is on: it takes longest of all, and never meets the runtime"
@@ -97,7 +98,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "shuffle_method" in metafunc.fixturenames:
-        methods = ["disk", "tasks", "p2p" if BASELINE else "gpurt"]
+        methods = ["disk", "tasks", "p2p"] if BASELINE else METHODS
         metafunc.definition.add_marker(pytest.mark.parametrize("shuffle_method", methods, indirect=True))
 
 

@@ -116,13 +116,6 @@ def test_only_dask_names_the_hooks_while_it_is_not_enabled(tmp_path: Path) -> No
 IGNORANT = {"DASK_DISTRIBUTED__CLIENT__PRELOAD": "[]"}
 
 
-@pytest.mark.slow
-def test_the_flag_of_the_scheduler_is_enough(tmp_path: Path) -> None:
-    with cluster_of_commands(scheduler=("--preload", "dask_gpurt"), workers=1) as (address, _):
-        said = answer(write(tmp_path), address, **IGNORANT)
-    assert said == {"right": True, "runs": [1], "knows": False, "after": None}
-
-
 @contextmanager
 def ignorant(address: str) -> Iterator[Client]:
     """Yield a client that does not know the runtime, once it is enabled on all workers."""
@@ -137,7 +130,7 @@ def ignorant(address: str) -> Iterator[Client]:
 
 
 @pytest.mark.slow
-def test_the_flag_of_a_worker_is_enough_for_all() -> None:
+def test_the_flag_of_a_worker_is_enough_for_all(tmp_path: Path) -> None:
     with (
         cluster_of_commands(workers=1) as (address, _),
         started(
@@ -147,6 +140,12 @@ def test_the_flag_of_a_worker_is_enough_for_all() -> None:
         late.wait_for("Registered to:")
         with ignorant(address) as client:
             assert shuffle_runs(client) == 2
+            # Another client whose process never learns of the runtime, and one that is planned for.
+            assert answer(write(tmp_path), address, **IGNORANT) == {
+                **{"right": True, "knows": False, "after": None},
+                "runs": [2, 2],
+            }
+            assert answer(write(tmp_path), address)["knows"]
 
 
 @pytest.mark.nightly

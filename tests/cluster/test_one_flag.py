@@ -21,6 +21,7 @@ from dask_gpurt.observe import Fallback
 from tests.helpers.commands import DASK, HOOKS, Command, answer, cluster_of_commands, run, started
 from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.in_process import until as soon
+from tests.helpers.nightly import nightly
 from tests.helpers.switching import Gate, another
 from tests.helpers.waiting import until
 
@@ -88,15 +89,7 @@ def test_a_flag_plans_as_much_as_a_client_that_switches_it_on() -> None:
 
 
 @pytest.mark.slow
-def test_a_flag_of_one_worker_is_enough(asks: Path) -> None:
-    flags = ("--no-nanny", "--no-dashboard", "--nthreads", "1", *FLAG)
-    with cluster_of_commands(workers=1) as (address, _), started(DASK, "worker", address, *flags) as late:
-        late.wait_for("Registered to:")
-        assert answer(asks, address)["on"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("role", ["SCHEDULER", "WORKER"])
+@pytest.mark.parametrize("role", ["SCHEDULER", nightly("WORKER")])
 def test_a_configuration_in_one_place_is_enough(asks: Path, role: str) -> None:
     others = {
         f"DASK_DISTRIBUTED__{other}__PRELOAD": "[]" for other in ("SCHEDULER", "WORKER") if other != role

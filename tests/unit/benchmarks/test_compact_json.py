@@ -12,7 +12,7 @@ from benchmarks.common.compact_json import WIDTH, dumps
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=60)
 keys = st.text(max_size=30) | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False)
-values = st.recursive(plain, lambda each: st.lists(each) | st.dictionaries(keys, each), max_leaves=60)
+values = st.recursive(plain, lambda each: st.lists(each) | st.dictionaries(keys, each), max_leaves=15)
 
 
 @given(values)

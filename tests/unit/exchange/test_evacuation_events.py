@@ -106,10 +106,12 @@ async def test_a_run_fails_while_its_worker_is_evacuated() -> None:
     await cluster.transfer("a shuffle", 0, a)
     called = never_answering(cluster, "gpurt_drain", B)
     run: Any = a.run_of("a shuffle")
-    evacuating = asyncio.ensure_future(run.evacuate(0))
-    await called.wait()
-    run.fail(MemoryError("no memory"))
-    assert await evacuating is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 0.01)
+        evacuating = asyncio.ensure_future(run.evacuate(0))
+        await called.wait()
+        run.fail(MemoryError("no memory"))
+        assert await evacuating is None
 
 
 @in_process

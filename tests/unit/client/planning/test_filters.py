@@ -237,7 +237,7 @@ def run(source: Callable[[str], Any], program: Any) -> tuple[Any, bool]:
     return frame, True
 
 
-@examples(15)
+@examples(8)
 @given(program=programs)
 def test_programs_have_the_same_results(read: Callable[[str], Any], program: Any) -> None:
     with warnings.catch_warnings():

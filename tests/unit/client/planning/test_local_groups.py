@@ -494,7 +494,7 @@ def readers(library: Library, folder: Path) -> tuple[Any, Any]:
         return dd.read_parquet(folder / "sorted"), dd.read_parquet(folder / "small")
 
 
-@examples(6)
+@examples(4)
 @given(way=ways)
 def test_programs_have_the_same_rows(readers: tuple[Any, Any], way: dict[str, Any]) -> None:
     try:

@@ -202,7 +202,7 @@ def named(frame: Any) -> Any:
     return frame.rename(columns=dict(zip(frame.columns, ["a", "b", "c", "d", "e"], strict=True)))[[*"abcd"]]
 
 
-@examples(4)
+@examples(2)
 @given(one=sides, other=sides, how=st.sampled_from(["inner", "left", "right", "outer"]), after=steps)
 def test_no_two_partitions_have_values_in_common(
     read: Callable[[str], Any], one: Any, other: Any, how: str, after: Any
