@@ -6,6 +6,8 @@ imports it, only to find out whether the runtime is enabled.
 
 from __future__ import annotations
 
+import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dask_gpurt._version import __version__
@@ -31,6 +33,20 @@ __all__ = [
 #: What to use in place of public names that the repository had before a release.
 _REMOVED = {"performance_report": "use distributed.performance_report, and dask_gpurt.trace beside it"}
 _PUBLIC = {"enable", "disable", "explain", "explain_placement", "is_enabled", "memory_usage", "report"}
+
+
+class _Lines(logging.Handler):
+    """Print warnings that the program handles nowhere in Dask's format; Python prints only their text."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_handled = logging.getLogger().handlers or logging.getLogger(__name__).handlers != [self]
+        if not is_handled and sys.stderr is not None:
+            print(self.format(record), file=sys.stderr)
+
+
+_lines = _Lines(logging.WARNING)
+_lines.setFormatter(logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
+logging.getLogger(__name__).addHandler(_lines)
 
 
 def __getattr__(name: str) -> Any:

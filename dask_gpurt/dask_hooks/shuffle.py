@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from distributed import Reschedule
-from distributed.shuffle import _shuffle
+from distributed.shuffle import _scheduler_plugin, _shuffle
 from distributed.shuffle._core import (
     P2PBarrierTask,
     SchedulerShuffleState,
@@ -55,6 +56,7 @@ __all__ = [
     "runs_of",
     "set_restriction",
     "shuffle_unpack",
+    "silence",
     "transfer",
     "worker_for_range_sharding",
 ]
@@ -120,6 +122,22 @@ def replace_on_extension(
 def runs_of(extension: ShuffleExtension, shuffle_id: ShuffleId) -> Iterable[RunState]:
     """Return all runs of a shuffle that the scheduler knows, including those that have ended."""
     return extension._shuffles.get(shuffle_id, ())
+
+
+#: What Dask logs as warnings of each run that begins or ends, with the id of its shuffle as first argument.
+_ORDINARY = ("Shuffle %s initialized by", "Shuffle %s deactivated due to")
+
+
+def silence(is_silent: Callable[[ShuffleId], bool]) -> Callable[[], None]:
+    """Keep the ordinary begins and ends of shuffles out of Dask's log; return a function that undoes this."""
+
+    def is_logged(record: logging.LogRecord) -> bool:
+        if not isinstance(record.args, tuple) or not record.msg.startswith(_ORDINARY):
+            return True
+        return not is_silent(ShuffleId(str(record.args[0])))
+
+    _scheduler_plugin.logger.addFilter(is_logged)
+    return lambda: _scheduler_plugin.logger.removeFilter(is_logged)
 
 
 def set_restriction(extension: ShuffleExtension, task: SchedulerTask, worker: str) -> None:

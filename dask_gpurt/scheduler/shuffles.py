@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 from dask.typing import Key
@@ -31,6 +32,7 @@ from dask_gpurt.dask_hooks.shuffle import (
     restart_without,
     runs_of,
     set_restriction,
+    silence,
 )
 from dask_gpurt.dask_hooks.shuffle import ShuffleSpec as DaskShuffleSpec
 from dask_gpurt.dask_hooks.types import SchedulerServer, ShuffleExtension, WorkerState
@@ -89,6 +91,7 @@ class SchedulerShuffles:
         self._metrics = metrics
         self._workers = workers
         self._patches = PatchSet()
+        self._undo = ExitStack()
         self._runs = ConsecutiveRuns()
         self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
         runs = ActiveRuns(scheduler, workers)
@@ -119,6 +122,7 @@ class SchedulerShuffles:
             remove_worker=self._remove_worker,
             valid_workers_downscaling=self._valid_workers_downscaling,
         )
+        self._undo.callback(silence(self._was_taken_over))
         try:
             keep_barriers_in_bags(self._patches)
         except UnsupportedError as error:
@@ -134,6 +138,7 @@ class SchedulerShuffles:
         self._barrier_ends.uninstall()
         self.recovery.end_all()
         self._patches.restore()
+        self._undo.close()
         extension, stimulus_id = self._extension, f"gpurt-off-{time()}"
         for shuffle_id, run in list(extension.active_shuffles.items()):
             if isinstance(run.run_spec.spec, RunSpec) and self._is_dasks(shuffle_id):
@@ -274,6 +279,10 @@ class SchedulerShuffles:
         barrier = self._scheduler.tasks[key]
         return bool(barrier.who_wants or barrier.waiters)
 
+    def _was_taken_over(self, shuffle_id: ShuffleId) -> bool:
+        """Return whether any run of a shuffle has been of the runtime."""
+        return any(isinstance(run.run_spec.spec, RunSpec) for run in runs_of(self._extension, shuffle_id))
+
     def _is_ours(self, shuffle_id: ShuffleId) -> bool:
         run = self._extension.active_shuffles.get(shuffle_id)
         return run is not None and isinstance(run.run_spec.spec, RunSpec)
@@ -317,8 +326,7 @@ class SchedulerShuffles:
         self, original: Callable[[ShuffleId], dict[Key, str]]
     ) -> Callable[[ShuffleId], dict[Key, str]]:
         def recommend(shuffle_id: ShuffleId) -> dict[Key, str]:
-            runs = runs_of(self._extension, shuffle_id)
-            if any(isinstance(run.run_spec.spec, RunSpec) for run in runs):
+            if self._was_taken_over(shuffle_id):
                 # Dask recommends nothing once an output has erred. The other outputs would then wait for a
                 # restart that never comes, and be rescheduled forever.
                 return self._releases(shuffle_id)

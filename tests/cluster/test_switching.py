@@ -10,6 +10,7 @@ import dask.dataframe as dd
 import pandas as pd
 import pytest
 from distributed import Event
+from distributed.utils_test import captured_logger
 
 import dask_gpurt
 from dask_gpurt.worker.reports import TopologyReporter
@@ -28,6 +29,26 @@ from tests.helpers.switching import (
     setup_stops_early,
     teardown_stops,
 )
+
+# ---- what is logged --------------------------------------------------------------------
+
+
+def test_an_ordinary_shuffle_is_logged_only_while_it_is_dasks() -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        said = []
+        for ours in (True, False):
+            await (dask_gpurt.enable if ours else dask_gpurt.disable)(client)
+            with (
+                captured_logger("distributed.shuffle._scheduler_plugin", "WARNING"),  # sets its level, too
+                captured_logger("distributed", "WARNING") as dasks,
+                captured_logger("dask_gpurt") as own,
+            ):
+                await assert_shuffles(client, ours=ours, method="p2p")
+                await until(lambda: not scheduler.extensions["shuffle"].active_shuffles)
+            said.append([dasks.getvalue().count("\n"), own.getvalue()])
+        assert said == [[0, ""], [2, ""]], "one shuffle begins and ends"
+
 
 # ---- two at once -----------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,22 @@ def test_the_section_logging_of_dask_selects_rooms(tmp_path: Path) -> None:
     )
     said = [line.partition("said by ")[2] for line in done.stderr.splitlines() if "said by " in line]
     assert said == ["dask_gpurt.memory.disk"]
+
+
+LINE = r"[-0-9]{10} [:,0-9]{12} - dask_gpurt.memory.disk - WARNING - said\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        ("", LINE),
+        ("logging.basicConfig(format='%(message)s')", "said\n"),
+        ("logging.getLogger('dask_gpurt').addHandler(logging.NullHandler())", ""),
+    ],
+)
+def test_a_line_has_time_name_and_level_unless_the_program_formats_it(program: str, printed: str) -> None:
+    says = (
+        f"import logging, dask_gpurt; {program}\nlogging.getLogger('dask_gpurt.memory.disk').warning('said')"
+    )
+    done = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    assert re.fullmatch(printed, done.stderr)
