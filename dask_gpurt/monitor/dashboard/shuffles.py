@@ -83,7 +83,9 @@ class ShuffleRecord:
     def figures(self, now: float) -> dict[str, Any]:
         """Return the state and the figures summed over all workers, as the JSON API gives them."""
         total = Figures.total(self.workers.values())
-        sent, skew = total.offered_bytes, total.skew
+        # A worker that leaves, or has many runs between two heartbeats, never reports some outputs.
+        is_partial = self.state is ShuffleState.DONE and total.outputs != self.outputs
+        sent, skew = total.offered_bytes, None if is_partial else total.skew
         return {
             "id": self.shuffle,
             "run": self.run,
@@ -98,7 +100,7 @@ class ShuffleRecord:
             "bytes": sent,
             # The last reports of receivers may be older than the barrier.
             "received": sent if self.sealed else min(total.received_bytes, sent),
-            "rows": total.rows,
+            "rows": None if is_partial else total.rows,
             "skew": skew,
             "largest": None if skew is None else total.largest,
             **{step: getattr(total, step) for step in STEPS},
@@ -116,6 +118,8 @@ class ShuffleLog:
         #: Records by shuffle and first run.
         self._records: OrderedDict[tuple[str, int], ShuffleRecord] = OrderedDict()
         self._latest: dict[str, ShuffleRecord] = {}
+        #: By shuffle and last run: workers report the end of a run after the next one has begun.
+        self._by_run: dict[tuple[str, int], ShuffleRecord] = {}
         #: The shuffles of a task, with the phase that it belongs to there.
         self._watched: dict[Key, list[tuple[ShuffleRecord, str]]] = {}
 
@@ -137,6 +141,8 @@ class ShuffleLog:
             record = ShuffleRecord(shuffle, run, at, len(inputs), len(outputs))
             self._latest[shuffle] = self._records[shuffle, run] = record
             self._forget_beyond()
+        self._by_run.pop((shuffle, record.run), None)
+        self._by_run[shuffle, run] = record
         record.run, record.inputs, record.outputs = run, len(inputs), len(outputs)
         record.runs += 1
         record.transferred.clear()
@@ -152,6 +158,7 @@ class ShuffleLog:
         while len(self._records) > MAX_SHUFFLES:
             past = [at for at, of in self._records.items() if of.state is not ShuffleState.RUNNING]
             forgotten = self._records.pop(past[0] if past else next(iter(self._records)))
+            self._by_run.pop((forgotten.shuffle, forgotten.run), None)
             if self._latest.get(forgotten.shuffle) is forgotten:
                 del self._latest[forgotten.shuffle]
 
@@ -197,8 +204,7 @@ class ShuffleLog:
     def reported(self, worker: str, runs: Iterable[tuple[str, int, Mapping[str, Any]]]) -> None:
         """Update the figures of a worker, given as shuffle, run and figures."""
         for shuffle, run, figures in runs:
-            record = self._latest.get(shuffle)
-            if record is not None and record.run == run:
+            if (record := self._by_run.get((shuffle, run))) is not None:
                 record.workers[worker] = Figures.of(figures)
 
     def removed(self, worker: str) -> None:

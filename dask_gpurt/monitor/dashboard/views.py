@@ -307,7 +307,7 @@ class ShuffleTable(TableComponent):
         return {
             "shuffle": _short(row), "state": row["state"], "seconds": f"{row['seconds']:.1f} s",
             "inputs": _counted(row["inputs"]), "outputs": _counted(row["outputs"]),
-            "bytes": format_bytes(row["bytes"]), "rows": f"{row['rows']:,}",
+            "bytes": format_bytes(row["bytes"]), "rows": "" if row["rows"] is None else f"{row['rows']:,}",
             "skew": "" if skew is None else f"{skew:.2f} (output {row['largest']})",
             **seconds, "restarts": str(row["restarts"]),
             "recoveries": (

@@ -201,6 +201,18 @@ def test_skew_is_that_of_the_largest_output_of_all_workers() -> None:
     assert row["skew"] == pytest.approx(50 / 20)
 
 
+def test_rows_of_a_past_shuffle_are_right_or_absent() -> None:
+    """The last figures of a run may come once the same shuffle has begun again, or never."""
+    log = begun()
+    part = vars(Figures(outputs=1, rows=4, largest=0, largest_rows=4))
+    log.reported("a", [("s", 1, part | {"outputs": 0, "rows": 1})])
+    log.transition("s-o0", "memory", 1.0)
+    begun(run=2, log=log)
+    assert [row["rows"] for row in log.rows(2.0)] == [0, None]
+    log.reported("a", [("s", 1, part)])
+    assert [(row["rows"], row["skew"]) for row in log.rows(3.0)] == [(0, None), (4, 1.0)]
+
+
 @pytest.mark.parametrize(("done", "rows"), [(False, 0), (True, 10)])
 def test_outputs_of_a_lost_worker_do_not_count_while_the_shuffle_runs(done: bool, rows: int) -> None:
     log = begun()
