@@ -55,7 +55,7 @@ from dask_gpurt.client.planning.rules.needed_columns import (
     needed_columns,
     users_first,
 )
-from dask_gpurt.dask_hooks.planning import Expr, is_computation, name_of
+from dask_gpurt.dask_hooks.planning import Expr, is_computation, is_sequence, name_of
 
 #: A place in a plan: the name of an expression, and which of its operands.
 Place = tuple[str, int]
@@ -346,7 +346,7 @@ class _Plan:
             name, position = left.pop()
             user = self._exprs[name]
             kind, follows = type(user), False
-            if is_computation(user):
+            if is_computation(user) or is_sequence(user):
                 if not are_results:
                     raise _LeftError("the numbers of its rows are a result")
             elif kind in (Merge, SemiMerge):
