@@ -58,6 +58,7 @@ __all__ = [
     "fuse_blockwise",
     "fused_into",
     "graph_of",
+    "in_sequence",
     "is_computation",
     "is_method_name",
     "is_of_dataframes",
@@ -274,6 +275,12 @@ def is_computation(expr: Expr) -> bool:
 def is_sequence(plan: Expr) -> bool:
     """Return whether a plan is of several results."""
     return isinstance(plan, _ExprSequence)
+
+
+def in_sequence(expr: Expr) -> Expr:
+    """Return a plan of several results, of which an expression is the only one."""
+    sequence: Expr = _ExprSequence(expr)
+    return sequence
 
 
 def is_of_dataframes(plan: Expr) -> bool:

@@ -35,7 +35,7 @@ from dask_gpurt.client.planning.fusing import fuse
 from dask_gpurt.client.planning.keys import Plain, frozen, own, schema_of
 from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
-from dask_gpurt.client.planning.reads import LOWERED, local_files, lower
+from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_to_stay
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast
 from dask_gpurt.client.planning.rules.filters import Filters
@@ -62,7 +62,10 @@ from dask_gpurt.dask_hooks.planning import (
     change_operands,
     content_of,
     described_by,
+    in_sequence,
     is_computation,
+    is_of_dataframes,
+    is_sequence,
     metadata,
     name_of,
     operands_of,
@@ -291,9 +294,10 @@ class PlanningCache:
 
     def optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
         """Optimise an expression as Dask's function does, or find its plan."""
-        planner = self._current() if is_computation(expr) else None
-        fused, local = planner is not None, runs_locally()
-        sizes = planner.partition_sizes() if planner and stage in LOWERED and not local else None
+        planner, local = self._current(), runs_locally()
+        fused = planner is not None and is_computation(expr)
+        is_ruled = planner and stage in LOWERED and not local and (fused or is_of_dataframes(expr))
+        sizes = planner.partition_sizes() if planner and is_ruled else None
 
         facts = Facts(sizes, metrics=self._metrics) if sizes else None
 
@@ -347,12 +351,17 @@ class PlanningCache:
             return plan
 
     def _by_rules(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str, facts: Facts) -> Expr:
-        """Return a plan that all rules have changed; Dask's if one of them fails."""
+        """Return a plan that all rules have changed, or those that leave partitions; Dask's if one fails."""
         try:
-            changed = expr
+            stays = not is_computation(expr)
+            is_wrapped = stays and not is_sequence(expr)
+            changed = in_sequence(expr) if is_wrapped else expr
             facts.plans.append(changed)
             for rule in self.early_rules:
                 changed = rule.apply(changed, facts)
+            if stays:
+                changed = tuned_to_stay(expr, changed.operands[0] if is_wrapped else changed, original)
+                return lower(changed, stage)
             changed = original(changed, "tuned-logical")
             facts.plans.append(changed)
             for rule in self.rules:

@@ -5,7 +5,7 @@ Dask puts files together in the step that it calls tuning, between simplifying a
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -20,6 +20,8 @@ from dask.typing import Key
 from dask.utils import parse_bytes
 from fsspec.implementations.local import LocalFileSystem as FsspecFiles
 from pyarrow.fs import LocalFileSystem as ArrowFiles
+
+from dask_gpurt.dask_hooks.planning import is_sequence, keys_of
 
 __all__ = [
     "LOWERED",
@@ -39,6 +41,7 @@ __all__ = [
     "parquet_reads",
     "read_of",
     "share_of_files",
+    "tuned_to_stay",
 ]
 
 #: The stages of an optimisation that come after tuning.
@@ -78,6 +81,29 @@ def lower(tuned: Expr, stage: str) -> Expr:
         return expr
     expr = expr.simplify()
     return expr if stage == "simplified-physical" else expr.fuse()
+
+
+def tuned_to_stay(given: Expr, changed: Expr, optimise: Callable[[Expr, str], Expr]) -> Expr:
+    """Return the tuned plan of results that stay on the cluster, in the partitions that they were given.
+
+    A collection is made of each of several results with the partitions that it had before. Dask's tuning
+    leaves fewer of these where it reads several files as one, and computing such a collection fails:
+    ``client.persist(table[["key"]])``, and with files in many partitions also ``table[["key"]].persist()``.
+
+    Parameters
+    ----------
+    given
+        The results, a sequence of them or one, as Dask has been asked for them.
+    changed
+        What has become of them so far.
+    optimise
+        Takes a plan to a stage.
+    """
+    tuned = optimise(changed, "tuned-logical")
+    if not is_sequence(given) or not any(isinstance(each, FusedIO) for each in tuned.walk()):
+        return tuned
+    is_same = list(map(len, keys_of(tuned))) == list(map(len, keys_of(given)))
+    return tuned if is_same else optimise(changed, "simplified-logical")
 
 
 def is_idle(expr: Any) -> bool:

@@ -125,7 +125,7 @@ class _Plan:
         self._exits: defaultdict[str, list[tuple[Any, Place]]] = defaultdict(list)
         for user in self._order:
             for position, expr in enumerate(user.operands):
-                if isinstance(expr, Expr) and self._is_exit(expr, user):
+                if isinstance(expr, Expr) and name_of(expr) in self._rows and self._is_exit(expr, user):
                     place = (name_of(user), position)
                     self._exits[name_of(self._rows[name_of(expr)].root)].append((expr, place))
         #: The filters that are added, and the conditions that hold for all rows of a root because of them.

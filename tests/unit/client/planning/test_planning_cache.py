@@ -18,12 +18,16 @@ import fsspec
 import numpy as np
 import pandas as pd
 import pytest
+from dask.base import collections_to_expr
+from dask.dataframe.dask_expr._expr import Filter
+from dask.dataframe.dask_expr._merge import Merge
 from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt import dask_hooks
 from dask_gpurt.client.planning import cache as module
 from dask_gpurt.client.planning.keys import CATEGORIES_LIMIT, frozen, schema_of
 from dask_gpurt.client.planning.packed import LRU
+from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.dask_hooks import Seam, SeamGroup
 from dask_gpurt.dask_hooks import planning as seam
 from tests.helpers.planned import Planner
@@ -211,6 +215,25 @@ def test_where_it_is_not_usable_dask_plans(planner: Planner, tmp_path: Path) -> 
     query(path).optimize()
     query(path).optimize()
     assert planner.metrics.snapshot() == before
+
+
+def test_results_that_stay_have_the_partitions_of_their_collections(planner: Planner, tmp_path: Path) -> None:
+    """Dask makes collections of the results with those; it tunes eight files into fewer partitions."""
+    table = dd.from_pandas(pd.DataFrame({name: np.arange(16) for name in "abcdefghi"}), npartitions=8)
+    table.to_parquet(tmp_path / "table")
+    wide = dd.read_parquet(tmp_path / "table")
+    rows = wide.merge(wide[["a", "b"]], on="a")
+    narrow, later, left = wide[["a"]], wide.b + 1, rows[rows.c > 12][["d"]]
+    planner.sizes = PartitionSizes(2, 4)
+    plan = collections_to_expr([narrow, later, left]).optimize()
+    assert [len(keys) for keys in plan.__dask_keys__()] == [8, 8, left.npartitions]
+    filters = left.optimize(fuse=False).expr.find_operations(Filter)
+    assert not [each for each in filters if list(each.find_operations(Merge))]
+    graph = plan.__dask_graph__()
+    found = [pd.concat(dask.get(graph, keys)) for keys in plan.__dask_keys__()]
+    pd.testing.assert_frame_equal(found[0].reset_index(drop=True), pd.DataFrame({"a": np.arange(16)}))
+    assert list(found[1]) == list(range(1, 17))
+    assert sorted(found[2].d) == [13, 14, 15]
 
 
 def test_dask_is_as_it_was_afterwards(tmp_path: Path) -> None:
