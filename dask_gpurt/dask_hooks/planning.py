@@ -277,9 +277,9 @@ def is_sequence(plan: Expr) -> bool:
     return isinstance(plan, _ExprSequence)
 
 
-def in_sequence(expr: Expr) -> Expr:
-    """Return a plan of several results, of which an expression is the only one."""
-    sequence: Expr = _ExprSequence(expr)
+def in_sequence(*results: Expr) -> Expr:
+    """Return a plan of several results."""
+    sequence: Expr = _ExprSequence(*results)
     return sequence
 
 

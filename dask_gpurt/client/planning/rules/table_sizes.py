@@ -1,8 +1,8 @@
 """Estimate the sizes of the tables that a plan reads, and change the number of their partitions.
 
-Shared by the rules that go by size, :mod:`.broadcast` and :mod:`.partition_size`. They change nothing unless
-the result of the plan is independent of partitions, as :mod:`.dependence` finds out, and have tasks check
-what that relies on.
+Shared by the rules that go by size, :mod:`.broadcast` and :mod:`.partition_size`. They change no read unless
+all results that are made of it are independent of partitions, as :mod:`.dependence` finds out, and have tasks
+check what that relies on.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 
 from dask_gpurt.client.planning.footers import Column
 from dask_gpurt.client.planning.operations import Columns
 from dask_gpurt.client.planning.reads import ParquetRead, parquet_reads
 from dask_gpurt.client.planning.rules import Facts
-from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
+from dask_gpurt.client.planning.rules.dependence import depends_on_partitions, why_dependent
 from dask_gpurt.client.planning.table_facts import Independence, TableFacts
-from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
+from dask_gpurt.dask_hooks.planning import Expr, in_sequence, is_sequence, name_of, rebuild
 
 #: The most files that are put together, since a task opens one after the other. Dask's own limit is 100.
 MOST_FILES = 100
@@ -69,14 +70,14 @@ def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> t
         Decides, given the reads whose size is known.
     """
     bare, dependent = facts.bare(plan)
-    found = parquet_reads(bare)
+    reads = parquet_reads(bare)
     if dependent or not facts.sizes.threads:
         reason = f"results depend on partitions: {dependent}" if dependent else "there are no workers"
         facts.note(rule, name_of(plan), f"has its reads as Dask makes them, since {reason}")
-        return plan, 0, len(found)
-    chosen = _chosen(rule, bare, found, facts, choose) if found else {}
-    if not chosen:
-        return plan, 0, len(found)
+    part, kept = _independent_part(bare) if dependent else (bare, frozenset[str]())
+    found = {name: read for name, read in reads.items() if name not in kept}
+    if not found or not facts.sizes.threads or not (chosen := _chosen(rule, part, found, facts, choose)):
+        return plan, 0, len(reads)
 
     def change(expr: Expr) -> Expr:
         name = name_of(expr)
@@ -85,7 +86,16 @@ def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> t
     for name, number in chosen.items():
         text = f"is read in {number} partitions, not {found[name].expr.npartitions}"
         facts.note(rule, name, text, done=True)
-    return rebuild(bare, change), len(chosen), len(found) - len(chosen)
+    return rebuild(bare, change), len(chosen), len(reads) - len(chosen)
+
+
+def _independent_part(plan: Expr) -> tuple[Expr, frozenset[str]]:
+    """Return those results of a plan that do not depend on partitions, and the names of all in the others."""
+    results = list(plan.operands) if is_sequence(plan) else [plan]
+    free = [why_dependent(each) is None for each in results]
+    kept = (each for each, is_free in zip(results, free, strict=True) if not is_free)
+    names = frozenset(name_of(each) for result in kept for each in result.walk())
+    return in_sequence(*compress(results, free)), names
 
 
 def _chosen(

@@ -15,7 +15,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from dask._expr import optimize_until
+from dask._expr import FinalizeCompute, optimize_until
+from dask.base import collections_to_expr
+from dask.core import flatten
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,19 +151,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def planned(result: Any, sizes: PartitionSizes = WHOLE) -> Any:
+def planned(*results: Any, sizes: PartitionSizes = WHOLE) -> Any:
     """Return the lowered plan of a computation."""
-    tuned = optimize_until(result.expr.finalize_compute(), "tuned-logical")
+    plan: Any = FinalizeCompute(collections_to_expr(results))
+    tuned = optimize_until(plan, "tuned-logical")
     return lower(by_size(tuned, Facts(sizes)), "simplified-physical")
 
 
 def changed(result: Any, sizes: PartitionSizes = WHOLE) -> list[int]:
     """Return the numbers of partitions of reads that were changed."""
-    return sorted(each.npartitions for each in planned(result, sizes).walk() if type(each) is FewerPartitions)
+    plan = planned(result, sizes=sizes)
+    return sorted(each.npartitions for each in plan.walk() if type(each) is FewerPartitions)
 
 
 def value_of(plan: Any) -> Any:
-    (key,) = plan.__dask_keys__()
+    (key,) = flatten(plan.__dask_keys__())
     return dask.get(plan.__dask_graph__(), key)
 
 
@@ -327,8 +331,19 @@ def test_tables_of_unknown_sizes_are_left_to_dask(folder: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", DEPENDENT)
 def test_programs_that_may_depend_on_partitions_are_left_to_dask(folder: Path, name: str) -> None:
     result = DEPENDENT[name](*(dd.read_parquet(folder / each) for each in ("large", "small")))
-    plain = optimize_until(result.expr.finalize_compute(), "simplified-physical")
-    assert planned(result)._name == plain._name
+    plain: Any = FinalizeCompute(collections_to_expr([result]))
+    assert planned(result)._name == optimize_until(plain, "simplified-physical")._name
+
+
+def test_a_result_that_may_depend_keeps_its_own_tables_as_they_are(folder: Path) -> None:
+    large, small = (dd.read_parquet(folder / each) for each in ("large", "small"))
+    joined, shown = large.merge(small, on="key").more.sum(), large.number.cumsum()
+    plan = planned(joined, shown)
+    reads = {each.npartitions for each in plan.walk() if type(each) is FewerPartitions}
+    assert reads == {1}
+    found = dask.get(plan.__dask_graph__(), list(flatten(plan.__dask_keys__())))
+    assert found[0] == 1.5 * 4_000
+    pd.testing.assert_series_equal(found[1], shown.compute())
 
 
 @pytest.fixture(scope="module")
@@ -428,7 +443,7 @@ def test_no_row_is_sought_where_it_is_not(
     tables: Callable[[str], Any], name: str, sizes: PartitionSizes
 ) -> None:
     result = NOTED[name](tables)
-    found = value_of(planned(result, sizes))
+    found = value_of(planned(result, sizes=sizes))
     index = "groupby" in str(result.expr)
     pd.testing.assert_frame_equal(canonical(found, index=index), canonical(result.compute(), index=index))
 
@@ -536,11 +551,11 @@ def test_rules_say_what_they_changed_and_what_they_left_and_why(
     caplog.set_level("DEBUG", "dask_gpurt.client.planning.rules")
     large, small = (dd.read_parquet(folder / name) for name in ("large", "small"))
     sizes = PartitionSizes(workers=1, threads=1, partition=0, broadcast=10_000)
-    planned(large.merge(small, on="key").value.sum(), sizes)
+    planned(large.merge(small, on="key").value.sum(), sizes=sizes)
     said = "\n".join(caplog.messages)
     assert "is read in 1 partitions, not" in said
     assert "is not read as a single partition to broadcast: its" in said
     assert "is read in partitions of the size that Dask chooses" in said
     caplog.clear()
-    planned(large.key.head(3, compute=False), sizes)
+    planned(large.key.head(3, compute=False), sizes=sizes)
     assert "since results depend on partitions: what Head returns may depend on them" in caplog.text
