@@ -36,14 +36,10 @@ from dask_gpurt.monitor.dashboard.pages import PARTS
 from dask_gpurt.monitor.dashboard.sampler import MAX_POINTS
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
-from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.history import MAX_KEYS, History
 from dask_gpurt.protocol import PROGRESS_METRIC
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20
-#: Candidates per placement decision.
-COMPARED = 8
 #: Timed transitions of tasks that the dashboard does not show.
 TRANSITIONS = 100_000
 
@@ -67,7 +63,6 @@ class Reports:
             topology.add(address, Place(f"host-{number // PER_HOST}", f"gpu-{number}"))
         self.runtime: Any = SimpleNamespace(
             cluster_memory=self._memory,
-            placement=_decisions(addresses),
             places=SimpleNamespace(topology=topology),
             scheduler=SimpleNamespace(workers=self._states, tasks={}),
         )
@@ -102,17 +97,6 @@ class Reports:
             "counters": {"overlap.confined": n},
             "overlap": {"mode": "calibrated"},
         }
-
-
-def _decisions(addresses: list[str]) -> History:
-    history = History()
-    for key in range(MAX_KEYS):
-        found = [
-            Candidate(addresses[(key + n) % len(addresses)], 0.1 * n, 0.2, 0.3, True, 0)
-            for n in range(COMPARED)
-        ]
-        history.add(("task", key), found[0].worker, found)
-    return history
 
 
 def measure(workers: int, repeat: int) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """Serve the JSON API ``/gpurt/api/…`` on the scheduler's HTTP server.
 
-Replies are the plain values that the report, the memory tables, the log of shuffles and the history of
-placement have; ``docs/reference/json-api.md`` lists their fields. Requests never block the event loop for
-long: lists that grow with the cluster are paged, figures of workers come from their heartbeats, and the
-handler yields to the loop between two shuffles.
+Replies are the plain values that the report, the memory tables and the log of shuffles have;
+``docs/reference/json-api.md`` lists their fields. Requests never block the event loop for long: lists that
+grow with the cluster are paged, figures of workers come from their heartbeats, and the handler yields to the
+loop between two shuffles.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import json
@@ -20,7 +19,6 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from dask.typing import Key
 from distributed.http.utils import RequestHandler
 from tornado.web import HTTPError
 
@@ -44,15 +42,12 @@ API_VERSION = 1
 MAX_LIMIT = 100
 #: The maximum number of workers in a page of memory by prefix, with up to some hundred rows each.
 MAX_LIMIT_BY_PREFIX = 25
-#: How many of the latest placement decisions are available.
-MAX_DECISIONS = 500
 #: The maximum number of workers with details in one reply.
 MAX_DETAILS = 8
 #: How long to wait for the details of workers, in seconds.
 DETAILS_TIMEOUT_S = 10.0
-#: The length of a key's text, in which a literal cannot be nested deeply enough to exhaust the parser, and
-#: how much of a wrong text an error repeats.
-MAX_KEY_LENGTH, MAX_ECHO = 1_000, 100
+#: How much of a wrong text an error repeats.
+MAX_ECHO = 100
 
 
 class Refused(Exception):
@@ -74,15 +69,12 @@ class Query(NamedTuple):
         The addresses of workers.
     by
         ``tier`` or ``prefix``: how to group memory.
-    key
-        The key of a task; None if not given.
     """
 
     offset: int = 0
     limit: int = MAX_LIMIT
     worker: tuple[str, ...] = ()
     by: str = "tier"
-    key: Key | None = None
 
     @classmethod
     def of(cls, given: dict[str, list[str]], allowed: Sequence[str]) -> Query:
@@ -101,7 +93,6 @@ class Query(NamedTuple):
             limit=min(_number(given, "limit", MAX_LIMIT), MAX_LIMIT),
             worker=tuple(given.get("worker", ())),
             by=given.get("by", ["tier"])[-1],
-            key=_key(given["key"][-1]) if "key" in given else None,
         )
         if found.by not in ("tier", "prefix"):
             raise Refused(HTTPStatus.BAD_REQUEST, f"by={found.by[:MAX_ECHO]}: expected tier or prefix")
@@ -124,24 +115,6 @@ def _number(given: dict[str, list[str]], name: str, default: int) -> int:
         message = f"{name}={text[:20]}: expected a whole number of at least 0, and at most 9 digits"
         raise Refused(HTTPStatus.BAD_REQUEST, message)
     return int(text)
-
-
-def _key(text: str) -> Key:
-    """Parse a key: a tuple as a Python literal, else a string."""
-    if len(text) > MAX_KEY_LENGTH:
-        message = f"key={text[:MAX_ECHO]}…: expected at most {MAX_KEY_LENGTH} characters"
-        raise Refused(HTTPStatus.BAD_REQUEST, message)
-    if not text.startswith("("):
-        return text
-    with contextlib.suppress(SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
-        if isinstance(found := ast.literal_eval(text), tuple) and _is_key(found):
-            return found
-    message = f"key={text[:MAX_ECHO]}: expected a string, or a tuple of strings, numbers and tuples"
-    raise Refused(HTTPStatus.BAD_REQUEST, message)
-
-
-def _is_key(value: object) -> bool:
-    return all(map(_is_key, value)) if isinstance(value, tuple) else isinstance(value, (str, int, float))
 
 
 class JsonApi:
@@ -231,19 +204,6 @@ class JsonApi:
             await asyncio.sleep(0)  # each shuffle adds up the figures of its workers
         return query.page(len(records), rows=rows)
 
-    async def decisions(self, query: Query) -> Reply:
-        """Return the placement of the last 500 tasks, and of the task ``key`` the cost on each worker."""
-        placement = self._runtime.placement
-        if placement is None:
-            return query.page(0, placement=False, rows=[], candidates=[])
-        last = min(query.offset + query.limit, MAX_DECISIONS)
-        return query.page(
-            min(len(placement.history), MAX_DECISIONS),
-            placement=True,
-            rows=_plain(placement.history.latest(last)[query.offset :]),
-            candidates=[] if query.key is None else _plain(placement.explain(query.key)),
-        )
-
 
 def _reply(**fields: Any) -> Reply:
     return {"api": API_VERSION, "at": time.time(), **fields}
@@ -293,7 +253,6 @@ RESOURCES = (
     Resource(JsonApi.topology, ("offset", "limit")),
     Resource(JsonApi.shuffles, ("offset", "limit")),
     Resource(JsonApi.history, ("offset", "limit")),
-    Resource(JsonApi.decisions, ("offset", "limit", "key")),
 )
 
 #: The API of each scheduler whose runtime is on: a process may have several.

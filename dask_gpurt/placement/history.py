@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from dask.typing import Key
@@ -13,11 +13,6 @@ from dask_gpurt.placement.cost import TERMS, Candidate, rank
 
 #: How many keys have their last decision kept: some tens of MB at most.
 MAX_KEYS = 20_000
-#: The reason for a choice, by the term in which the chosen worker differs most from the next best.
-_REASONS = {
-    "waiting": "shorter wait",
-    "moving": "less to move",
-}
 #: The number of fields of a candidate in a record.
 _FIGURES = len(Candidate._fields)
 
@@ -36,9 +31,6 @@ class History:
         # Records are flat tuples of numbers and strings, which the garbage collector untracks.
         self._decisions: OrderedDict[Key, tuple[Any, ...]] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._decisions)
-
     def add(self, key: Key, worker: str, candidates: Sequence[Candidate]) -> None:
         """Record a decision.
 
@@ -53,24 +45,6 @@ class History:
         self._decisions[key] = (worker, *chain.from_iterable(candidates))
         if len(self._decisions) > self._max_keys:
             self._decisions.popitem(last=False)
-
-    def latest(self, most: int) -> list[dict[str, Any]]:
-        """Return the latest decisions with their reasons, newest first.
-
-        Returns
-        -------
-        list of dict
-            The key as a string, the ``worker``, the expected ``seconds`` until the task has run there and
-            their terms, the number of ``candidates``, and ``why``.
-        """
-        return [self._summary(key) for key in islice(reversed(self._decisions), most)]
-
-    def _summary(self, key: Key) -> dict[str, Any]:
-        rows = self.explain(key)
-        chosen = next(row for row in rows if row["chosen"])
-        others = [row for row in rows if not row["chosen"]]
-        terms = {name: chosen[name] for name in ("worker", "seconds", *TERMS, "fits", "missing")}
-        return {"key": str(key), **terms, "candidates": len(rows), "why": reason(chosen, others)}
 
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return a row for each candidate of the last decision about a key, best first.
@@ -87,26 +61,6 @@ class History:
             }
             for candidate in sorted(_candidates(figures), key=rank)
         ]
-
-
-def reason(chosen: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """Explain why a worker was chosen, by the term in which it differs most from the next best.
-
-    Parameters
-    ----------
-    chosen, others
-        Rows of :meth:`History.explain`, best first.
-    """
-    if not others:
-        return "the only candidate"
-    other = others[0]
-    if chosen["fits"] and not other["fits"]:
-        return "the only candidate with enough memory"
-    saved = {name: other[name] - chosen[name] for name in _REASONS}
-    term = max(saved, key=saved.__getitem__)
-    if saved[term] <= 0:
-        return "as good as the next best, with less load"
-    return f"{_REASONS[term]} than the next best, by {saved[term]:.3g} s"
 
 
 def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:

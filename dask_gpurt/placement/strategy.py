@@ -132,18 +132,9 @@ class Placement:
         if self._state.queued and self._state.idle_task_count:
             self._state.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
 
-    def latest(self, most: int) -> list[dict[str, Any]]:
-        """Return the latest decisions with their reasons, see :meth:`History.latest`."""
-        return self._history.latest(most)
-
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return a row for each candidate of the last decision about a key, see :class:`History`."""
         return self._history.explain(key)
-
-    @property
-    def history(self) -> History:
-        """Return the latest decisions."""
-        return self._history
 
     # ---- tasks with inputs, and root tasks that Dask does not queue ------------------------
 

@@ -12,7 +12,6 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
-from dask_gpurt.placement.history import History
 from dask_gpurt.protocol import PLACE_OP
 from dask_gpurt.topology import Topology
 
@@ -70,20 +69,6 @@ class SchedulerPlacement:
         """Note that Dask has removed a worker."""
         self._gate.on_worker_removed(worker)
 
-    def latest(self, most: int) -> list[dict[str, Any]]:
-        """Return the latest decisions with their reasons."""
-        return self._placement.latest(most)
-
     def explain(self, key: Key) -> list[dict[str, Any]]:
         """Return the latest decision about a key."""
         return self._placement.explain(key)
-
-    @property
-    def is_choosing(self) -> bool:
-        """Return whether placement chooses workers at present, rather than Dask."""
-        return self._gate.is_open
-
-    @property
-    def history(self) -> History:
-        """Return the latest decisions."""
-        return self._placement.history

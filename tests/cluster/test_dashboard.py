@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +97,6 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         parts = drawn(scheduler)
         assert parts["shuffle-table"].source.data["state"] == ["done"]
         assert parts["shuffles"].source.data["text"][::2] == ["6 / 6", "6 / 6"]
-        assert parts["decisions"].source.data["why"]
-        assert all(parts["decisions"].source.data["why"])
-        assert not any(re.search("[0-9a-f]{32}", key) for key in parts["decisions"].source.data["key"])
         (legend,) = parts["memory"].figure.legend
         in_legend = [item.label.value for item in legend.items if item.visible]
         assert in_legend == ["memory", "shared memory", "disk"]

@@ -138,13 +138,6 @@ def test_replies_are_as_documented() -> None:
         assert (past["id"], past["state"], past["outputs"]) == (shuffle["id"], "done", shuffle["outputs"])
         assert (await reply(scheduler, "history", offset=1))["rows"] == []
 
-        decisions = await reply(scheduler, "decisions", limit=2)
-        assert decisions["placement"]
-        assert len(decisions["rows"]) == 2 < decisions["total"]
-        latest = decisions["rows"][0]
-        explained = await reply(scheduler, "decisions", key=latest["key"])
-        (chosen,) = (row for row in explained["candidates"] if row["chosen"])
-        assert (chosen["worker"], chosen["seconds"]) == (latest["worker"], latest["seconds"])
         del kept
 
     with differing_links():
@@ -171,7 +164,7 @@ def test_an_invalid_query_is_refused_with_the_valid_values() -> None:
         status, said = await ask(scheduler, "report", worker=[f"tcp://nobody:{port}" for port in range(9)])
         assert (status, said) == (400, {"error": "expected at most 8 workers"})
         status, said = await ask(scheduler, "shufles")
-        known = "report, memory, topology, shuffles, history, decisions"
+        known = "report, memory, topology, shuffles, history"
         assert (status, said) == (404, {"error": f"no such resource: shufles: expected one of {known}"})
         assert (await ask(scheduler, "/"))[0] == 404  # an empty name is none
         index = await AsyncHTTPClient().fetch(f"http://127.0.0.1:{scheduler.http_server.port}/gpurt/api/")
@@ -187,8 +180,6 @@ def test_it_comes_and_goes_with_the_runtime() -> None:
         assert (await ask(scheduler))[0] == 404
         await dask_gpurt.enable(client)
         assert (await ask(scheduler))[0] == 200
-        decisions = await reply(scheduler, "decisions")  # placement is off
-        assert (decisions["placement"], decisions["rows"]) == (False, [])
         await dask_gpurt.disable(client)
         assert (await ask(scheduler))[0] == 404
         assert scheduler.http_application.applications == applications

@@ -152,8 +152,3 @@ class Collector(SchedulerPlugin):
             return None
         way: tuple[Link, Speed] = topology.way(source, target)
         return way
-
-    def decisions(self, most: int) -> list[dict[str, Any]]:
-        """Return the last placement decisions with their reasons, the latest first."""
-        placement = self.runtime.placement
-        return [] if placement is None else placement.latest(most)

@@ -15,7 +15,6 @@ from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import Component, Find
 from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, TrafficHeat
 from dask_gpurt.monitor.dashboard.views import (
-    DecisionTable,
     MemoryOverTime,
     OverlapTable,
     OverTime,
@@ -41,7 +40,6 @@ PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-traffic": (TrafficHeat, 2000),
     "/individual-gpurt-links": (LinkTable, 2000),
     "/individual-gpurt-overlap": (OverlapTable, 2000),
-    "/individual-gpurt-decisions": (DecisionTable, 2000),
 }
 #: The rows of the page with all components: the largest height in pixels, and the components side by side.
 LAYOUT = (
@@ -51,7 +49,6 @@ LAYOUT = (
     (240, ("shuffle-table",)),
     (320, ("workers", "traffic")),
     (240, ("links",)),
-    (240, ("decisions",)),
     (200, ("overlap",)),
 )
 

@@ -1,10 +1,9 @@
-"""Draw tiers over time and by worker, shuffles, and choices: of overlap and of workers for tasks."""
+"""Draw tiers over time and by worker, shuffles, and choices of overlap."""
 
 from __future__ import annotations
 
 import html
 import math
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -375,40 +374,3 @@ def is_seen(worker: WorkerSample) -> bool:
     if worker.gone_at is not None or not worker.overlap:
         return False
     return worker.overlap["mode"] != "off" or any(map(worker.counters.get, SEEN))
-
-
-class DecisionTable(TableComponent):
-    """Show the last placement decisions, with the cost terms of the chosen worker and the reason."""
-
-    title = "Placement decisions, the latest on top"
-    columns: ClassVar[Mapping[str, str]] = {
-        "key": "Task", "worker": "Worker", "why": "Why", "seconds": "Expected", "waiting": "Waiting",
-        "moving": "Moving", "running": "Running", "missing": "Missing",
-        "candidates": "Compared",
-    }  # fmt: skip
-    widths: ClassVar[Mapping[str, int]] = {"key": 260, "worker": 110, "why": 220}
-
-    def show(self, collector: Collector) -> None:
-        rows = collector.decisions(MAX_ROWS)
-        workers = collector.sampler.workers
-        self.put_rows([
-            {
-                **{n: short_time(row[n]) for n in ("seconds", "waiting", "moving", "running")},
-                "key": _short_key(row["key"]), "why": row["why"], "candidates": str(row["candidates"]),
-                "worker": workers[row["worker"]].name if row["worker"] in workers else row["worker"],
-                "missing": format_bytes(row["missing"]),
-            }
-            for row in rows
-        ])  # fmt: skip
-        self.say("" if rows else self._why_none(collector))
-
-    def _why_none(self, collector: Collector) -> str:
-        placement = collector.runtime.placement
-        if placement is None:
-            return "Dask chooses: gpurt.placement.enabled is false"
-        return "none yet" if placement.is_choosing else "Dask chooses: workers do not differ enough to matter"
-
-
-def _short_key(key: str) -> str:
-    """Return a key with its hash shortened, as on Dask's own pages."""
-    return re.sub(r"([0-9a-f]{8})[0-9a-f]{24}", r"\1", key)

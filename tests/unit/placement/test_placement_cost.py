@@ -133,33 +133,6 @@ def test_the_history_keeps_the_last_decision_of_the_last_keys() -> None:
     ]
 
 
-def chosen(worker: str = "a", waiting: float = 1.0, moving: float = 1.0, fits: bool = True) -> Candidate:
-    return Candidate(worker, waiting, moving, 1.0, fits)
-
-
-@pytest.mark.parametrize(
-    ("best", "next_best", "why"),
-    [
-        (chosen(moving=0.5), chosen("other"), "less to move than the next best, by 0.5 s"),
-        (chosen(waiting=0.0, moving=1.5), chosen("other"), "shorter wait than the next best, by 1 s"),
-        (chosen(), chosen("other", fits=False), "the only candidate with enough memory"),
-        (chosen(), chosen("other")._replace(load=1), "as good as the next best, with less load"),
-        (chosen(), None, "the only candidate"),
-    ],
-)
-def test_the_last_decisions_say_what_told_the_worker_from_the_next(
-    best: Candidate, next_best: Candidate | None, why: str
-) -> None:
-    history = History()
-    others = [next_best] if next_best else []
-    history.add("before", "a", [chosen()])
-    history.add(("x", 1), "a", [*others, best])
-    (row,) = history.latest(1)
-    assert (row["key"], row["worker"], row["why"]) == ("('x', 1)", "a", why)
-    assert (row["seconds"], row["candidates"]) == (best.seconds, 1 + len(others))
-    assert [row["key"] for row in history.latest(5)] == ["('x', 1)", "before"]
-
-
 # ---- routes ----------------------------------------------------------------------------
 
 

@@ -36,11 +36,10 @@ def collected(*workers: WorkerSample) -> Any:
     sampler = Sampler()
     sampler.workers.update({f"tcp://{at}": worker for at, worker in enumerate(workers)})
     clients = SimpleNamespace(planned=lambda: 1, unplanned=["Client-<b> would gain"])
-    runtime = SimpleNamespace(placement=None, clients=clients)
+    runtime = SimpleNamespace(clients=clients)
     return SimpleNamespace(
         sampler=sampler,
         runtime=runtime,
-        decisions=lambda most: [],
         way=lambda source, target: (Link.TCP, Speed(100.0, 0.0)),
     )
 
