@@ -203,10 +203,9 @@ class Routes:
 
     def _work_out(self, pair: tuple[Hashable, Hashable], source: str, target: str) -> Route:
         link, speed = self._topology.way(source, target, by_comms=True)
-        latency = speed.latency + self._topology.connection_setup(link, source, target)
         # Workers of a host share its link, and mostly send to other hosts at the same time.
         sharing = self._workers_on_host_of(source) if link in BETWEEN_HOSTS else 1
-        route = self._known[pair] = Route(latency, sharing / speed.bandwidth)
+        route = self._known[pair] = Route(speed.latency, sharing / speed.bandwidth)
         self._left = min(MAX_LOOKUPS, self._left + LOOKUPS_PER_ROUTE)
         return route
 

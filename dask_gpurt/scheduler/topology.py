@@ -15,7 +15,6 @@ from dask_gpurt.protocol import HOST_HANDLER, LINKS_HANDLER, PLACE_OP, TOPOLOGY_
 from dask_gpurt.scheduler.worker_calls import ask
 from dask_gpurt.topology import Link, Place, Speed, Topology
 from dask_gpurt.topology.description import Description, host_of
-from dask_gpurt.topology.estimate import FIRST_TRANSFER_S
 from dask_gpurt.topology.hosts import Host
 
 #: Seconds after which another worker of a host is asked to describe it.
@@ -45,7 +44,7 @@ class SchedulerTopology:
 
     def __init__(self, scheduler: SchedulerServer):
         self._scheduler = scheduler
-        self.topology = Topology(first=FIRST_TRANSFER_S)
+        self.topology = Topology()
         self._hosts: dict[str, Host] = {}
         self._asked: set[str] = set()
         self._patches = PatchSet()

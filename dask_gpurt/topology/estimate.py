@@ -1,16 +1,15 @@
 """Estimate the speeds of links from transfers, starting from a prior and discounting old transfers.
 
-Ratios are estimated online, from noisy samples that drift: the whole module is pure. The first transfer from
-one worker to another takes longer than later ones; its extra time is estimated separately.
+Ratios are estimated online, from noisy samples that drift: the whole module is pure.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
-from dask_gpurt.topology.links import Link, Speed
+from dask_gpurt.topology.links import Speed
 
 
 class WindowedRatio:
@@ -56,19 +55,6 @@ WINDOW_S = 10.0
 #: A pair gets its own estimate if its transfers differ from its class by more than the first factor, and
 #: loses it once they are within the second factor again.
 OVERRIDE_FACTOR, RETURN_FACTOR = 2.0, 1.5
-#: Initial estimate of the extra seconds of a first transfer, by class of link; 0 for missing classes.
-FIRST_TRANSFER_S: Mapping[Link, float] = {
-    # Measured on two H200s over UCX (fetch-copies-2xh200.json): 12 to 14 ms instead of 2. The receiver maps
-    # the memory for copies. Without copies it would map the pool of the sender, which takes half a second.
-    Link.NVLINK: 0.01,
-    # Nominal: data of another process is accessed in the same way.
-    Link.PCIE: 0.01,
-}
-#: The weight of the latest first transfer in the average of its class.
-FIRST_TRANSFER_WEIGHT = 0.2
-#: Maximum number of known senders per worker; the earliest is dropped first.
-MAX_PEERS = 256
-
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -147,47 +133,3 @@ class PairOverrides(Generic[Key]):
             self._averages[pair] = average
             if len(self._averages) > self._most:
                 self._averages.popitem(last=False)
-
-
-class ConnectionSetup:
-    """Estimate the time to set up a connection, which adds to the first transfer between two workers.
-
-    Parameters
-    ----------
-    first
-        Seconds by class of link, such as :data:`FIRST_TRANSFER_S`.
-    """
-
-    def __init__(self, first: Mapping[Link, float]):
-        self._first = dict(first)
-        # Senders by receiver; dictionaries without values serve as ordered sets.
-        self._met: defaultdict[str, dict[str, None]] = defaultdict(dict)
-
-    def seconds(self, link: Link, source: str, target: str) -> float:
-        """Return the extra seconds of the next transfer: 0 unless it is the first."""
-        first = self._first.get(link, 0.0)
-        return 0.0 if not first or source in self._met.get(target, ()) else first
-
-    def observe(self, link: Link, source: str, target: str, longer: float) -> bool:
-        """Add completed transfers; return whether one of them was the first between the two workers.
-
-        Parameters
-        ----------
-        longer
-            Extra seconds over the usual time; negative values count as 0.
-        """
-        if not self.seconds(link, source, target):
-            return False
-        peers = self._met[target]
-        peers[source] = None
-        if len(peers) > MAX_PEERS:
-            del peers[next(iter(peers))]
-        # Keep the estimate above 0, which would mean that first transfers of this class take no longer.
-        self._first[link] += FIRST_TRANSFER_WEIGHT * (max(longer, 1e-6) - self._first[link])
-        return True
-
-    def forget(self, worker: str) -> None:
-        """Forget a worker that has left."""
-        self._met.pop(worker, None)
-        for peers in self._met.values():
-            peers.pop(worker, None)

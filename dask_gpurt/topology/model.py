@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from dask_gpurt.topology.estimate import RETURN_FACTOR, ConnectionSetup, PairOverrides, SpeedEstimate, factor
+from dask_gpurt.topology.estimate import RETURN_FACTOR, PairOverrides, SpeedEstimate, factor
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
 #: Maximum number of pairs with their own speed: enough for those of a slow host or cable, not for all pairs.
@@ -70,11 +70,9 @@ class Topology:
     ----------
     speeds
         Initial speeds by class of link; missing classes have the shipped speeds.
-    first
-        Extra seconds of the first transfer of Dask's comms between two workers, by class of link.
     """
 
-    def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED, first: Mapping[Link, float] | None = None):
+    def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED):
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, Mapping[frozenset[str], Link]] = {}
         self._host_averages: dict[tuple[str, Link], SpeedEstimate] = {}
@@ -82,7 +80,6 @@ class Topology:
         self._on_host: dict[str, dict[str, None]] = {}
         self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
         self._overrides: PairOverrides[Pair] = PairOverrides(MAX_PAIRS)
-        self._setup = ConnectionSetup(first or {})
 
     # ---- places ----------------------------------------------------------------------
 
@@ -99,7 +96,6 @@ class Topology:
         place = self._places.pop(worker, None)
         if place is None:
             return
-        self._setup.forget(worker)
         del self._on_host[place.host][worker]
         if not self._on_host[place.host]:
             del self._on_host[place.host]
@@ -194,10 +190,6 @@ class Topology:
         """Return the seconds to transfer this many bytes from one worker to another."""
         return self.way(source, target, by_comms)[1].seconds(nbytes)
 
-    def connection_setup(self, link: Link, source: str, target: str) -> float:
-        """Return the extra seconds of the first transfer over Dask's comms; 0 for later transfers."""
-        return self._setup.seconds(link, source, target)
-
     # ---- transfers -------------------------------------------------------------------
 
     def observe(
@@ -228,9 +220,6 @@ class Topology:
             self._classes[link].observe(nbytes, seconds, transfers)
             return
         usual = self._usual(link, here, there)
-        expected = usual.speed.seconds(nbytes, transfers)
-        if by_comms and self._setup.observe(link, source, target, seconds - expected):
-            return
         self._overrides.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)
         usual.observe(nbytes, seconds, transfers)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
-from dask_gpurt.topology import SHIPPED, Link, Place, Topology
+from dask_gpurt.topology import SHIPPED, Link, Topology
 from tests.helpers.examples import examples
 from tests.helpers.placed_cluster import GB, Cluster, Rooms, run
 
@@ -73,24 +73,6 @@ def test_an_alias_stays_where_its_data_are_however_full_that_is(free: float) -> 
     alias.prefix.nbytes_total, alias.prefix.states["memory"] = 2 * GB, 2
     cluster.state.transitions({"made-2": "waiting"}, "test")
     assert alias.processing_on.address == cluster.addresses[0]
-
-
-def test_a_short_task_is_not_worth_the_first_transfer_between_two_gpus() -> None:
-    state, topology = bare.BareState(2), Topology(first={Link.NVLINK: 0.3})
-    for address in state.workers:
-        topology.add(address, Place("host", address, nvlink="host", rdma=True))
-    one, other = state.workers
-
-    def place(seconds: float) -> int | None:
-        cluster = Cluster(2, topology=topology)
-        cluster.data("x", 0)
-        cluster.busy(0, 12)
-        return cluster.place("y", "x", duration=seconds)
-
-    assert place(seconds=0.05) == 0
-    assert place(seconds=1.0) == 1
-    topology.observe(one, other, GB, 0.3, by_comms=True)
-    assert place(seconds=0.05) == 1
 
 
 def test_tasks_whose_inputs_come_from_afar_share_the_way_whatever_their_length() -> None:

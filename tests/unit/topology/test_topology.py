@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, HostLinks, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import (
-    FIRST_TRANSFER_S,
-    FIRST_TRANSFER_WEIGHT,
-    MAX_PEERS,
     OVERRIDE_FACTOR,
     WINDOW_S,
 )
@@ -213,53 +210,3 @@ def test_an_old_speed_is_forgotten_after_a_window() -> None:
 def test_a_speed_that_makes_no_sense_is_refused(wrong: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match=r"a (bandwidth|latency) is a number of"):
         Speed(*wrong)
-
-
-# ---- first transfers -----------------------------------------------------------------
-
-
-def gpus(number: int, **more: Any) -> Topology:
-    topology = Topology(first=FIRST_TRANSFER_S)
-    for index in range(number):
-        topology.add(f"w{index}", gpu("a", index, nvlink="a", **more))
-    return topology
-
-
-def test_the_first_transfer_between_two_gpus_takes_longer_and_tells_nothing_of_the_link() -> None:
-    topology = gpus(3)
-    before, first = topology.learned(), FIRST_TRANSFER_S[Link.NVLINK]
-    assert topology.connection_setup(Link.NVLINK, "w0", "w1") == first
-    topology.observe("w0", "w1", 512 * MIB, 0.5, by_comms=True)
-    assert topology.connection_setup(Link.NVLINK, "w0", "w1") == 0
-    assert topology.learned() == before
-    assert not topology.overrides
-    # The reverse direction and other pairs have no connection yet, but the measured setup time is learned.
-    expected = first + FIRST_TRANSFER_WEIGHT * (0.5 - SHIPPED[Link.NVLINK].seconds(512 * MIB) - first)
-    for pair in (("w1", "w0"), ("w0", "w2"), ("w2", "w1")):
-        assert topology.connection_setup(Link.NVLINK, *pair) == pytest.approx(expected)
-    topology.observe("w0", "w1", 512 * MIB, 0.5, by_comms=True)
-    assert topology.learned() != before
-
-
-@pytest.mark.parametrize("leaves", ["w0", "w1"])
-def test_a_worker_that_returns_is_connected_anew(leaves: str) -> None:
-    topology = gpus(2)
-    topology.observe("w0", "w1", 512 * MIB, 0.001, by_comms=True)
-    assert topology.connection_setup(Link.NVLINK, "w0", "w1") == 0
-    place = topology.place(leaves)
-    assert place is not None
-    topology.remove(leaves)
-    topology.add(leaves, place)
-    assert topology.connection_setup(Link.NVLINK, "w0", "w1") > 0
-
-
-def test_as_many_peers_are_remembered_as_one_may_have() -> None:
-    topology = gpus(MAX_PEERS + 2)
-    for index in range(1, MAX_PEERS + 2):
-        topology.observe(f"w{index}", "w0", 512 * MIB, 0.5, by_comms=True)
-    met = [
-        index
-        for index in range(1, MAX_PEERS + 2)
-        if not topology.connection_setup(Link.NVLINK, f"w{index}", "w0")
-    ]
-    assert met == list(range(2, MAX_PEERS + 2))
