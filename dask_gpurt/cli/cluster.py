@@ -77,8 +77,6 @@ def local_cluster(
     ----------
     backend
         ``pandas`` for processes on the host, ``cudf`` for one process per GPU.
-    workers
-        Number of worker processes.
     protocol
         Protocol of the cluster; by default Dask's default.
     rmm_pool_size
@@ -179,8 +177,6 @@ def connected(address: str, *, as_default: bool = False) -> Iterator[Client]:
 
     Parameters
     ----------
-    address
-        The scheduler's address.
     as_default
         Whether the client becomes the default client of this process.
 

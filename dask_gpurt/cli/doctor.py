@@ -50,13 +50,7 @@ def doctor(scheduler: str | None, as_json: bool) -> None:
 
 
 def examine_at(address: str) -> dict[str, Any]:
-    """Examine this machine and the cluster of a scheduler, without changing the cluster.
-
-    Parameters
-    ----------
-    address
-        The scheduler's address.
-    """
+    """Examine this machine and the cluster of a scheduler, without changing the cluster."""
     with connected(address) as client:
         return examine(client)
 
@@ -65,13 +59,7 @@ def examine_at(address: str) -> dict[str, Any]:
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
-    """Print the result of :func:`examine`.
-
-    Parameters
-    ----------
-    facts
-        Its result.
-    """
+    """Print the result of :func:`examine`."""
     console = Console(highlight=False)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)

@@ -59,8 +59,6 @@ def print_description(description: Description, here: bool) -> None:
 
     Parameters
     ----------
-    description
-        The topology.
     here
         Whether it is that of this host, so that the GPU of this process can be marked.
     """

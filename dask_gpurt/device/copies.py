@@ -93,8 +93,6 @@ def fillings(buffers: Sequence[Any], scattered: Sequence[list[np.ndarray]]) -> l
 
     Parameters
     ----------
-    buffers
-        Device buffers.
     scattered
         The pieces for each buffer, in order.
     """

@@ -18,8 +18,6 @@ class GuardedResource(rmm.mr.FailureCallbackResourceAdaptor):  # type: ignore[mi
 
     Attributes
     ----------
-    guard
-        The guard that has installed it.
     below
         The resource that was the current one.
     held, since

@@ -18,13 +18,7 @@ AUTO_POOL_OF_SHM = 0.4
 
 
 class NoMemoryForPool(Exception):
-    """A device has no memory for a new pool.
-
-    Parameters
-    ----------
-    nbytes
-        The size of the pool.
-    """
+    """A device has no memory for a new pool."""
 
     def __init__(self, nbytes: int):
         super().__init__(nbytes)
@@ -35,13 +29,7 @@ class NoMemoryForPool(Exception):
 
 
 class PoolFull(Exception):
-    """A pool has no free block of the requested size.
-
-    Parameters
-    ----------
-    nbytes
-        The requested size.
-    """
+    """A pool has no free block of the requested size."""
 
     def __init__(self, nbytes: int):
         super().__init__(nbytes)

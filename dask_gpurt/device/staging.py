@@ -58,8 +58,6 @@ class BounceBuffers:
 
     Parameters
     ----------
-    number
-        The number of buffers of a thread.
     allocate
         Returns this many bytes of page-aligned host memory.
     nbytes

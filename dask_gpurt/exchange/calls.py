@@ -36,13 +36,7 @@ def _no_run() -> RunKey | None:
 
 
 class Calls:
-    """Call handlers of peers. On the event loop.
-
-    Parameters
-    ----------
-    worker
-        The Dask worker, for its connections.
-    """
+    """Call handlers of peers. On the event loop."""
 
     def __init__(self, worker: WorkerServer, metrics: Metrics):
         self._worker = worker

@@ -217,8 +217,6 @@ class Compressor:
 
         Parameters
         ----------
-        run
-            The run of the shard.
         bandwidth
             Bytes per second of the link.
         codecs

@@ -20,20 +20,8 @@ class Endpoint:
 
     Attributes
     ----------
-    me
-        The identity of this exchange to peers.
-    worker
-        The Dask worker.
-    pools
-        The devices of the worker and their pools.
-    links
-        The links from peers.
-    traffic
-        Measured transfers.
     calls
         Client for the handlers of peers.
-    metrics
-        The counters of the worker.
     offload
         Runs a blocking function in a thread.
     """

@@ -67,14 +67,8 @@ class Exchange:
 
     Parameters
     ----------
-    worker
-        The Dask worker.
-    pools
-        The devices of the worker and their pools.
     tiered_buffer
         The destination of pulled shards.
-    settings, metrics
-        The settings and counters of this worker's runtime.
     """
 
     def __init__(
@@ -218,8 +212,6 @@ class Exchange:
 
         Parameters
         ----------
-        path
-            The result of :meth:`path`.
         failed
             Called with the error if the pull fails.
 

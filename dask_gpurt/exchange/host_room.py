@@ -67,8 +67,6 @@ class HostRoom:
 
     Parameters
     ----------
-    worker
-        The Dask worker.
     give_back
         Returns the memory of free blocks of this worker's pool, and the bytes still in use. Blocks.
     drain

@@ -57,11 +57,6 @@ class MeasuredBandwidth:
     Unlike the averages of the topology, this one has a short window, so that a slow link is detected during
     the run that uses it. It is the bandwidth of the whole worker, not that of a single transfer among
     several, because all of them share about one core for compression.
-
-    Parameters
-    ----------
-    usual
-        The prior speed.
     """
 
     def __init__(self, usual: Speed):
@@ -84,13 +79,7 @@ class MeasuredBandwidth:
 
 
 class Links:
-    """Hold the links to this worker, by peer. On the event loop, not thread-safe.
-
-    Parameters
-    ----------
-    worker
-        The Dask worker.
-    """
+    """Hold the links to this worker, by peer. On the event loop, not thread-safe."""
 
     def __init__(self, worker: WorkerServer):
         self._worker = worker

@@ -163,8 +163,6 @@ class HeldMapping:
 
     Parameters
     ----------
-    mapping
-        The mapped pool.
     close_soon
         Closes the mapping in a thread, where that may block.
     """

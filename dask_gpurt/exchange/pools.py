@@ -259,11 +259,6 @@ class PoolUsers:
         its next kernel writes into memory that
         is not allocated: CUDA fails all further
         calls of this process
-
-    Parameters
-    ----------
-    worker
-        The address of this worker, for messages.
     """
 
     def __init__(self, worker: str):

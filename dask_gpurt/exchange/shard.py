@@ -140,12 +140,8 @@ class Commit:
 
     Attributes
     ----------
-    share
-        The share.
     source, attempt
         The input partition, and the attempt that has published all of its shards.
-    parts
-        The number of shards for the share.
     empty
         What an output without rows looks like, pickled, if only inputs know.
     """

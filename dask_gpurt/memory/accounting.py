@@ -346,8 +346,6 @@ class LiveAccount:
 
     Parameters
     ----------
-    limits
-        The limit of each tier in bytes.
     ledger
         Updated with each change. Shared memory is charged to the oldest key that owns it.
     """

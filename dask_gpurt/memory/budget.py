@@ -81,8 +81,6 @@ class Memory:
     ----------
     name
         What it is, for errors.
-    total
-        All of its bytes.
     taken
         The bytes that are taken anyway, by what takes them.
     """
@@ -148,8 +146,6 @@ def host_memory(limit: int, process: int = 0, pause: float | bool = False, buffe
 
     Parameters
     ----------
-    limit
-        The worker's memory limit in bytes.
     process
         The bytes of its process without data.
     pause

@@ -47,10 +47,6 @@ class Entry:
 
     Attributes
     ----------
-    home
-        The tier in which the object is live.
-    tier
-        The tier in which it currently is.
     value
         The object, while it is live.
     last_used
@@ -102,14 +98,8 @@ class EntryTable:
 
     Parameters
     ----------
-    limits
-        The limit of each tier in bytes.
-    lower
-        The lower tiers, from fast to slow.
     home
         Returns the tier in which an object is live.
-    device
-        The device of the device tier.
     changed
         Called after each change of the ledger; must not block.
     beside

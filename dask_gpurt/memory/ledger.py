@@ -50,13 +50,7 @@ class FreeMemory(NamedTuple):
 
 
 class Ledger:
-    """Count the bytes of one worker by tier and kind, and of partitions also by task prefix. Thread-safe.
-
-    Parameters
-    ----------
-    capacity
-        The capacity of each tier in bytes.
-    """
+    """Count the bytes of one worker by tier and kind, and of partitions also by task prefix. Thread-safe."""
 
     def __init__(self, capacity: Mapping[Tier, int]):
         self.capacity = dict(capacity)

@@ -100,12 +100,8 @@ class LowerTiers:
 
     Parameters
     ----------
-    tiers
-        The lower tiers, from fast to slow.
     device
         The device of buffers that are not in host memory.
-    ledger
-        Updated with each change.
     host_has_room
         Returns whether this many bytes more fit into the host tier, which live objects use too.
     """

@@ -67,8 +67,6 @@ class PeerCopies:
 
     Parameters
     ----------
-    device
-        The device of the objects.
     limit
         The bytes that objects may take on the device.
     lend

@@ -55,16 +55,8 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     Parameters
     ----------
-    limits
-        The limit of each tier in bytes.
-    lower
-        The lower tiers, from fast to slow.
     home
         Returns the tier in which an object is live.
-    device
-        The device of the device tier.
-    ledger
-        The worker's ledger, which is updated with each change.
     priority_of
         Returns the soonest scheduler priority among the tasks of this worker that need a key; None if there
         are none. Called from any thread.

@@ -36,14 +36,8 @@ class ProcessTrace:
 
     Attributes
     ----------
-    name
-        The name of the worker.
-    process
-        The process id.
     clock
         None if the server did not answer in time: its events are then treated as on the scheduler's clock.
-    threads
-        The names of threads, by number.
     lost
         Events that were overwritten before they were taken, or were taken but did not arrive.
     """
@@ -66,8 +60,6 @@ class ProcessTrace:
         ----------
         recording
             The begin of the recording, which identifies it: a worker restarted at its address has another.
-        arrived
-            Number of events that arrived with this message.
         taken, lost
             Numbers of events of the recording that were taken so far, and that were overwritten.
         """
@@ -95,8 +87,6 @@ class StepSummary(NamedTuple):
         Its address, or "scheduler".
     step
         The name of the step; for tasks their prefix.
-    times
-        Number of occurrences.
     seconds, longest
         Total duration, and the longest single duration.
     nbytes

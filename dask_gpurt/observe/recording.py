@@ -109,8 +109,6 @@ class Batch(NamedTuple):
 
     Attributes
     ----------
-    threads
-        The names of threads, by number.
     lost
         Events dropped from the ring so far before they were taken.
     taken
@@ -131,8 +129,6 @@ class Recording:
 
     Parameters
     ----------
-    capacity
-        Maximum number of events in the ring.
     ranges
         Emits NVTX ranges around steps; None to emit none.
     """

@@ -41,8 +41,6 @@ class DeviceLimits:
 
     Parameters
     ----------
-    sms
-        Number of SMs of the device.
     blocks, threads, registers
         The most that an SM holds.
     shared
@@ -70,8 +68,6 @@ def residency(limits: DeviceLimits, threads: int, registers: int, shared: int) -
     limits
         The limits of the device. The allocation unit of registers assumes compute capability 7.0 or newer,
         that of shared memory 8.0 or newer.
-    threads
-        Threads per block.
     registers
         Registers per thread.
     shared
@@ -187,8 +183,6 @@ class Residency:
 
     Parameters
     ----------
-    launches
-        The launches of this process.
     device
         The ordinal of the device whose limits apply.
     """

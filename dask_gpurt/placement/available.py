@@ -98,15 +98,7 @@ class LoadIndex(Generic[WorkerT]):
 
 
 class AvailableWorkers:
-    """Index the running workers with free memory by load.
-
-    Parameters
-    ----------
-    state
-        Dask's ``SchedulerState``.
-    estimates
-        Free memory of the workers.
-    """
+    """Index the running workers with free memory by load."""
 
     def __init__(self, state: SchedulerState, estimates: Estimates):
         self._state = state
@@ -162,13 +154,6 @@ class IdleWorkerFilter:
 
     Dask assigns queued root tasks to the workers in that set. While no running worker has free memory, a few
     idle workers are admitted nevertheless, for one task each, so that the queue always makes progress.
-
-    Parameters
-    ----------
-    state
-        Dask's ``SchedulerState``.
-    available
-        The workers with free memory.
     """
 
     def __init__(self, state: SchedulerState, available: AvailableWorkers):

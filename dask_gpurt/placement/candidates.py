@@ -34,10 +34,6 @@ class CandidateSelector:
 
     Parameters
     ----------
-    state
-        Dask's ``SchedulerState``.
-    estimates
-        Estimates the costs.
     available
         The running workers with free memory.
     """

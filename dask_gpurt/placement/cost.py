@@ -34,8 +34,6 @@ class Candidate(NamedTuple):
         Seconds until earlier tasks leave a thread free.
     moving
         Seconds to move the task's inputs to the worker.
-    running
-        Seconds to run the task.
     fits
         Whether its inputs and its result fit into memory.
     load
@@ -88,8 +86,6 @@ def waiting(work: float, tasks: int, threads: int) -> float:
     ----------
     work
         The work of all tasks on the worker, in seconds.
-    tasks, threads
-        The numbers of tasks and threads.
     """
     if tasks < threads:
         return 0.0

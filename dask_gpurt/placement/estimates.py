@@ -35,8 +35,6 @@ class LedgerHeadroom:
 
     Parameters
     ----------
-    ledgers
-        The ledgers of all workers.
     workers
         Dask's ``WorkerState`` by address.
     """
@@ -68,8 +66,6 @@ class InputRef(NamedTuple):
         Its ``TaskState`` on the scheduler.
     nbytes
         Its size.
-    holders
-        The workers that hold it.
     source
         The one of them that is assumed to send it.
     """
@@ -85,8 +81,6 @@ class Demand(NamedTuple):
 
     Parameters
     ----------
-    inputs
-        Its inputs.
     seconds
         Its expected duration.
     nbytes
@@ -106,17 +100,8 @@ class Estimates:
 
     Parameters
     ----------
-    state
-        Dask's ``SchedulerState``.
     topology
         The places of workers and the speeds of links.
-    headroom
-        Free memory of the workers.
-
-    Attributes
-    ----------
-    routes
-        Routes of dependencies.
     """
 
     def __init__(self, state: SchedulerState, topology: Topology, headroom: Headroom):

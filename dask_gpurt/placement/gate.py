@@ -44,8 +44,6 @@ class UsualTask(NamedTuple):
 
     Parameters
     ----------
-    seconds
-        The duration.
     nbytes
         The size of the result.
     """
@@ -99,10 +97,6 @@ class GatedPlacement:
     ----------
     placement
         The placement to bind and unbind; it receives the events.
-    state
-        Dask's ``SchedulerState``.
-    topology
-        The places of workers and the speeds of links.
     metrics
         Counts how often placement is switched on.
     clock

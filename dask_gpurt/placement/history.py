@@ -18,13 +18,7 @@ _FIGURES = len(Candidate._fields)
 
 
 class History:
-    """Keep the last decision about each key, and evict the oldest decisions.
-
-    Parameters
-    ----------
-    max_keys
-        The maximum number of keys.
-    """
+    """Keep the last decision about each key, and evict the oldest decisions."""
 
     def __init__(self, max_keys: int = MAX_KEYS):
         self._max_keys = max_keys
@@ -32,15 +26,7 @@ class History:
         self._decisions: OrderedDict[Key, tuple[Any, ...]] = OrderedDict()
 
     def add(self, key: Key, worker: str, candidates: Sequence[Candidate]) -> None:
-        """Record a decision.
-
-        Parameters
-        ----------
-        worker
-            The chosen worker.
-        candidates
-            All candidates that were compared.
-        """
+        """Record a decision."""
         self._decisions.pop(key, None)
         self._decisions[key] = (worker, *chain.from_iterable(candidates))
         if len(self._decisions) > self._max_keys:

@@ -141,8 +141,6 @@ class ReadConcurrency:
 
         Parameters
         ----------
-        times
-            The times of its reads.
         computed_s
             The CPU seconds of its thread, including those to decode the data.
         """

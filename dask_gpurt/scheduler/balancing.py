@@ -27,17 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Balancing:
-    """Watch the runs of a scheduler, and move outputs away from workers that would get too many bytes.
-
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    recovery
-        Moves outputs.
-    headroom
-        The free memory of workers.
-    """
+    """Watch the runs of a scheduler, and move outputs away from workers that would get too many bytes."""
 
     def __init__(self, scheduler: SchedulerServer, recovery: Recovery, headroom: Headroom):
         self._scheduler = scheduler

@@ -33,8 +33,6 @@ class Clients:
 
     Parameters
     ----------
-    scheduler
-        Dask's scheduler.
     metrics
         Counts clients that are planned for by Dask.
     """

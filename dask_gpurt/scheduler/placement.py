@@ -21,8 +21,6 @@ class SchedulerPlacement:
 
     Parameters
     ----------
-    scheduler
-        Dask's scheduler.
     topology, ledgers
         The places of workers, and the contents of their tiers.
     """

@@ -47,10 +47,6 @@ class Recovery:
 
     Parameters
     ----------
-    scheduler
-        Dask's scheduler.
-    workers
-        The workers with the runtime.
     retries
         How many times in a row a run is repaired before its shuffle restarts.
     begin_again

@@ -38,8 +38,6 @@ class ClusterReports:
 
     Parameters
     ----------
-    scheduler
-        Dask's scheduler.
     metrics
         The scheduler's own metrics.
     token

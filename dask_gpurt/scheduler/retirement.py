@@ -38,8 +38,6 @@ class Retirement:
 
     Parameters
     ----------
-    scheduler
-        Dask's scheduler.
     recovery
         Moves outputs, and knows what a worker has transferred.
     """

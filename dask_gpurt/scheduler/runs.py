@@ -110,15 +110,7 @@ def owners_of(run: RunState) -> Owners | None:
 
 
 class ActiveRuns:
-    """Look up the active runs of a scheduler, their tasks and the owners of their outputs.
-
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    workers
-        The workers with the runtime.
-    """
+    """Look up the active runs of a scheduler, their tasks and the owners of their outputs."""
 
     def __init__(self, scheduler: SchedulerServer, workers: Workers):
         self._scheduler = scheduler

@@ -69,10 +69,6 @@ class SchedulerShuffles:
 
     Parameters
     ----------
-    scheduler
-        Dask's scheduler.
-    workers
-        The workers with the runtime.
     headroom
         The free memory of workers.
     """

@@ -36,13 +36,7 @@ MISSED = 4
 
 
 class SilentWorkers:
-    """Hold the workers that runs have given up waiting for, until they are heard again.
-
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    """
+    """Hold the workers that runs have given up waiting for, until they are heard again."""
 
     def __init__(self, scheduler: SchedulerServer, metrics: Metrics):
         self._scheduler = scheduler

@@ -103,21 +103,15 @@ class Workers:
 
     Parameters
     ----------
-    scheduler
-        Dask's scheduler.
     plugin
         The pickled worker plugin.
     token
         Identifies this scheduler plugin in messages of its worker plugins.
-    silent
-        The workers that have fallen silent.
 
     Attributes
     ----------
     token, silent
         As given.
-    ready
-        The workers that have switched on.
     unreachable
         The workers that were silent, or did not answer, when the runtime was switched off.
     """

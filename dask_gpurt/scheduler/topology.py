@@ -34,13 +34,7 @@ LINKS_OF_PATH = dict(
 
 
 class SchedulerTopology:
-    """Keep a :class:`Topology` in step with the workers of a scheduler.
-
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    """
+    """Keep a :class:`Topology` in step with the workers of a scheduler."""
 
     def __init__(self, scheduler: SchedulerServer):
         self._scheduler = scheduler

@@ -30,13 +30,7 @@ CLOCKS_AT_ONCE = 4
 
 
 class SchedulerTracing:
-    """Record traces on the scheduler, and collect the events of its workers.
-
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    """
+    """Record traces on the scheduler, and collect the events of its workers."""
 
     def __init__(self, scheduler: SchedulerServer, metrics: Metrics):
         self._scheduler: SchedulerServer = scheduler
@@ -79,11 +73,6 @@ class SchedulerTracing:
 
     async def take(self, token: str, limit: int) -> dict[str, Any]:
         """Return the next events of all servers (handler).
-
-        Parameters
-        ----------
-        limit
-            The most events of each server.
 
         Returns
         -------

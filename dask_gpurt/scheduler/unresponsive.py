@@ -46,19 +46,7 @@ class Rerun(Protocol):
 
 
 class Abandoning:
-    """Abandon silent workers in the runs of a scheduler.
-
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    workers
-        The workers with the runtime.
-    runs
-        The active runs.
-    rerun
-        Reruns barriers.
-    """
+    """Abandon silent workers in the runs of a scheduler."""
 
     def __init__(self, scheduler: SchedulerServer, workers: Workers, runs: ActiveRuns, rerun: Rerun):
         self._scheduler = scheduler
@@ -107,13 +95,7 @@ class Abandoning:
 
 
 class BarrierEnds:
-    """Hold back reports that earlier dispatches of barriers have ended.
-
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    """
+    """Hold back reports that earlier dispatches of barriers have ended."""
 
     def __init__(self, scheduler: SchedulerServer):
         self._scheduler = scheduler

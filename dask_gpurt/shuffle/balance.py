@@ -72,17 +72,7 @@ class InputSizes(NamedTuple):
 
 
 class RunSizes:
-    """Collect the sizes that the transfers of a run report.
-
-    Parameters
-    ----------
-    run
-        The run id.
-    outputs
-        The outputs received in the run.
-    inputs
-        The total number of inputs.
-    """
+    """Collect the sizes that the transfers of a run report."""
 
     def __init__(self, run: int, outputs: Collection[int], inputs: int):
         self.run = run
@@ -145,8 +135,6 @@ class Moves(NamedTuple):
 
     Attributes
     ----------
-    to
-        The new owner of each output that moves.
     before, after
         The heaviest load without and with the moves, in bytes of one thread.
     """
@@ -165,8 +153,6 @@ def balanced(
     ----------
     nbytes
         Bytes of each output, summed over both sides of a join.
-    owners
-        The owner of each output.
     capacities
         The capacities of all owners, and of other workers that may become owners.
     """

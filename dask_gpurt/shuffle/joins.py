@@ -198,13 +198,6 @@ def rows_that_may_match(right: Any, left: Any, right_on: Sequence[Any], left_on:
     The join has the same result, since it only asks whether a key occurs: rows are dropped only where both
     sides have the same dtypes, and the right side has no columns but its keys, so that neither categories
     nor the comparison of keys depend on the dropped rows. Otherwise the right side is returned as it is.
-
-    Parameters
-    ----------
-    right, left
-        Partitions of either side.
-    right_on, left_on
-        The key columns of each side.
     """
     if not isinstance(right, pd.DataFrame) or not isinstance(left, pd.DataFrame):
         return right

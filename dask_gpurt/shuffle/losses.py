@@ -156,8 +156,6 @@ class ConsecutiveRuns:
 
         Parameters
         ----------
-        shuffle
-            The id of the shuffle.
         outputs
             The keys of the outputs that are not in memory.
         """
@@ -213,8 +211,6 @@ class ConsecutiveLosses(ConsecutiveRuns):
 
         Parameters
         ----------
-        workers
-            The lost workers.
         missing
             Outputs and inputs that are missing.
         """

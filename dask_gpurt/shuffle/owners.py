@@ -62,8 +62,6 @@ class Owners(dict[int, str]):
 
         Parameters
         ----------
-        worker_for
-            The owner of each output.
         wanted
             The outputs to receive; None for all. Other outputs are moved to a share once they are needed.
         """
@@ -168,15 +166,7 @@ def deal(outputs: Iterable[int], workers: Sequence[str], owned: Mapping[str, int
 
 
 def fair_share(owners: Mapping[int, str], workers: int) -> set[int]:
-    """Return the outputs to give to one more worker, taken from the owners with the most of them.
-
-    Parameters
-    ----------
-    owners
-        The owner of each output.
-    workers
-        The number of workers, including that one.
-    """
+    """Return the outputs to give to one more worker, taken from the owners with the most of them."""
     left, taken = Counter(owners.values()), set[int]()
     for _ in range(len(owners) // workers):
         ((most, _),) = left.most_common(1)

@@ -51,8 +51,6 @@ class ShuffleRun:
 
     Parameters
     ----------
-    spec
-        The shuffle.
     run_id
         Unique on the scheduler; increases with each run.
     owners

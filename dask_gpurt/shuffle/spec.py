@@ -190,8 +190,6 @@ class ShuffleSpec(RunSpec):
         scheduler may not have.
     columns
         The column labels of every input partition, including ``column``.
-    parts_out
-        The wanted output partitions.
     drop_column, ignore_index
         Whether to drop ``column`` and the index from the outputs.
     order_by
@@ -402,11 +400,6 @@ def outputs_of(barrier: SchedulerTask) -> Iterator[tuple[SchedulerTask, int | No
     """Yield the tasks that depend on a shuffle's barrier, each with the output that it assembles.
 
     The output is None if it cannot be read from the task.
-
-    Parameters
-    ----------
-    barrier
-        The barrier's task on the scheduler.
     """
     number = _numbering(barrier.run_spec.spec)
     for task in barrier.dependents:

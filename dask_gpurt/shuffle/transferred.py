@@ -21,10 +21,6 @@ class Transferred(int):
 
     Attributes
     ----------
-    source, attempt
-        The input, and the attempt at it.
-    key
-        The key of the task.
     producer
         The address of its worker.
     """

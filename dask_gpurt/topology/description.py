@@ -20,10 +20,6 @@ class Description:
 
     Parameters
     ----------
-    speeds
-        Measured speeds, by class of link.
-    hosts
-        Hosts by name.
     workers
         The host of each worker, and the id of its GPU if it has one, by address.
     """

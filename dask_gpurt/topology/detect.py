@@ -53,16 +53,10 @@ def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_t
 
     Parameters
     ----------
-    host
-        The host of this process.
-    visible
-        ``CUDA_VISIBLE_DEVICES`` of this process.
     on_gpu
         Whether it keeps its data on the first of these devices.
     rdma
         Whether it sends over RDMA if the host has an RDMA NIC.
-    by_tcp
-        Whether Dask's comms to it are TCP.
     """
     gpu = host.find(visible) if on_gpu else None
     return host.place(here(), gpu, numa=own_node(), rdma=rdma, by_tcp=by_tcp)

@@ -62,11 +62,6 @@ class SpeedEstimate:
     """Estimate the speed of a link from its transfers.
 
     Transfers update either the latency or the bandwidth, whichever dominates their expected time.
-
-    Parameters
-    ----------
-    speed
-        The initial speed.
     """
 
     def __init__(self, speed: Speed):
@@ -96,13 +91,7 @@ def factor(one: Speed, other: Speed) -> float:
 
 
 class PairOverrides(Generic[Key]):
-    """Keep the speeds of pairs that differ from their class, up to a bound; evict the least recently used.
-
-    Parameters
-    ----------
-    most
-        Maximum number of pairs.
-    """
+    """Keep the speeds of pairs that differ from their class, up to a bound; evict the least recently used."""
 
     def __init__(self, most: int):
         self._most = most

@@ -117,8 +117,6 @@ class Host:
         The link between each pair of GPUs, by their ids.
     nics
         Its active network devices.
-    numa_nodes
-        The number of its NUMA nodes.
     """
 
     name: str
@@ -173,8 +171,6 @@ class Host:
             The NUMA node of a process without a GPU.
         rdma
             Whether the process sends over RDMA if the host has an RDMA NIC.
-        by_tcp
-            Whether Dask's comms to it are TCP.
         """
         rdma = rdma and self.rdma
         if gpu is None:

@@ -105,11 +105,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         precedence.
     token
         Identifies the scheduler plugin that this one belongs to.
-
-    Attributes
-    ----------
-    is_on
-        Whether all parts are switched on.
     """
 
     name = NAME

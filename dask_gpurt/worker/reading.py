@@ -70,8 +70,6 @@ class _Execution:
         Its turn to run user code.
     is_reading
         Whether its thread is inside a reader. Readers may call each other.
-    times
-        The times of its reads.
     computed_s
         CPU time of its thread, in seconds.
     """
@@ -107,8 +105,6 @@ class WorkerReads:
     worker
         The Dask worker; its ``execute`` and its thread pool are wrapped on the instances. Readers and writers
         are wrapped for the whole process; calls from other workers' tasks pass through.
-    device
-        The device that tasks compute on.
     """
 
     def __init__(
@@ -370,8 +366,6 @@ def threads_of(cores: int, allowed: int, gpus: int, sharing: int) -> int:
         workers to the cores near their GPU, which several GPUs may share.
     gpus
         GPUs of the host in use by workers.
-    sharing
-        Workers on this GPU.
 
     Examples
     --------

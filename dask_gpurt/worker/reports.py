@@ -53,10 +53,6 @@ def add_metric(worker: WorkerServer, name: str, read: Callable[[Any], dict[str, 
 
     Parameters
     ----------
-    worker
-        The Dask worker.
-    name
-        The name of the value, as of one of Dask's metrics.
     read
         Called with the worker; returns the value.
 
@@ -142,8 +138,6 @@ class ProgressReporter:
 
     Parameters
     ----------
-    runs
-        The progress of its latest runs.
     overlap
         Returns a summary of its overlap, as plain values.
     """
@@ -175,10 +169,6 @@ class TopologyReporter:
 
     Parameters
     ----------
-    worker
-        The Dask worker.
-    traffic
-        Totals of the worker's transfers.
     on_gpu
         Whether the worker keeps its data on a GPU.
     """

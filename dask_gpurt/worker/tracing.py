@@ -27,13 +27,7 @@ LEASE_S = 60.0
 
 
 class Recorder:
-    """Begin and end recordings of one server, for one trace at a time. On the event loop.
-
-    Parameters
-    ----------
-    metrics
-        The server's metrics, which hold the active recording.
-    """
+    """Begin and end recordings of one server, for one trace at a time. On the event loop."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics

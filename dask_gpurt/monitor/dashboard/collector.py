@@ -29,15 +29,8 @@ NAME = "gpurt-dashboard"
 class Collector(SchedulerPlugin):
     """Keep a sampler up to date with a scheduler.
 
-    Parameters
-    ----------
-    runtime
-        The runtime's scheduler plugin, switched on.
-
     Attributes
     ----------
-    sampler
-        The collected data.
     seconds
         CPU time of the last sample, in seconds.
     """

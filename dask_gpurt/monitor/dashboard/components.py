@@ -53,8 +53,6 @@ class Component(DashboardComponent):
         The title, and what :meth:`say` adds to it. Unlike the title of a figure, it wraps.
     root
         The bokeh model of all that is shown, with the heading.
-    seconds
-        CPU time of the last update, in seconds.
     """
 
     title: ClassVar[str]

@@ -285,8 +285,6 @@ class Flow:
 
     Attributes
     ----------
-    by_path
-        Bytes by path.
     copied, seconds
         Bytes copied, and the seconds that took; shards read in place are not included.
     """

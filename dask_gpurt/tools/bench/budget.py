@@ -104,8 +104,6 @@ def budget(
     ----------
     began, built, ended
         When the query began, was built, and had its result, in seconds since the epoch.
-    logged
-        The log of this query only.
     threads
         Number of task threads of each worker, by address, as from ``client.nthreads()``.
 

@@ -73,13 +73,9 @@ def measure(
         Number of rounds, at least 1.
     against
         ``p2p`` or ``tasks``; by default the configured method, or Dask's default.
-    backend
-        ``pandas`` or ``cudf``.
     folder
         A folder that the client and all workers can access under this name. The tables are written once, to
         its subfolder ``gpurt-bench``, and read by each query. Without it each query generates the tables.
-    queries
-        The queries; by default all.
     on_run
         Called after each run, with the run and the total number of runs.
 

@@ -28,8 +28,6 @@ class Spent:
         Seconds that add up to the run: until the scheduler has its tasks; until the first task begins; then,
         for an average task thread, in tasks, and without a task; and from the end of the last task until the
         client has the result.
-    tasks
-        Number of tasks.
     read_bytes, moved_bytes, spilled_bytes
         Bytes read from files, moved to other processes, and moved to lower memory tiers or to disk, on all
         workers.
@@ -76,8 +74,6 @@ class Run:
     ----------
     query, contender
         The names of the query and of the method.
-    round
-        The number of its round.
     warm
         Whether it is the second run of its round, which counts. The first run includes one-time costs.
     seconds
@@ -111,15 +107,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Machine:
-    """Describe the cluster that was measured.
-
-    Parameters
-    ----------
-    workers, threads, hosts
-        The number of each.
-    backend
-        ``pandas`` or ``cudf``.
-    """
+    """Describe the cluster that was measured."""
 
     workers: int
     threads: int
@@ -135,8 +123,6 @@ class Observed:
     ----------
     fallbacks
         Counts of fallbacks by id.
-    departed
-        Number of workers that have left.
     """
 
     fallbacks: Mapping[str, int]
@@ -149,10 +135,6 @@ class BenchResult:
 
     Parameters
     ----------
-    machine
-        The cluster.
-    tables
-        A description of the tables.
     from_files
         Whether tables were read from files; otherwise each query generated them.
     contenders
@@ -160,8 +142,6 @@ class BenchResult:
         on before.
     runs
         All runs, in order. Each result was equal to the first result of its query.
-    observed
-        The report of the runtime.
     """
 
     machine: Machine

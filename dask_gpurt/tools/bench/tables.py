@@ -67,10 +67,6 @@ def make(
 
     Parameters
     ----------
-    part
-        The number of the partition.
-    name
-        The name of the table.
     scale, partitions
         See :class:`TableSize`.
     columns
@@ -139,10 +135,6 @@ class Tables:
 
     Parameters
     ----------
-    size
-        The size of the tables.
-    backend
-        ``pandas`` or ``cudf``.
     folder
         The folder in which they have a subfolder; without it each query generates them.
     """
@@ -190,8 +182,6 @@ class Query:
     ----------
     name
         Its name, with the number of the TPC-H query that it is modelled on.
-    build
-        Builds it from the tables.
     order
         The columns that identify a row of the result.
     """

@@ -59,8 +59,6 @@ class Site:
 
     Parameters
     ----------
-    client
-        A client of the cluster.
     cluster
         The cluster object, which can be scaled; None for an existing cluster.
     workers
@@ -118,15 +116,7 @@ class Site:
 
 
 class Fault(ABC):
-    """Inject one fault. ``begin`` and ``end`` are each called once, on one thread.
-
-    Parameters
-    ----------
-    spec
-        The fault, as drawn.
-    site
-        The cluster.
-    """
+    """Inject one fault. ``begin`` and ``end`` are each called once, on one thread."""
 
     #: Regular expressions for the errors that this fault may cause.
     explains: ClassVar[tuple[str, ...]] = ()

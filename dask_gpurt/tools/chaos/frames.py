@@ -25,8 +25,6 @@ def make_partition(number: int, spec: FrameSpec, row: str, backend: str) -> Any:
     ----------
     row
         Name of the column that numbers the rows of the whole frame.
-    backend
-        ``pandas`` or ``cudf``.
     """
     columns = [name for name in spec.columns if backend == "pandas" or name not in HOST_ONLY]
     first, rows = _rows_of(spec, number)

@@ -42,10 +42,6 @@ class Probe:
         Inodes of the unnamed files of pools that it has mapped.
     incoming
         Number of shards that were offered to it and that it has not released.
-    runs
-        Runs that it takes part in.
-    threads
-        Names of the runtime's threads.
     """
 
     anonymous: int

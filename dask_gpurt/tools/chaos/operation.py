@@ -77,10 +77,6 @@ def difference(
 
     Parameters
     ----------
-    parts
-        The partitions of the result.
-    expected
-        All expected rows, in any order.
     by
         Columns that identify a row.
     index

@@ -47,14 +47,10 @@ class FrameSpec:
 
     Attributes
     ----------
-    seed
-        Seed of the values.
     rows, partitions
         Total numbers; rows are distributed over the non-empty partitions.
     key
         Kind of the key column, one of :data:`KEYS`.
-    distinct
-        Number of distinct keys.
     skewed
         Whether half of the rows have the same key.
     empty

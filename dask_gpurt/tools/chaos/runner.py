@@ -81,12 +81,6 @@ class Chaos:
 
     Parameters
     ----------
-    plan
-        The operations and faults.
-    site
-        The cluster.
-    backend
-        ``pandas`` or ``cudf``.
     limit_s
         Time limit of an operation in seconds; exceeding it counts as a hang and ends the run.
     dumps

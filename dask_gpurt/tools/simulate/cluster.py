@@ -30,10 +30,6 @@ class Machine:
 
     Parameters
     ----------
-    place
-        Its place in the topology.
-    capacity
-        Bytes by tier.
     threads
         Maximum number of concurrent tasks.
     speed
@@ -52,8 +48,6 @@ class Cluster:
 
     Parameters
     ----------
-    machines
-        The workers.
     speeds
         True speeds by class of link; missing classes have the shipped speeds.
     believed

@@ -116,8 +116,6 @@ def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, flo
     ----------
     results
         Results of both placements, with the same seeds in the same order.
-    ours, other
-        The two placements.
 
     Returns
     -------

@@ -62,8 +62,6 @@ class Network:
 
     Parameters
     ----------
-    clock
-        Virtual time.
     topology
         The links between workers, with their speeds for a single transfer.
     between
@@ -72,8 +70,6 @@ class Network:
         The rack of each host, if there are racks.
     uplink
         Bytes per second, in each direction, between a rack and all other racks.
-    moved
-        Called with each completed transfer.
     """
 
     def __init__(

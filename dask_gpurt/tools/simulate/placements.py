@@ -25,13 +25,7 @@ MIN_REPORTED_BYTES = 1_000_000
 
 
 class VirtualHeadroom:
-    """Keep the free memory of workers as of their last reports, like ledgers in a real cluster.
-
-    Parameters
-    ----------
-    simulation
-        The simulation with the workers.
-    """
+    """Keep the free memory of workers as of their last reports, like ledgers in a real cluster."""
 
     def __init__(self, simulation: Simulation):
         self._simulation = simulation
@@ -143,8 +137,6 @@ class Mode(NamedTuple):
     ----------
     bind
         See :class:`Simulation`; None if Dask decides.
-    worker
-        The class of all workers.
     """
 
     bind: Callable[[Simulation], None] | None
@@ -183,8 +175,6 @@ def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **o
     ----------
     cluster, workload
         See :class:`Simulation`.
-    placement
-        One of :data:`PLACEMENTS`.
     options
         Other arguments of :class:`Simulation`.
 

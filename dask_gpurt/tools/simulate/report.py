@@ -15,8 +15,6 @@ class Result:
         Virtual seconds from the first submission until all results were in memory.
     bytes
         Bytes moved between workers, by class of link.
-    between_hosts
-        Bytes moved between hosts.
     spilled
         Bytes moved to a lower tier.
     worst_memory
@@ -27,8 +25,6 @@ class Result:
         Number of tasks whose inputs, result and workspace together exceed every live tier of the cluster.
     runs
         Number of finished tasks; more than ``tasks`` if data were lost.
-    steals
-        Number of work-stealing requests.
     decisions, decision_us
         Number of worker choices, and their mean CPU time in microseconds.
     scheduler_us

@@ -81,14 +81,10 @@ class VirtualScheduler(Scheduler):
 
     Parameters
     ----------
-    clock
-        Virtual time.
     cost
         Virtual seconds to handle a message, constant so that results are the same on any machine.
     decision
         Additional virtual seconds to choose a worker, constant for the same reason.
-    report
-        Called with the messages for the client.
     """
 
     def __init__(self, clock: Clock, cost: float, report: Send, decision: float = 0.0):

@@ -23,10 +23,6 @@ class VirtualShuffles:
     ----------
     works
         All tasks. Tasks with :attr:`Work.shards` are outputs, in the order of their partitions.
-    scheduler
-        Restricts outputs to their owners.
-    network
-        Moves the bytes.
     """
 
     def __init__(self, works: Mapping[str, Work], scheduler: VirtualScheduler, network: Network):

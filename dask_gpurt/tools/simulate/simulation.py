@@ -39,8 +39,6 @@ class Leave:
 
     Parameters
     ----------
-    when
-        Virtual seconds.
     worker
         Its number in the cluster; workers that join later have the following numbers.
     """
@@ -62,14 +60,6 @@ class Simulation:
 
     Parameters
     ----------
-    cluster
-        The initial workers.
-    workload
-        The graphs to compute.
-    changes
-        Workers that leave or join during the simulation.
-    overheads
-        Overheads of Dask itself.
     bind
         Called with the simulation when all initial workers have joined; may override decisions.
     worker
@@ -83,8 +73,6 @@ class Simulation:
         The figures, after :meth:`run` has returned.
     runs
         How often each task has finished.
-    metrics
-        Counters of placement.
     ends
         Virtual times at which the submissions finished, in seconds.
     """

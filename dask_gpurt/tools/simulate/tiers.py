@@ -50,13 +50,6 @@ class Tiers(MutableMapping[Key, Any]):
     New keys go to the live tier. When a tier exceeds its capacity, its least recently used keys are evicted
     to the next tier, as by zict's buffers on Dask's workers. Keys held by running tasks are not evicted; if
     they do not fit, the worker is over its memory.
-
-    Parameters
-    ----------
-    capacity
-        The capacity of each tier.
-    speed
-        Returns the speed of a link between tiers.
     """
 
     def __init__(self, capacity: Capacity, speed: Callable[[Link], Speed]):
@@ -230,8 +223,6 @@ class RuntimeTiers(Tiers):
 
     Parameters
     ----------
-    capacity, speed
-        See :class:`Tiers`.
     next_use
         Returns the earliest scheduler priority of the tasks that need a key; None if there is no such task.
     """

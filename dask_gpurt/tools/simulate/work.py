@@ -17,12 +17,8 @@ class Work:
     ----------
     key
         A stringified tuple: ``('prefix-token', 0)``.
-    needs
-        Keys of its inputs.
     seconds
         Its duration on a worker of speed 1.
-    nbytes
-        Bytes of its result.
     workspace
         Bytes that it needs while running, besides its inputs and its result.
     worker

@@ -131,23 +131,12 @@ class VirtualWorker:
 
     Parameters
     ----------
-    address
-        The worker's name on the network.
     threads
         Maximum number of concurrent tasks.
     speed
         Relative speed: tasks take :attr:`Work.seconds` divided by it.
-    capacity
-        Bytes of each tier.
     link_speed
         Returns the speed of a link between two tiers.
-    environment
-        The rest of the cluster.
-
-    Attributes
-    ----------
-    tiers
-        The data of the worker.
     """
 
     def __init__(

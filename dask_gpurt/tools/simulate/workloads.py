@@ -68,8 +68,6 @@ class Graph:
         ----------
         name
             Unique among the shuffles of the graph.
-        inputs
-            Partitions to shuffle.
         weights
             The fraction of all rows that each output gets; as many as inputs.
         """
@@ -137,8 +135,6 @@ class Scale:
         Number of partitions of the largest collection.
     memory
         Total bytes of all live tiers; the data that are read are a fraction of it.
-    workers
-        Initial number of workers.
     """
 
     partitions: int
@@ -299,8 +295,6 @@ def build_workload(name: str, cluster: Cluster, *, partitions: int | None = None
 
     Parameters
     ----------
-    name
-        One of :data:`WORKLOADS`.
     cluster
         The cluster; the size of the data is proportional to its memory.
     partitions
