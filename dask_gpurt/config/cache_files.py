@@ -50,13 +50,7 @@ def alone(path: Path, timeout_s: float) -> Iterator[None]:
 
 
 def replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace a file atomically, so that other processes never read a partial one; only the user can read it.
-
-    Parameters
-    ----------
-    write
-        Writes the content.
-    """
+    """Replace a file atomically: no process reads a partial one, and only the user can read it."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(handle, "wb") as file:

@@ -16,15 +16,7 @@ from dask_gpurt.observe import Metrics
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Hold the shared components of a worker's exchange.
-
-    Attributes
-    ----------
-    calls
-        Client for the handlers of peers.
-    offload
-        Runs a blocking function in a thread.
-    """
+    """Hold the shared components of a worker's exchange."""
 
     me: Peer
     worker: WorkerServer

@@ -210,11 +210,6 @@ class Exchange:
     ) -> IncomingShard:
         """Accept an offered shard, and start to pull it unless it can be read in place. Does not block.
 
-        Parameters
-        ----------
-        failed
-            Called with the error if the pull fails.
-
         Raises
         ------
         ExchangeClosed

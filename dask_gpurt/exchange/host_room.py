@@ -71,8 +71,6 @@ class HostRoom:
         Returns the memory of free blocks of this worker's pool, and the bytes still in use. Blocks.
     drain
         Asks the owners of this worker's published blocks to copy them; must not block.
-    offload
-        Runs a blocking function in a thread.
     """
 
     def __init__(

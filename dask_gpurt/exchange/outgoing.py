@@ -76,8 +76,6 @@ class Outbox:
     ----------
     pool
         The pool that blocks are allocated from.
-    hooks
-        What the pool asks of the exchange.
     """
 
     def __init__(self, pool: Pool, hooks: PoolHooks, metrics: Metrics):

@@ -39,13 +39,7 @@ class Handlers(Protocol):
 
 
 class PeerRequests:
-    """Send requests to peers, with retries until they succeed or have become pointless.
-
-    Parameters
-    ----------
-    here
-        The handlers of this worker, for requests to itself.
-    """
+    """Send requests to peers, with retries until they succeed or have become pointless."""
 
     def __init__(self, endpoint: Endpoint, here: Handlers):
         self._end = endpoint

@@ -205,8 +205,6 @@ class AdmissionQueue:
     ----------
     has_seceded
         Returns whether a task has seceded, or is no longer known.
-    reservations
-        Reserves memory under each request.
     is_idle
         Returns whether a running task has been waiting for something.
     """

@@ -98,8 +98,6 @@ class EntryTable:
 
     Parameters
     ----------
-    home
-        Returns the tier in which an object is live.
     changed
         Called after each change of the ledger; must not block.
     beside

@@ -127,8 +127,6 @@ class LowerTiers:
 
         Parameters
         ----------
-        name
-            A new, unique name.
         label
             The label of its bytes in the ledger.
         ordered

@@ -55,8 +55,6 @@ class TieredBuffer(MutableMapping[Key, Any]):
 
     Parameters
     ----------
-    home
-        Returns the tier in which an object is live.
     priority_of
         Returns the soonest scheduler priority among the tasks of this worker that need a key; None if there
         are none. Called from any thread.
@@ -122,8 +120,6 @@ class TieredBuffer(MutableMapping[Key, Any]):
         ----------
         kind
             Keys of kinds other than partitions are hidden when iterating.
-        home
-            The tier in which it is live; by default determined from the object.
         priority
             Its eviction priority, if it is not an input of tasks.
         """

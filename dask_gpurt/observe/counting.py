@@ -91,8 +91,6 @@ class Metrics:
         ----------
         what
             The kind of fallback.
-        reason
-            A human-readable reason.
         labels
             The value of each label of the id.
         """

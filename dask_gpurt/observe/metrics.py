@@ -63,8 +63,6 @@ class Metric:
         of counters; by default derived from ``name`` and ``unit``.
     finer
         Labels besides those in ``name``. Prometheus shows them; reports sum over them.
-    servers
-        The kinds of server that count it.
     """
 
     name: str

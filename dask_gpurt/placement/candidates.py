@@ -30,13 +30,7 @@ MAX_CHAIN = 4
 
 
 class CandidateSelector:
-    """Select the candidates for a task, and estimate its cost on each.
-
-    Parameters
-    ----------
-    available
-        The running workers with free memory.
-    """
+    """Select the candidates for a task, and estimate its cost on each."""
 
     def __init__(self, state: SchedulerState, estimates: Estimates, available: AvailableWorkers):
         self._state = state

@@ -31,13 +31,7 @@ class Headroom(Protocol):
 
 
 class LedgerHeadroom:
-    """Look up free memory in the workers' ledgers, or in Dask's counts for a worker without a ledger.
-
-    Parameters
-    ----------
-    workers
-        Dask's ``WorkerState`` by address.
-    """
+    """Look up free memory in the workers' ledgers, or in Dask's counts for a worker without a ledger."""
 
     def __init__(self, ledgers: ClusterMemory, workers: Mapping[str, WorkerState]):
         self._ledgers = ledgers
@@ -81,10 +75,6 @@ class Demand(NamedTuple):
 
     Parameters
     ----------
-    seconds
-        Its expected duration.
-    nbytes
-        The expected size of its result.
     working_set
         The bytes of its inputs and its result, which must be live on its worker at the same time.
     """
@@ -96,13 +86,7 @@ class Demand(NamedTuple):
 
 
 class Estimates:
-    """Estimate the costs of tasks on workers.
-
-    Parameters
-    ----------
-    topology
-        The places of workers and the speeds of links.
-    """
+    """Estimate the costs of tasks on workers."""
 
     def __init__(self, state: SchedulerState, topology: Topology, headroom: Headroom):
         self._state = state

@@ -40,13 +40,7 @@ MAX_HOSTS, MAX_NEIGHBOURS = 16, 4
 
 
 class UsualTask(NamedTuple):
-    """Describe the mean of the tasks at present.
-
-    Parameters
-    ----------
-    nbytes
-        The size of the result.
-    """
+    """Describe the mean of the tasks at present."""
 
     seconds: float
     nbytes: float
@@ -97,8 +91,6 @@ class GatedPlacement:
     ----------
     placement
         The placement to bind and unbind; it receives the events.
-    metrics
-        Counts how often placement is switched on.
     clock
         Returns the time in seconds.
     """

@@ -44,8 +44,6 @@ class Placement:
         Dask's ``SchedulerState``. Its extension ``stealing`` is bound too, if present.
     topology
         The places of workers. It may learn them before or after Dask does, see :meth:`on_place_changed`.
-    metrics
-        Counts decisions and fallbacks.
     history
         How many keys have their last decision kept.
 

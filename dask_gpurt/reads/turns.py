@@ -47,8 +47,6 @@ class Turn:
     ----------
     thread
         Its thread, once that may run user code, and so may leave the pool.
-    was_held
-        Whether the task has had its turn.
     """
 
     key: Key

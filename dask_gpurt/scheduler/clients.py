@@ -29,13 +29,7 @@ MISSING = "install dask-gpurt where it runs, and keep Dask's preload hooks"
 
 
 class Clients:
-    """Know the clients of a scheduler.
-
-    Parameters
-    ----------
-    metrics
-        Counts clients that are planned for by Dask.
-    """
+    """Know the clients of a scheduler."""
 
     def __init__(self, scheduler: SchedulerServer, metrics: Metrics):
         self._scheduler = scheduler

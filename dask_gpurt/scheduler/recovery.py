@@ -141,10 +141,6 @@ class Recovery:
 
         Parameters
         ----------
-        outputs
-            Outputs to be received again.
-        inputs
-            Transfer tasks to rerun.
         producers
             The workers that held the lost shards. Those that have left or are closing are to blame.
         unreachable

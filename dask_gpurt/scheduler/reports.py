@@ -38,8 +38,6 @@ class ClusterReports:
 
     Parameters
     ----------
-    metrics
-        The scheduler's own metrics.
     token
         The token that the workers' plugins were given.
     """

@@ -65,13 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class SchedulerShuffles:
-    """Run shuffles through the runtime, including those of clients without it.
-
-    Parameters
-    ----------
-    headroom
-        The free memory of workers.
-    """
+    """Run shuffles through the runtime, including those of clients without it."""
 
     def __init__(
         self,

@@ -137,8 +137,6 @@ class Workers:
 
         Parameters
         ----------
-        devices
-            The worker's kinds of device.
         plugin
             Identifies the plugin among those that the worker has received.
         """

@@ -19,11 +19,6 @@ class DaskFigures:
     """Report the figures of a run since it began on this worker.
 
     Disk traffic is that of the whole worker since then.
-
-    Parameters
-    ----------
-    progress
-        The runtime's own figures of the run.
     """
 
     def __init__(self, run: RunKey, exchange: Exchange, progress: RunProgress):

@@ -16,13 +16,7 @@ from dask_gpurt.exchange import Attempt, Commit, ExchangeClosed, PeerLost, Shard
 
 
 class Seal(NamedTuple):
-    """Ask a worker to deliver its queued offers, and then to seal its shares.
-
-    Attributes
-    ----------
-    succeeded
-        The successful attempt at each input.
-    """
+    """Ask a worker to deliver its queued offers, and then to seal its shares."""
 
     succeeded: Mapping[int, Attempt]
 

@@ -45,8 +45,6 @@ class Owners(dict[int, str]):
     ----------
     epoch
         Incremented each time that outputs are moved or have to be sealed again.
-    shares
-        The valid shares by id.
     left
         Ids of shares whose owners have left; nothing reads the shards published for them.
     """
@@ -92,8 +90,6 @@ class Owners(dict[int, str]):
         ----------
         to
             The new owners, which may equal the current ones.
-        gone
-            Workers that have left.
         idle
             New owners of outputs that are in no share because they are not needed now.
         """

@@ -49,14 +49,10 @@ class Receiver:
 
     Parameters
     ----------
-    owners
-        The owner of each output when the run starts.
     check
         Raises if the run is over.
     failed
         Called with an accepted shard and the error if its bytes cannot be read.
-    progress
-        Counts the shards received and the outputs assembled.
     """
 
     def __init__(

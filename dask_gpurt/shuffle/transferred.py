@@ -17,13 +17,7 @@ SIZES = "gpurt-output-sizes"
 
 
 class Transferred(int):
-    """Hold the result of a transfer task: the id of its run, as Dask expects, and the successful attempt.
-
-    Attributes
-    ----------
-    producer
-        The address of its worker.
-    """
+    """Hold the result of a transfer task: the id of its run, as Dask expects, and the successful attempt."""
 
     source: int
     attempt: Attempt

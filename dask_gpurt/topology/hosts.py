@@ -75,8 +75,6 @@ class Gpu:
         The product name.
     parent
         For a MIG instance, the UUID of its GPU.
-    numa
-        The NUMA node that it is attached to.
     nvlink, pcie
         Its active NVLinks, and its PCIe lanes.
     fabric
@@ -111,12 +109,8 @@ class Host:
     ----------
     name
         Its host name.
-    gpus
-        Its GPUs in PCI bus order.
     joins
         The link between each pair of GPUs, by their ids.
-    nics
-        Its active network devices.
     """
 
     name: str
@@ -167,8 +161,6 @@ class Host:
         ----------
         host
             The id of this host, which identifies links within it.
-        numa
-            The NUMA node of a process without a GPU.
         rdma
             Whether the process sends over RDMA if the host has an RDMA NIC.
         """

@@ -22,12 +22,8 @@ class Place:
         An id of the host.
     device
         An id of the GPU or of its MIG instance; None for the processor.
-    numa
-        The nearest NUMA node.
     nvlink
         An id of the NVLink domain: devices that reach each other over NVLink, on one host or on several.
-    rdma
-        Whether the host has an RDMA NIC.
     by_tcp
         Whether Dask's comms to this worker are TCP, even from workers on the same host and regardless of the
         links between their devices.

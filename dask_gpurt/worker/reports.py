@@ -165,13 +165,7 @@ class ProgressReporter:
 
 
 class TopologyReporter:
-    """Report the place, the host and the transfers of one worker.
-
-    Parameters
-    ----------
-    on_gpu
-        Whether the worker keeps its data on a GPU.
-    """
+    """Report the place, the host and the transfers of one worker."""
 
     def __init__(self, worker: WorkerServer, traffic: Traffic, on_gpu: bool, metrics: Metrics):
         self._worker = worker

@@ -53,11 +53,6 @@ class WorkerBuffer(TieredBuffer):
 
     The monitor compares the process's memory with ``distributed.worker.memory.spill``, and calls
     :meth:`evict` on the event loop until the process is below its target.
-
-    Attributes
-    ----------
-    relieve
-        Starts to spill, on other threads.
     """
 
     #: Always true, so that the monitor calls evict(): dropping mapped pages of pools may help too.

@@ -63,8 +63,6 @@ class WorkerTracing:
     ----------
     worker
         The Dask worker. Its tasks are recorded with Dask's own timings.
-    exchange
-        Runs slow functions on its threads.
     """
 
     def __init__(self, worker: WorkerServer, metrics: Metrics, exchange: Exchange):

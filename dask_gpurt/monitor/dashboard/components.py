@@ -42,11 +42,6 @@ WITH_TOOLTIP = '<span title="<%- value %>"><%- value %></span>'
 class Component(DashboardComponent):
     """Update one part of a page under its title, within a limit on the scheduler's CPU time.
 
-    Parameters
-    ----------
-    find
-        Returns the collector with the data to show.
-
     Attributes
     ----------
     heading

@@ -63,8 +63,6 @@ def measure(
 
     Parameters
     ----------
-    client
-        A synchronous client of an idle cluster.
     scale
         Scale of the tables; 1 has 6 million items, as in TPC-H.
     partitions

@@ -72,8 +72,6 @@ class Run:
 
     Parameters
     ----------
-    query, contender
-        The names of the query and of the method.
     warm
         Whether it is the second run of its round, which counts. The first run includes one-time costs.
     seconds
@@ -117,13 +115,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Observed:
-    """Hold the report of the runtime after its last round.
-
-    Parameters
-    ----------
-    fallbacks
-        Counts of fallbacks by id.
-    """
+    """Hold the report of the runtime after its last round."""
 
     fallbacks: Mapping[str, int]
     departed: int

@@ -77,10 +77,6 @@ def difference(
 
     Parameters
     ----------
-    by
-        Columns that identify a row.
-    index
-        Whether the index is part of the row.
     ordered_by
         The column by which rows have to be sorted across partitions, missing values last.
     homes

@@ -106,8 +106,6 @@ class FaultSpec:
     ----------
     kind
         Its name in :data:`~dask_gpurt.tools.chaos.faults.FAULTS`.
-    seed
-        Seed of random decisions during the fault.
     before
         Whether it begins before the operations are submitted (and after they are built).
     after_s
@@ -150,12 +148,8 @@ class Plan:
 
     Parameters
     ----------
-    seed
-        The seed of all random choices.
     operations, faults
         Kinds to draw from. Without faults, nothing is broken.
-    rows
-        Maximum number of rows of a frame.
     tight, comms
         The setup of the runtime; None to draw it at random each time.
     """

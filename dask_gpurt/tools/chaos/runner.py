@@ -83,8 +83,6 @@ class Chaos:
     ----------
     limit_s
         Time limit of an operation in seconds; exceeding it counts as a hang and ends the run.
-    dumps
-        Directory for descriptions of hangs.
     directory
         Local directory of the workers, if known.
     on_step

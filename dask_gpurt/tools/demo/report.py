@@ -20,8 +20,6 @@ def speedups(seconds: Mapping[str, Mapping[str, Sequence[float]]], of: str = "gp
     ----------
     seconds
         Timings by operation, then by method.
-    of
-        The method to compare with all others.
 
     Returns
     -------

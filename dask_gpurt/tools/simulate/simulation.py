@@ -64,8 +64,6 @@ class Simulation:
         Called with the simulation when all initial workers have joined; may override decisions.
     worker
         The class of all workers: Dask's worker, or a worker with the runtime's tiers.
-    name
-        The name of the placement in the result.
 
     Attributes
     ----------

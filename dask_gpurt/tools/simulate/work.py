@@ -60,8 +60,6 @@ class Submission:
     ----------
     works
         Its tasks, which may need results kept from earlier submissions.
-    wanted
-        Keys that the client waits for.
     keep
         Whether the client keeps the results, as after ``persist``.
     """

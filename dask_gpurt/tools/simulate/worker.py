@@ -135,8 +135,6 @@ class VirtualWorker:
         Maximum number of concurrent tasks.
     speed
         Relative speed: tasks take :attr:`Work.seconds` divided by it.
-    link_speed
-        Returns the speed of a link between two tiers.
     """
 
     def __init__(

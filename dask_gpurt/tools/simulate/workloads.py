@@ -131,8 +131,6 @@ class Scale:
 
     Parameters
     ----------
-    partitions
-        Number of partitions of the largest collection.
     memory
         Total bytes of all live tiers; the data that are read are a fraction of it.
     """
