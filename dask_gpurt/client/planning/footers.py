@@ -110,11 +110,13 @@ class Footer:
     ----------
     state
         The state of the file.
+    rows
+        The number of its rows.
     """
 
     def __init__(self, state: FileState, metadata: pq.FileMetaData):
         self.state = state
-        self._metadata = metadata
+        self._metadata, self.rows = metadata, int(metadata.num_rows)
         schema = metadata.schema.to_arrow_schema()
         self._names = schema.names
         unique = [each for each in schema if self._names.count(each.name) == 1]

@@ -41,6 +41,7 @@ __all__ = [
     "parquet_reads",
     "read_of",
     "share_of_files",
+    "tells_files",
     "tuned_to_stay",
 ]
 
@@ -232,6 +233,11 @@ def files_of_partitions(read: Any) -> list[str] | None:
     """Return the file that each partition of a read is of; None if one is of several files, or unknown."""
     files = [_files_at(read, at) for at in read._partitions]
     return [each[0] for each in files] if all(len(each) == 1 for each in files) else None
+
+
+def tells_files(read: Any) -> bool:
+    """Return whether it is known of which files each partition of a read is."""
+    return all(_files_at(read, at) for at in read._partitions)
 
 
 def _files_at(read: Any, at: int) -> list[str]:

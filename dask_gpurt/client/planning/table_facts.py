@@ -34,11 +34,14 @@ from dask_gpurt.client.planning.reads import (
     needed_columns,
     read_of,
     share_of_files,
+    tells_files,
 )
 from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild
 
 #: The most files of a table whose footers are read for the ranges of a column, each in about 0.3 ms.
 MOST_FILES = 500
+#: How the names of the types in Arrow begin of which no value is null for pandas or cudf.
+_NEVER_NULL = ("int", "uint", "bool", "string", "large_string")
 
 
 class FilesChangedError(RuntimeError):
@@ -158,6 +161,8 @@ class TableFacts:
     _footers: dict[str, Footer] = field(default_factory=dict)
     #: What is relied on of a read, by its name.
     _relied: dict[str, _Relied] = field(default_factory=dict)
+    #: The columns that must have no nulls, by the files of a table, whatever becomes of its read.
+    _full: dict[tuple[str, ...], set[Hashable]] = field(default_factory=dict)
 
     def sample(self, read: Any) -> tuple[float, list[list[Column]]] | None:
         """Return the number of files that are read, and the needed columns of up to three of them.
@@ -225,6 +230,36 @@ class TableFacts:
             if found:
                 yield found
 
+    def is_full(self, read: Any, column: Hashable) -> bool:
+        """Return whether a column of values that are never null has no nulls; the plan then relies on it.
+
+        Floats may be NaN and times NaT, which statistics do not count.
+        """
+        if (files := tuple(files_of(read))) in self._full and column in self._full[files]:
+            return True
+        if not is_local(read) or not files or len(files) > MOST_FILES or not tells_files(read):
+            return False
+        for path in files:
+            kind, _ = self._footer(path).type_of(column) or ("", None)
+            if not kind.startswith(_NEVER_NULL) or self._footer(path).has_nulls(column):
+                return False
+        self._full.setdefault(files, set()).add(column)
+        return True
+
+    def rows_for_each(self, read: Any, columns: list[Hashable]) -> float:
+        """Return the rows for each combination of integers in the ranges of columns; 0 if one is unknown."""
+        files = files_of(read)
+        if not is_local(read) or len(files) > MOST_FILES:
+            return 0.0
+        combinations = 1
+        for column in columns:
+            ranges = [self._footer(path).range_of(column) for path in files]
+            known = [each for each in ranges if each]
+            if None in ranges or not known:
+                return 0.0
+            combinations *= max(high for _, high in known) - min(low for low, _ in known) + 1
+        return sum(self._footer(path).rows for path in files) / combinations
+
     def rely_on_dtypes(self, known: Independence) -> None:
         """Note that a plan relies on the dtypes of its tables of pandas that are the same in all files."""
         for read in _local_reads(known.plan):
@@ -242,23 +277,29 @@ class TableFacts:
         """Return a plan whose tasks check what it relies on."""
 
         def change(expr: Expr) -> Expr:
-            read = read_of(expr)
-            if read is None or name_of(read) not in self._relied:
+            if (read := read_of(expr)) is None or not is_local(read):
                 return expr
-            return self._checked(expr, self._relied[name_of(read)])
+            relied, files = self._relied.get(name_of(read)), tuple(files_of(read))
+            full = tuple(sorted(self._full.get(files, ()), key=str))
+            return self._checked(expr, read, relied, full) if relied or full else expr
 
-        return rebuild(plan, change) if self._relied else plan
+        return rebuild(plan, change) if self._relied or self._full else plan
 
-    def _checked(self, expr: Expr, relied: _Relied) -> Expr:
-        read, keys = relied.read, tuple(sorted(relied.keys, key=str))
-        columns, files = needed_columns(read), files_of(read)
+    def _checked(
+        self, expr: Expr, read: Any, relied: _Relied | None, never_null: tuple[Hashable, ...]
+    ) -> Expr:
+        keys = tuple(sorted(relied.keys, key=str)) if relied else ()
+        columns, files = needed_columns(read) if relied else (), files_of(read)
         footers = {path: self._footer(path) for path in files}
         types = types_in(footers[files[0]], columns) if files else ()
         exact = [
-            name for name in exact_columns(read) if all(each.has_one_dtype(name) for each in footers.values())
+            name
+            for name in exact_columns(read)
+            if relied and all(each.has_one_dtype(name) for each in footers.values())
         ]
         full = [name for name in columns if not any(each.has_nulls(name) for each in footers.values())]
-        assumed = Assumption(columns, types, tuple(exact), tuple(full) if relied.without_nulls else (), keys)
+        without_nulls = tuple(full) if relied and relied.without_nulls else ()
+        assumed = Assumption(columns, types, tuple(exact), without_nulls + never_null, keys)
         known = {
             path: (path, footer.state, tuple(footer.range_of(key) or () for key in keys))
             for path, footer in footers.items()

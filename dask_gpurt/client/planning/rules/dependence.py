@@ -46,6 +46,7 @@ from dask_gpurt.client.planning.operations import (
     is_on_rows,
 )
 from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
+from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 
 __all__ = ["columns_of_result", "depends_on_partitions", "joins_columns", "why_dependent"]
 
@@ -79,6 +80,8 @@ _KEEPING_LABELS = (Concat, SortValues, Repartition, _reductions.NLargest, _reduc
 _WITHOUT_META = (_expr._DelayedExpr, _expr.DelayedsExpr)
 #: Subclasses by other libraries may do anything.
 _LIBRARIES = frozenset(["dask", "dask_cudf"])
+#: The expressions of rules.
+_OF_RULES = (FewerPartitions, DistinctKeys)
 
 
 class _Labels(IntEnum):
@@ -197,7 +200,7 @@ def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> d
 
 def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None) -> _Rows | None:
     """Describe the rows of an expression, given those of its inputs; None if they depend on partitions."""
-    if type(expr).__module__.partition(".")[0] not in _LIBRARIES and type(expr) is not FewerPartitions:
+    if type(expr).__module__.partition(".")[0] not in _LIBRARIES and type(expr) not in _OF_RULES:
         return None
     if inputs and is_on_rows(expr):
         return _rows_of_operation(expr, inputs)
@@ -466,7 +469,7 @@ def _is_unordered(expr: Any) -> bool:
     if isinstance(expr, _groupby.GroupByBase):
         return type(expr).__name__.lower() in _AGGREGATIONS
     if isinstance(expr, _reductions.DropDuplicates):
-        return expr.subset is None
+        return expr.subset is None or isinstance(expr, DistinctKeys)
     if isinstance(expr, _reductions.Max) and is_of_pandas(expr.frame):  # or Min
         # That of a partition without rows is null, by which integers become floats.
         return has_kinds(expr.frame, "fmM")

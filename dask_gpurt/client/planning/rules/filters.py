@@ -12,7 +12,7 @@ This is done before Dask simplifies the plan, which then leaves out the columns 
 What it does not reason about
     Conditions with functions of users, on an index, on aggregates. What conditions on a side of an outer join
     imply; a left join becomes an inner join if one of them is not true of null. How many rows a condition
-    leaves out. Reads: these are Dask's.
+    leaves out. Reads: these are Dask's. Rows of left joins that shall have no match: :mod:`.anti_joins`.
 Why the result is the same
     Conditions are operations on single rows (:func:`.operations.is_on_rows`) on columns that an operation
     passes on unchanged, of the same dtype, so they have the same values below it. What is left out is left
@@ -46,6 +46,12 @@ from dask_gpurt.client.planning.operations import (
     is_on_rows,
 )
 from dask_gpurt.client.planning.rules import Facts
+from dask_gpurt.client.planning.rules.anti_joins import (
+    repeats_keys,
+    tells_matches,
+    tested_column,
+    with_distinct_keys,
+)
 from dask_gpurt.client.planning.rules.needed_columns import (
     dimensions,
     is_condition,
@@ -55,6 +61,7 @@ from dask_gpurt.client.planning.rules.needed_columns import (
     needed_columns,
     users_first,
 )
+from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import Expr, is_computation, is_sequence, name_of
 
 #: A place in a plan: the name of an expression, and which of its operands.
@@ -95,7 +102,7 @@ class Filters:
         def note(expr: Expr, text: str, *, done: bool = False) -> None:
             facts.note(self, name_of(expr), text, done=done)
 
-        return _Plan(plan, note).moved()
+        return _Plan(plan, note, facts.tables).moved()
 
 
 class _LeftError(Exception):
@@ -112,8 +119,8 @@ class _Rows(NamedTuple):
 class _Plan:
     """Hold a plan, and decide where its filters go."""
 
-    def __init__(self, plan: Any, note: Callable[..., None]):
-        self._note = note
+    def __init__(self, plan: Any, note: Callable[..., None], tables: TableFacts):
+        self._note, self._tables = note, tables
         self._order = users_first(plan)
         self._exprs = {name_of(expr): expr for expr in self._order}
         self._needed = needed_columns(self._order)
@@ -133,6 +140,8 @@ class _Plan:
         self._moved: defaultdict[str, set[str]] = defaultdict(set)
         #: The left joins that are inner joins, since rows without a match are left out later.
         self._inner = set[str]()
+        #: The left joins of which only rows without a match are kept.
+        self._unmatched = set[str]()
 
     def _is_exit(self, expr: Any, user: Any) -> bool:
         return self._rows[name_of(user)].root is not self._rows[name_of(expr)].root
@@ -143,7 +152,7 @@ class _Plan:
             if self._rows[name_of(expr)].root is expr and dimensions(expr):
                 self._pass_on(expr)
         plan: Expr = self._order[0]
-        return self._rebuilt() if self._inner or any(self._moved.values()) else plan
+        return self._rebuilt() if self._inner or self._unmatched or any(self._moved.values()) else plan
 
     # ---- the rows of expressions ------------------------------------------------------------------
 
@@ -211,6 +220,7 @@ class _Plan:
         shared = [name for name in (asked[0] if asked else ()) if all(name in each for each in asked)]
         if type(root) is Merge and root.how == "left":
             self._find_inner(root, {name: asked[0][name] for name in shared})
+            self._find_unmatched(root, {name: asked[0][name] for name in shared})
         for name in shared if root.dependencies() else ():
             condition = asked[0][name]
             try:
@@ -247,6 +257,24 @@ class _Plan:
                 continue
             self._inner.add(name_of(join))
             self._note(join, "is an inner join: rows without a match are left out later", done=True)
+            return
+
+    def _find_unmatched(self, join: Any, conditions: Conditions) -> None:
+        """Make the right side of a left join distinct if conditions leave out its rows with a match."""
+        for name, condition in conditions.items():
+            if condition is None or (column := tested_column(join, condition)) is None:
+                continue
+            try:
+                if not repeats_keys(join, self._tables) or not tells_matches(join, column, self._tables):
+                    self._note(join, "is not taken for an anti join: keys may be distinct, or columns null")
+                    continue
+                self._check_what_shows(join, name)
+            except (OSError, _LeftError) as error:
+                self._note(join, f"is not taken for an anti join: {error}")
+                continue
+            self._unmatched.add(name_of(join))
+            text = "is an anti join: rows with a match are left out later, so it needs each key once"
+            self._note(join, text, done=True)
             return
 
     def _how(self, join: Any) -> str:
@@ -305,7 +333,7 @@ class _Plan:
             return
         names = names_in_join(join)[at]
         filled = (join.left, join.right)[at]._meta.dtypes
-        for name in self._needed.get(name_of(join), frozenset()) & names.keys():
+        for name in self._needed.get(name_of(join), frozenset()) & names.keys() - _shared_keys(join):
             if is_narrow(filled[names[name]]):
                 raise _LeftError(f"whether {name} has nulls, and so its dtype, depends on it")
 
@@ -395,6 +423,8 @@ class _Plan:
                 operands[expr._parameters.index("how")] = "inner"
             same = all(one is other for one, other in zip(operands, expr.operands, strict=True))
             new[name] = expr if same else type(expr)(*operands)
+            if name in self._unmatched:
+                new[name] = with_distinct_keys(new[name])
         plan: Expr = new[name_of(self._order[0])]
         return plan
 
