@@ -476,3 +476,13 @@ def test_queries_that_mean_something_else_are_left(read: Callable[[str], Any], t
     facts = Facts(PartitionSizes(1, 1))
     assert RowChoices().apply(expr, facts)._name == expr._name
     assert [note.done for note in facts.notes] == [False]
+
+
+@pytest.mark.parametrize("name", ["x", "d", "n"])
+def test_what_is_unequal_is_null_too_through_arrow(tmp_path: Any, name: str) -> None:
+    table = tables()["large"]
+    dd.from_pandas(table, npartitions=3).to_parquet(tmp_path, write_index=False)
+    read = dd.read_parquet(tmp_path, filesystem="arrow")
+    value = table[name].dropna().iloc[3]
+    plan, _ = ruled(where(read, lambda rows: (rows[name] != value) & (rows.key < 9)).key.sum())
+    assert value_of(plan) == where(table, lambda rows: (rows[name] != value) & (rows.key < 9)).key.sum()
