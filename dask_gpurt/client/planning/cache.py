@@ -42,6 +42,7 @@ from dask_gpurt.client.planning.rules.filters import Filters
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
+from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.rules.unequal import Unequal
 from dask_gpurt.client.planning.store import LOADED, Found, Generation, Store, StoredCache
@@ -85,7 +86,7 @@ EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_19
 #: The rules for plans as users write them, before Dask simplifies these, in the order of application.
 EARLY_RULES: tuple[Rule, ...] = (RowChoices(), Unequal(), Filters())
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
-RULES: tuple[Rule, ...] = (SortOnce(), Broadcast(), PartitionSize(), LocalGroups())
+RULES: tuple[Rule, ...] = (SortOnce(), SkipFiles(), Broadcast(), PartitionSize(), LocalGroups())
 
 
 class Plan(NamedTuple):

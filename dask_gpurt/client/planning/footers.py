@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -23,6 +24,8 @@ from dask_gpurt.client.planning.packed import LRU
 FileState = tuple[int, int, int, int, int]
 #: The least and the largest value of a column; nothing if there are no rows.
 Range = tuple[int, int] | tuple[()]
+#: The same of integers, days or times.
+Bounds = tuple[Any, Any] | tuple[()]
 
 #: The type of a column in Arrow, and the dtype that it had in the frame of pandas that was written.
 ColumnType = tuple[str, str | None]
@@ -175,6 +178,29 @@ class Footer:
             low.append(facts.min)
             high.append(facts.max)
         return (min(low), max(high)) if low else ()
+
+    def bounds_of(self, column: Any) -> Bounds | None:
+        """Return the range of a column of integers without nulls, or of days or times; None if unknown."""
+        leaf, *others = (self._leaves or {}).get(column, (None,))
+        if leaf is None or others or leaf.is_nested:
+            return None
+        if pa.types.is_signed_integer(leaf.type):
+            return self.range_of(column)
+        is_time = pa.types.is_timestamp(leaf.type) and leaf.type.tz is None
+        if not is_time and not pa.types.is_date32(leaf.type):
+            return None
+        found: list[tuple[Any, Any]] = []
+        for rows, chunk in self._chunks(leaf):
+            facts = chunk.statistics
+            if rows and (facts is None or not facts.has_null_count):
+                return None
+            if not rows or facts.null_count == rows:
+                continue
+            if not facts.has_min_max:
+                return None
+            found.append((facts.min, facts.max))
+        lows, highs = zip(*found, strict=True) if found else ((), ())
+        return (pd.Timestamp(min(lows)), pd.Timestamp(max(highs))) if found else ()
 
     def _has_nulls(self, leaf: _Leaf) -> bool:
         found = ((rows, chunk.statistics) for rows, chunk in self._chunks(leaf))

@@ -172,7 +172,7 @@ class TableFacts:
         files = files_of(read)
         sizes = []
         for at in sorted({0, len(files) // 2, len(files) - 1}) if files else ():
-            columns = [self._footer(files[at]).sizes_of(name) for name in read.columns]
+            columns = [self.footer(files[at]).sizes_of(name) for name in read.columns]
             if None in columns:
                 return None
             sizes.append([each for column in columns for each in column or ()])
@@ -200,10 +200,10 @@ class TableFacts:
     def are_alike(self, read: Any) -> bool:
         """Return whether columns have the same types in all files of a read. This reads all footers."""
         columns = needed_columns(read)
-        return len({types_in(self._footer(path), columns) for path in files_of(read)}) <= 1
+        return len({types_in(self.footer(path), columns) for path in files_of(read)}) <= 1
 
     def _columns_of(self, read: Any) -> Columns | None:
-        footers = [self._footer(path) for path in files_of(read)]
+        footers = [self.footer(path) for path in files_of(read)]
         exact = exact_columns(read)
         varying = {name for name in exact if not all(each.has_one_dtype(name) for each in footers)}
         if varying - set(read.columns):  # of the index
@@ -223,7 +223,7 @@ class TableFacts:
             yield None
             return
         for path in files:
-            found = self._footer(path).range_of(column)
+            found = self.footer(path).range_of(column)
             if found is None:
                 yield None
                 return
@@ -240,8 +240,8 @@ class TableFacts:
         if not is_local(read) or not files or len(files) > MOST_FILES or not tells_files(read):
             return False
         for path in files:
-            kind, _ = self._footer(path).type_of(column) or ("", None)
-            if not kind.startswith(_NEVER_NULL) or self._footer(path).has_nulls(column):
+            kind, _ = self.footer(path).type_of(column) or ("", None)
+            if not kind.startswith(_NEVER_NULL) or self.footer(path).has_nulls(column):
                 return False
         self._full.setdefault(files, set()).add(column)
         return True
@@ -253,12 +253,12 @@ class TableFacts:
             return 0.0
         combinations = 1
         for column in columns:
-            ranges = [self._footer(path).range_of(column) for path in files]
+            ranges = [self.footer(path).range_of(column) for path in files]
             known = [each for each in ranges if each]
             if None in ranges or not known:
                 return 0.0
             combinations *= max(high for _, high in known) - min(low for low, _ in known) + 1
-        return sum(self._footer(path).rows for path in files) / combinations
+        return sum(self.footer(path).rows for path in files) / combinations
 
     def rely_on_dtypes(self, known: Independence) -> None:
         """Note that a plan relies on the dtypes of its tables of pandas that are the same in all files."""
@@ -290,7 +290,7 @@ class TableFacts:
     ) -> Expr:
         keys = tuple(sorted(relied.keys, key=str)) if relied else ()
         columns, files = needed_columns(read) if relied else (), files_of(read)
-        footers = {path: self._footer(path) for path in files}
+        footers = {path: self.footer(path) for path in files}
         types = types_in(footers[files[0]], columns) if files else ()
         exact = [
             name
@@ -306,7 +306,8 @@ class TableFacts:
         }
         return CheckedRead(expr, checked, assumed, known)  # type: ignore[no-untyped-call]
 
-    def _footer(self, path: str) -> Footer:
+    def footer(self, path: str) -> Footer:
+        """Return the footer of a file, as it was when it was first asked for."""
         if path not in self._footers:
             self._footers[path] = footer_of(path)
         return self._footers[path]

@@ -105,6 +105,22 @@ class Filters:
         return _Plan(plan, note, facts.tables).moved()
 
 
+def conditions_on_reads(plan: Expr) -> dict[str, list[list[Any]]]:
+    """Return, for each expression without inputs, by name, what all that use its rows check before.
+
+    There is a list for each user, of conditions on the columns of the expression.
+    """
+    found = _Plan(plan, lambda expr, text: None, TableFacts())
+    return {
+        name_of(expr): [
+            [each for each in found.asked(expr, *user).values() if each is not None]
+            for user in found.users(expr)
+        ]
+        for expr in plan.walk()
+        if not expr.dependencies()
+    }
+
+
 class _LeftError(Exception):
     """A condition has to stay above an operation."""
 
@@ -216,7 +232,7 @@ class _Plan:
     def _pass_on(self, root: Any) -> None:
         """Have the inputs of an operation fulfil what all users of its rows ask for, where possible."""
         exits = self._exits[name_of(root)]
-        asked = [self._asked(root, expr, place) for expr, place in exits]
+        asked = [self.asked(root, expr, place) for expr, place in exits]
         shared = [name for name in (asked[0] if asked else ()) if all(name in each for each in asked)]
         if type(root) is Merge and root.how == "left":
             self._find_inner(root, {name: asked[0][name] for name in shared})
@@ -280,7 +296,11 @@ class _Plan:
     def _how(self, join: Any) -> str:
         return "inner" if name_of(join) in self._inner else str(join.how)
 
-    def _asked(self, root: Any, expr: Any, place: Place) -> Conditions:
+    def users(self, root: Any) -> list[tuple[Any, Place]]:
+        """Return where the rows of an expression, and what is computed from them, are used by others."""
+        return self._exits[name_of(root)]
+
+    def asked(self, root: Any, expr: Any, place: Place) -> Conditions:
         """Return the conditions that hold for the rows at a place, or shall."""
         moved = {self._name(root, each): self._on(root, each) for each in self._placed[place]}
         return self._rows[name_of(expr)].chosen | moved

@@ -74,7 +74,7 @@ def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> t
     if dependent or not facts.sizes.threads:
         reason = f"results depend on partitions: {dependent}" if dependent else "there are no workers"
         facts.note(rule, name_of(plan), f"has its reads as Dask makes them, since {reason}")
-    part, kept = _independent_part(bare) if dependent else (bare, frozenset[str]())
+    part, kept = independent_part(bare) if dependent else (bare, frozenset[str]())
     found = {name: read for name, read in reads.items() if name not in kept}
     if not found or not facts.sizes.threads or not (chosen := _chosen(rule, part, found, facts, choose)):
         return plan, 0, len(reads)
@@ -89,7 +89,7 @@ def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> t
     return rebuild(bare, change), len(chosen), len(reads) - len(chosen)
 
 
-def _independent_part(plan: Expr) -> tuple[Expr, frozenset[str]]:
+def independent_part(plan: Expr) -> tuple[Expr, frozenset[str]]:
     """Return those results of a plan that do not depend on partitions, and the names of all in the others."""
     results = list(plan.operands) if is_sequence(plan) else [plan]
     free = [why_dependent(each) is None for each in results]
