@@ -46,6 +46,11 @@ def known_of_files(expr: Expr) -> dict[str, Any] | None:
     return found
 
 
+def base_of_read(expr: Expr) -> Any:
+    """Return the metadata of all columns of the files of a read."""
+    return expr._dataset_info["base_meta"]
+
+
 def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
     """Give a read the facts about files that another read has collected."""
     expr._dataset_info_cache = known

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import dask
@@ -21,18 +21,14 @@ from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.base import collections_to_expr
 from dask.dataframe.dask_expr import _shuffle
 from dask.dataframe.dask_expr._expr import (
-    Assign,
     Blockwise,
-    Filter,
     Fused,
     Isin,
     Literal,
-    Projection,
     _DelayedExpr,
     optimize_blockwise_fusion,
 )
 from dask.dataframe.dask_expr._expr import Expr as FrameExpr
-from dask.dataframe.dask_expr._groupby import DecomposableGroupbyAggregation, GroupbyAggregation
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr._repartition import RepartitionSize
@@ -90,16 +86,9 @@ _ACCESSORS = frozenset({"str", "dt", "cat", "list", "struct"})
 #: All options of pandas, by group. Reading one through ``pd.get_option`` may warn that it is deprecated.
 _PANDAS_OPTIONS: dict[str, Any] = vars(pd.options).get("d", {})
 
-#: The operations whose metadata depend only on their operands and the metadata of their inputs, by the method
-#: that computes them. The class must match exactly if subclasses may read more.
-_DESCRIBED: dict[str, Callable[[type], bool]] = {
-    "Merge._meta": lambda kind: issubclass(kind, Merge),
-    "Projection._meta": lambda kind: kind is Projection,
-    "Blockwise._meta": lambda kind: kind is Filter,
-    "Assign._meta": lambda kind: kind is Assign,
-    "ApplyConcatApply._meta": lambda kind: kind is DecomposableGroupbyAggregation,
-    "GroupbyAggregation._meta": lambda kind: kind is GroupbyAggregation,
-}
+#: The methods that compute the metadata of the operations that are described; others of the same name are
+#: Dask's own affair.
+_DESCRIBED = frozenset(seam.short for seam in PLANNING.seams if seam.attribute == "_meta")
 
 
 # ---- reading --------------------------------------------------------------------------------------
@@ -173,16 +162,6 @@ def token_of(expr: Expr) -> str | None:
 def set_token(expr: Expr, token: str) -> None:
     """Set the token of an expression to what it is known to be."""
     vars(expr)["_determ_token"] = token
-
-
-def described_by(expr: Expr) -> tuple[type, list[Any]]:
-    """Return what the metadata of an operation depend on: its kind and its operands.
-
-    All joins of the same frames have the same metadata, however they are lowered.
-    """
-    if isinstance(expr, Merge):
-        return Merge, [expr.left, expr.right, *expr.kwargs.values()]
-    return type(expr), list(operands_of(expr))
 
 
 def joins_of(plan: Expr) -> Iterator[Any]:
@@ -481,7 +460,9 @@ def replace_planning(
     *,
     made: Replacement,
     optimise: Replacement,
-    describe: Replacement,
+    metadata: Replacement,
+    columns: Replacement,
+    dimensions: Replacement,
     look_at_files: Replacement,
     name_read: Replacement,
     file_plans: int,
@@ -494,9 +475,9 @@ def replace_planning(
         Called as ``made(original, kind, *operands, **keywords)``; returns the expression.
     optimise
         Called as ``optimise(original, expr, stage)``; returns the optimised expression.
-    describe
-        Called as ``describe(original, expr)``; returns the metadata of a join, projection, filter, assignment
-        or groupby, which depend only on the operands and the metadata of the inputs.
+    metadata, columns, dimensions
+        Called as ``metadata(original, expr)``; return the metadata of an expression, the labels of its
+        columns, and the number of its dimensions.
     look_at_files
         Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files needs.
     name_read
@@ -512,22 +493,31 @@ def replace_planning(
     wraps: dict[Any, Wrap] = {
         PLANNING["__new__"]: lambda original: partial(made, original),
         PLANNING["optimize_until"]: lambda original: partial(optimise, original),
+        PLANNING["columns"]: lambda original: partial(columns, original),
+        PLANNING["ndim"]: lambda original: partial(dimensions, original),
         PLANNING["__dask_tokenize__"]: lambda original: partial(name_read, original),
     }
     for seam in PLANNING.seams:
         if seam.attribute == "_dataset_info":
             wraps[seam] = lambda original: partial(look_at_files, original)
-        if (concerns := _DESCRIBED.get(seam.short)) is not None:
-            wraps[seam] = partial(_where, concerns, describe)
+        if seam.short in _DESCRIBED:
+            wraps[seam] = partial(_where_own, seam.owner(), metadata)
     PLANNING.require()
     patches.replace_all(wraps)
     patches.add_item(vars(parquet), PLANNING["_CACHED_PLAN_SIZE"].attribute, file_plans)
 
 
-def _where(
-    concerns: Callable[[type], bool], describe: Replacement, original: Callable[[Any], Any]
-) -> Callable[[Any], Any]:
+def _where_own(owner: type, replacement: Replacement, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Replace a computation of metadata where it is not part of that of a subclass."""
+
     def described(expr: Any) -> Any:
-        return describe(original, expr) if concerns(type(expr)) else original(expr)
+        kind: Any = type(expr)
+        is_own = _owner_of_metadata(kind) is owner
+        return replacement(original, expr) if is_own else original(expr)
 
     return described
+
+
+@lru_cache(None)
+def _owner_of_metadata(kind: Any) -> Any:
+    return next(each for each in kind.__mro__ if "_meta" in vars(each))

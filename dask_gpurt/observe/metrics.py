@@ -285,7 +285,8 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter(
             "planning.metadata.{outcome}",
-            "metadata of operations: `reused`, `loaded`, `computed`",
+            "descriptions of operations by rules (`derived`) and by Dask (`left`), and answers of the "
+            "library to what the rules ask: `reused`, `loaded`, `computed`",
             on=Server.CLIENT,
         ),
         _counter(

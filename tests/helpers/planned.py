@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -240,7 +241,10 @@ _OPERATIONS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], Any]] = {
 
 
 def planned(readers: list[Callable[[], Any]], program: list[Step]) -> dict[str, Any]:
-    """Return a client's whole plan of a program: names, metadata of each expression, keys, errors."""
+    """Return a client's whole plan of a program: operations, metadata of each expression, keys, errors.
+
+    Tokens are left out: where metadata are an operand, they depend on how the library holds an empty frame.
+    """
     result, errors = run(readers, program)
     found = {"errors": errors, "built": _described(result.expr)}
     try:
@@ -249,7 +253,7 @@ def planned(readers: list[Callable[[], Any]], program: list[Step]) -> dict[str, 
         return found | {"optimised": type(error).__name__}
     return found | {
         "optimised": _described(optimised.expr),
-        "keys": sorted(map(str, optimised.__dask_graph__())),
+        "keys": sorted(_TOKEN.sub("", str(key)) for key in optimised.__dask_graph__()),
     }
 
 
@@ -263,8 +267,12 @@ def computed(readers: list[Callable[[], Any]], program: list[Step]) -> Any:
     return found.to_pandas() if hasattr(found, "to_pandas") else found
 
 
-def _described(root: Any) -> dict[str, Any]:
-    return {expr._name: _metadata_of(expr) for expr in root.walk()}
+def _described(root: Any) -> list[Any]:
+    distinct = {expr._name: expr for expr in root.walk()}
+    return sorted(((_TOKEN.sub("", name), _metadata_of(expr)) for name, expr in distinct.items()), key=str)
+
+
+_TOKEN = re.compile("[0-9a-f]{32}")
 
 
 def _metadata_of(expr: Any) -> Any:

@@ -5,8 +5,8 @@ There are four caches, each for a different computation that Dask repeats:
 - *expressions*, by name. Dask shares one instance of equal expressions only as long as it is referenced. Each
   step of an optimisation drops most expressions, and the next step creates them again, with their cached
   properties;
-- *metadata* of operations, by the operation and the schemas of its inputs. The same projection of two
-  expressions that differ only in a filter is computed once;
+- *metadata*: what the library of frames has answered about operations
+  (:mod:`~dask_gpurt.client.planning.catalogue`);
 - *plans*: the optimised form of an expression, as long as the files that it reads do not change;
 - *files*: facts about the Parquet files of a read, as long as the files do not change.
 
@@ -23,16 +23,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from dask_gpurt.client.planning.catalogue.describing import Describer
+from dask_gpurt.client.planning.catalogue.schema import Schema
 from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
 from dask_gpurt.client.planning.fusing import fuse
-from dask_gpurt.client.planning.keys import Plain, frozen, own, schema_of
+from dask_gpurt.client.planning.keys import Plain, frozen, own
 from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_to_stay
@@ -63,12 +66,10 @@ from dask_gpurt.dask_hooks.planning import (
     Expr,
     change_operands,
     content_of,
-    described_by,
     in_sequence,
     is_computation,
     is_of_dataframes,
     is_sequence,
-    metadata,
     name_of,
     operands_of,
     reads_more_than_operands,
@@ -181,7 +182,8 @@ class PlanningCache:
         self._watching: ContextVar[Callable[[Planned], None] | None] = ContextVar("planned", default=None)
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
-        self._metadata: StoredCache[Any] = StoredCache("metadata", METADATA_LIMIT, self._store)
+        self._metadata: StoredCache[Schema] = StoredCache("metadata", METADATA_LIMIT, self._store)
+        self._describer = Describer(self._asked, lambda: current() is not None, metrics)
         self._plans: StoredCache[Plan] = StoredCache("plans", PLANS_LIMIT, self._store)
         self._files: StoredCache[tuple[FileStates, dict[str, Any]]] = StoredCache(
             "files", FILES_LIMIT, self._store
@@ -198,7 +200,9 @@ class PlanningCache:
                 self._patches,
                 made=self._made,
                 optimise=self.optimise,
-                describe=self._describe,
+                metadata=self._describer.metadata,
+                columns=self._describer.columns,
+                dimensions=self._describer.dimensions,
                 look_at_files=self._look_at_files,
                 name_read=self._name_read,
                 file_plans=FILES_LIMIT,
@@ -374,18 +378,22 @@ class PlanningCache:
             self._metrics.fallback(Fallback.PLANNING_AS_DASK, repr(error))
             return found
 
-    def _describe(self, original: Callable[[Expr], Any], expr: Expr) -> Any:
-        generation = self._generation()
-        if generation is None or (operation := _operation_key(expr)) is None:
-            return original(expr)
-        found = self._metadata.get(generation, operation, lambda: operation)
-        frame = found.value
-        if frame is None:
-            frame = original(expr)
-            self._keep(self._metadata, generation, operation, frame, found)
-        self._metrics.add("planning.metadata.{outcome}", 1, "computed" if found.value is None else found.how)
-        # Give each expression its own frame, as Dask does, since index names may be set in place.
-        return frame.copy(deep=False) if hasattr(frame, "iloc") else frame
+    def _asked(
+        self, questions: Sequence[Hashable], answer: Callable[[list[int]], list[Schema | None]]
+    ) -> list[Schema | None]:
+        """Return the answers to questions about operations, kept ones where there are."""
+        if (generation := self._generation()) is None:
+            return answer([*range(len(questions))])
+        found = [self._metadata.get(generation, each, partial(_given, each)) for each in questions]
+        answers = [each.value for each in found]
+        missing = [position for position, each in enumerate(answers) if each is None]
+        for position, schema in zip(missing, answer(missing) if missing else (), strict=True):
+            answers[position] = schema
+            if schema is not None:
+                self._keep(self._metadata, generation, questions[position], schema, found[position])
+        for each in found:
+            self._metrics.add("planning.metadata.{outcome}", 1, each.how if each.value else "computed")
+        return answers
 
     def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
         if (known := known_of_files(expr)) is not None:
@@ -458,13 +466,5 @@ def _has_versions(expr: Expr) -> bool:
     return state is not None and has_version(state)
 
 
-def _operation_key(expr: Expr) -> Hashable | None:
-    """Return a key for everything that an operation's metadata depend on; None if that is unknown."""
-    kind, operands = described_by(expr)
-    parts: list[Hashable] = [kind]
-    for operand in operands:
-        part = schema_of(metadata(operand)) if isinstance(operand, Expr) else frozen(operand)
-        if part is None:
-            return None
-        parts.append((isinstance(operand, Expr), part))
-    return tuple(parts)
+def _given(value: Hashable) -> Hashable:
+    return value

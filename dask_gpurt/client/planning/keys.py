@@ -6,8 +6,8 @@ Three steps, each stricter than the one before:
   a future or a file system in an expression would live as long as the expression is cached; Arrow's local
   file system is accepted, since it has no state. A user's function is identified by module and name, and may
   change when the module is reloaded, so only functions and classes of trusted packages count;
-- a *key* is equal only for equal operands (:func:`frozen`) or for indistinguishable empty frames
-  (:func:`schema_of`). Values of frames are never accessed, so on a GPU no kernel is launched;
+- a *key* is equal only for equal operands (:func:`frozen`); empty frames have schemas
+  (:mod:`~dask_gpurt.client.planning.catalogue.schema`);
 - a *digest* (:func:`digest_of`) covers a key, and everything else that a result of planning depends on: the
   settings, the versions of libraries, and the source of the packages that plan. Equal digests imply equal
   keys. A key that names something which may be different in another process has no digest.
@@ -39,6 +39,7 @@ import pandas as pd
 from pandas.api.extensions import ExtensionDtype
 from pyarrow.fs import LocalFileSystem
 
+from dask_gpurt.client.planning.catalogue.schema import SIMPLE_DTYPES
 from dask_gpurt.dask_hooks.planning import (
     Expr,
     deferred_values,
@@ -66,13 +67,6 @@ _SCALARS = (
     | datetime.date | datetime.time | datetime.timedelta | pathlib.PurePath | np.generic | np.dtype
     | ExtensionDtype | pd.Timestamp | pd.Timedelta | type(pd.NaT) | type(pd.NA)
 )  # fmt: skip
-#: Dtypes other than numpy's for which equality means that they are identical.
-SIMPLE_DTYPES = (
-    pd.BooleanDtype, pd.Int8Dtype, pd.Int16Dtype, pd.Int32Dtype, pd.Int64Dtype, pd.UInt8Dtype, pd.UInt16Dtype,
-    pd.UInt32Dtype, pd.UInt64Dtype, pd.Float32Dtype, pd.Float64Dtype, pd.ArrowDtype,
-)  # fmt: skip
-#: Categorical dtypes with more categories have no key.
-CATEGORIES_LIMIT = 1_000
 #: Bytes of a digest.
 DIGEST_BYTES = 20
 
@@ -215,87 +209,6 @@ def frozen(value: Any) -> Hashable | None:
     if type(value) is LocalFileSystem:  # its options are in the arguments by which it is pickled
         return (type(value), frozen(value.__reduce__()[1]))
     return (type(value), value) if is_trusted(value) else None
-
-
-# ---- schemas of empty frames ------------------------------------------------------------------------------
-
-
-def schema_of(frame: Any) -> Hashable | None:
-    """Return a key that is equal only for indistinguishable empty frames or series; None if there is none.
-
-    Parameters
-    ----------
-    frame
-        A frame or series of a known library. Subclasses, and frames with rows, several index or column
-        levels, attributes, frequencies or unknown dtypes have no key.
-    """
-    kind = type(frame)
-    if kind.__name__ not in ("DataFrame", "Series") or kind.__module__.partition(".")[0] not in LIBRARIES:
-        return None
-    if len(frame) or getattr(frame, "attrs", None) or not _allows_duplicates(frame):
-        return None
-    columns: Hashable
-    dtypes: tuple[Hashable, ...]
-    index = _index_key(frame.index)
-    if kind.__name__ == "Series":
-        columns, dtypes = _label(frame.name), (_dtype_key(frame.dtype),)
-    else:
-        columns, dtypes = _columns_key(frame.columns), tuple(map(_dtype_key, frame.dtypes))
-    if index is None or columns is None or None in dtypes:
-        return None
-    return (kind, columns, dtypes, index)
-
-
-def _allows_duplicates(frame: Any) -> bool:
-    flags = getattr(frame, "flags", None)
-    return flags is None or bool(flags.allows_duplicate_labels)
-
-
-def _columns_key(columns: pd.Index[Any]) -> Hashable | None:
-    if type(columns) not in (pd.Index, pd.RangeIndex):
-        return None
-    names, dtype = tuple(map(_label, columns)), _dtype_key(columns.dtype)
-    if dtype is None or None in names:
-        return None
-    return (type(columns), names, dtype, _label(columns.name))
-
-
-def _index_key(index: Any) -> Hashable | None:
-    kind, name = type(index), _label(index.name)
-    if name is None:
-        return None
-    if kind.__name__ == "RangeIndex":
-        return (kind, name, index.start, index.stop, index.step)
-    if kind.__name__ not in ("Index", "DatetimeIndex", "TimedeltaIndex", "CategoricalIndex"):
-        return None
-    dtype = _dtype_key(index.dtype)
-    return None if dtype is None or getattr(index, "freq", None) is not None else (kind, name, dtype)
-
-
-def _label(label: Hashable) -> Hashable | None:
-    """Return a key that distinguishes labels that are equal in Python, such as 1, 1.0 and True."""
-    if label is None or isinstance(label, (str, int, float, bool)):
-        return (type(label), label)
-    return None
-
-
-def _dtype_key(dtype: Any) -> Hashable | None:
-    if isinstance(dtype, np.dtype) or type(dtype) in SIMPLE_DTYPES:
-        return (type(dtype), dtype)
-    if type(dtype) is pd.StringDtype:
-        return (pd.StringDtype, dtype.storage, dtype.na_value is pd.NA)
-    if type(dtype) is pd.CategoricalDtype:
-        return _categories_key(dtype)
-    return None
-
-
-def _categories_key(dtype: pd.CategoricalDtype) -> Hashable | None:
-    # Unordered dtypes are equal in pandas whatever the order of categories, but their columns differ.
-    categories = dtype.categories
-    if categories is None or len(categories) > CATEGORIES_LIMIT:
-        return None
-    key = _columns_key(categories)
-    return None if key is None else (pd.CategoricalDtype, key, dtype.ordered)
 
 
 # ---- digests ----------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ ALLOWED: Mapping[str, str] = {
     "_mgr": "pandas: the blocks of a frame",
     "_categories": "cudf: a column of a categorical type",
     "_column": "cudf: the column of a series",
+    "_from_data": "cudf: a frame of columns, without aligning them",
     "_columns": "cudf: the columns of a frame",
     "_column_names": "cudf: their names",
     "_index_names": "cudf: the names of the index",

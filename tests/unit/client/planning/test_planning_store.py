@@ -32,7 +32,8 @@ from hypothesis import strategies as st
 
 from dask_gpurt.client.planning import keys as digests
 from dask_gpurt.client.planning import store
-from dask_gpurt.client.planning.keys import digest_of, environment, frozen, schema_of
+from dask_gpurt.client.planning.catalogue.schema import schema_of
+from dask_gpurt.client.planning.keys import digest_of, environment, frozen
 from dask_gpurt.client.planning.store import Generation, ResultsFile, Store, StoredCache, add
 from dask_gpurt.client.session import Sessions
 from dask_gpurt.config import cache_files
@@ -385,6 +386,12 @@ class OfTheUser(Enum):
 def of_the_user() -> None: ...
 
 
+def key_of(frame: Any) -> Hashable:
+    schema = schema_of(frame)
+    assert schema is not None
+    return schema.key
+
+
 FRAME = pd.DataFrame({"a": pd.Series([], dtype="int64")})
 STABLE: list[Hashable] = [
     *(None, True, 1, 1.0, -0.0, 0.0, "1", b"1", "(1,)", (1,), ((1,),), (1, 1), ("1,1",), ("1", "1")),
@@ -392,11 +399,11 @@ STABLE: list[Hashable] = [
     *(frozen(value) for value in (pd.DataFrame, pd.DataFrame.from_dict, pd.concat, np.dtype("int8"))),
     *(frozen(np.dtype(kind)) for kind in ("int16", "<M8[ns]", "<M8[us]", "O")),
     *(
-        schema_of(FRAME.astype(dtype))
+        key_of(FRAME.astype(dtype))
         for dtype in ("int64", "Int64", "str", "string[pyarrow]", "category", "bool[pyarrow]")
     ),
-    *(schema_of(FRAME.astype(pd.ArrowDtype(pa.timestamp(unit)))) for unit in ("ns", "us")),
-    *(schema_of(each) for each in (FRAME.a, FRAME.set_index("a"), FRAME.rename(columns={"a": 1}))),
+    *(key_of(FRAME.astype(pd.ArrowDtype(pa.timestamp(unit)))) for unit in ("ns", "us")),
+    *(key_of(each) for each in (FRAME.a, FRAME.set_index("a"), FRAME.rename(columns={"a": "1"}))),
 ]
 
 

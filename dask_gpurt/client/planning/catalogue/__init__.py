@@ -1,0 +1,1 @@
+"""Describe the operations of dask.dataframe, each once, by its exact class."""

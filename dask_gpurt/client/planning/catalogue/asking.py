@@ -1,0 +1,122 @@
+"""Ask Dask about an operation on stand-ins: frames that have only what its answer depends on.
+
+A question is an operation with schemas in place of its inputs. Each is asked once: the answer is kept, also
+for other processes (:class:`~dask_gpurt.client.planning.store.StoredCache`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from datetime import date, timedelta
+from decimal import Decimal
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from dask.dataframe.dask_expr._expr import Expr as FrameExpr
+
+from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, schema_of
+from dask_gpurt.client.planning.keys import frozen
+from dask_gpurt.dask_hooks.planning import Expr, metadata
+
+#: Returns the answer to each question: kept ones, and for the positions of those that are missing the results
+#: of the function, which are None where Dask has to say it.
+Keep = Callable[[Sequence[Hashable], Callable[[list[int]], list[Schema | None]]], list[Schema | None]]
+
+#: The attributes of an expression that hold its schema, and that it is a question.
+SCHEMA, QUESTION = "_gpurt_schema", "_gpurt_question"
+
+_numbers = itertools.count()
+
+
+class StandIn(FrameExpr):
+    """Stand for an input of which only the schema counts; the operand makes it unique."""
+
+    _parameters = ["number"]
+
+    @cached_property
+    def _meta(self) -> Any:
+        return frame_of(vars(self)[SCHEMA])
+
+    def _divisions(self) -> tuple[None, None]:
+        return (None, None)
+
+
+def stand_in(schema: Schema) -> Expr:
+    """Return an expression of one partition with a schema."""
+    found = StandIn(next(_numbers))  # type: ignore[no-untyped-call]
+    vars(found)[SCHEMA] = schema
+    return found
+
+
+class Library:
+    """Ask the library of frames, through Dask's operations.
+
+    Parameters
+    ----------
+    keep
+        Keeps answers.
+    """
+
+    def __init__(self, keep: Keep):
+        self._keep = keep
+
+    def ask(self, kind: type, operands: Sequence[Any]) -> Schema | None:
+        """Return the schema of the result of an operation; None if Dask has to say it.
+
+        Parameters
+        ----------
+        operands
+            Those of the operation, with schemas as inputs.
+        """
+        found = self.ask_parts(kind, operands, [()], lambda _: [answered(kind, operands)])
+        return None if found is None else found[0]
+
+    def ask_parts(
+        self,
+        kind: type,
+        operands: Sequence[Any],
+        parts: Sequence[Hashable],
+        answer: Callable[[list[int]], list[Schema | None]],
+    ) -> list[Schema] | None:
+        """Return the answer to each part of a question; None if Dask has to say one of them.
+
+        Those that are missing are asked at once.
+
+        Parameters
+        ----------
+        operands
+            What all parts have in common.
+        parts
+            What each part is about.
+        answer
+            Takes the positions of parts; returns their answers.
+        """
+        keys = tuple(map(_key_of, operands))
+        if None in keys:
+            return None
+        found = self._keep([(kind, *keys, part) for part in parts], answer)
+        known = [each for each in found if each is not None]
+        return known if len(known) == len(parts) else None
+
+
+def answered(kind: type, operands: Sequence[Any]) -> Schema | None:
+    """Return the schema of the result of an operation, with schemas as inputs; None if Dask has to say it."""
+    try:
+        question = kind(*(stand_in(each) if isinstance(each, Schema) else each for each in operands))
+        vars(question)[QUESTION] = True
+        return schema_of(metadata(question))
+    except ZeroDivisionError:  # the same error as Dask's, which is asked about the operation itself
+        return None
+
+
+def _key_of(operand: Any) -> Hashable | None:
+    if isinstance(operand, Schema):
+        return operand.key
+    if isinstance(operand, (pd.Timestamp, pd.Timedelta)):
+        return (type(operand), operand.isoformat(), operand.unit, repr(getattr(operand, "tz", None)))
+    if isinstance(operand, (date, timedelta, Decimal, np.generic)):
+        return (type(operand), repr(operand))
+    return frozen(operand)

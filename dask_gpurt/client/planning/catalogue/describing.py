@@ -1,0 +1,82 @@
+"""Describe expressions from the catalogue, in place of Dask's computation of metadata.
+
+Dask calls the library for the metadata of each expression: some 250 for a query, on a GPU a handful of
+kernels each. Here the schema of an expression follows from those of its inputs, and only where it does not,
+Dask is asked. Most expressions are asked for their columns alone, and never get a frame.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dask_gpurt.client.planning.catalogue.asking import QUESTION, SCHEMA, Keep, Library
+from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, schema_of
+from dask_gpurt.client.planning.catalogue.shapes import rule_of
+from dask_gpurt.dask_hooks.planning import Expr, metadata
+from dask_gpurt.observe import Metrics
+
+#: A function of Dask that is replaced.
+Original = Callable[[Any], Any]
+
+
+class Describer:
+    """Describe expressions while the runtime plans.
+
+    Parameters
+    ----------
+    keep
+        Keeps the answers of the library.
+    is_on
+        Returns whether the runtime plans for this thread.
+    metrics
+        Counts descriptions.
+    """
+
+    def __init__(self, keep: Keep, is_on: Callable[[], bool], metrics: Metrics):
+        self._library, self._is_on, self._metrics = Library(keep), is_on, metrics
+
+    def metadata(self, original: Original, expr: Expr) -> Any:
+        """Return the metadata of an expression."""
+        schema = self._known(expr)
+        if schema is None:
+            return original(expr)
+        return frame_of(schema)
+
+    def columns(self, original: Original, expr: Expr) -> Any:
+        """Return the labels of its columns."""
+        schema = self._known(expr)
+        return original(expr) if schema is None else list(schema.labels)
+
+    def dimensions(self, original: Original, expr: Expr) -> Any:
+        """Return the number of its dimensions."""
+        schema = self._known(expr)
+        return original(expr) if schema is None else 1 + schema.is_frame
+
+    def _known(self, expr: Expr) -> Schema | None:
+        """Return the schema that an expression has, or that follows from those of its inputs."""
+        found: Schema | None = vars(expr).get(SCHEMA)
+        if found is not None or QUESTION in vars(expr) or "_meta" in vars(expr):
+            return found
+        rule = rule_of(type(expr))
+        if rule is None or not self._is_on():
+            return None
+        found = rule(expr, self._schema, self._library)
+        if found is not None:
+            vars(expr)[SCHEMA] = found
+        self._metrics.add("planning.metadata.{outcome}", 1, "left" if found is None else "derived")
+        return found
+
+    def _schema(self, expr: Expr) -> Schema | None:
+        """Return the schema of an input; Dask describes it if nothing else does."""
+        if (found := self._known(expr)) is not None:
+            return found
+        frame = metadata(expr)
+        for each in expr.dependencies():  # many operations have the metadata of their input
+            if vars(each).get("_meta") is frame and (found := vars(each).get(SCHEMA)) is not None:
+                break
+        else:
+            found = vars(expr).get(SCHEMA) or schema_of(frame)
+        if found is not None:
+            vars(expr)[SCHEMA] = found
+        return found

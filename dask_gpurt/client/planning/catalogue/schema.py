@@ -1,0 +1,279 @@
+"""Describe empty frames by values: the classes, labels, dtypes and index that Dask's metadata consist of.
+
+Equal schemas mean indistinguishable frames. A schema is derived from others without calling the library of
+its frames, and becomes a frame only where Dask asks for one. What has no schema is left to Dask: subclasses,
+frames with rows, labels that are not text, levels of columns, attributes, frequencies, unknown dtypes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from dask_gpurt.frames.empty import assembled, values_at
+from dask_gpurt.frames.registry import LIBRARIES
+
+#: Dtypes other than numpy's for which equality means that they are identical.
+SIMPLE_DTYPES = (
+    pd.BooleanDtype, pd.Int8Dtype, pd.Int16Dtype, pd.Int32Dtype, pd.Int64Dtype, pd.UInt8Dtype, pd.UInt16Dtype,
+    pd.UInt32Dtype, pd.UInt64Dtype, pd.Float32Dtype, pd.Float64Dtype, pd.ArrowDtype,
+)  # fmt: skip
+#: Categorical dtypes with more categories have no key.
+CATEGORIES_LIMIT = 1_000
+#: The frames that are kept, of which each use gets a shallow copy.
+FRAMES_LIMIT = 2_048
+
+
+class Part:
+    """Hold a column, or an index, of empty frames. Parts with equal keys are the same for any frame.
+
+    Attributes
+    ----------
+    key
+        Describes it completely; plain values, dtypes and classes.
+    value
+        The column's values, or the index.
+    """
+
+    __slots__ = ("_hash", "key", "value")
+
+    def __init__(self, key: Hashable, value: Any):
+        self.key, self.value, self._hash = key, value, hash(key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Part) and self.key == other.key)
+
+
+class Axis(NamedTuple):
+    """Describe the index of a frame's labels, which are text.
+
+    Attributes
+    ----------
+    text
+        The storage of the dtype for text, and whether its nulls are ``pd.NA``; None for objects.
+    name
+        Its name.
+    """
+
+    text: tuple[str, bool] | None
+    name: str | None
+
+
+class Schema(NamedTuple):
+    """Describe an empty frame or series.
+
+    Attributes
+    ----------
+    frames
+        The class of the library's frames.
+    labels
+        The labels of the columns; of a series its name.
+    columns
+        The columns.
+    index
+        The index.
+    axis
+        The index of the labels; None for a series.
+    """
+
+    frames: type
+    labels: tuple[Any, ...]
+    columns: tuple[Part, ...]
+    index: Part  # type: ignore[assignment]  # not the method of tuples
+    axis: Axis | None
+
+    @property
+    def is_frame(self) -> bool:
+        """Return whether this is a frame, and not a series."""
+        return self.axis is not None
+
+    @property
+    def key(self) -> Hashable:
+        """Return what describes the schema completely, without the parts."""
+        axis = None if self.axis is None else tuple(self.axis)
+        return (self.frames, self.labels, tuple(each.key for each in self.columns), self.index.key, axis)
+
+    def __reduce__(self) -> Any:  # as a frame, which each library can pickle
+        return schema_of, (frame_of(self),)
+
+    def at(self, label: Any) -> Part:
+        """Return the column of a label, of which there is one."""
+        return self.columns[self.labels.index(label)]
+
+    def select(self, labels: Sequence[Any]) -> Schema | None:
+        """Return the schema of some columns; None if a label is not that of exactly one column."""
+        if not all(self.labels.count(label) == 1 for label in labels):
+            return None
+        return self._replace(labels=tuple(labels), columns=tuple(map(self.at, labels)))
+
+    def series(self, label: Any) -> Schema | None:
+        """Return the schema of a column as a series; None if there is not exactly one of this label."""
+        found = self.select([label])
+        return None if found is None else found._replace(axis=None)
+
+    def first(self, label: str) -> Schema:
+        """Return the schema with its first column alone, under another label."""
+        return self._replace(labels=(label,), columns=self.columns[:1])
+
+
+def frame_of(schema: Schema) -> Any:
+    """Return an empty frame or series of its own: Dask's users may set the name of its index in place."""
+    return _frame_of(schema).copy(deep=False)
+
+
+@lru_cache(FRAMES_LIMIT)
+def _frame_of(schema: Schema) -> Any:
+    axis = schema.axis or Axis(None, None)
+    names = schema.labels if schema.is_frame else ("series",)
+    labels = pd.Index(list(names), dtype=_dtype_of_labels(axis), name=axis.name)
+    values = [each.value for each in schema.columns]
+    frame = assembled(schema.frames, labels, values, schema.index.value)
+    if schema.is_frame:
+        return frame
+    series = frame["series"]
+    series.name = schema.labels[0]
+    return series
+
+
+def _dtype_of_labels(axis: Axis) -> Any:
+    if axis.text is None:
+        return object
+    storage, is_na = axis.text
+    return pd.StringDtype(storage, na_value=pd.NA if is_na else np.nan)
+
+
+# ---- the schema of a frame ------------------------------------------------------------------------
+
+
+def schema_of(frame: Any) -> Schema | None:
+    """Return the schema of an empty frame or series of a known library; None if it has none."""
+    kind = type(frame)
+    if kind.__name__ not in ("DataFrame", "Series") or kind.__module__.partition(".")[0] not in LIBRARIES:
+        return None
+    if len(frame) or getattr(frame, "attrs", None) or not _allows_duplicates(frame):
+        return None
+    index = _index(frame.index)
+    if index is None:
+        return None
+    if kind.__name__ == "Series":
+        column = _column(frame, 0, frame.dtype)
+        if column is None or not (frame.name is None or type(frame.name) is str):
+            return None
+        frames = vars(sys.modules[kind.__module__.partition(".")[0]])["DataFrame"]
+        return Schema(frames, (frame.name,), (column,), index, None)
+    of_labels = frame.columns
+    axis, labels = _axis(of_labels), tuple(of_labels)
+    if axis is None or not all(type(label) is str for label in labels):
+        return None
+    columns = [_column(frame, position, dtype) for position, dtype in enumerate(frame.dtypes)]
+    if any(each is None for each in columns):
+        return None
+    return Schema(kind, labels, tuple(filter(None, columns)), index, axis)
+
+
+def _allows_duplicates(frame: Any) -> bool:
+    flags = getattr(frame, "flags", None)
+    return flags is None or bool(flags.allows_duplicate_labels)
+
+
+#: By library and dtype. Not many: those of categories are kept with the frames that have them.
+_COLUMNS: dict[Hashable, Part] = {}
+
+
+def _column(frame: Any, position: int, dtype: Any) -> Part | None:
+    if (of_dtype := _dtype_key(dtype)) is None:
+        return None
+    key = (type(frame).__module__.partition(".")[0], of_dtype)
+    if (found := _COLUMNS.get(key)) is None:
+        found = Part(key, values_at(frame, position))
+        if not isinstance(dtype, pd.CategoricalDtype):
+            _COLUMNS[key] = found
+    return found
+
+
+def _axis(columns: Any) -> Axis | None:
+    dtype, name = columns.dtype, columns.name
+    if type(columns) is not pd.Index or not (name is None or type(name) is str):
+        return None
+    if type(dtype) is pd.StringDtype:
+        return Axis((dtype.storage, dtype.na_value is pd.NA), name)
+    return Axis(None, name) if dtype == np.dtype(object) else None
+
+
+# ---- keys -----------------------------------------------------------------------------------------
+
+
+def _index(index: Any) -> Part | None:
+    key = _index_key(index) if getattr(index, "nlevels", 1) == 1 else _levels_key(index)
+    return None if key is None else Part(key, index)
+
+
+def _index_key(index: Any) -> Hashable | None:
+    kind, name = type(index), _label(index.name)
+    if name is None:
+        return None
+    if kind.__name__ == "RangeIndex":
+        return (kind, name, index.start, index.stop, index.step)
+    if kind.__name__ not in ("Index", "DatetimeIndex", "TimedeltaIndex", "CategoricalIndex"):
+        return None
+    dtype = _dtype_key(index.dtype)
+    return None if dtype is None or getattr(index, "freq", None) is not None else (kind, name, dtype)
+
+
+def _levels_key(index: Any) -> Hashable | None:
+    frame = index.to_frame(index=False, name=list(range(index.nlevels)))
+    names, dtypes = tuple(map(_label, index.names)), tuple(map(_dtype_key, frame.dtypes))
+    return None if None in (*names, *dtypes) else (type(index), names, dtypes)
+
+
+def _label(label: Hashable) -> Hashable | None:
+    """Return a key that distinguishes labels that are equal in Python, such as 1, 1.0 and True."""
+    if label is None or isinstance(label, (str, int, float, bool)):
+        return (type(label), label)
+    return None
+
+
+def _dtype_key(dtype: Any) -> Hashable | None:
+    if isinstance(dtype, np.dtype) or type(dtype) in SIMPLE_DTYPES:
+        return (type(dtype), dtype)
+    if type(dtype) is pd.StringDtype:
+        return (pd.StringDtype, dtype.storage, dtype.na_value is pd.NA)
+    if type(dtype) is pd.CategoricalDtype:
+        return _categories_key(dtype)
+    return None
+
+
+def _categories_key(dtype: pd.CategoricalDtype) -> Hashable | None:
+    # Unordered dtypes are equal in pandas whatever the order of categories, but their columns differ.
+    categories = dtype.categories
+    if (
+        categories is None
+        or len(categories) > CATEGORIES_LIMIT
+        or type(categories) not in (pd.Index, pd.RangeIndex)
+    ):
+        return None
+    names, of_categories = tuple(map(_label, categories)), _dtype_key(categories.dtype)
+    if None in names or of_categories is None:
+        return None
+    return (
+        pd.CategoricalDtype,
+        type(categories),
+        names,
+        of_categories,
+        _label(categories.name),
+        dtype.ordered,
+    )
+
+
+def renamed_index(index: Part, names: dict[Any, Any]) -> Part | None:
+    """Return an index with other names of its levels, by the old ones."""
+    value = index.value
+    return _index(value.set_names([names.get(name, name) for name in value.names]))

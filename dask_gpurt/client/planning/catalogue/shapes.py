@@ -1,0 +1,463 @@
+"""Derive the schema of an operation's result: labels by rules, dtypes by the library, once for each dtype.
+
+Each rule takes an operation and returns the schema of its result; None where it does not know, and Dask is
+asked. What a rule says of labels, order and sources of columns holds for any library. Dtypes and indexes are
+those of the library's own answer about one column. Where an answer has other labels than the rule expects,
+the rule does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from dask._expr import Expr
+from dask.dataframe.dask_expr import _accessor, _expr, _groupby, _reductions
+from dask.dataframe.dask_expr._concat import Concat
+from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.dask_expr.io.io import FusedIO
+from dask.dataframe.dask_expr.io.parquet import ReadParquetFSSpec, ReadParquetPyarrowFS
+
+from dask_gpurt.client.planning.catalogue.asking import Library, answered
+from dask_gpurt.client.planning.catalogue.schema import Part, Schema, renamed_index, schema_of
+from dask_gpurt.dask_hooks.parquet_files import base_of_read
+
+#: Returns the schema of an input; None if it has none.
+SchemaOf = Callable[[Any], Schema | None]
+#: Derives the schema of an operation.
+Rule = Callable[[Any, SchemaOf, Library], Schema | None]
+
+
+def of_fused(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Return the schema of the last of several operations."""
+    return of(expr.exprs[0])
+
+
+def of_fused_read(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Return the schema of a read, of which several files are put together."""
+    return of(expr.operand("_expr"))
+
+
+def of_read(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Return the schema of the columns that are read."""
+    columns = expr.operand("columns")
+    base = schema_of(base_of_read(expr))
+    if base is None or columns is None or not base.is_frame:
+        return base if columns is None and not expr.operand("_series") else None
+    chosen = columns if isinstance(columns, list) else [columns]
+    return base.series(chosen[0]) if expr.operand("_series") else base.select(chosen)
+
+
+def asked(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Ask the library about the operation as a whole."""
+    inputs = [of(each) for each in expr.operands if isinstance(each, Expr)]
+    if any(each is None for each in inputs):
+        return None
+    schemas = iter(inputs)
+    return library.ask(
+        type(expr), [next(schemas) if isinstance(each, Expr) else each for each in expr.operands]
+    )
+
+
+# ---- columns and rows that are chosen or named ----------------------------------------------------
+
+
+def projection(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Choose columns of a frame."""
+    frame, chosen = of(expr.frame), expr.operand("columns")
+    if frame is None or not frame.is_frame:
+        return None
+    if isinstance(chosen, list) and not chosen:
+        return asked(expr, of, library)
+    if isinstance(chosen, list) and all(isinstance(label, str) for label in chosen):
+        return frame.select(chosen)
+    return frame.series(chosen) if isinstance(chosen, str) else None
+
+
+def drop(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Leave out columns of a frame."""
+    frame, dropped = of(expr.frame), expr.operand("columns")
+    dropped = [dropped] if isinstance(dropped, str) else dropped
+    if frame is None or not frame.is_frame or not isinstance(dropped, list):
+        return None
+    if not all(isinstance(label, str) for label in dropped):
+        return None
+    left = [label for label in frame.labels if label not in dropped]
+    return frame.select(left) if left and frame.select(dropped) is not None else None
+
+
+def filtered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Choose rows: the index may become another one, the columns stay."""
+    frame, predicate = of(expr.frame), of(expr.predicate)
+    if frame is None or predicate is None or predicate.is_frame or not frame.columns:
+        return None
+    found = library.ask(type(expr), [frame.first("a"), predicate._replace(labels=("p",))])
+    return _like(frame, found, ("a",), frame.columns[:1])
+
+
+def _like(frame: Schema, found: Schema | None, labels: tuple[str, ...], columns: Any) -> Schema | None:
+    """Return a schema with the index of an answer, if that has the expected columns."""
+    if found is None or found.labels != labels or found.columns != columns:
+        return None
+    return frame._replace(index=found.index) if found.axis is None or found.axis == frame.axis else None
+
+
+def renamed(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Rename columns of a frame."""
+    frame, names = of(expr.frame), expr.operand("columns")
+    question: Any
+    if frame is None or not frame.is_frame or not frame.columns:
+        return None
+    if type(expr) is _expr.RenameFrame:
+        if not isinstance(names, Mapping):
+            return None
+        labels, question = [names.get(label, label) for label in frame.labels], {"a": "b"}
+    else:
+        labels, question = list(names), ["b"]
+    if not all(type(label) is str for label in labels) or len({*labels}) != len(frame.labels):
+        return None
+    found = library.ask(type(expr), [frame.first("a"), question])
+    if found is None or found.labels != ("b",) or found.columns != frame.columns[:1]:
+        return None
+    return frame._replace(labels=tuple(labels), index=found.index, axis=found.axis)
+
+
+def reset(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Make columns of the index, before the others, or drop it."""
+    frame = of(expr.frame)
+    if frame is None or not frame.is_frame or not frame.columns:
+        return asked(expr, of, library)
+    found = library.ask(type(expr), [frame.first("_gpurt_a"), *expr.operands[1:]])
+    if found is None or found.labels[-1:] != ("_gpurt_a",) or found.columns[-1] != frame.columns[0]:
+        return None
+    labels = (*found.labels[:-1], *frame.labels)
+    if len({*labels}) < len(labels) or {"index", "level_0"} & {*frame.labels}:
+        return None
+    return found._replace(labels=labels, columns=(*found.columns[:-1], *frame.columns))
+
+
+# ---- columns that are computed --------------------------------------------------------------------
+
+
+def elementwise(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Compute a column of columns and values. Its dtype is that of the same operation on empty columns."""
+    inputs = {id(each): of(each) for each in expr.dependencies()}
+    if any(each is None or each.is_frame for each in inputs.values()):
+        return asked(expr, of, library)
+    labels = {each.labels[0] for each in inputs.values() if each is not None} - {None}
+    names = {label: f"n{number}" for number, label in enumerate(sorted(labels))}
+    operands = [_under(inputs[id(each)], names) if isinstance(each, Expr) else each for each in expr.operands]
+    if type(expr) in COMPARISONS:
+        operands = _by_type(operands)
+    found = library.ask(type(expr), operands)
+    return _under(found, {new: old for old, new in names.items()})
+
+
+def _under(schema: Schema | None, names: Mapping[Any, Any]) -> Schema | None:
+    if schema is None or schema.is_frame:
+        return None
+    return schema._replace(labels=tuple(names.get(label, label) for label in schema.labels))
+
+
+def _by_type(operands: list[Any]) -> list[Any]:
+    """Replace values by others of their type, where the dtype of a comparison depends on that alone."""
+    column = next((each for each in operands if isinstance(each, Schema)), None)
+    if column is None:
+        return operands
+    dtype = getattr(column.columns[0].value, "dtype", None)
+    return [each if isinstance(each, Schema) else _example(each, dtype) for each in operands]
+
+
+def _example(value: Any, dtype: Any) -> Any:
+    kind = getattr(dtype, "kind", "O")
+    if type(value) in (int, float) and kind in "iuf" and -(2**31) <= value < 2**31:
+        return type(value)(1)
+    if type(value) is str and isinstance(dtype, pd.StringDtype):
+        return "a"
+    if type(value) is pd.Timestamp and kind == "M" and value.tz is None and value is not pd.NaT:
+        return pd.Timestamp("2000-01-01").as_unit(value.unit)
+    return value
+
+
+def isin(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Look for values, which do not count for Dask."""
+    series = of(expr.frame)
+    if series is None or series.is_frame:
+        return None
+    label = series.labels[0]
+    found = library.ask(type(expr), [series._replace(labels=("a",)), None])
+    return _under(found, {"a": label})
+
+
+def assigned(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Add columns, or replace them where they are."""
+    frame = of(expr.frame)
+    if frame is None or not frame.is_frame:
+        return None
+    for label, value in zip(expr.keys, expr.vals, strict=True):
+        if (frame := _with_column(type(expr), frame, label, value, of, library)) is None:
+            return None
+    return frame
+
+
+def _with_column(
+    kind: type, frame: Schema, label: Any, value: Any, of: SchemaOf, library: Library
+) -> Schema | None:
+    given = _under(of(value), {}) if isinstance(value, Expr) else value
+    if type(label) is not str or (isinstance(value, Expr) and given is None):
+        return None
+    if isinstance(given, Schema):
+        given = given._replace(labels=("v",))
+    first = frame.first("a") if frame.columns else frame
+    found = library.ask(kind, [first, "b", given])
+    if found is None or found.labels != (*first.labels, "b") or found.columns[:-1] != first.columns:
+        return None
+    columns = dict(zip(frame.labels, frame.columns, strict=True)) | {label: found.columns[-1]}
+    if len({*frame.labels}) < len(frame.labels) or (frame.columns and found.axis != frame.axis):
+        return None
+    return found._replace(labels=tuple(columns), columns=tuple(columns.values()))
+
+
+# ---- joins ----------------------------------------------------------------------------------------
+
+
+def joined(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Join two frames; odd keys, indicators and suffixes are asked about as a whole."""
+    left, right = of(expr.left), of(expr.right)
+    if left is None or right is None:
+        return None
+    found = None
+    if left.is_frame and right.is_frame and not expr.indicator:
+        found = _joined(expr, left, right, library)
+    if found is None:
+        rest = (expr.how, expr.left_on, expr.right_on, expr.left_index, expr.right_index, expr.suffixes)
+        found = library.ask(Merge, [left, right, *rest, expr.indicator])
+    return found
+
+
+def _joined(expr: Any, left: Schema, right: Schema, library: Library) -> Schema | None:
+    """Join the columns of the left, then those of the right but for keys of the same name."""
+    pairs = _pairs_of_keys(expr, left, right)
+    if pairs is None:
+        return None
+    shared = {one for one, other in pairs if one == other}
+    in_both = ({*left.labels} & {*right.labels}) - shared
+    if in_both & {key for pair in pairs for key in pair}:
+        return None  # pandas puts the values of keys elsewhere
+    names = _names_of_sides(left, right, in_both, expr.suffixes)
+    columns = _columns_of_join(expr, left, right, pairs, library)
+    if names is None or columns is None:
+        return None
+    rest, *sides = columns
+    kept = [
+        (name, of_side[label])
+        for schema, of_names, of_side, skipped in zip(
+            (left, right), names, sides, (set(), shared), strict=True
+        )
+        for label, name in zip(schema.labels, of_names, strict=True)
+        if label not in skipped
+    ]
+    labels, parts = zip(*kept, strict=True)
+    return rest._replace(labels=labels, columns=parts) if len({*labels}) == len(labels) else None
+
+
+def _pairs_of_keys(expr: Any, left: Schema, right: Schema) -> list[tuple[Any, Any]] | None:
+    """Return the keys of both sides, None for an index; None if they are not plain labels of columns."""
+    sides = [
+        _keys_of_side(left, expr.left_on, expr.left_index),
+        _keys_of_side(right, expr.right_on, expr.right_index),
+    ]
+    if not sides[0] or not sides[1] or len(sides[0]) != len(sides[1]):
+        return None
+    return list(zip(*sides, strict=True))
+
+
+def _keys_of_side(side: Schema, on: Any, by_index: bool) -> list[Any] | None:
+    keys = list(on) if isinstance(on, (list, tuple)) else [] if on is None else [on]
+    levels = side.index.value.names
+    if by_index:
+        return None if keys or len(levels) > 1 else [None]
+    plain = all(type(key) is str and key in side.labels and key not in levels for key in keys)
+    distinct = len({*keys}) == len(keys) and len({*side.labels}) == len(side.labels)
+    return keys if plain and distinct else None
+
+
+def _names_of_sides(left: Schema, right: Schema, in_both: set[Any], suffixes: Any) -> list[list[str]] | None:
+    """Return the names of the columns of both sides in the result; None if it may fail."""
+    if in_both and not (any(suffixes) and all(each is None or type(each) is str for each in suffixes)):
+        return None
+    return [
+        [f"{label}{suffix or ''}" if label in in_both else label for label in side.labels]
+        for side, suffix in zip((left, right), suffixes, strict=True)
+    ]
+
+
+def _columns_of_join(
+    expr: Any, left: Schema, right: Schema, pairs: Sequence[tuple[Any, Any]], library: Library
+) -> tuple[Schema, dict[Any, Part], dict[Any, Part]] | None:
+    """Return the join of the keys alone, and what becomes of each column of the left and the right side.
+
+    Whether a column gets nulls in Dask's example, and so another dtype, depends on the dtypes of the keys and
+    on its own.
+    """
+    if not (expr.left_index or expr.right_index):  # then indexes do not count
+        numbered = [each for side in (left, right) if (each := _numbered(side, library)) is not None]
+        if len(numbered) < 2:
+            return None
+        left, right = numbered
+    keys = [
+        {
+            pair[at]: _name_of_key(number, at, pair)
+            for number, pair in enumerate(pairs)
+            if pair[at] is not None
+        }
+        for at in (0, 1)
+    ]
+    bare = [
+        side._replace(labels=tuple(of.values()), columns=tuple(map(side.at, of)))
+        for side, of in zip((left, right), keys, strict=True)
+    ]
+    parts = [
+        None,
+        *((at, each) for at, side in enumerate((left, right)) for each in dict.fromkeys(side.columns)),
+    ]
+    rest = [expr.how, *(list(of.values()) or None for of in keys), expr.left_index, expr.right_index]
+
+    def answer(missing: list[int]) -> list[Schema | None]:
+        sides, asked_for = list(bare), [parts[position] for position in missing]
+        for number, part in enumerate(asked_for):
+            if part is not None:
+                at, column = part
+                labels, columns = (*sides[at].labels, f"v{number}"), (*sides[at].columns, column)
+                sides[at] = sides[at]._replace(labels=labels, columns=columns)
+        found = answered(Merge, [*sides, *rest])
+        expected = [*sides[0].labels, *(label for label in sides[1].labels if label not in sides[0].labels)]
+        if found is None or [*found.labels] != expected:
+            return [None] * len(missing)
+        of_keys = [label for label in expected if label[0] != "v"]
+        return [
+            found.select(of_keys if part is None else [f"v{number}"]) for number, part in enumerate(asked_for)
+        ]
+
+    operands = [*bare, *rest]
+    named = [None if part is None else (part[0], part[1].key) for part in parts]
+    found = library.ask_parts(Merge, operands, named, answer)
+    if found is None:
+        return None
+    alone, answers = (
+        found[0],
+        {part: each.columns[0] for part, each in zip(parts[1:], found[1:], strict=True)},
+    )
+    of_sides = [
+        {
+            label: alone.at(of[label]) if label in of else answers[at, column]
+            for label, column in zip(side.labels, side.columns, strict=True)
+        }
+        for at, (side, of) in enumerate(zip((left, right), keys, strict=True))
+    ]
+    return alone, of_sides[0], of_sides[1]
+
+
+def _name_of_key(number: int, at: int, pair: tuple[Any, Any]) -> str:
+    return f"k{number}" if pair[0] == pair[1] else f"{'lr'[at]}{number}"
+
+
+def _numbered(side: Schema, library: Library) -> Schema | None:
+    """Return a schema with row numbers as its index."""
+    found = library.ask(_expr.ResetIndex, [side.first("a"), True])
+    return None if found is None else side._replace(index=found.index)
+
+
+# ---- groups ---------------------------------------------------------------------------------------
+
+
+def aggregated(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Aggregate columns by columns, each by one function that is named."""
+    frame, by, functions = of(expr.frame), list(expr.by), expr.operand("arg")
+    if frame is None or not _is_plain(frame, by, functions) or expr.operand("_slice") is not None:
+        return asked(expr, of, library)
+    names = {f"k{number}": label for number, label in enumerate(by)}
+    keys = frame._replace(labels=tuple(names), columns=tuple(map(frame.at, by)))
+    options = [expr.operand("observed"), expr.operand("dropna"), 8, None, expr.operand("sort"), None, None]
+    parts = list(dict.fromkeys((frame.at(label), function) for label, function in functions.items()))
+
+    def answer(missing: list[int]) -> list[Schema | None]:
+        values = {f"v{number}": parts[position] for number, position in enumerate(missing)}
+        given = keys._replace(
+            labels=(*keys.labels, *values),
+            columns=(*keys.columns, *(column for column, _ in values.values())),
+        )
+        wanted = {label: function for label, (_, function) in values.items()}
+        found = answered(type(expr), [given, wanted, *options, *names])
+        if found is None or found.labels != tuple(values):
+            return [None] * len(missing)
+        return [found.select([label]) for label in values]
+
+    named = [(column.key, function) for column, function in parts]
+    found = library.ask_parts(type(expr), [keys, *options, *names], named, answer)
+    if found is None:
+        return None
+    columns = {part: each.columns[0] for part, each in zip(parts, found, strict=True)}
+    index = renamed_index(found[0].index, names)
+    if index is None:
+        return None
+    of_labels = tuple(columns[frame.at(label), function] for label, function in functions.items())
+    return found[0]._replace(labels=tuple(functions), columns=of_labels, index=index)
+
+
+def _is_plain(frame: Schema, by: list[Any], functions: Any) -> bool:
+    """Return whether distinct columns are aggregated by others, each by one function that has a name."""
+    if not frame.is_frame or not isinstance(functions, dict) or not functions:
+        return False
+    if not all(type(each) is str for each in (*by, *functions, *functions.values())):
+        return False
+    return not {*by} & {*functions} and frame.select([*by, *functions]) is not None and len({*by}) == len(by)
+
+
+# ---- the table ------------------------------------------------------------------------------------
+
+COMPARISONS = frozenset(
+    [_expr.LT, _expr.LE, _expr.GT, _expr.GE, _expr.EQ, _expr.NE]
+    + [_expr.LTSeries, _expr.LESeries, _expr.GTSeries, _expr.GESeries, _expr.EQSeries, _expr.NESeries]
+)
+_ARITHMETIC = (
+    _expr.Add, _expr.Sub, _expr.Mul, _expr.Div, _expr.FloorDiv, _expr.Mod, _expr.Pow, _expr.MethodOperator,
+    _expr.Neg, _expr.Pos, _expr.Abs, _expr.And, _expr.Or, _expr.XOr, _expr.Invert,
+)  # fmt: skip
+_OF_VALUES = (
+    _accessor.FunctionMap, _accessor.PropertyMap, _expr.AsType, _expr.Between, _expr.Clip, _expr.Fillna,
+    _expr.IsNa, _expr.NotNull, _expr.Mask, _expr.Round, _expr.Where,
+)  # fmt: skip
+_OF_GROUPS = (
+    _groupby.Count, _groupby.First, _groupby.GroupByChunk, _groupby.Last,
+    _groupby.Max, _groupby.Mean, _groupby.Min, _groupby.NUnique, _groupby.Prod, _groupby.Size, _groupby.Std,
+    _groupby.Sum, _groupby.Var,
+)  # fmt: skip
+_OF_ROWS = (
+    Concat, _expr.AddPrefix, _expr.AddSuffix, _expr.DropDuplicatesBlockwise, _expr.DropnaFrame,
+    _expr.DropnaSeries, _expr.ToFrame, _reductions.Chunk, _reductions.DropDuplicates, _reductions.NFirst,
+    _reductions.NLargest, _reductions.NSmallest,
+)  # fmt: skip
+#: The rule of each operation, by its exact class.
+SCHEMAS: dict[type, Rule] = {
+    **dict.fromkeys((*COMPARISONS, *_ARITHMETIC, *_OF_VALUES), elementwise),
+    **dict.fromkeys((*_OF_GROUPS, *_OF_ROWS), asked),
+    **dict.fromkeys((_expr.RenameFrame, _expr.ColumnsSetter), renamed),
+    **dict.fromkeys((_groupby.DecomposableGroupbyAggregation, _groupby.GroupbyAggregation), aggregated),
+    **dict.fromkeys((ReadParquetFSSpec, ReadParquetPyarrowFS), of_read),
+    _expr.Assign: assigned,
+    _expr.Drop: drop,
+    _expr.Filter: filtered,
+    _expr.Fused: of_fused,
+    _expr.Isin: isin,
+    _expr.Projection: projection,
+    _expr.ResetIndex: reset,
+    FusedIO: of_fused_read,
+}
+
+
+def rule_of(kind: type) -> Rule | None:
+    """Return the rule of a class of operations; None if Dask has to describe them."""
+    # Joins are lowered to subclasses of Dask and of the runtime, which have the same metadata.
+    return joined if issubclass(kind, Merge) else SCHEMAS.get(kind)

@@ -1,0 +1,34 @@
+"""Take empty frames apart, and put others together of their columns, without calling a kernel.
+
+A frame without rows is its labels, its index, and for each column an array of a dtype. All columns of a dtype
+are alike, so one of each is enough for any number of frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+
+def values_at(frame: Any, position: int) -> Any:
+    """Return the values of a column of an empty frame, or of a series, for :func:`assembled`."""
+    series = frame if frame.ndim == 1 else frame.iloc[:, position]
+    return series.array if isinstance(series, pd.Series) else series._column
+
+
+def assembled(kind: type, labels: pd.Index[Any], values: Sequence[Any], index: Any) -> Any:
+    """Return the empty frame of a class that has these columns, under these labels.
+
+    Parameters
+    ----------
+    kind
+        The class of frames of a library.
+    """
+    if issubclass(kind, pd.DataFrame):
+        frame: Any = kind(dict(enumerate(values)), index=index)
+    else:  # its constructor would align columns and index
+        frame = kind._from_data(dict(zip(labels, values, strict=True)), index)  # type: ignore[attr-defined]
+    frame.columns = labels
+    return frame

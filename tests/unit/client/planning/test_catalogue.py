@@ -1,0 +1,233 @@
+"""Check that the catalogue describes each operation as Dask does: labels, dtypes, categories and index."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+
+from dask_gpurt.client.planning.catalogue.schema import frame_of, schema_of
+from dask_gpurt.client.planning.catalogue.shapes import rule_of
+from tests.helpers.clusters import Library
+from tests.helpers.planned import COLUMNS, Planner, described, tables
+
+#: What is compared with columns of each dtype: values of each type that programs write.
+VALUES = (1, 0.5, -300, True, "ant", pd.Timestamp("2013-01-02"), np.int8(2), pd.Timedelta("1D"), None)
+#: One of how many operations a test tries; `GPURT_TEST_EXAMPLES=1 python -m pytest …` tries them all.
+EVERY = int(os.environ.get("GPURT_TEST_EXAMPLES", 17))
+AGGREGATIONS = ("sum", "mean", "min", "max", "count", "size", "nunique", "std", "var", "first", "median")
+
+Program = Callable[[Any, Any], Any]
+
+
+def of_columns(left: Any, right: Any) -> Iterator[Any]:
+    """Yield a thunk for each operation on columns of each dtype, with others and with values."""
+    for name in COLUMNS:
+        one = left[name]
+        for value in VALUES:
+            yield from (
+                lambda one=one, value=value, how=how: getattr(one, how)(value)
+                for how in ("__lt__", "__eq__", "__add__", "__mul__", "__truediv__", "__rsub__", "__and__")
+            )
+            yield lambda one=one, value=value: one.fillna(value)
+            yield lambda one=one, value=value: one.where(one.notnull(), value)
+            yield lambda one=one, value=value: one.isin([value])
+            yield lambda name=name, value=value: left.assign(**{name: value, "new": value})
+            yield lambda one=one, value=value: left[one > value]
+        for other in COLUMNS:
+            yield from (
+                lambda one=one, other=other, how=how: getattr(one, how)(left[other])
+                for how in ("__ge__", "__ne__", "__sub__", "__mul__", "__or__")
+            )
+            yield lambda name=name, other=other: left.assign(**{name: left[other], "new": left[other]})
+        for dtype in ("float32", "int64", "Int64", "str", "category", "bool", "datetime64[ns]"):
+            yield lambda one=one, dtype=dtype: one.astype(dtype)
+            yield lambda name=name, dtype=dtype: left.astype({name: dtype})
+        yield from (
+            lambda one=one, how=how: getattr(one, how)() for how in ("isnull", "notnull", "abs", "round")
+        )
+        yield from (lambda one=one, how=how: getattr(one.dt, how) for how in ("year", "date", "dayofweek"))
+        yield from (lambda one=one, how=how: getattr(one.str, how)() for how in ("upper", "len", "isdigit"))
+        yield lambda one=one: one.str.contains("a")
+        yield lambda one=one: one.str.slice(0, 2)
+        yield lambda one=one: one.between(1, 2)
+        yield lambda one=one: ~one
+        yield lambda one=one: -one
+        yield lambda one=one: one.to_frame()
+        yield lambda one=one: one.rename("other") + one
+
+
+def of_frames(left: Any, right: Any) -> Iterator[Any]:
+    """Yield a thunk for each operation on frames."""
+    few = ["name", "key", "when"]
+    yield lambda: left[few]
+    yield lambda: left[["key"]][few[:1]]
+    yield lambda: left[[]]
+    yield lambda: left[[]].assign(new=left.key, more=1)[["more"]]
+    yield lambda: left[["key", "key"]]
+    yield lambda: left[["key", "key"]].key
+    yield lambda: left.drop(columns=few)
+    yield lambda: left.drop(columns="key")
+    yield lambda: left.drop(columns=["missing"])
+    yield lambda: left["missing"]
+    yield lambda: left[left.key > 1][left.flag]
+    yield lambda: left[left.key > 1].key
+    yield lambda: left.dropna()
+    yield lambda: left.dropna(subset=["key"])
+    yield lambda: left.rename(columns={"key": "other", "name": "more"})
+    yield lambda: left.rename(columns={"key": "name"})
+    yield lambda: left.rename(columns={"key": 1})[1]
+    yield lambda: left.rename(columns=str.upper)
+    yield lambda: left.rename(columns={"key": 1}).assign(new=1)
+    yield lambda: left[few].add_prefix("a")
+    yield lambda: left[few].drop_duplicates()
+    yield lambda: left.drop_duplicates(subset=["key"])
+    yield lambda: left.nlargest(3, "key")
+    yield lambda: left.sort_values("key").head(3, compute=False)
+    yield lambda: left.head(3, compute=False)[few]
+    yield lambda: left.assign(key=left.key * 2, new=left.ratio).assign(more=lambda x: x.new)
+    yield lambda: left.assign(new=left.key.sum())
+    yield lambda: left.assign(index=1).reset_index()
+    yield lambda: left.index
+    yield lambda: left[left.index > left.index]
+    yield lambda: left.set_index("key")
+    yield lambda: left + 1
+    yield lambda: left[["key"]] * left[["key"]]
+    yield lambda: dd.concat([left, right[few]])
+    yield lambda: dd.concat([left[few], right[few]]).key
+    yield lambda: left[few].repartition(npartitions=1)[["key"]]
+    yield lambda: left.map_partitions(lambda x: x)[few]
+    for drop in (True, False):
+        yield lambda drop=drop: left.reset_index(drop=drop)
+        yield lambda drop=drop: left[left.key > 1].reset_index(drop=drop).reset_index(drop=drop)
+        yield lambda drop=drop: left.key.reset_index(drop=drop)
+    yield from (
+        lambda how=how: getattr(left.key, how)() for how in ("sum", "max", "mean", "count", "nunique")
+    )
+    yield from (lambda how=how: getattr(left[few], how)() for how in ("count", "max"))
+
+
+def of_joins(left: Any, right: Any) -> Iterator[Any]:
+    """Yield a thunk for each way to join, by keys of each dtype."""
+    few, small = left[["key", "name", "small"]], right[["key", "ratio", "when", "flag"]]
+    for how in ("inner", "left", "right", "outer", "leftsemi"):
+        for name in COLUMNS:
+            yield lambda how=how, name=name: left.merge(right, on=name, how=how)
+            yield lambda how=how, name=name: few.merge(right, left_on="key", right_on=name, how=how)
+        yield lambda how=how: few.merge(right, on=["key", "name"], how=how)
+        yield lambda how=how: few.merge(small, how=how, left_on="small", right_on="key")
+        yield lambda how=how: few.merge(small, how=how, left_on="small", right_on="key", suffixes=("", "_r"))
+        yield lambda how=how: few.merge(small, how=how, left_on="small", right_on="key", suffixes=("", ""))
+        yield lambda how=how: few.merge(small, how=how, left_index=True, right_index=True)
+        yield lambda how=how: few.merge(small, how=how, left_on="key", right_index=True)
+        yield lambda how=how: few.merge(small, how=how, left_index=True, right_on="key")
+        yield lambda how=how: few.merge(small, how=how, on="key", indicator=True)
+        groups = right.groupby("key").agg({"ratio": "sum"})
+        yield lambda how=how, groups=groups: few.merge(groups, how=how, left_on="key", right_index=True)
+        yield lambda how=how, groups=groups: few.merge(groups.reset_index(), how=how, on="key")
+
+
+def of_groups(left: Any, right: Any) -> Iterator[Any]:
+    """Yield a thunk for each aggregation of each dtype, by one and by two keys."""
+    for name in COLUMNS:
+        for by in ("key", ["key", "flag"], "kind", name):
+            groups = left.groupby(by)
+            yield from (
+                lambda groups=groups, name=name, how=how: groups.agg({name: how}) for how in AGGREGATIONS
+            )
+            yield lambda groups=groups, name=name: groups.agg({name: ["min", "max"]})
+            yield lambda groups=groups, name=name: groups.agg({name: "max", "small": "sum"}).reset_index()
+        yield from (
+            lambda name=name, how=how: getattr(left.groupby("key")[name], how)() for how in AGGREGATIONS
+        )
+    yield lambda: left.groupby("name").size().reset_index()
+    yield lambda: left.groupby(["name", "flag"], sort=False, dropna=False).agg({"key": "count"})
+    yield lambda: left.groupby(left.key > 1).agg({"small": "sum"})
+    yield lambda: left.groupby("key", observed=True).agg({"small": "sum", "key": "count"})
+
+
+def metadata(root: Any) -> list[Any]:
+    """Return the columns, dimensions and metadata of all expressions of a plan."""
+    found = []
+    for expr in root.walk():
+        if not isinstance(expr, dd.dask_expr._expr.Expr):
+            continue
+        try:
+            found.append((list(expr.columns), expr.ndim, described(expr._meta)))
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def outcomes(thunks: Iterator[Any], chosen: range) -> list[Any]:
+    found = []
+    for number, thunk in enumerate(thunks):
+        if number not in chosen:
+            continue
+        try:
+            found.append(metadata(thunk().expr))
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+@pytest.fixture
+def planner(library: Library) -> Iterator[Planner]:
+    planner = Planner()
+    planner.cache.install()
+    with dask.config.set({"dataframe.shuffle.method": "tasks", "dataframe.backend": library.name}):
+        yield planner
+    planner.cache.remove()
+
+
+@pytest.mark.parametrize("programs", [of_columns, of_frames, of_joins, of_groups])
+@pytest.mark.parametrize("number", range(4))
+def test_operations_are_described_as_dask_does(
+    library: Library, planner: Planner, programs: Callable[..., Iterator[Any]], number: int
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        frames = [dd.from_pandas(each, npartitions=2).to_backend(library.name) for each in tables()]
+        left, right = frames[number], frames[(number + 1) % 4]
+        every = 1 if programs is of_frames else EVERY
+        chosen = range((number * 5) % every, len([*programs(left, right)]), every)
+        expected = outcomes(programs(left, right), chosen)
+        gc.collect()
+        with planner.used():
+            first, again = (outcomes(programs(left, right), chosen) for _ in range(2))
+    assert differences(first, expected) == []
+    assert differences(again, expected) == []
+    assert planner.count("metadata.derived") > 5
+    assert planner.metrics.snapshot()["fallbacks"] == {}
+
+
+def differences(found: list[Any], expected: list[Any]) -> list[Any]:
+    assert len(found) == len(expected)
+    return [pair for pair in zip(found, expected, strict=True) if pair[0] != pair[1]]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_frame_is_made_of_its_schema_alone(library: Library, number: int) -> None:
+    frame = library.frame(tables()[number])[:0]
+    for each in (frame, frame[["key"]], frame.name, frame.set_index(["key", "name"])):
+        schema = schema_of(each)
+        assert schema is not None
+        made = frame_of(schema)
+        assert described(made) == described(each)
+        assert schema_of(made) == schema
+        made.index.name = "own"
+        assert described(frame_of(schema)) == described(each)
+
+
+def test_subclasses_of_operations_are_left_to_dask() -> None:
+    class Own(dd.dask_expr._expr.Projection): ...
+
+    assert rule_of(Own) is None
