@@ -13,7 +13,7 @@ from typing import Any
 from dask_gpurt.client.planning.catalogue.asking import QUESTION, SCHEMA, Keep, Library
 from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, schema_of
 from dask_gpurt.client.planning.catalogue.shapes import rule_of
-from dask_gpurt.dask_hooks.planning import Expr, metadata
+from dask_gpurt.dask_hooks.planning import Expr, metadata, reads_more_than_operands
 from dask_gpurt.observe import Metrics
 
 #: A function of Dask that is replaced.
@@ -59,7 +59,7 @@ class Describer:
         if found is not None or QUESTION in vars(expr) or "_meta" in vars(expr):
             return found
         rule = rule_of(type(expr))
-        if rule is None or not self._is_on():
+        if rule is None or reads_more_than_operands(expr) or not self._is_on():
             return None
         found = rule(expr, self._schema, self._library)
         if found is not None:
