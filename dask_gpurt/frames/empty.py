@@ -18,6 +18,25 @@ def values_at(frame: Any, position: int) -> Any:
     return series.array if isinstance(series, pd.Series) else series._column
 
 
+def dtype_of_cudf(values: Any) -> tuple[Any, ...] | None:
+    """Return what identifies the dtype of a column of cudf that is none of numpy's or pandas'.
+
+    The categories of a dtype are copied to the host.
+    """
+    dtype = values.dtype
+    kind: type = type(dtype)
+    if not kind.__module__.startswith("cudf."):
+        return None
+    if kind.__name__.startswith("Decimal"):
+        return (kind, dtype.precision, dtype.scale)
+    if kind.__name__ in ("ListDtype", "StructDtype"):
+        return (kind, str(dtype.to_arrow()))
+    if kind.__name__ != "CategoricalDtype":
+        return None
+    categories = dtype.categories.to_pandas()
+    return (kind, values.codes.dtype, pd.CategoricalDtype(categories, ordered=bool(dtype.ordered)))
+
+
 def assembled(kind: type, labels: pd.Index[Any], values: Sequence[Any], index: Any) -> Any:
     """Return the empty frame of a class that has these columns, under these labels.
 

@@ -287,6 +287,7 @@ class PlanningCache:
         else:
             outcome = "not-kept"
         self._metrics.add("planning.expressions.{outcome}", 1, outcome)
+        self._describer.describe_early(expr)
         return expr
 
     @contextmanager

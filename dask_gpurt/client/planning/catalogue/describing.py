@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dask_gpurt.client.planning.catalogue.asking import QUESTION, SCHEMA, Keep, Library
+from dask_gpurt.client.planning.catalogue.asking import QUESTION, SCHEMA, Keep, Library, is_stand_in
 from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, schema_of
-from dask_gpurt.client.planning.catalogue.shapes import rule_of
-from dask_gpurt.dask_hooks.planning import Expr, metadata, reads_more_than_operands
+from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of
+from dask_gpurt.dask_hooks.planning import Expr, metadata, reads_more_than_operands, set_metadata
 from dask_gpurt.observe import Metrics
 
 #: A function of Dask that is replaced.
@@ -35,6 +35,13 @@ class Describer:
 
     def __init__(self, keep: Keep, is_on: Callable[[], bool], metrics: Metrics):
         self._library, self._is_on, self._metrics = Library(keep), is_on, metrics
+
+    def describe_early(self, expr: Expr) -> None:
+        """Set the metadata of an operation of another package, of whose classes Dask's are not the base."""
+        if other_rule_of(type(expr)) is None or any(map(is_stand_in, expr.dependencies())):
+            return
+        if (schema := self._known(expr)) is not None:
+            set_metadata(expr, frame_of(schema))
 
     def metadata(self, original: Original, expr: Expr) -> Any:
         """Return the metadata of an expression."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.frames.empty import assembled, values_at
+from dask_gpurt.frames.empty import assembled, dtype_of_cudf, values_at
 from dask_gpurt.frames.registry import LIBRARIES
 
 #: Dtypes other than numpy's for which equality means that they are identical.
@@ -189,14 +189,24 @@ _COLUMNS: dict[Hashable, Part] = {}
 
 
 def _column(frame: Any, position: int, dtype: Any) -> Part | None:
-    if (of_dtype := _dtype_key(dtype)) is None:
+    if (of_dtype := _dtype_key(dtype) or _foreign_key(frame, position)) is None:
         return None
     key = (type(frame).__module__.partition(".")[0], of_dtype)
     if (found := _COLUMNS.get(key)) is None:
         found = Part(key, values_at(frame, position))
-        if not isinstance(dtype, pd.CategoricalDtype):
+        if not hasattr(dtype, "categories"):
             _COLUMNS[key] = found
     return found
+
+
+def _foreign_key(frame: Any, position: int) -> Hashable | None:
+    if isinstance(frame, (pd.DataFrame, pd.Series)):
+        return None
+    parts = dtype_of_cudf(values_at(frame, position))
+    if parts is None or not isinstance(parts[-1], pd.CategoricalDtype):
+        return parts
+    categories = _categories_key(parts[-1])
+    return None if categories is None else (*parts[:-1], categories)
 
 
 def _axis(columns: Any) -> Axis | None:

@@ -9,6 +9,7 @@ the rule does not know.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import pandas as pd
@@ -456,8 +457,20 @@ SCHEMAS: dict[type, Rule] = {
     FusedIO: of_fused_read,
 }
 
+#: Those of classes of other packages, by name.
+OTHERS: dict[str, Rule] = {
+    "dask_cudf._expr.groupby:CudfGroupbyAgg": aggregated,
+    "dask_cudf._expr.groupby:DecomposableCudfGroupbyAgg": aggregated,
+}
 
-def rule_of(kind: type) -> Rule | None:
+
+@lru_cache(None)
+def rule_of(kind: Any) -> Rule | None:
     """Return the rule of a class of operations; None if Dask has to describe them."""
     # Joins are lowered to subclasses of Dask and of the runtime, which have the same metadata.
-    return joined if issubclass(kind, Merge) else SCHEMAS.get(kind)
+    return joined if issubclass(kind, Merge) else SCHEMAS.get(kind) or other_rule_of(kind)
+
+
+def other_rule_of(kind: type) -> Rule | None:
+    """Return the rule of a class of another package."""
+    return OTHERS.get(f"{kind.__module__}:{kind.__name__}")
