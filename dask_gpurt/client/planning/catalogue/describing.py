@@ -65,7 +65,8 @@ class Describer:
         found: Schema | None = vars(expr).get(SCHEMA)
         if found is not None or QUESTION in vars(expr) or "_meta" in vars(expr):
             return found
-        rule = rule_of(type(expr))
+        kind: Any = type(expr)
+        rule = rule_of(kind)
         if rule is None or reads_more_than_operands(expr) or not self._is_on():
             return None
         found = rule(expr, self._schema, self._library)

@@ -211,7 +211,10 @@ def _with_column(
     if isinstance(given, Schema):
         given = given._replace(labels=("v",))
     first = frame.first("a") if frame.columns else frame
-    found = library.ask(kind, [first, "b", given])
+    # Whether a value may replace a column may depend on that.
+    replaced = (frame.at(label),) if label in frame.labels else ()
+    before = first._replace(labels=(*first.labels, *"b" * len(replaced)), columns=(*first.columns, *replaced))
+    found = library.ask(kind, [before, "b", given])
     if found is None or found.labels != (*first.labels, "b") or found.columns[:-1] != first.columns:
         return None
     columns = dict(zip(frame.labels, frame.columns, strict=True)) | {label: found.columns[-1]}
@@ -229,7 +232,9 @@ def joined(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     if left is None or right is None:
         return None
     found = None
-    if left.is_frame and right.is_frame and not expr.indicator:
+    # Where cudf swaps the sides, it puts the keys first.
+    swapped = expr.how == "right" and not issubclass(left.frames, pd.DataFrame)
+    if left.is_frame and right.is_frame and not expr.indicator and not swapped:
         found = _joined(expr, left, right, library)
     if found is None:
         rest = (expr.how, expr.left_on, expr.right_on, expr.left_index, expr.right_index, expr.suffixes)
