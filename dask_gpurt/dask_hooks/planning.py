@@ -8,7 +8,7 @@ installed on Dask's classes, for all clients of the process.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -20,15 +20,14 @@ from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.base import collections_to_expr
 from dask.dataframe.dask_expr import _shuffle
+from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._expr import (
-    Blockwise,
     Fused,
     Isin,
     Literal,
     _DelayedExpr,
-    optimize_blockwise_fusion,
+    is_valid_blockwise_op,
 )
-from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._quantiles import RepartitionQuantiles
 from dask.dataframe.dask_expr._repartition import RepartitionSize
@@ -298,18 +297,31 @@ def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
     change
         Takes an expression and returns its replacement, or the same expression.
     """
+    return _rebuilt(plan, lambda _, expr: change(expr))
+
+
+def _rebuilt(plan: Expr, change: Callable[[Expr, Expr], Expr]) -> Expr:
+    """Rebuild a plan bottom up; the function takes each expression as it was and with replaced operands."""
     changed: dict[str, Expr] = {}
+    for expr in _bottom_up(plan, _made_of):
+        changed[name_of(expr)] = change(expr, _with_changed(expr, changed))
+    return changed[name_of(plan)]
+
+
+def _bottom_up(plan: Expr, parts: Callable[[Expr], Iterable[Expr]]) -> Iterator[Expr]:
+    """Yield each expression of a plan once, after its parts."""
+    seen: set[str] = set()
     left = [plan]
     while left:  # iterative: Dask computes plans that are too deep for Python's recursion limit
         expr = left[-1]
-        needed = [each for each in _made_of(expr) if name_of(each) not in changed]
+        needed = [each for each in parts(expr) if name_of(each) not in seen]
         if needed:
             left.extend(needed)
             continue
         left.pop()
-        if name_of(expr) not in changed:
-            changed[name_of(expr)] = change(_with_changed(expr, changed))
-    return changed[name_of(plan)]
+        if name_of(expr) not in seen:
+            seen.add(name_of(expr))
+            yield expr
 
 
 def _made_of(expr: Expr) -> Iterator[Expr]:
@@ -371,42 +383,56 @@ class PlanWrapper(Expr):
         return found
 
 
-class _Broadcast(FrameExpr):
-    """Hide a single partition that several others need, so that it is not fused into each of them."""
+def fuse_blockwise(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """Fuse the blockwise operations of a plan, as ``optimize(fuse=True)`` does, with each replaced before.
 
-    _parameters = ["frame"]
+    Dask finds one group at a time, and rebuilds the plan for each. Depending on the order of traversal, it
+    also fuses a single partition that several others need, such as the small side of a join, into each of
+    them. Here it is computed once, as without fusing, since it may be slow or not deterministic.
 
-    @property
-    def _meta(self) -> Any:
-        return self.frame._meta
-
-    def _divisions(self) -> tuple[Any, ...]:
-        divisions: tuple[Any, ...] = self.frame.divisions
-        return divisions
-
-
-def fuse_blockwise(plan: Expr) -> Expr:
-    """Fuse the blockwise operations of a plan, as ``optimize(fuse=True)`` does.
-
-    Depending on the order of traversal, Dask also fuses a single partition that several others need, such as
-    the small side of a join, into each of them. Here it is computed once, as without fusing, since it may be
-    slow or not deterministic.
+    Parameters
+    ----------
+    change
+        Takes an expression and returns its replacement, which has as many partitions.
     """
-    fused: Expr = optimize_blockwise_fusion(rebuild(plan, _set_apart))
-    return rebuild(fused, lambda expr: expr.frame if isinstance(expr, _Broadcast) else expr)
+    groups = _groups(plan)
+    single: dict[str, Expr] = {}
+
+    def fused(old: Expr, expr: Expr) -> Expr:
+        found = single[name_of(old)] = change(expr)
+        group = [single[name] for name in groups.get(name_of(old), ())]
+        if len(group) < 2:
+            return found
+        inside = set(map(name_of, group))
+        outside = [each for part in group for each in part.dependencies() if name_of(each) not in inside]
+        return Fused(group, *outside)
+
+    return _rebuilt(plan, fused)
 
 
-def _set_apart(expr: Expr) -> Expr:
-    if not isinstance(expr, Blockwise) or expr.npartitions == 1:
-        return expr
-    single = [isinstance(each, Blockwise) and each.npartitions == 1 for each in expr.operands]
-    if not any(single):
-        return expr
-    operands = [
-        _Broadcast(each) if apart else each  # type: ignore[no-untyped-call]
-        for each, apart in zip(expr.operands, single, strict=True)
-    ]
-    return type(expr)(*operands)
+def _groups(plan: Expr) -> dict[str, list[str]]:
+    """Return the operations that become one, by the last of them, which is the first of the list.
+
+    An operation is fused with those that need it if these are all fused into one, of as many partitions.
+    """
+    groups: dict[str, list[str]] = {}
+    last_of: dict[str, Expr] = {}
+    needed_by: dict[str, set[str]] = {}
+    for expr in reversed([*_bottom_up(plan, lambda each: each.dependencies())]):
+        name = name_of(expr)
+        lasts = {name_of(last_of[each]) for each in needed_by.get(name, ())}
+        last = last_of[next(iter(lasts))] if len(lasts) == 1 else expr
+        if last is not expr and not (
+            is_valid_blockwise_op(expr)
+            and is_valid_blockwise_op(last)
+            and expr.npartitions == last.npartitions
+        ):
+            last = expr
+        last_of[name] = last
+        groups.setdefault(name_of(last), []).append(name)
+        for each in expr.dependencies():
+            needed_by.setdefault(name_of(each), set()).add(name)
+    return groups
 
 
 def keys_of(plan: Expr) -> list[Any]:

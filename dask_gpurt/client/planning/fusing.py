@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from functools import partial
 
 from dask.core import flatten
 from dask.typing import Key
@@ -59,9 +58,15 @@ def fuse(plan: Expr) -> Expr:
         return plan
     name = name_of(plan)
     plan = rebuild(plan, with_seed)  # or a sort would divide rows into other partitions than Dask does
-    own = rebuild(plan, partial(with_operand, parameter=OWN_COMPUTATION, value=name))
-    fused = fuse_blockwise(own)
-    if own is plan:  # without a shuffle of the runtime there are no chains to fuse
+    own: list[Expr] = []
+
+    def with_computation(expr: Expr) -> Expr:
+        changed = with_operand(expr, OWN_COMPUTATION, name)
+        own.extend([changed] * (changed is not expr))
+        return changed
+
+    fused = fuse_blockwise(plan, with_computation)
+    if not own:  # without a shuffle of the runtime there are no chains to fuse
         return fused
     joined = tuple(pickle.dumps(metadata(join)) for join in joins_of(fused))
     return FusedChains(fused, name, joined)  # type: ignore[no-untyped-call]
