@@ -489,6 +489,7 @@ def replace_planning(
     metadata: Replacement,
     columns: Replacement,
     dimensions: Replacement,
+    names_index: Replacement,
     look_at_files: Replacement,
     name_read: Replacement,
     file_plans: int,
@@ -504,6 +505,8 @@ def replace_planning(
     metadata, columns, dimensions
         Called as ``metadata(original, expr)``; return the metadata of an expression, the labels of its
         columns, and the number of its dimensions.
+    names_index
+        Called as ``names_index(original, frame, columns)``; returns whether columns of a join name an index.
     look_at_files
         Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files needs.
     name_read
@@ -526,6 +529,8 @@ def replace_planning(
     for seam in PLANNING.seams:
         if seam.attribute == "_dataset_info":
             wraps[seam] = lambda original: partial(look_at_files, original)
+        if seam.name.endswith("_merge:_contains_index_name"):
+            wraps[seam] = lambda original: partial(names_index, original)
         if seam.short in _DESCRIBED:
             wraps[seam] = partial(_where_own, seam.owner(), metadata)
     PLANNING.require()

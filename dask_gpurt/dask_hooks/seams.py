@@ -234,6 +234,7 @@ PLANNING = SeamGroup(
             "n_new_partitions n_old_partitions",
         ),
         Seam(_EXPR + "_shuffle:_contains_index_name", "df columns_or_index"),
+        Seam(_EXPR + "_merge:_contains_index_name", "df columns_or_index"),
     ),
     without="each query is planned anew, and no tasks are fused, as with Dask",
 )

@@ -30,7 +30,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from dask_gpurt.client.planning.catalogue.describing import Describer
+from dask_gpurt.client.planning.catalogue.describing import Describer, names_index
 from dask_gpurt.client.planning.catalogue.schema import Schema
 from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
@@ -180,6 +180,7 @@ class PlanningCache:
         self._settings: tuple[Any, ...] | None = None
         self._changes = 0
         self._watching: ContextVar[Callable[[Planned], None] | None] = ContextVar("planned", default=None)
+        self._held: ContextVar[Generation | None] = ContextVar("generation", default=None)
         self._plain = Plain(self._may_change)
         self._expressions: LRU[Expr] = LRU(EXPRESSIONS_LIMIT)
         self._metadata: StoredCache[Schema] = StoredCache("metadata", METADATA_LIMIT, self._store)
@@ -203,6 +204,7 @@ class PlanningCache:
                 metadata=self._describer.metadata,
                 columns=self._describer.columns,
                 dimensions=self._describer.dimensions,
+                names_index=names_index,
                 look_at_files=self._look_at_files,
                 name_read=self._name_read,
                 file_plans=FILES_LIMIT,
@@ -234,6 +236,10 @@ class PlanningCache:
         return begun
 
     def _generation(self) -> Generation | None:
+        """Return the generation that this thread holds, else the newest; None without a client."""
+        return self._held.get() or self._newest_generation()
+
+    def _newest_generation(self) -> Generation | None:
         """Return the current generation, clearing the caches if it is a new one; None without a client.
 
         The number is part of cache keys. If thread 1 optimises, thread 2 changes a setting and clears the
@@ -252,6 +258,17 @@ class PlanningCache:
             self.clear()
         return generation
 
+    @contextmanager
+    def _holding(self, generation: Generation) -> Iterator[None]:
+        """Have this thread make expressions of one generation, whose settings are not compared for each."""
+        token = self._held.set(generation)
+        try:
+            yield
+        finally:
+            self._held.reset(token)
+            if self._newest_generation() != generation:  # settings or files have changed meanwhile
+                self._expressions.clear()
+
     def _keep(
         self, kept: StoredCache[Any], generation: Generation, key: Hashable, value: Any, sought: Found[Any]
     ) -> None:
@@ -261,7 +278,8 @@ class PlanningCache:
         the previous generation, and is never found. But another process may have these settings again. Even
         if thread 2 restores the setting, the number differs: each expression that a thread makes compares.
         """
-        kept.put(generation, key, value, sought if self._generation() == generation else Found(None, LOADED))
+        is_newest = self._newest_generation() == generation
+        kept.put(generation, key, value, sought if is_newest else Found(None, LOADED))
 
     # ---- replacements of Dask's functions -----------------------------------------------------------
 
@@ -333,7 +351,7 @@ class PlanningCache:
         known = found.value
         if known is None or not known.files.are_the_same():
             files = FilesSeen.now(local_files(expr))  # before planning: they may change meanwhile
-            with self._choices.recorded() as chosen:
+            with self._choices.recorded() as chosen, self._holding(generation):
                 plan = plan_anew()
             if fused and not local:  # it is sent to a scheduler as it is
                 plan = self._packed(plan)
@@ -399,7 +417,7 @@ class PlanningCache:
     def _look_at_files(self, original: Callable[[Expr], dict[str, Any]], expr: Expr) -> dict[str, Any]:
         if (known := known_of_files(expr)) is not None:
             return known
-        generation = self._generation()
+        generation = self._newest_generation()
         if generation is None:
             return original(expr)
         read = files_read(expr)
@@ -435,7 +453,7 @@ class PlanningCache:
             return token
         operands = frozen(list(operands_of(expr)))
         checksum = checksum_of_files(expr)  # looks at the files, which may begin another generation
-        generation = self._generation()
+        generation = self._newest_generation()
         if generation is None or operands is None or checksum is None:
             return original(expr)
         key = (generation.number, type(expr), operands, checksum)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import datetime
 import decimal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,15 +29,19 @@ import pandas as pd
 from dask._expr import Expr
 from dask.dataframe.dask_expr import _accessor, _expr
 
+from dask_gpurt.client.planning.catalogue.schema import known_schema
+
 __all__ = [
     "COMPUTING",
     "KEEPING",
     "Columns",
     "Known",
     "after_operation",
+    "dtypes_of",
     "has_categories",
     "has_fixed_dtypes",
     "has_kinds",
+    "index_of",
     "is_narrow",
     "is_no_operation",
     "is_of_pandas",
@@ -114,24 +118,33 @@ Known = Callable[[Any], Columns]
 
 def is_of_pandas(expr: Any) -> bool:
     """Return whether partitions are of pandas, where dtypes of numpy have no nulls."""
-    return type(expr._meta).__module__.partition(".")[0] in ("pandas", "numpy", "builtins")
+    schema = known_schema(expr)
+    kind = type(expr._meta) if schema is None else schema.frames
+    return kind.__module__.partition(".")[0] in ("pandas", "numpy", "builtins")
 
 
 def has_categories(expr: Any) -> bool:
     """Return whether an expression has categorical data, whose categories are those of a partition."""
-    return any(type(dtype).__name__ == "CategoricalDtype" for dtype in _all_dtypes(expr._meta))
+    dtypes, index = dtypes_of(expr), index_of(expr)
+    if index is not None and not callable(index):
+        dtypes = [*dtypes, *getattr(index, "dtypes", [index.dtype])]
+    return any(type(dtype).__name__ == "CategoricalDtype" for dtype in dtypes)
 
 
-def _all_dtypes(meta: Any) -> Iterator[Any]:
-    yield from _dtypes(meta)
-    if (index := getattr(meta, "index", None)) is not None and not callable(index):
-        yield from getattr(index, "dtypes", [index.dtype])
-
-
-def _dtypes(meta: Any) -> list[Any]:
+def dtypes_of(expr: Any) -> list[Any]:
+    """Return the dtypes of the columns of an expression."""
+    if (schema := known_schema(expr)) is not None:
+        return schema.dtypes
+    meta = expr._meta
     if getattr(meta, "ndim", 0) == 2:
         return list(meta.dtypes)
     return [meta.dtype] if hasattr(meta, "dtype") else []
+
+
+def index_of(expr: Any) -> Any:
+    """Return the empty index of an expression; None if it has none."""
+    schema = known_schema(expr)
+    return getattr(expr._meta, "index", None) if schema is None else schema.index.value
 
 
 def is_narrow(dtype: Any) -> bool:
@@ -139,18 +152,13 @@ def is_narrow(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and dtype.kind in "iub"
 
 
-def _dtypes_of(expr: Any) -> list[Any]:
-    """Return the dtypes of the columns of an expression."""
-    return _dtypes(expr._meta)
-
-
 def _has_bools(expr: Any) -> bool:
-    return all(pd.api.types.is_bool_dtype(dtype) for dtype in _dtypes_of(expr))
+    return all(pd.api.types.is_bool_dtype(dtype) for dtype in dtypes_of(expr))
 
 
 def has_kinds(expr: Any, kinds: str) -> bool:
     """Return whether all columns are of dtypes of numpy of some kinds."""
-    return all(isinstance(dtype, np.dtype) and dtype.kind in kinds for dtype in _dtypes_of(expr))
+    return all(isinstance(dtype, np.dtype) and dtype.kind in kinds for dtype in dtypes_of(expr))
 
 
 def _fits(value: Any, dtype: Any) -> bool:
@@ -201,9 +209,9 @@ def _power(expr: Any) -> bool:
 def _replacement(expr: Any) -> bool:
     """Return whether values are replaced by others of the same dtype, or by nulls of it."""
     other = expr.other
-    dtypes = _dtypes_of(expr.frame)
+    dtypes = dtypes_of(expr.frame)
     if isinstance(other, Expr):
-        return all(dtypes == _dtypes_of(other) and not _is_object(dtype) for dtype in dtypes)
+        return all(dtypes == dtypes_of(other) and not _is_object(dtype) for dtype in dtypes)
     if isinstance(other, float) and other != other:
         return all(map(_may_be_null, dtypes))
     return all(_fits(other, dtype) for dtype in dtypes)
@@ -216,16 +224,16 @@ def _is_object(dtype: Any) -> bool:
 def _filling(expr: Any) -> bool:
     value, meta = expr.value, expr.frame._meta
     if isinstance(value, Expr):
-        return _dtypes_of(expr.frame) == _dtypes_of(value) and not any(map(_is_object, _dtypes_of(value)))
+        return dtypes_of(expr.frame) == dtypes_of(value) and not any(map(_is_object, dtypes_of(value)))
     if isinstance(value, Mapping):
         dtypes = meta.dtypes.to_dict() if meta.ndim == 2 else {}
         return all(name in dtypes and _fits(each, dtypes[name]) for name, each in value.items())
-    return all(is_narrow(dtype) or _fits(value, dtype) for dtype in _dtypes_of(expr.frame))
+    return all(is_narrow(dtype) or _fits(value, dtype) for dtype in dtypes_of(expr.frame))
 
 
 def _bounds(expr: Any) -> bool:
     bounds = [bound for bound in (expr.lower, expr.upper) if bound is not None]
-    return all(_fits(bound, dtype) for bound in bounds for dtype in _dtypes_of(expr.frame))
+    return all(_fits(bound, dtype) for bound in bounds for dtype in dtypes_of(expr.frame))
 
 
 def _conversion(expr: Any) -> bool:
@@ -247,7 +255,7 @@ def _method(expr: Any) -> bool:
 
 def _accessor_method(expr: Any) -> bool:
     """Return whether a method of an accessor is on single values that are strings or times."""
-    if is_of_pandas(expr) and any(map(_is_object, _dtypes_of(expr.frame))):
+    if is_of_pandas(expr) and any(map(_is_object, dtypes_of(expr.frame))):
         return False  # what it returns is inferred from all values
     if expr.accessor == "str":
         if expr.attr in _TESTS_OF_STRINGS:  # what they return for nulls may be given
@@ -264,7 +272,7 @@ def _changes_with_nulls(expr: Any) -> bool:
     times where all are null.
     """
     if expr.attr in _OBJECTS_OF_TIMES:
-        return any(map(_is_object, _dtypes_of(expr)))
+        return any(map(_is_object, dtypes_of(expr)))
     return expr.attr in _NUMBERS_OF_STRINGS | _NUMBERS_OF_TIMES and has_kinds(expr, "iu")
 
 

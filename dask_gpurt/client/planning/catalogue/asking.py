@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 from dask.dataframe.dask_expr._expr import Expr as FrameExpr
 
-from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, schema_of
+from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of, schema_of
 from dask_gpurt.client.planning.keys import frozen
 from dask_gpurt.dask_hooks.planning import Expr, metadata
 
@@ -25,8 +25,8 @@ from dask_gpurt.dask_hooks.planning import Expr, metadata
 #: of the function, which are None where Dask has to say it.
 Keep = Callable[[Sequence[Hashable], Callable[[list[int]], list[Schema | None]]], list[Schema | None]]
 
-#: The attributes of an expression that hold its schema, and that it is a question.
-SCHEMA, QUESTION = "_gpurt_schema", "_gpurt_question"
+#: The attribute of an expression that tells that it is a question.
+QUESTION = "_gpurt_question"
 
 _numbers = itertools.count()
 

@@ -10,14 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dask_gpurt.client.planning.catalogue.asking import QUESTION, SCHEMA, Keep, Library, is_stand_in
-from dask_gpurt.client.planning.catalogue.schema import Schema, frame_of, schema_of
+from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, is_stand_in
+from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of, known_schema, schema_of
 from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of
 from dask_gpurt.dask_hooks.planning import Expr, metadata, reads_more_than_operands, set_metadata
 from dask_gpurt.observe import Metrics
 
 #: A function of Dask that is replaced.
 Original = Callable[[Any], Any]
+
+
+def names_index(original: Callable[..., Any], frame: Any, columns: Any) -> Any:
+    """Return whether columns name the index of a frame; Dask would make an expression of it to find out."""
+    schema = known_schema(frame) if isinstance(frame, Expr) else None
+    if schema is not None and list(schema.index.value.names) == [None]:
+        return False
+    return original(frame, columns)
 
 
 class Describer:

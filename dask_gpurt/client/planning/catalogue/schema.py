@@ -18,6 +18,8 @@ import pandas as pd
 from dask_gpurt.frames.empty import assembled, dtype_of_cudf, values_at
 from dask_gpurt.frames.registry import LIBRARIES
 
+#: The attribute of an expression that holds its schema.
+SCHEMA = "_gpurt_schema"
 #: Dtypes other than numpy's for which equality means that they are identical.
 SIMPLE_DTYPES = (
     pd.BooleanDtype, pd.Int8Dtype, pd.Int16Dtype, pd.Int32Dtype, pd.Int64Dtype, pd.UInt8Dtype, pd.UInt16Dtype,
@@ -91,6 +93,11 @@ class Schema(NamedTuple):
     axis: Axis | None
 
     @property
+    def dtypes(self) -> list[Any]:
+        """Return the dtypes of the columns."""
+        return [each.value.dtype for each in self.columns]
+
+    @property
     def is_frame(self) -> bool:
         """Return whether this is a frame, and not a series."""
         return self.axis is not None
@@ -148,6 +155,14 @@ def _dtype_of_labels(axis: Axis) -> Any:
         return object
     storage, is_na = axis.text
     return pd.StringDtype(storage, na_value=pd.NA if is_na else np.nan)
+
+
+def known_schema(expr: Any) -> Schema | None:
+    """Return the schema of an expression, if it follows from those of its inputs; None otherwise."""
+    if "_meta" not in vars(expr):
+        expr.ndim  # noqa: B018  # which describes it
+    found: Schema | None = vars(expr).get(SCHEMA)
+    return found
 
 
 # ---- the schema of a frame ------------------------------------------------------------------------

@@ -131,6 +131,10 @@ class Facts:
             found = self._bare[name_of(plan)] = bare, why_dependent(bare)
         return found
 
+    def note_bare(self, plan: Expr) -> None:
+        """Note that a plan is bare, and that its results do not depend on partitions."""
+        self._bare[name_of(plan)] = plan, None
+
 
 class Rule(Protocol):
     """Change a plan such that it takes less time and has the same result."""

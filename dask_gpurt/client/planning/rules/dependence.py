@@ -39,8 +39,10 @@ from dask.dataframe.dask_expr.io.io import FromPandas, FusedIO
 from dask_gpurt.client.planning.operations import (
     Columns,
     after_operation,
+    dtypes_of,
     has_categories,
     has_kinds,
+    index_of,
     is_narrow,
     is_of_pandas,
     is_on_rows,
@@ -247,7 +249,7 @@ def _labels_of_join(join: Any, inputs: list[_Rows]) -> _Labels:
     """Return what labels joined rows have: of the side whose index is no key, or of both if both are."""
     if not (join.left_index or join.right_index):
         return _Labels.OF_UNORDERED_ROWS
-    if join.left._meta.index.dtype != join.right._meta.index.dtype:
+    if index_of(join.left).dtype != index_of(join.right).dtype:
         return _Labels.OF_ROWS  # pandas takes the other side's index where a partition has no rows
     return max(_Labels.OF_UNORDERED_ROWS, *(rows.labels for rows in inputs))
 
@@ -272,7 +274,7 @@ def _rows_of_source(expr: Any, files: Mapping[str, Columns] | None) -> _Rows:
     divided = frozenset([str(expr._name)]) if expr.npartitions != 1 else none
     is_of_single_files = type(expr) in FUSED
     is_of_files = is_of_single_files or isinstance(expr, FusedIO)
-    labels = _Labels.OF_ROWS if is_of_files and expr._meta.index.name is None else _Labels.VALUES
+    labels = _Labels.OF_ROWS if is_of_files and index_of(expr).name is None else _Labels.VALUES
     return _Rows(
         divided,
         divided if is_of_single_files else none,
@@ -377,16 +379,13 @@ def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None
         (join.right, right, join.suffixes[1], join.how in ("left", "outer")),
     ):
         if fills:  # rows without a match get nulls
-            dtypes = zip(side.columns, side._meta.dtypes, strict=True)
+            dtypes = zip(side.columns, dtypes_of(side), strict=True)
             narrow = {name for name, dtype in dtypes if is_narrow(dtype) and name not in shared}
             known = Columns(known.varying | (narrow if is_of_pandas(join) else set()))
         names = [f"{name}{suffix}" if name in in_both else name for name in side.columns]
         sides.append(known.renamed(side.columns, names))
-    mixed = {
-        name
-        for name in shared
-        if join.left._meta.dtypes[name] != join.right._meta.dtypes[name] and is_of_pandas(join)
-    }
+    one, other = (dict(zip(each.columns, dtypes_of(each), strict=True)) for each in (join.left, join.right))
+    mixed = {name for name in shared if one[name] != other[name] and is_of_pandas(join)}
     return Columns(
         sides[0].varying | sides[1].varying | mixed, sides[0].without_nulls | sides[1].without_nulls
     )
@@ -394,10 +393,7 @@ def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None
 
 def _columns_of_concat(expr: Any, inputs: list[_Rows]) -> Columns:
     frames = expr.dependencies()
-    dtypes = [
-        dict(zip(each.columns, each._meta.dtypes if each.ndim == 2 else [each._meta.dtype], strict=True))
-        for each in frames
-    ]
+    dtypes = [dict(zip(each.columns, dtypes_of(each), strict=True)) for each in frames]
     differing = {
         name for name in expr.columns if any(each.get(name) != dtypes[0].get(name) for each in dtypes)
     }

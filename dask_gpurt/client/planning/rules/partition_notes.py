@@ -32,7 +32,7 @@ from dask.dataframe.dask_expr._repartition import Repartition, RepartitionToFewe
 from dask.dataframe.dask_expr._shuffle import RearrangeByColumn, ShuffleBase
 from dask.dataframe.utils import UNKNOWN_CATEGORIES
 
-from dask_gpurt.client.planning.operations import is_no_operation
+from dask_gpurt.client.planning.operations import dtypes_of, index_of, is_no_operation, is_of_pandas
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ def _log(expr: Any, what: str, wanted: object, frame: Any, *, is_shuffled: bool)
 def groups_need_shuffle(expr: Any) -> bool:
     """Return whether a function that is applied to groups needs a shuffle; known divisions may suffice."""
     frame = expr.frame
-    by_index = any(_groupby._contains_index_name(frame._meta.index.name, key) for key in expr.by)
+    by_index = any(_groupby._contains_index_name(index_of(frame).name, key) for key in expr.by)
     return not are_together(expr) and (any(each is None for each in frame.divisions) or not by_index)
 
 
@@ -160,29 +160,30 @@ def hash_alike(join: Any) -> bool:
 def hashes_of_keys(join: Any) -> tuple[Hashes, Hashes]:
     """Return how Dask hashes the keys of the left and of the right side of a join."""
     return (
-        _hashes(join.left._meta, _keys(join.left_on, join.left_index)),
-        _hashes(join.right._meta, _keys(join.right_on, join.right_index)),
+        _hashes(join.left, _keys(join.left_on, join.left_index)),
+        _hashes(join.right, _keys(join.right_on, join.right_index)),
     )
 
 
-def _hashes(meta: Any, columns: Iterable[Any]) -> Hashes:
-    return tuple(_hash_of(meta, column) for column in columns)
+def _hashes(frame: Any, columns: Iterable[Any]) -> Hashes:
+    return tuple(_hash_of(frame, column) for column in columns)
 
 
-def _hash_of(meta: Any, column: Any) -> str | None:
+def _hash_of(frame: Any, column: Any) -> str | None:
     """Return how Dask hashes a column or an index: equal names mean equal hashes of equal values."""
-    if column is not INDEX and meta.ndim == 2 and list(meta.columns).count(column) == 1:
-        dtype = meta[column].dtype  # `dtypes` would make a series of all
-    elif meta.index.nlevels == 1:
-        dtype = meta.index.dtype
+    labels = list(frame.columns)
+    if column is not INDEX and frame.ndim == 2 and labels.count(column) == 1:
+        dtype = dtypes_of(frame)[labels.index(column)]
+    elif (index := index_of(frame)).nlevels == 1:
+        dtype = index.dtype
     else:
         return None
-    return _hash_of_strings(meta, dtype) or _hash_of_dtype(dtype)
+    return _hash_of_strings(frame, dtype) or _hash_of_dtype(dtype)
 
 
-def _hash_of_strings(meta: Any, dtype: Any) -> str | None:
+def _hash_of_strings(frame: Any, dtype: Any) -> str | None:
     """Return "text" for strings of cudf, whose dtype is object in older versions."""
-    return "text" if type(meta).__module__.startswith("cudf.") and str(dtype) == "object" else None
+    return "text" if str(dtype) == "object" and not is_of_pandas(frame) else None
 
 
 def _hash_of_dtype(dtype: Any) -> str | None:
@@ -273,7 +274,7 @@ def _of_shuffle(expr: Any) -> Iterable[Division]:
         return ()
     if type(expr) is not RearrangeByColumn and expr.original_partitioning_index is None:
         return ()  # by a column of targets, as for a sort
-    return [_hashed(expr.frame._meta, tuple(keys), alike=not hashes_values(expr))]
+    return [_hashed(expr.frame, tuple(keys), alike=not hashes_values(expr))]
 
 
 def hashes_values(shuffle: Any) -> bool:
@@ -281,8 +282,8 @@ def hashes_values(shuffle: Any) -> bool:
     return any(getattr(each, "hashes_values", False) for each in (shuffle, shuffle.frame))
 
 
-def _hashed(meta: Any, columns: tuple[Any, ...], *, alike: bool = True) -> Division:
-    hashes = _hashes(meta, columns)
+def _hashed(frame: Any, columns: tuple[Any, ...], *, alike: bool = True) -> Division:
+    hashes = _hashes(frame, columns)
     return Division(columns, hashes if alike and None not in hashes else None)
 
 
@@ -297,12 +298,12 @@ def _of_groups(expr: Any) -> Iterable[Division]:
         return found if expr.npartitions == expr.frame.npartitions else _weak(found)
     as_many = expr.split_out is True or expr.split_out >= expr.frame.npartitions
     columns = tuple(_listed(expr.split_by or expr.frame.columns))
-    return [_hashed(expr.frame._meta, columns, alike=as_many)]
+    return [_hashed(expr.frame, columns, alike=as_many)]
 
 
 def _dtypes(frame: Any, columns: Iterable[Any]) -> list[Any]:
-    meta = frame._meta
-    return [meta.dtypes[each] if meta.ndim == 2 else meta.dtype for each in columns if each in frame.columns]
+    known = dict(zip(frame.columns, dtypes_of(frame), strict=True))
+    return [known[each] for each in columns if each in known]
 
 
 # ---- divisions of joins ----------------------------------------------------------------------------
@@ -336,8 +337,8 @@ def _divisions_of_sides(join: Any) -> tuple[frozenset[Division], frozenset[Divis
         return nothing, nothing
     alike = hash_alike(join)
     return (
-        frozenset([_hashed(join.left._meta, _names(join, "left"), alike=alike)]),
-        frozenset([_hashed(join.right._meta, _names(join, "right"), alike=alike)]),
+        frozenset([_hashed(join.left, _names(join, "left"), alike=alike)]),
+        frozenset([_hashed(join.right, _names(join, "right"), alike=alike)]),
     )
 
 

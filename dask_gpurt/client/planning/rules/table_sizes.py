@@ -86,7 +86,10 @@ def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> t
     for name, number in chosen.items():
         text = f"is read in {number} partitions, not {found[name].expr.npartitions}"
         facts.note(rule, name, text, done=True)
-    return rebuild(bare, change), len(chosen), len(reads) - len(chosen)
+    changed = rebuild(bare, change)
+    if not dependent:
+        facts.note_bare(changed)
+    return changed, len(chosen), len(reads) - len(chosen)
 
 
 def independent_part(plan: Expr) -> tuple[Expr, frozenset[str]]:
