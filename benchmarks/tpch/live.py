@@ -16,6 +16,7 @@ two passes over the queries:
   switch drops cached plans, so each query is planned again before it is timed.
 - ``partitions``: the size of tables decides how many partitions their files make
   (``gpurt.planning.partition-size`` and ``broadcast-size``), with the same remark.
+- ``programs``: fused tasks run on columns of cudf rather than through its frames.
 
 The first pass in each mode does not count. There is a cluster for each ``--concurrency``, the number of
 workers in place of each one.
@@ -104,6 +105,15 @@ def choose_partitions(_: Client, on: bool) -> None:
     dask.config.set({"gpurt.planning.partition-size": size, "gpurt.planning.broadcast-size": size})
 
 
+def run_programs(client: Client, on: bool) -> None:
+    """Run fused tasks on columns, or through frames."""
+
+    def change(dask_worker: Any) -> None:
+        dask_worker.plugins["gpurt"].programs.on = on
+
+    client.run(change)
+
+
 #: Switches a feature, by its name.
 FEATURES: dict[str, Callable[[Client, bool], None]] = {
     "priority": prioritise,
@@ -111,6 +121,7 @@ FEATURES: dict[str, Callable[[Client, bool], None]] = {
     "switching": ask_for_the_gil_early,
     "local-groups": group_locally,
     "partitions": choose_partitions,
+    "programs": run_programs,
 }
 #: Features that a new cluster has.
 ON_BY_DEFAULT = ("priority", "local-groups", "partitions")

@@ -51,6 +51,8 @@ class ComputeSettings:
     """Configure how many tasks run beside each other on one GPU."""
 
     concurrency: int | None = _setting(values.positive_or_auto)
+    #: Whether fused tasks run on columns of cudf rather than through its frames.
+    programs: bool = _knob(values.boolean, False)
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,19 @@ READS = SeamGroup(
     ),
     without="a task that reads keeps its slot",
 )
+#: How a worker executes the graph of a fused task.
+EXECUTION = SeamGroup(
+    "fused tasks",
+    (
+        Seam(_TASKS + "execute_graph", "dsk cache keys"),
+        Seam(_TASKS + "TaskRef"),
+        Seam("dask.dataframe.methods:assign", "df pairs"),
+        Seam(_EXPR + "_accessor:FunctionMap.operation", "obj accessor attr args kwargs"),
+        Seam(_EXPR + "_accessor:PropertyMap.operation", "obj accessor attr"),
+        Seam(_EXPR + "_expr:RenameFrame.operation", "df columns"),
+    ),
+    without="the nodes of fused tasks run through the dataframe library",
+)
 #: Everything that a client needs to build graphs.
 EXPRESSIONS = SeamGroup(
     "expressions",

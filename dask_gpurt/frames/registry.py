@@ -16,6 +16,7 @@ from dask_gpurt.device import Device
 from dask_gpurt.frames.backend import Frame, Table, WarmUp
 from dask_gpurt.frames.chunks import ChunkTable
 from dask_gpurt.frames.numpy import NumpyChunks
+from dask_gpurt.frames.programs.values import Engine
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class FrameLibrary:
     hashes
         Whether the module has a ``partitions_by_value`` of its own, as that of
         :mod:`dask_gpurt.frames.key_values`.
+    columnar
+        The module and the class that operate on columns of its frames, for :mod:`dask_gpurt.frames.programs`.
     """
 
     device: str
@@ -44,6 +47,7 @@ class FrameLibrary:
     before: tuple[str, ...] = ()
     columns: Callable[[Frame], Iterable[Any]] = lambda frame: frame.columns
     hashes: bool = False
+    columnar: tuple[str, str] | None = None
 
     def load(self) -> Any:
         """Return the module of the backend."""
@@ -53,6 +57,13 @@ class FrameLibrary:
         """Return the backend on a device."""
         table: Table = getattr(self.load(), self.table)(device)
         return table
+
+    def engine(self) -> Engine:
+        """Return the operations on columns of its frames."""
+        assert self.columnar is not None
+        module, name = self.columnar
+        engine: Engine = getattr(importlib.import_module(module), name)()
+        return engine
 
 
 #: The libraries by the name of their top module.
@@ -67,6 +78,7 @@ LIBRARIES = {
         # `frame.columns` makes a pandas index of them, anew for each frame.
         columns=lambda frame: frame._column_names,
         hashes=True,
+        columnar=("dask_gpurt.frames.programs.cudf", "CudfColumns"),
     ),
 }
 #: The libraries of arrays other than numpy: the kind of device, and the module and the class of the backend.

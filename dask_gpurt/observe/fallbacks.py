@@ -10,7 +10,12 @@ import re
 from enum import Enum
 
 #: Where subjects are handled that are not rooms themselves.
-_WITHIN = {"planning": "client.planning", "results": "client", "dashboard": "monitor.dashboard"}
+_WITHIN = {
+    "planning": "client.planning",
+    "results": "client",
+    "dashboard": "monitor.dashboard",
+    "programs": "worker",
+}
 
 
 class Fallback(Enum):
@@ -68,6 +73,9 @@ class Fallback(Enum):
     MEMORY_NO_PEER_COPIES = "memory.no-peer-copies", "peers fetch objects from where they are on the GPU"
 
     DEVICE_NOT_SHARED = "device.not-shared", "only one worker runs on the GPU"
+
+    PROGRAMS_OFF = "programs.off", "fused tasks run through the frames of cudf"
+    PROGRAMS_NODE = "programs.node", "an operation failed on columns, and ran through the frames of cudf"
 
     READS_KEEP_SLOT = "reads.keep-slot", "tasks that read files keep their slot"
     READS_SHARE_STREAM = "reads.share-stream", "reads wait for tasks that compute"

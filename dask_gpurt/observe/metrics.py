@@ -252,6 +252,11 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter("memory.peer-copies.full", "objects that a peer fetched from where they were: no room"),
         _gauge("memory.{tier}.peak", "peak bytes in a tier", Unit.BYTES),
+        # ---- programs
+        _counter("programs.nodes", "operations of fused tasks that ran on columns"),
+        _counter(
+            "programs.left", "operations of fused tasks that were left to cudf, of those that are known"
+        ),
         # ---- reads
         _counter("reads.aside", "tasks that left their slot to another task while they read or wrote files"),
         _counter("reads.streams", "reads of Parquet files on a CUDA stream of their own"),

@@ -66,6 +66,7 @@ from dask_gpurt.worker.data import WorkerData
 from dask_gpurt.worker.layers import Layer
 from dask_gpurt.worker.lookups import RunLookup
 from dask_gpurt.worker.overlap import WorkerOverlap
+from dask_gpurt.worker.programs import WorkerPrograms
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
 from dask_gpurt.worker.reports import ProgressReporter, TopologyReporter, add_metric, amounts
 from dask_gpurt.worker.streams import PromptStreams
@@ -234,6 +235,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             undo.push_async_callback(self._give_data_back)
         undo.callback(self.reads.uninstall)
         self.reads.install()
+        undo.callback(self.programs.uninstall)
+        self.programs.install()
         for instrument in INSTRUMENTS:
             instrument(self)
         self.tiers.report_now()  # a client may query memory next
@@ -369,6 +372,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if on_gpu:
             self._undo.callback(set_reader_threads(settings.reads.threads))
         self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics)
+        self.programs = WorkerPrograms(settings.compute.programs and on_gpu, self.metrics)
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.overlap = WorkerOverlap(self.exchange, settings.overlap, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)

@@ -61,6 +61,9 @@ ALLOWED: Mapping[str, str] = {
     "_column_names": "cudf: their names",
     "_index_names": "cudf: the names of the index",
     "_from_columns_like_self": "cudf: a frame of columns",
+    "_data": "cudf: the columns of a frame by label",
+    "_from_column": "cudf: a series of a column",
+    "_normalize_binop_operand": "cudf: a scalar as it is computed with beside a column",
 }
 
 

@@ -1,0 +1,155 @@
+"""Execute the graphs of fused tasks, and name the operation of each of their nodes.
+
+Dask executes a fused task node by node: each is a call of a function of ``operator``, of a method, or of one
+of Dask's own. Here these functions get names, so that who executes a graph need not know where Dask has them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from dask._task_spec import GraphNode, Task, TaskRef
+from dask.dataframe import methods
+from dask.dataframe.dask_expr._accessor import FunctionMap, PropertyMap
+from dask.dataframe.dask_expr._expr import RenameFrame
+from dask.typing import Key
+from dask.utils import methodcaller
+
+from dask_gpurt.dask_hooks.patch import PatchSet
+from dask_gpurt.dask_hooks.seams import EXECUTION
+
+__all__ = [
+    "Graph",
+    "Operation",
+    "arguments_of",
+    "fused_graph_of",
+    "in_order",
+    "operation_of",
+    "wrap_execution",
+]
+
+Graph = Mapping[Key, GraphNode]
+
+#: The names of the functions that nodes call; methods are named ``.method``, and those of accessors
+#: ``accessor.method``.
+_NAMES: dict[Callable[..., Any], str] = {
+    **{getattr(operator, name): name for name in ("getitem", "lt", "le", "gt", "ge", "eq", "ne")},
+    **{getattr(operator, name): name for name in ("add", "sub", "mul", "and_", "or_", "inv")},
+    methods.assign: "assign",
+    RenameFrame.operation: "rename",
+}
+#: Classes of dask_cudf by the name of the operation of their bound methods, which tasks call.
+_OF_CLASSES = {("dask_cudf._expr.groupby", "DecomposableCudfGroupbyAgg", "chunk"): "groupby"}
+
+
+class Operation(NamedTuple):
+    """Describe the call that a node makes.
+
+    Attributes
+    ----------
+    name
+        The name of the function.
+    function, args, kwargs
+        The call; arguments that are results of other nodes are references, with their key.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def operation_of(node: GraphNode) -> Operation | None:
+    """Return the call that a node makes; None if its function has no name here, or an argument is a task."""
+    if type(node) is not Task or any(map(_is_task, (*node.args, *node.kwargs.values()))):
+        return None
+    name = _name_of(node)
+    return None if name is None else Operation(name, node.func, node.args, node.kwargs)
+
+
+def _is_task(argument: Any) -> bool:
+    return isinstance(argument, GraphNode)
+
+
+def _name_of(node: Task) -> str | None:
+    function: Any = node.func
+    if type(function) is methodcaller:
+        return f".{function.method}"
+    try:
+        name = _NAMES.get(function)
+    except TypeError:  # it cannot be hashed
+        return None
+    if name is not None:
+        return name
+    if function in (FunctionMap.operation, PropertyMap.operation):
+        return f"{node.args[1]}.{node.args[2]}"
+    of = getattr(function, "__self__", None)
+    return _OF_CLASSES.get((of.__module__, of.__name__, function.__name__)) if isinstance(of, type) else None
+
+
+def arguments_of(operation: Operation, value: Callable[[Key], Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a call, with references replaced by values."""
+
+    def given(argument: Any) -> Any:
+        return value(argument.key) if isinstance(argument, TaskRef) else argument
+
+    return [given(each) for each in operation.args], {k: given(v) for k, v in operation.kwargs.items()}
+
+
+def fused_graph_of(node: GraphNode) -> tuple[Graph, Key, dict[Key, Key]] | None:
+    """Return the graph of a fused task, its result, and which key of the graph is which input.
+
+    None for other tasks, and for those of which an input is not the result of another task.
+    """
+    if not isinstance(node, Task) or not node.has_subgraph():
+        return None
+    graph, result, names, *inputs = node.args
+    if not all(isinstance(each, TaskRef) for each in inputs):
+        return None
+    return graph, result, {name: each.key for name, each in zip(names, inputs, strict=True)}
+
+
+def wrap_execution(patches: PatchSet, run: Callable[[Graph, Key, Callable[[], Any]], Any]) -> None:
+    """Have a function execute the graphs of fused tasks.
+
+    Parameters
+    ----------
+    run
+        Takes the graph, the key of the result, and a function that returns the result as Dask does.
+
+    Raises
+    ------
+    UnsupportedError
+        If a function of Dask differs from the known one.
+    """
+    EXECUTION.require()
+
+    def wrap(execute: Callable[..., Any]) -> Callable[..., Any]:
+        def execute_graph(dsk: Any, cache: Any = None, keys: Any = None) -> Any:
+            by_dask = partial(execute, dsk, cache=cache, keys=keys)
+            if cache or not isinstance(dsk, dict) or not isinstance(keys, list) or len(keys) != 1:
+                return by_dask()
+            return {keys[0]: run(dsk, keys[0], lambda: by_dask()[keys[0]])}
+
+        return execute_graph
+
+    patches.replace(EXECUTION["execute_graph"], wrap)
+
+
+def in_order(graph: Graph, result: Key, given: Mapping[Key, Any]) -> Iterator[Key]:
+    """Yield the keys that a result needs, each after those that it depends on, but not given ones."""
+    done: set[Key] = set(given)
+    left = [result]
+    while left:
+        key = left[-1]
+        missing = [each for each in graph[key].dependencies if each not in done] if key not in done else []
+        if missing:
+            left.extend(missing)
+            continue
+        left.pop()
+        if key not in done:
+            done.add(key)
+            yield key

@@ -1,0 +1,137 @@
+"""Execute the graph of a fused task, node by node, on columns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dask.typing import Key
+
+from dask_gpurt.dask_hooks.graphs import Graph, arguments_of, fused_graph_of, in_order, operation_of
+from dask_gpurt.dask_hooks.types import GraphNode
+from dask_gpurt.frames.programs.operations import apply
+from dask_gpurt.frames.programs.values import Engine, Refused, Rows, Values
+
+#: Called with the number of nodes that ran on columns, and of those that were left to the library.
+Counts = Callable[[int, int], object]
+#: Called with a node, what it gave, and what the library gives.
+Check = Callable[[GraphNode, Any, Any], object]
+
+
+class ProgramError(RuntimeError):
+    """Columns could not be made a frame of their library."""
+
+
+class _Failed(Exception):
+    """An operation on columns has raised. The arguments are its name and the error."""
+
+
+class Interpreter:
+    """Execute graphs on the columns of one library.
+
+    Parameters
+    ----------
+    engine
+        The operations on columns.
+    failed
+        Called with the name of an operation and an unexpected error; the library runs that node instead.
+    check
+        If not None, each node that runs on columns runs through the library too, and this compares.
+    """
+
+    def __init__(
+        self, engine: Engine, failed: Callable[[str, Exception], object], check: Check | None = None
+    ) -> None:
+        self._engine = engine
+        self._failed = failed
+        self._check = check
+
+    def run(self, graph: Graph, result: Key, counted: Counts = lambda on_columns, left: None) -> Any:
+        """Return the result of a graph, as the library's frame if it is one.
+
+        Raises
+        ------
+        ProgramError
+            If the library's frame could not be made of columns. No node that needs it has run.
+        """
+        run = _Run(self._engine, self._failed, self._check)
+        value = run.closed(run.execute(graph, result, {}))
+        counted(run.on_columns, run.left)
+        return value
+
+
+class _Run:
+    """Execute one fused task, and the fused tasks within it."""
+
+    def __init__(self, engine: Engine, failed: Callable[[str, Exception], object], check: Check | None):
+        self._engine, self._failed, self._check = engine, failed, check
+        self.on_columns = self.left = 0
+
+    def execute(self, graph: Graph, result: Key, given: Mapping[Key, Any]) -> Any:
+        """Return the result of a graph, of which some values are given."""
+        order = list(in_order(graph, result, given))
+        uses = Counter(each for key in order for each in graph[key].dependencies)
+        values = dict(given)
+        for key in order:
+            node = graph[key]
+            values[key] = self._value(node, values)
+            for each in node.dependencies:
+                uses[each] -= 1
+                if not uses[each] and each != result:
+                    del values[each]
+        return values[result]
+
+    def closed(self, value: Any) -> Any:
+        """Return a value as the library has it."""
+        if not isinstance(value, (Rows, Values)):
+            return value
+        if value.made is None:
+            try:
+                value.made = self._engine.closed(value)
+            except Exception as error:
+                raise ProgramError(f"{type(error).__name__}: {error}") from error
+        return value.made
+
+    def _value(self, node: GraphNode, values: dict[Key, Any]) -> Any:
+        if (inner := fused_graph_of(node)) is not None:
+            graph, result, names = inner
+            return self.execute(graph, result, {name: values[key] for name, key in names.items()})
+        error: tuple[str, Exception] | None = None
+        try:
+            found = self._on_columns(node, values)
+        except Refused:
+            self.left += 1
+            found = None
+        except _Failed as failure:
+            self.left += 1
+            found, error = None, failure.args
+        if found is None or self._check is not None:
+            plain = node({key: self.closed(values[key]) for key in node.dependencies})
+            if error is not None:  # the library has not failed as well
+                self._failed(*error)
+            if found is None:
+                return plain
+            self._check(node, self.closed(found), plain)  # type: ignore[misc]
+        return found
+
+    def _on_columns(self, node: GraphNode, values: dict[Key, Any]) -> Rows | Values | None:
+        """Return the value of a node that runs on columns; None if it is left to the library."""
+        if (operation := operation_of(node)) is None:
+            return None
+        for key in node.dependencies:
+            if not isinstance(values[key], (Rows, Values)):
+                opened = self._engine.opened(values[key])
+                if opened is not None:
+                    values[key] = opened
+        if not any(isinstance(values[key], (Rows, Values)) for key in node.dependencies):
+            return None
+        args, kwargs = arguments_of(operation, values.__getitem__)
+        try:
+            found = apply(self._engine, operation.name, operation.function, args, kwargs)
+        except Refused:
+            raise
+        except Exception as error:
+            raise _Failed(operation.name, error) from error
+        self.on_columns += 1
+        return found

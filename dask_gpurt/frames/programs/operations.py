@@ -1,0 +1,210 @@
+"""List the operations of programs: what each does to columns and domains.
+
+Each takes the arguments of Dask's call, with frames as :class:`Rows` and series as :class:`Values`, and
+returns one of these, or raises :class:`Refused`. The rules for dtypes and nulls are those of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from dask_gpurt.frames.programs.values import Domain, Engine, Refused, Rows, Values
+
+Result = Rows | Values
+
+#: Methods of series whose result has the same rows, and depends on the index of none of their operands.
+_BY_ROWS = frozenset(
+    [".abs", ".astype", ".between", ".fillna", ".isin", ".isna", ".isnull", ".mask", ".notna", ".notnull"]
+    + [".round", ".where"]
+)
+#: Those of them that take other series.
+_OF_SEVERAL = frozenset([".mask", ".where"])
+_ACCESSORS = ("str.", "dt.")
+#: Dtypes, values and their collections: of no other argument is it known that it is not a frame.
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def apply(engine: Engine, name: str, function: Callable[..., Any], args: list[Any], kwargs: Any) -> Result:
+    """Apply an operation by its name.
+
+    Raises
+    ------
+    Refused
+        If it is not known, or not for these operands.
+    """
+    if (operation := _OPERATIONS.get(name)) is not None:
+        return operation(engine, *args, **kwargs)
+    if name in _BY_ROWS or name.startswith(_ACCESSORS):
+        return _by_rows(engine, name, function, args, kwargs)
+    raise Refused(name)
+
+
+# ---- columns ---------------------------------------------------------------------------------------
+
+
+def _getitem(engine: Engine, frame: Any, key: Any) -> Result:
+    if isinstance(key, Values):
+        return _filtered(engine, frame, key)
+    if not isinstance(frame, Rows):
+        raise Refused("getitem")
+    if isinstance(key, str) and key in frame.columns:
+        return Values(key, frame.columns[key], frame.domain)
+    if type(key) is list and key and len(set(_labels(key))) == len(key) and set(key) <= frame.columns.keys():
+        return Rows({label: frame.columns[label] for label in key}, frame.domain)
+    raise Refused("getitem")
+
+
+def _labels(key: list[Any]) -> list[str]:
+    if not all(type(label) is str for label in key):
+        raise Refused("labels")
+    return key
+
+
+def _filtered(engine: Engine, frame: Any, mask: Values) -> Result:
+    if not isinstance(frame, (Rows, Values)) or not engine.is_same(frame.domain, mask.domain):
+        raise Refused("another index")
+    if not engine.is_boolean(mask.column) or not engine.can_filter(frame.domain):
+        raise Refused("filter")
+    columns = [frame.column] if isinstance(frame, Values) else list(frame.columns.values())
+    kept, length = engine.kept(columns, mask.column)
+    domain = Domain(length, None, frame.domain, mask.column)
+    if isinstance(frame, Values):
+        return Values(frame.name, kept[0], domain)
+    return Rows(dict(zip(frame.columns, kept, strict=True)), domain)
+
+
+def _assign(engine: Engine, frame: Any, *pairs: Any) -> Rows:
+    if not isinstance(frame, Rows) or not frame.domain.length:  # an empty frame takes the index of a series
+        raise Refused("assign")
+    columns = dict(frame.columns)
+    for label, value in zip(_labels(list(pairs[::2])), pairs[1::2], strict=True):
+        if isinstance(value, Values) and engine.is_same(value.domain, frame.domain):
+            columns[label] = value.column
+        elif type(value) in (bool, int, float, str) and value == value:
+            columns[label] = engine.constant(value, frame.domain.length)
+        else:
+            raise Refused("assign")
+    return Rows(columns, frame.domain)
+
+
+def _rename(engine: Engine, frame: Any, columns: Any) -> Rows:
+    if not isinstance(frame, Rows) or type(columns) is not dict:
+        raise Refused("rename")
+    labels = _labels([columns.get(label, label) for label in frame.columns])
+    if len(set(labels)) < len(labels):
+        raise Refused("labels")
+    return Rows(dict(zip(labels, frame.columns.values(), strict=True)), frame.domain)
+
+
+def _reset_index(engine: Engine, frame: Any, *, drop: Any = False, **others: Any) -> Result:
+    if not isinstance(frame, (Rows, Values)) or drop is not True or others:
+        raise Refused("reset_index")
+    domain = engine.range(frame.domain.length)
+    if isinstance(frame, Values):
+        return Values(frame.name, frame.column, domain)
+    return Rows(frame.columns, domain)
+
+
+def _to_frame(engine: Engine, series: Any, **named: Any) -> Rows:
+    if not isinstance(series, Values) or type(label := named.get("name", series.name)) is not str:
+        raise Refused("to_frame")
+    return Rows({label: series.column}, series.domain)
+
+
+# ---- values ----------------------------------------------------------------------------------------
+
+
+def _binary(name: str, engine: Engine, left: Any, right: Any) -> Values:
+    series = [each for each in (left, right) if isinstance(each, Values)]
+    if not series or any(isinstance(each, Rows) for each in (left, right)):
+        raise Refused(name)
+    if len(series) == 2 and not engine.is_same(left.domain, right.domain):
+        raise Refused("another index")
+    label = series[0].name if all(each.name == series[0].name for each in series) else None
+    operands = [each.column if isinstance(each, Values) else each for each in (left, right)]
+    return Values(label, engine.binary(name, *operands), series[0].domain)
+
+
+def _inverted(engine: Engine, series: Any) -> Values:
+    if not isinstance(series, Values):
+        raise Refused("~")
+    return Values(series.name, engine.inverted(series.column), series.domain)
+
+
+def _by_rows(
+    engine: Engine, name: str, function: Callable[..., Any], args: list[Any], kwargs: Mapping[str, Any]
+) -> Values:
+    """Call a method with series of numbered rows, since the result does not depend on the index."""
+    positions = [at for at, each in enumerate(args) if isinstance(each, Values)]
+    others = [each for at, each in enumerate(args) if at not in positions] + list(kwargs.values())
+    if not positions or positions[0] or any(isinstance(each, (Rows, Values)) for each in others):
+        raise Refused(name)
+    series = [args[at] for at in positions]
+    if len(series) > 1 and name not in _OF_SEVERAL:
+        raise Refused(name)
+    if not all(engine.is_same(each.domain, series[0].domain) for each in series):
+        raise Refused("another index")
+
+    def call(*made: Any) -> Any:
+        given = list(args)
+        for at, each in zip(positions, made, strict=True):
+            given[at] = each
+        return function(*given, **kwargs)
+
+    label, column = engine.by_rows(call, series)
+    return Values(label, column, series[0].domain)
+
+
+# ---- groups ----------------------------------------------------------------------------------------
+
+#: The aggregations of a partition from which dask_cudf computes each aggregation.
+_PARTIAL = {"sum": ["sum"], "count": ["count"], "min": ["min"], "max": ["max"], "mean": ["count", "sum"]}
+
+
+def _grouped(
+    engine: Engine,
+    frame: Any,
+    *by: Any,
+    gb_cols: Any,
+    aggs: Any,
+    dropna: Any,
+    sort: Any,
+    sep: str,
+    columns: Any = None,
+) -> Rows:
+    """Aggregate the groups of a partition, with the columns that dask_cudf makes: ``label___sum``, sorted."""
+    if not isinstance(frame, Rows) or not frame.domain.length or sort or type(gb_cols) is not list:
+        raise Refused("groupby")
+    wanted = {label: {one for each in found for one in _partial(each)} for label, found in aggs.items()}
+    labels = [*_labels(gb_cols), *_labels(list(wanted))]
+    if len(set(labels)) < len(labels) or not set(labels) <= frame.columns.keys() or not gb_cols:
+        raise Refused("groupby")
+    requests = {label: (frame.columns[label], sorted(found)) for label, found in wanted.items()}
+    keys, found, length = engine.grouped(
+        [frame.columns[label] for label in gb_cols], requests, dropna=bool(dropna)
+    )
+    made = dict(zip(gb_cols, keys, strict=True))
+    made |= {f"{label}{sep}{aggregation}": column for (label, aggregation), column in found.items()}
+    return Rows({label: made[label] for label in sorted(made)}, engine.range(length))
+
+
+def _partial(aggregation: Any) -> list[str]:
+    if not isinstance(aggregation, str) or aggregation not in _PARTIAL:
+        raise Refused("groupby")
+    return _PARTIAL[aggregation]
+
+
+#: Binary operations; of those on values, division and remainders are left to the library.
+BINARY = ("lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "mul", "and_", "or_")
+_OPERATIONS: dict[str, Callable[..., Result]] = {
+    "getitem": _getitem,
+    "assign": _assign,
+    "rename": _rename,
+    ".reset_index": _reset_index,
+    ".to_frame": _to_frame,
+    "inv": _inverted,
+    "groupby": _grouped,
+    **{name: partial(_binary, name) for name in BINARY},
+}

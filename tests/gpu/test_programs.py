@@ -1,0 +1,391 @@
+"""Compare each operation of programs on columns of cudf with cudf itself."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from dask._task_spec import DataNode, Task, TaskRef, execute_graph
+from dask.dataframe import methods
+from dask.dataframe.dask_expr._accessor import FunctionMap, PropertyMap
+from dask.dataframe.dask_expr._expr import RenameFrame
+from dask.utils import M
+
+from dask_gpurt.frames.programs import Interpreter
+from dask_gpurt.frames.registry import LIBRARIES
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 40
+COMPARED = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
+COMPUTED = [operator.add, operator.sub, operator.mul, operator.and_, operator.or_]
+SCALARS: list[Any] = [
+    0,
+    -1,
+    3,
+    2**40,
+    300,
+    True,
+    2.5,
+    -0.0,
+    float("inf"),
+    float("nan"),
+    None,
+    "b",
+    "",
+    np.int64(2),
+    np.float32(0.1),
+    np.int8(-3),
+    pd.Timestamp("2020-01-01 05:00"),
+    pd.Timestamp("2020-01-01", tz="UTC"),
+    np.datetime64("2020-01-02"),
+    pd.Timedelta("1h"),
+    pd.NaT,
+]
+KINDS = ("full", "nulls", "empty", "all null")
+
+
+def frame_of(kind: str, seed: int = 0) -> Any:
+    """Return rows of all kinds, with NaN beside nulls, and an index that is not a range for some."""
+    import cudf
+
+    random = np.random.default_rng(seed)
+    rows = 0 if kind == "empty" else ROWS
+    texts = random.choice(["PROMO x", "b", "", "Ünï"], rows)
+    times = np.datetime64("2020-01-01", "us") + random.integers(0, 10**6, rows).astype("timedelta64[s]")
+    columns = {
+        "i": random.integers(-5, 6, rows),
+        "i2": random.integers(-3, 4, rows),
+        "i32": random.integers(-5, 6, rows).astype("int32"),
+        "i8": random.integers(-100, 100, rows).astype("int8"),
+        "u": random.integers(0, 9, rows).astype("uint32"),
+        "x": np.where(random.random(rows) < 0.2, np.nan, random.integers(-3, 4, rows) / 2),
+        "f32": random.random(rows).astype("float32"),
+        "b": random.random(rows) < 0.5,
+        "b2": random.random(rows) < 0.5,
+        "s": texts,
+        "s2": random.permutation(texts),
+        "t": times,
+        "t2": random.permutation(times),
+        "ms": times.astype("datetime64[ms]"),
+        "d": times - np.datetime64("2020-01-01", "us"),
+    }
+    made = {label: cudf.Series(values, nan_as_null=False) for label, values in columns.items()}
+    if kind in ("nulls", "all null"):
+        for label, series in made.items():
+            keep = cudf.Series(random.random(rows) < (0.7 if kind == "nulls" else -1))
+            made[label] = series.where(keep, None)
+    frame = cudf.DataFrame(made)
+    frame["c"] = frame["s"].astype("category")
+    frame["e"] = frame["i"].astype(cudf.Decimal64Dtype(9, 2)) if kind != "all null" else frame["i"]
+    return frame if seed % 2 else frame.set_index(cudf.Index(random.integers(0, 9, rows), name="row"))
+
+
+class Graph:
+    """Build the graph of a task on one frame."""
+
+    def __init__(self, frame: Any):
+        self.nodes: dict[Any, Any] = {"in": DataNode("in", frame)}
+        self.whole = TaskRef("in")
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> TaskRef:
+        key = ("n", len(self.nodes))
+        self.nodes[key] = Task(key, function, *args, **kwargs)
+        return TaskRef(key)
+
+    def column(self, label: str) -> TaskRef:
+        return self(operator.getitem, self.whole, label)
+
+
+class Compared:
+    """Run graphs as programs and as Dask does, and collect differences."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.ran: Counter[str] = Counter()
+        self.differences: list[str] = []
+        self.interpreter = Interpreter(
+            LIBRARIES["cudf"].engine(), lambda name, error: self.errors.append(f"{name}: {error!r}")
+        )
+
+    def __call__(self, said: str, graph: Graph, result: TaskRef, *, order: bool = True) -> None:
+        self.errors.clear()
+        left = self.ran["left"]
+        found = outcome(lambda: self.interpreter.run(graph.nodes, result.key, self.count))
+        if self.ran["left"] > left and not self.errors:
+            return  # cudf itself has computed it
+        expected = outcome(lambda: execute_graph(graph.nodes, keys=[result.key])[result.key])
+        difference = differ(found, expected, order)
+        if difference is None and self.errors and not isinstance(expected, Exception):
+            difference = f"failed on columns: {self.errors}"
+        if difference is not None:
+            self.differences.append(f"{said}: {difference}")
+
+    def count(self, on_columns: int, left: int) -> None:
+        self.ran["columns"] += on_columns
+        self.ran["left"] += left
+
+    def check(self) -> None:
+        print(dict(self.ran), len(self.differences), "differences")
+        assert not self.differences, "\n".join(
+            [f"{len(self.differences)} differences", *self.differences[:25]]
+        )
+        assert self.ran["columns"]
+
+
+def outcome(call: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return call()
+        except Exception as error:
+            return error
+
+
+def differ(found: Any, expected: Any, order: bool = True) -> str | None:
+    """Return how two outcomes differ: values, nulls, dtypes, labels, index; None if they do not."""
+    if isinstance(expected, Exception) or isinstance(found, Exception):
+        same = type(found) is type(expected)
+        return None if same else f"{found!r:.300} in place of {expected!r:.300}"
+    if type(found) is not type(expected):
+        return f"{type(found)} in place of {type(expected)}"
+    if type(found.index) is not type(expected.index) or list(found.index.names) != list(expected.index.names):
+        return f"index {found.index} in place of {expected.index}"
+    if found.ndim == 1:
+        if found.name != expected.name:
+            return f"name {found.name!r} in place of {expected.name!r}"
+        found, expected = found.to_frame("value"), expected.to_frame("value")
+    if not found.columns.equals(expected.columns) or found.columns.dtype != expected.columns.dtype:
+        return f"columns {found.columns} in place of {expected.columns}"
+    if list(found.dtypes) != list(expected.dtypes):
+        return f"dtypes {list(found.dtypes)} in place of {list(expected.dtypes)}"
+    if list(found.index.dtypes if found.index.nlevels > 1 else [found.index.dtype]) != list(
+        expected.index.dtypes if expected.index.nlevels > 1 else [expected.index.dtype]
+    ):
+        return "dtype of the index"
+    if [found[c].null_count for c in found] != [expected[c].null_count for c in expected]:
+        return "nulls"
+    if not order:
+        by = list(expected.columns)
+        found, expected = (each.sort_values(by).reset_index(drop=True) for each in (found, expected))
+    try:
+        pd.testing.assert_frame_equal(found.to_pandas(), expected.to_pandas(), check_exact=order)
+        for label in found:  # NaN stays NaN, and 0.0 does not become -0.0
+            if found[label].dtype.kind == "f" and order:
+                pairs = (each[label].to_arrow().to_pylist() for each in (found, expected))
+                assert [repr(value) for value in next(pairs)] == [repr(value) for value in next(pairs)]
+    except AssertionError as error:
+        return str(error).replace("\n", " ")[:300]
+    return None
+
+
+def frames() -> Iterator[tuple[str, Any]]:
+    for kind, seed in itertools.product(KINDS, (0, 1)):
+        yield f"{kind} {seed}", frame_of(kind, seed)
+
+
+@pytest.mark.parametrize("function", COMPARED + COMPUTED, ids=lambda function: function.__name__)
+def test_binary_operations(function: Any) -> None:
+    compared = Compared()
+    for said, frame in frames():
+        if said.endswith("1"):
+            continue
+        for label in frame.columns:
+            for scalar in SCALARS:
+                graph = Graph(frame)
+                compared(
+                    f"{said}: {label} {function.__name__} {scalar!r}",
+                    graph,
+                    graph(function, graph.column(label), scalar),
+                )
+                if function in (operator.sub, operator.lt):
+                    graph = Graph(frame)
+                    compared(
+                        f"{said}: {scalar!r} {function.__name__} {label}",
+                        graph,
+                        graph(function, scalar, graph.column(label)),
+                    )
+            for other in frame.columns:
+                graph = Graph(frame)
+                pair = graph.column(label), graph.column(other)
+                compared(f"{said}: {label} {function.__name__} {other}", graph, graph(function, *pair))
+    compared.check()
+
+
+BY_ROWS = [
+    (M.isin, ([1, 2, -3],), {}),
+    (M.isin, (["b", ""],), {}),
+    (M.isin, ([],), {}),
+    (M.isin, ([None, "b"],), {}),
+    (M.isin, ([1.5, float("nan")],), {}),
+    (M.isin, ([pd.Timestamp("2020-01-02")],), {}),
+    (M.isin, (np.array(["b", "x"], dtype=object),), {}),
+    (M.between, (-1, 2, "both"), {}),
+    (M.between, (0.5, 1, "neither"), {}),
+    (M.between, ("a", "c", "both"), {}),
+    (M.isna, (), {}),
+    (M.notnull, (), {}),
+    (M.fillna, (0,), {}),
+    (M.fillna, ("none",), {}),
+    (M.abs, (), {}),
+    (M.round, (0,), {}),
+    (M.round, (1,), {}),
+    (M.astype, ("float64",), {}),
+    (M.astype, ("int64",), {}),
+    (M.astype, ("str",), {}),
+    (M.astype, ("category",), {}),
+    (operator.inv, (), {}),
+    (M.to_frame, (), {}),
+    (M.to_frame, (), {"name": "other"}),
+    (M.reset_index, (), {"drop": True}),
+    (M.reset_index, (), {"drop": False}),
+    (M.cumsum, (), {}),
+    *(
+        (PropertyMap.operation, ("dt", name), {})
+        for name in ("year", "month", "day", "hour", "weekday", "quarter")
+    ),
+    *(
+        (FunctionMap.operation, ("str", name, args, kwargs), {})
+        for name, args, kwargs in [
+            ("contains", ("P.*x",), {}),
+            ("contains", ("b",), {"regex": False}),
+            ("startswith", ("PROMO",), {}),
+            ("endswith", ("x",), {}),
+            ("upper", (), {}),
+            ("len", (), {}),
+            ("slice", (0, 2), {}),
+            ("strip", (), {}),
+            ("split", (" ",), {"expand": True}),
+            ("contains", ("b",), {"na": False}),
+        ]
+    ),
+]
+
+
+def test_operations_by_rows() -> None:
+    compared = Compared()
+    for said, frame in frames():
+        for label in frame.columns:
+            for function, args, kwargs in BY_ROWS:
+                graph = Graph(frame)
+                name = getattr(function, "method", getattr(function, "__name__", ""))
+                compared(
+                    f"{said}: {label}.{name}{args}{kwargs}",
+                    graph,
+                    graph(function, graph.column(label), *args, **kwargs),
+                )
+    compared.check()
+
+
+def test_where_takes_other_series() -> None:
+    compared = Compared()
+    for said, frame in frames():
+        for label, other, method in itertools.product(
+            frame.columns, [0, 1.5, "x", None, "i2", "x", "s2"], (M.where, M.mask)
+        ):
+            graph = Graph(frame)
+            value = graph.column(other) if other in frame.columns else other
+            compared(
+                f"{said}: {label}.{method.method}(b, {other!r})",
+                graph,
+                graph(method, graph.column(label), graph.column("b"), value),
+            )
+    compared.check()
+
+
+def test_filters_and_labels() -> None:
+    compared = Compared()
+    for said, frame in frames():
+        for mask in ("b", "b2", "i"):
+            graph = Graph(frame)
+            kept = graph(operator.getitem, graph.whole, graph.column(mask))
+            compared(f"{said}: filter by {mask}", graph, kept)
+            again = graph(operator.getitem, kept, graph(operator.getitem, kept, "b2"))
+            compared(f"{said}: filter by {mask}, b2", graph, again)
+            compared(
+                f"{said}: column filtered",
+                graph,
+                graph(operator.getitem, graph.column("s"), graph.column(mask)),
+            )
+            chosen = graph(operator.getitem, again, ["s", "i", "c", "e", "x"])
+            compared(f"{said}: chosen", graph, chosen)
+            compared(
+                f"{said}: renamed", graph, graph(RenameFrame.operation, chosen, {"i": "eye", "none": "n"})
+            )
+            compared(f"{said}: renamed twice", graph, graph(RenameFrame.operation, chosen, {"i": "s"}))
+            compared(f"{said}: numbered", graph, graph(M.reset_index, chosen, drop=True))
+            double = graph(operator.mul, graph(operator.getitem, kept, "x"), 2)
+            compared(
+                f"{said}: assigned",
+                graph,
+                graph(methods.assign, chosen, "i", graph(operator.getitem, chosen, "x"), "new", 1),
+            )
+            compared(
+                f"{said}: assigned from elsewhere",
+                graph,
+                graph(methods.assign, kept, "new", double, "i", double),
+            )
+            compared(f"{said}: another index", graph, graph(methods.assign, kept, "new", graph.column("x")))
+            for value in (1, 1.5, True, "text", None, float("nan"), np.float32(1), pd.Timestamp("2020")):
+                compared(f"{said}: assigned {value!r}", graph, graph(methods.assign, kept, "new", value))
+            compared(f"{said}: no label", graph, graph(operator.getitem, kept, "none"))
+            compared(f"{said}: labels twice", graph, graph(operator.getitem, kept, ["i", "i"]))
+    compared.check()
+
+
+@pytest.mark.parametrize(
+    "keys", [["s"], ["i"], ["i8", "s"], ["t"], ["b", "u"], ["x"], ["c"], ["i", "i2", "s"]], ids=str
+)
+@pytest.mark.parametrize("dropna", [True, False])
+def test_groups_of_a_partition(keys: list[str], dropna: bool) -> None:
+    from dask_cudf._expr.groupby import DecomposableCudfGroupbyAgg
+
+    compared = Compared()
+    every = ["sum", "count", "mean", "min", "max"]
+    for said, frame in frames():
+        for label in [each for each in frame.columns if each not in keys]:
+            for aggregations in (["sum"], ["count"], ["mean", "max"], ["min"], every, ["std"]):
+                graph = Graph(frame)
+                options = {
+                    "gb_cols": keys,
+                    "aggs": {label: aggregations},
+                    "columns": [label],
+                    "dropna": dropna,
+                }
+                grouped = graph(
+                    DecomposableCudfGroupbyAgg.chunk, graph.whole, *keys, **options, sort=None, sep="___"
+                )
+                compared(f"{said}: {label} {aggregations} by {keys}", graph, grouped, order=False)
+        graph = Graph(frame)
+        aggs = {"f32": ["mean"], "x": ["sum", "max"], "i32": ["count"]}
+        for label in keys:
+            aggs.pop(label, None)
+        options = {"gb_cols": keys, "aggs": aggs, "columns": list(aggs), "dropna": dropna}
+        grouped = graph(DecomposableCudfGroupbyAgg.chunk, graph.whole, *keys, **options, sort=None, sep="___")
+        compared(f"{said}: several by {keys}", graph, grouped, order=False)
+    compared.check()
+
+
+def test_frames_made_of_columns_do_not_share_writes() -> None:
+    frame = frame_of("full")
+    before = frame.copy(deep=True)
+
+    def write(given: Any) -> Any:
+        given.loc[given["b"], "i"] = 99
+        given["x"] = 0.0
+        return given
+
+    graph = Graph(frame)
+    made = graph(methods.assign, graph.whole, "new", graph(operator.add, graph.column("i"), 1))
+    twice = graph(operator.getitem, graph(write, made), ["i", "new"])
+    other = graph(operator.getitem, made, ["i", "new"])
+    graph.nodes["both"] = Task("both", lambda a, b: (a, b), twice, other)
+    Interpreter(LIBRARIES["cudf"].engine(), lambda name, error: None).run(graph.nodes, "both")
+    assert differ(frame, before) is None

@@ -1,0 +1,81 @@
+"""Operate on columns of pandas: the reference for programs, which the runtime itself never runs on pandas."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from dask_gpurt.frames.programs.values import Domain, Refused, Rows, Values
+
+
+class PandasColumns:
+    """Operate on series of numbered rows; see :class:`~dask_gpurt.frames.programs.values.Engine`."""
+
+    def opened(self, value: Any) -> Rows | Values | None:
+        if type(value) is pd.DataFrame and value.columns.is_unique and len(value.columns):
+            if value.attrs or not all(type(label) is str for label in value.columns):
+                return None
+            if value.columns.name is not None or value.columns.dtype != pd.Index(["a"]).dtype:
+                return None
+            columns = {label: numbered(value[label]) for label in value.columns}
+            return Rows(columns, Domain(len(value), value.index), value)
+        if type(value) is pd.Series and not value.attrs:
+            return Values(value.name, numbered(value), Domain(len(value), value.index), value)
+        return None
+
+    def closed(self, value: Rows | Values) -> Any:
+        index = self._index(value.domain)
+        if isinstance(value, Values):
+            return value.column.set_axis(index).rename(value.name)
+        columns = [column.set_axis(index) for column in value.columns.values()]
+        return pd.concat(columns, axis=1, keys=list(value.columns))
+
+    def _index(self, domain: Domain) -> Any:
+        if domain.index is None:
+            assert domain.parent is not None
+            domain.index = self._index(domain.parent)[domain.mask.to_numpy(dtype=bool)]
+        return domain.index
+
+    def is_same(self, left: Domain, right: Domain) -> bool:
+        both = left.index is not None and right.index is not None
+        return left is right or (both and left.index is right.index)
+
+    def range(self, length: int) -> Domain:
+        return Domain(length, pd.RangeIndex(length))
+
+    def is_boolean(self, column: Any) -> bool:
+        return bool(column.dtype == bool)
+
+    def can_filter(self, domain: Domain) -> bool:
+        return True
+
+    def kept(self, columns: Sequence[Any], mask: Any) -> tuple[list[Any], int]:
+        return [column[mask].reset_index(drop=True) for column in columns], int(mask.sum())
+
+    def binary(self, name: str, left: Any, right: Any) -> Any:
+        return getattr(operator, name)(left, right)
+
+    def inverted(self, column: Any) -> Any:
+        return ~column
+
+    def constant(self, value: Any, length: int) -> Any:
+        return pd.DataFrame(index=pd.RangeIndex(length)).assign(x=value)["x"]
+
+    def by_rows(self, call: Callable[..., Any], values: Sequence[Values]) -> tuple[Any, Any]:
+        result = call(*(each.column.rename(each.name) for each in values))
+        if type(result) is not pd.Series or not result.index.equals(values[0].column.index):
+            raise Refused("other rows")
+        return result.name, numbered(result)
+
+    def grouped(
+        self, keys: Sequence[Any], requests: Mapping[Any, tuple[Any, Collection[str]]], *, dropna: bool
+    ) -> tuple[list[Any], dict[tuple[Any, str], Any], int]:
+        raise Refused("groupby")
+
+
+def numbered(series: Any) -> Any:
+    """Return the values of a series with numbered rows."""
+    return series.set_axis(pd.RangeIndex(len(series)))
