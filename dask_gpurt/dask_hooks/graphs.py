@@ -15,9 +15,11 @@ from dask._task_spec import GraphNode, Task, TaskRef
 from dask.dataframe import methods
 from dask.dataframe.dask_expr._accessor import FunctionMap, PropertyMap
 from dask.dataframe.dask_expr._expr import RenameFrame
+from dask.dataframe.multi import merge_chunk
 from dask.typing import Key
 from dask.utils import methodcaller
 
+from dask_gpurt.dask_hooks.comparison import Seam
 from dask_gpurt.dask_hooks.patch import PatchSet
 from dask_gpurt.dask_hooks.seams import EXECUTION
 
@@ -37,12 +39,23 @@ Graph = Mapping[Key, GraphNode]
 #: ``accessor.method``.
 _NAMES: dict[Callable[..., Any], str] = {
     **{getattr(operator, name): name for name in ("getitem", "lt", "le", "gt", "ge", "eq", "ne")},
-    **{getattr(operator, name): name for name in ("add", "sub", "mul", "and_", "or_", "inv")},
+    **{getattr(operator, name): name for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")},
+    **{getattr(operator, name): name for name in ("and_", "or_", "xor", "inv")},
     methods.assign: "assign",
     RenameFrame.operation: "rename",
+    merge_chunk: "merge",
 }
 #: Classes of dask_cudf by the name of the operation of their bound methods, which tasks call.
 _OF_CLASSES = {("dask_cudf._expr.groupby", "DecomposableCudfGroupbyAgg", "chunk"): "groupby"}
+
+
+#: How dask_cudf aggregates partial aggregations, in trees.
+_TREES = Seam("dask_cudf._expr.groupby:_tree_node_agg", "df gb_cols dropna sort sep")
+
+
+def name_operation(name: str, *functions: Callable[..., Any]) -> None:
+    """Give functions that tasks call the name of the operation that they do."""
+    _NAMES.update(dict.fromkeys(functions, name))
 
 
 class Operation(NamedTuple):
@@ -137,6 +150,30 @@ def wrap_execution(patches: PatchSet, run: Callable[[Graph, Key, Callable[[], An
         return execute_graph
 
     patches.replace(EXECUTION["execute_graph"], wrap)
+
+
+def wrap_trees(patches: PatchSet, call: Callable[..., Any]) -> None:
+    """Have a function aggregate partial aggregations of dask_cudf, which has been imported.
+
+    Parameters
+    ----------
+    call
+        Takes the name of the operation, dask_cudf's function, its arguments and its keywords.
+
+    Raises
+    ------
+    UnsupportedError
+        If dask_cudf's function differs from the known one.
+    """
+
+    def wrap(aggregate: Callable[..., Any]) -> Callable[..., Any]:
+        def again(df: Any, gb_cols: Any, dropna: Any, sort: Any, sep: Any) -> Any:
+            options = {"gb_cols": gb_cols, "dropna": dropna, "sort": sort, "sep": sep}
+            return call("groupby-again", aggregate, (df,), options)
+
+        return again
+
+    patches.replace(_TREES, wrap)
 
 
 def in_order(graph: Graph, result: Key, given: Mapping[Key, Any]) -> Iterator[Key]:

@@ -25,8 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dask_gpurt.dask_hooks.expr import convert_to_list
+from dask_gpurt.dask_hooks.graphs import name_operation
 from dask_gpurt.dask_hooks.types import concat, merge_chunk
 from dask_gpurt.frames import column_names, halves
+from dask_gpurt.frames.programs import call
 from dask_gpurt.frames.registry import is_of_unknown_categories
 from dask_gpurt.observe import Fallback
 from dask_gpurt.shuffle.local import output_of, runtime_here
@@ -98,7 +100,11 @@ def merge_frames(left: Any, right: Any, **options: Any) -> Any:
     if options.get("how") == SEMI and not (options.get("left_index") or options.get("right_index")):
         keys = (convert_to_list(options.get(on)) or () for on in ("right_on", "left_on"))
         right = rows_that_may_match(right, left, *keys)
-    return merge_chunk(left, right, **options)
+    return call("merge", merge_chunk, left, right, **options)
+
+
+#: In fused tasks.
+name_operation("merge", merge_aligned, merge_frames)
 
 
 def with_categories_of(other: Any, side: Any) -> Any:

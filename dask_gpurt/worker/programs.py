@@ -6,6 +6,7 @@ Decisions and their figures: ``docs/decisions/programs.md``.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +14,8 @@ from typing import Any
 from dask.typing import Key
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.graphs import Graph, wrap_execution
-from dask_gpurt.frames.programs import Interpreter, ProgramError
+from dask_gpurt.dask_hooks.graphs import Graph, wrap_execution, wrap_trees
+from dask_gpurt.frames.programs import CALLS, Interpreter, ProgramError
 from dask_gpurt.frames.registry import LIBRARIES
 from dask_gpurt.observe import Fallback, Metrics
 
@@ -36,6 +37,7 @@ class WorkerPrograms:
         self._refused = partial(metrics.fallback, Fallback.PROGRAMS_OFF)
         self._interpreter: Interpreter | None = None
         self._patches = PatchSet()
+        self._lock = threading.Lock()
 
     def install(self) -> None:
         """Apply to all fused tasks that start from now on."""
@@ -43,10 +45,14 @@ class WorkerPrograms:
             wrap_execution(self._patches, self.run)
         except UnsupportedError as error:
             self._refused(str(error))
+            return
+        CALLS.append(self.call)
 
     def uninstall(self) -> None:
         """Leave fused tasks to Dask from now on."""
         self._patches.restore()
+        if self.call in CALLS:
+            CALLS.remove(self.call)
 
     def run(self, graph: Graph, result: Key, by_dask: Callable[[], Any]) -> Any:
         """Return the result of a graph. On threads of tasks."""
@@ -58,15 +64,31 @@ class WorkerPrograms:
             self._failed("frame", error)
             return by_dask()
 
+    def call(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function of frames, as one operation. On threads of tasks."""
+        if not self.on or (interpreter := self._loaded()) is None:
+            return function(*args, **kwargs)
+        return interpreter.call(name, function, args, kwargs)
+
     def _loaded(self) -> Interpreter | None:
-        """Return the interpreter once a task has imported the library, of which it needs private parts."""
-        if self._interpreter is None and LIBRARY in sys.modules and self.on:
-            try:
-                self._interpreter = Interpreter(LIBRARIES[LIBRARY].engine(), self._failed)
-            except Exception as error:  # whatever has moved in the library
-                self.on = False
-                self._refused(f"{type(error).__name__}: {error}")
+        """Return the interpreter once the library has been imported, of which it needs private parts."""
+        if self._interpreter is None and LIBRARY in sys.modules:
+            with self._lock:
+                if self.on and self._interpreter is None:
+                    self._load()
         return self._interpreter
+
+    def _load(self) -> None:
+        try:
+            interpreter = Interpreter(LIBRARIES[LIBRARY].engine(), self._failed)
+            wrap_trees(self._patches, self.call)
+        except Exception as error:  # whatever has moved in the library
+            self.on = False
+            self._refused(f"{type(error).__name__}: {error}")
+        else:
+            self._interpreter = interpreter
 
     def _count(self, on_columns: int, left: int) -> None:
         self._metrics.add("programs.nodes", on_columns)

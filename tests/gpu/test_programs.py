@@ -16,6 +16,7 @@ from dask._task_spec import DataNode, Task, TaskRef, execute_graph
 from dask.dataframe import methods
 from dask.dataframe.dask_expr._accessor import FunctionMap, PropertyMap
 from dask.dataframe.dask_expr._expr import RenameFrame
+from dask.dataframe.multi import merge_chunk
 from dask.utils import M
 
 from dask_gpurt.frames.programs import Interpreter
@@ -25,7 +26,8 @@ pytestmark = pytest.mark.gpu
 
 ROWS = 40
 COMPARED = [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne]
-COMPUTED = [operator.add, operator.sub, operator.mul, operator.and_, operator.or_]
+COMPUTED = [operator.add, operator.sub, operator.mul, operator.and_, operator.or_, operator.xor]
+COMPUTED += [operator.truediv, operator.floordiv, operator.mod, operator.pow]
 SCALARS: list[Any] = [
     0,
     -1,
@@ -371,6 +373,65 @@ def test_groups_of_a_partition(keys: list[str], dropna: bool) -> None:
         grouped = graph(DecomposableCudfGroupbyAgg.chunk, graph.whole, *keys, **options, sort=None, sep="___")
         compared(f"{said}: several by {keys}", graph, grouped, order=False)
     compared.check()
+
+
+@pytest.mark.parametrize("how", ["inner", "left", "leftsemi"])
+def test_joins(how: str) -> None:
+    compared = Compared()
+    pairs: list[Any] = [
+        ("i", "i"),
+        ("i", "i2"),
+        ("s", "s"),
+        ("t", "t"),
+        ("x", "x"),
+        ("b", "b"),
+        ("i", "i32"),
+        ("c", "c"),
+    ]
+    pairs += [(["i", "s"], ["i2", "s"]), (["i8"], ["i8"]), (["s", "i"], ["i", "s"]), (["i", "b"], ["b", "i"])]
+    for (said, left), (other, right) in itertools.product(frames(), frames()):
+        if said.endswith("1") != other.endswith("1"):
+            continue
+        for keys, of_right in pairs:
+            for dropped in (["c", "e"], ["e"]):
+                if dropped == ["e"] and "c" not in (keys, of_right):
+                    continue
+                graph = Graph(left.drop(columns=dropped))
+                graph.nodes["right"] = DataNode("right", right.drop(columns=dropped))
+                options = {"how": how, "left_on": keys, "right_on": of_right, "suffixes": ("_x", "_r")}
+                meta = (
+                    left.drop(columns=dropped).head(0).merge(right.drop(columns=dropped).head(0), **options)
+                )
+                joined = graph(merge_chunk, graph.whole, TaskRef("right"), result_meta=meta, **options)
+                compared(f"{said} {how} {other}: {keys} {of_right}", graph, joined, order=False)
+    compared.check()
+
+
+@pytest.mark.parametrize("keys", [["s"], ["i", "s"], ["x"], ["t"]], ids=str)
+def test_trees_of_groups(keys: list[str]) -> None:
+    import cudf
+    from dask_cudf._expr import groupby
+
+    compared = Compared()
+    interpreter = compared.interpreter
+    for said, frame in frames():
+        other = frame_of("full", 7)
+        aggs = {"i2": ["sum", "mean"], "f32": ["min", "max", "mean"], "i32": ["count"], "u": ["sum"]}
+        options = {"gb_cols": keys, "dropna": True, "sort": None, "sep": "___"}
+        parts = [
+            groupby._groupby_partition_agg(each, aggs=aggs, columns=list(aggs), **options)
+            for each in (frame, other)
+        ]
+        whole = cudf.concat(parts)
+        found = interpreter.call("groupby-again", lambda *args, **kwargs: None, (whole,), options)
+        if found is not None:
+            compared.ran["columns"] += 1
+            difference = differ(found, groupby._tree_node_agg(whole, **options), order=False)
+            compared.differences += [f"{said} by {keys}: {difference}"] if difference else []
+        compared.differences += [f"{said} by {keys}: {error}" for error in compared.errors]
+        compared.errors.clear()
+    if keys != ["x"]:
+        compared.check()
 
 
 def test_frames_made_of_columns_do_not_share_writes() -> None:

@@ -70,10 +70,37 @@ class PandasColumns:
             raise Refused("other rows")
         return result.name, numbered(result)
 
+    def is_named(self, domain: Domain) -> bool:
+        return any(name is not None for name in self._index(domain).names)
+
+    def joined(
+        self, how: str, keys: tuple[list[Any], list[Any]], columns: tuple[list[Any], list[Any]]
+    ) -> tuple[list[Any], int]:
+        if any(each.dtype == "category" for side in (*keys, *columns) for each in side):
+            raise Refused("categories")
+        if any(left.dtype != right.dtype for left, right in zip(*keys, strict=True)):
+            raise Refused("keys")
+        sides = [
+            pd.concat([*of, *by], axis=1, keys=[*(f"{side}{at}" for at in range(len(of))), *names])
+            for side, of, by in zip("lr", columns, keys, strict=True)
+            if (names := [f"k{at}" for at in range(len(by))])
+        ]
+        if how == "leftsemi":
+            sides[1] = sides[1].drop_duplicates()
+        joined = sides[0].merge(sides[1], on=names_of(keys[0]), how="left" if how == "left" else "inner")
+        if not len(joined):
+            raise Refused("no rows")
+        labels = [f"l{at}" for at in range(len(columns[0]))] + [f"r{at}" for at in range(len(columns[1]))]
+        return [joined[label] for label in labels], len(joined)
+
     def grouped(
         self, keys: Sequence[Any], requests: Mapping[Any, tuple[Any, Collection[str]]], *, dropna: bool
     ) -> tuple[list[Any], dict[tuple[Any, str], Any], int]:
         raise Refused("groupby")
+
+
+def names_of(keys: list[Any]) -> list[str]:
+    return [f"k{at}" for at in range(len(keys))]
 
 
 def numbered(series: Any) -> Any:

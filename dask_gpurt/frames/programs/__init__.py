@@ -1,14 +1,16 @@
-"""Run fused tasks as programs of operations on columns, without the frames of their library in between.
-
-A program is the graph of a fused task: a chain of selections, comparisons, products, filters. Between two of
-its nodes, columns are passed with their dtype, and with the *domain* that identifies their rows. That two
-columns are of one domain replaces the alignment of their indexes, and an index is only made where a frame
-leaves the program. A node that is not known, or whose dtypes are not certain to be treated as the library
-treats them, runs through the library, with its frames.
-
-Decisions and their figures: ``docs/decisions/programs.md``.
-"""
+from collections.abc import Callable
+from typing import Any
 
 from dask_gpurt.frames.programs.interpreter import Interpreter, ProgramError
 
-__all__ = ["Interpreter", "ProgramError"]
+__all__ = ["CALLS", "Interpreter", "ProgramError", "call"]
+
+#: Takes the name of an operation, a function, its arguments and keywords, and returns the result of the call.
+Call = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+#: Those that run operations as programs in this process; the last one is used.
+CALLS: list[Call] = []
+
+
+def call(name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of frames, as the operation of this name if this process runs programs."""
+    return CALLS[-1](name, function, args, kwargs) if CALLS else function(*args, **kwargs)

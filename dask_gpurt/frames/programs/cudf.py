@@ -35,6 +35,7 @@ _COMPARISONS = {
 }
 _ARITHMETIC = {"add": _BINARY.ADD, "sub": _BINARY.SUB, "mul": _BINARY.MUL}
 _LOGIC = {"and_": _BINARY.BITWISE_AND, "or_": _BINARY.BITWISE_OR}
+_NULLIFY, _DONT_CHECK = plc.copying.OutOfBoundsPolicy.NULLIFY, plc.copying.OutOfBoundsPolicy.DONT_CHECK
 _BOOL = np.dtype(bool)
 _INT64 = np.dtype("int64")
 #: The options with which cudf has other rules, or buffers that move.
@@ -79,6 +80,11 @@ class Column:
         """Return the kind of the dtype; that of dtypes which are not numpy's is ``-``."""
         return self.dtype.kind if isinstance(self.dtype, np.dtype) else "-"
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether cudf computes with the dtype as with those of numpy: not decimals or categories."""
+        return self.kind in "biufmM" or _is_text(self.dtype)
+
 
 class CudfColumns:
     """Operate on columns of cudf; see :class:`~dask_gpurt.frames.programs.values.Engine`."""
@@ -120,10 +126,10 @@ class CudfColumns:
         return bool(column.dtype == _BOOL)
 
     def can_filter(self, domain: Domain) -> bool:
-        while domain.index is None:
-            assert domain.parent is not None
-            domain = domain.parent
-        return type(domain.index) in _INDEXES
+        return type(_root(domain).index) in _INDEXES
+
+    def is_named(self, domain: Domain) -> bool:
+        return any(name is not None for name in _root(domain).index.names)
 
     def kept(self, columns: Sequence[Column], mask: Column) -> tuple[list[Column], int]:
         table = plc.stream_compaction.apply_retention_mask(plc.Table([c.plc for c in columns]), mask.plc)
@@ -135,10 +141,8 @@ class CudfColumns:
         if found is not None:
             return found
         for each in (left, right):
-            known = (
-                each.kind in "biufmM" or _is_text(each.dtype) if isinstance(each, Column) else is_scalar(each)
-            )
-            if not known:
+            is_known = each.is_known if isinstance(each, Column) else is_scalar(each)
+            if not is_known or (each is left and isinstance(each, np.generic)):  # numpy would compute it
                 raise Refused(name)
         operands = [each.made if isinstance(each, Column) else each for each in (left, right)]
         result = getattr(operator, name)(*operands)
@@ -164,6 +168,32 @@ class CudfColumns:
             raise Refused("other rows")
         return result.name, Column.of(result._column)
 
+    def joined(
+        self, how: str, keys: tuple[list[Column], list[Column]], columns: tuple[list[Column], list[Column]]
+    ) -> tuple[list[Column], int]:
+        if any(left.dtype != right.dtype for left, right in zip(*keys, strict=True)):
+            raise Refused("keys")  # cudf casts them
+        if any(isinstance(each.dtype, cudf.CategoricalDtype) for side in (*keys, *columns) for each in side):
+            raise Refused("categories")
+        tables = [plc.Table([each.plc for each in side]) for side in keys]
+        equal = plc.types.NullEquality.EQUAL
+        if how == "leftsemi":
+            maps = [plc.join.left_semi_join(*tables, equal)]
+        elif how == "left":
+            maps = list(plc.join.left_join(*tables, equal))
+        else:
+            maps = list(plc.join.inner_join(*tables, equal))
+        length = maps[0].size()
+        if not length:
+            raise Refused("no rows")
+        found = _gathered(columns[0], maps[0], _DONT_CHECK)
+        if columns[1]:
+            found += _gathered(columns[1], maps[1], _NULLIFY if how == "left" else _DONT_CHECK)
+        if how == "left" and any(_is_narrow(each) for each in columns[1]) and _has_unmatched(maps[1]):
+            start = len(columns[0])
+            found[start:] = [_widened(each) for each in found[start:]]
+        return found, length
+
     def grouped(
         self,
         keys: Sequence[Column],
@@ -171,7 +201,7 @@ class CudfColumns:
         *,
         dropna: bool,
     ) -> tuple[list[Column], dict[tuple[Any, str], Column], int]:
-        if not all(each.kind in "biuM" or _is_text(each.dtype) for each in keys):
+        if not all(each.is_known and each.kind != "f" for each in keys):
             raise Refused("keys")  # in floats, cudf takes NaN for null
         for column, wanted in requests.values():
             if column.kind not in "iuf" and not (column.kind in "bM" and set(wanted) <= {"count"}):
@@ -195,6 +225,28 @@ class CudfColumns:
         return named, results, found.num_rows()
 
 
+def _gathered(columns: list[Column], rows: plc.Column, policy: Any) -> list[Column]:
+    table = plc.copying.gather(plc.Table([each.plc for each in columns]), rows, policy)
+    return [Column(new, old.dtype) for new, old in zip(table.columns(), columns, strict=True)]
+
+
+def _has_unmatched(rows: plc.Column) -> bool:
+    """Return whether a left join has a row without a match, of which the number is negative."""
+    least = plc.reduce.reduce(rows, plc.aggregation.min(), rows.type())
+    return bool(least.to_py() < 0)
+
+
+def _is_narrow(column: Column) -> bool:
+    return column.kind in "iu"
+
+
+def _widened(column: Column) -> Column:
+    """Return integers with nulls as floats, which pandas makes of them where a join adds nulls."""
+    if not _is_narrow(column) or not column.plc.null_count():
+        return column
+    return Column.of(column.made.astype(np.dtype("float64")))
+
+
 def _is_odd(value: Any, level_names: Sequence[Any]) -> bool:
     """Return whether a frame has what its columns and its index do not tell."""
     return bool(value.attrs) or not value.flags.allows_duplicate_labels or tuple(level_names) != (None,)
@@ -207,6 +259,13 @@ def _is_plain(label_dtype: Any) -> bool:
 
 def _is_text(dtype: Any) -> bool:
     return isinstance(dtype, pd.StringDtype) or (isinstance(dtype, np.dtype) and dtype.kind == "O")
+
+
+def _root(domain: Domain) -> Domain:
+    while domain.index is None:
+        assert domain.parent is not None
+        domain = domain.parent
+    return domain
 
 
 def _index(domain: Domain) -> Any:

@@ -60,6 +60,21 @@ class Interpreter:
         counted(run.on_columns, run.left)
         return value
 
+    def call(
+        self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of a call as one operation, by its name."""
+        run = _Run(self._engine, self._failed, None)
+        opened = [value if (made := self._engine.opened(value)) is None else made for value in args]
+        try:
+            return run.closed(apply(self._engine, name, function, opened, kwargs))
+        except Refused:
+            return function(*args, **kwargs)
+        except Exception as error:
+            result = function(*args, **kwargs)
+            self._failed(name, error)
+            return result
+
 
 class _Run:
     """Execute one fused task, and the fused tasks within it."""

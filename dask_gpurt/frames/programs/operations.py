@@ -157,10 +157,63 @@ def _by_rows(
     return Values(label, column, series[0].domain)
 
 
+# ---- joins -----------------------------------------------------------------------------------------
+
+
+def _merged(
+    engine: Engine,
+    left: Any,
+    right: Any,
+    *,
+    how: Any = "inner",
+    left_on: Any = None,
+    right_on: Any = None,
+    left_index: Any = False,
+    right_index: Any = False,
+    suffixes: Any = ("_x", "_y"),
+    indicator: Any = False,
+    result_meta: Any = None,
+) -> Rows:
+    """Join two frames on columns, as Dask does. Empty ones, which keep dtypes, are left to the library."""
+    if not isinstance(left, Rows) or not isinstance(right, Rows) or left_index or right_index or indicator:
+        raise Refused("merge")
+    if how not in ("inner", "left", "leftsemi") or not left.domain.length or not right.domain.length:
+        raise Refused("merge")
+    keys, others = _keys(left, left_on), _keys(right, right_on)
+    if len(keys) != len(others) or any(map(engine.is_named, (left.domain, right.domain))):
+        raise Refused("keys")
+    once = {key for key, other in zip(keys, others, strict=True) if key == other}
+    of_right = [] if how == "leftsemi" else [label for label in right.columns if label not in once]
+    suffixed = (left.columns.keys() & right.columns.keys()) - once if of_right else set[str]()
+    labels = [
+        f"{label}{suffix}" if label in suffixed and suffix is not None else label
+        for names, suffix in ((left.columns, suffixes[0]), (of_right, suffixes[1]))
+        for label in names
+    ]
+    if len(set(labels)) < len(labels):
+        raise Refused("labels")
+    columns, length = engine.joined(
+        how,
+        ([left.columns[key] for key in keys], [right.columns[key] for key in others]),
+        (list(left.columns.values()), [right.columns[label] for label in of_right]),
+    )
+    return Rows(dict(zip(labels, columns, strict=True)), engine.range(length))
+
+
+def _keys(frame: Rows, on: Any) -> list[str]:
+    keys = _labels([on] if isinstance(on, str) else list(on) if isinstance(on, (list, tuple)) else [])
+    if not keys or not set(keys) <= frame.columns.keys():
+        raise Refused("keys")
+    return keys
+
+
 # ---- groups ----------------------------------------------------------------------------------------
 
 #: The aggregations of a partition from which dask_cudf computes each aggregation.
 _PARTIAL = {"sum": ["sum"], "count": ["count"], "min": ["min"], "max": ["max"], "mean": ["count", "sum"]}
+
+#: The aggregation of partial ones.
+_AGAIN = {"sum": "sum", "count": "sum", "min": "min", "max": "max"}
 
 
 def _grouped(
@@ -190,14 +243,38 @@ def _grouped(
     return Rows({label: made[label] for label in sorted(made)}, engine.range(length))
 
 
+def _grouped_again(engine: Engine, frame: Any, *, gb_cols: Any, dropna: Any, sort: Any, sep: str) -> Rows:
+    """Aggregate the groups of several partitions, from what :func:`_grouped` has made of each."""
+    if not isinstance(frame, Rows) or not frame.domain.length or sort or type(gb_cols) is not list:
+        raise Refused("groupby")
+    values = [label for label in frame.columns if label not in gb_cols]
+    if not _labels(gb_cols) or not set(gb_cols) <= frame.columns.keys():
+        raise Refused("groupby")
+    requests = {label: (frame.columns[label], [_again(label.split(sep)[-1])]) for label in values}
+    keys, found, length = engine.grouped(
+        [frame.columns[label] for label in gb_cols], requests, dropna=bool(dropna)
+    )
+    made = dict(zip(gb_cols, keys, strict=True)) | {label: column for (label, _), column in found.items()}
+    return Rows({label: made[label] for label in sorted(made)}, engine.range(length))
+
+
+def _again(aggregation: str) -> str:
+    if aggregation not in _AGAIN:
+        raise Refused("groupby")
+    return _AGAIN[aggregation]
+
+
 def _partial(aggregation: Any) -> list[str]:
     if not isinstance(aggregation, str) or aggregation not in _PARTIAL:
         raise Refused("groupby")
     return _PARTIAL[aggregation]
 
 
-#: Binary operations; of those on values, division and remainders are left to the library.
-BINARY = ("lt", "le", "gt", "ge", "eq", "ne", "add", "sub", "mul", "and_", "or_")
+#: Binary operations.
+BINARY = (
+    *("lt", "le", "gt", "ge", "eq", "ne", "and_", "or_", "xor"),
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"),
+)
 _OPERATIONS: dict[str, Callable[..., Result]] = {
     "getitem": _getitem,
     "assign": _assign,
@@ -206,5 +283,7 @@ _OPERATIONS: dict[str, Callable[..., Result]] = {
     ".to_frame": _to_frame,
     "inv": _inverted,
     "groupby": _grouped,
+    "groupby-again": _grouped_again,
+    "merge": _merged,
     **{name: partial(_binary, name) for name in BINARY},
 }

@@ -78,11 +78,19 @@ class Engine(Protocol):
     def can_filter(self, domain: Domain) -> bool:
         """Return whether the index of a domain can be made from that of its parent."""
 
+    def is_named(self, domain: Domain) -> bool:
+        """Return whether the index of a domain, or of one that it is part of, has a name."""
+
     def kept(self, columns: Sequence[Any], mask: Any) -> tuple[list[Any], int]:
         """Return the rows of columns for which a mask is true, and their number."""
 
     def by_rows(self, call: Callable[..., Any], values: Sequence[Values]) -> tuple[Any, Any]:
         """Call a function with series of numbered rows; return the name and the column of its result."""
+
+    def joined(
+        self, how: str, keys: tuple[list[Any], list[Any]], columns: tuple[list[Any], list[Any]]
+    ) -> tuple[list[Any], int]:
+        """Return the columns of an inner, left or semi join of a left and a right side, and its length."""
 
     def grouped(
         self, keys: Sequence[Any], requests: Mapping[Any, tuple[Any, Collection[str]]], *, dropna: bool

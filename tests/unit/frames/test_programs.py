@@ -168,6 +168,24 @@ def _part(pdf: pd.DataFrame, npartitions: int, at: int) -> pd.DataFrame:
     return pdf.iloc[at::npartitions].copy()
 
 
+@pytest.mark.parametrize("how", ["inner", "left", "leftsemi"])
+@pytest.mark.parametrize("keys", [("i", "i"), (["i", "j"], ["i", "j"]), ("s", "t"), (["i", "s"], ["k", "s"])])
+def test_joins_are_what_dask_computes(how: str, keys: tuple[Any, Any]) -> None:
+    pdf = frame_of(30, 1).reset_index(drop=True).drop(columns="c")
+    other = frame_of(12, 2).reset_index(drop=True)[["i", "j", "s", "x", "n"]]
+    other = other.assign(k=other.i, t=other.s)
+    if how == "leftsemi":
+        other = other[keys[1] if isinstance(keys[1], list) else [keys[1]]]
+    left = dd.from_map(partial(_part, pdf, 2), range(2), meta=pdf.iloc[:0])
+    right = dd.from_map(partial(_part, other, 1), range(1), meta=other.iloc[:0])
+    joined = left.merge(right[right[other.columns[0]].notnull()], how=how, left_on=keys[0], right_on=keys[1])
+    joined = joined.assign(new=joined["y"] * 2).reset_index(drop=True)
+    found, ran = as_program(joined)
+    assert_equal(found, joined.compute(scheduler="sync"))
+    assert ran.errors == []
+    assert ran.left == 0
+
+
 def test_nodes_of_a_query_run_on_columns() -> None:
     pdf = frame_of(20, 0)
     df = dd.from_map(partial(_part, pdf, 1), range(1), meta=pdf.iloc[:0])
