@@ -7,6 +7,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -401,9 +402,10 @@ def test_joins(how: str) -> None:
                 graph = Graph(left.drop(columns=dropped))
                 graph.nodes["right"] = DataNode("right", right.drop(columns=dropped))
                 options = {"how": how, "left_on": keys, "right_on": of_right, "suffixes": ("_x", "_r")}
-                meta = (
-                    left.drop(columns=dropped).head(0).merge(right.drop(columns=dropped).head(0), **options)
-                )
+                empty = left.drop(columns=dropped).head(0), right.drop(columns=dropped).head(0)
+                meta = outcome(partial(empty[0].merge, empty[1], **options))
+                if isinstance(meta, Exception):
+                    continue
                 joined = graph(merge_chunk, graph.whole, TaskRef("right"), result_meta=meta, **options)
                 compared(f"{said} {how} {other}: {keys} {of_right}", graph, joined, order=False)
     compared.check()
