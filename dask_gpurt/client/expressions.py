@@ -31,6 +31,7 @@ from dask_gpurt.dask_hooks.expr import (
     parameters,
     task_of,
 )
+from dask_gpurt.dask_hooks.graphs import may_ignore_index
 from dask_gpurt.dask_hooks.planning import set_metadata
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, run_barrier
 from dask_gpurt.dask_hooks.types import Task
@@ -229,6 +230,7 @@ def _hash_join_transfer(
     input_partition: int,
     by_index: bool,
     like: bytes,
+    ignore_index: bool,
 ) -> Any:
     """Transfer one side of a join, hashed as ``tasks`` does: another join may rely on where its rows are.
 
@@ -239,6 +241,8 @@ def _hash_join_transfer(
     like
         The pickled meta of the keys. Its dtypes decide what is cast before hashing: those of one partition
         may differ, and Dask's own p2p joins go by these.
+    ignore_index
+        Whether rows are numbered anew, by the join; a program then makes no index for them.
     """
     known, columns = _loaded(like), set(column_names(frame))
     names = [by] if isinstance(by, str) else by
@@ -253,6 +257,9 @@ def _hash_join_transfer(
             frame, by, name, npartitions, id, input_partition, by_index
         )
     return transfer(hashed, id, input_partition)
+
+
+may_ignore_index(_hash_join_transfer)
 
 
 def _by_index(by: Any, name: str, npartitions: int, like: Any, rows: Any) -> Any:
@@ -310,7 +317,7 @@ class GpurtHashJoin(HashJoinP2P):
             partition, by, by_index = task.args[0].key, task.args[1], task.args[6]
             if (like := likes.get(task.key[0])) is None:
                 like = likes[task.key[0]] = _meta_of_keys(sides[partition[0]], by, by_index)
-            layer[task.key] = Task(task.key, _hash_join_transfer, *task.args, like)
+            layer[task.key] = Task(task.key, _hash_join_transfer, *task.args, like, self._numbers_rows)
         for index, partition in enumerate(self._partitions):
             task = layer.pop((name_of(whole), partition))
             key = (self._name, index)

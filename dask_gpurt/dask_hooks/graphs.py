@@ -58,6 +58,27 @@ def name_operation(name: str, *functions: Callable[..., Any]) -> None:
     _NAMES.update(dict.fromkeys(functions, name))
 
 
+#: Functions that take no notice of the index of their frame, if their last argument is true.
+_MAY_IGNORE_INDEX: set[Callable[..., Any]] = set()
+
+
+def may_ignore_index(function: Callable[..., Any]) -> None:
+    """Declare that a function takes no notice of the index of its frame, if its last argument is true."""
+    _MAY_IGNORE_INDEX.add(function)
+
+
+def ignores_index(node: GraphNode) -> bool:
+    """Return whether a node takes no notice of the indexes of its frames."""
+    return type(node) is Task and _is_one_of(node.func, _MAY_IGNORE_INDEX) and node.args[-1] is True
+
+
+def _is_one_of(function: Any, functions: set[Callable[..., Any]]) -> bool:
+    try:
+        return function in functions
+    except TypeError:  # it cannot be hashed
+        return False
+
+
 class Operation(NamedTuple):
     """Describe the call that a node makes.
 

@@ -318,8 +318,7 @@ def _hashable(hashed: Hashed) -> list[ColumnBase] | None:
     """Return the key columns if Dask just hashes them with libcudf; else None."""
     if not hashed.by:
         return None
-    columns = [hashed.keys[name]._column for name in hashed.by]
-    expected = [hashed.like[name]._column for name in hashed.by]
+    columns, expected = ([frame._data[name] for name in hashed.by] for frame in (hashed.keys, hashed.like))
     # This excludes above all categoricals, of which Dask hashes the categories, or the codes without a cast.
     for plain in (NumericalColumn, StringColumn):
         if all(type(column) is plain for column in (*columns, *expected)):

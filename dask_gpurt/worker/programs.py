@@ -15,6 +15,7 @@ from dask.typing import Key
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.graphs import Graph, wrap_execution, wrap_trees
+from dask_gpurt.device import Device
 from dask_gpurt.frames.programs import CALLS, Interpreter, ProgramError
 from dask_gpurt.frames.registry import LIBRARIES
 from dask_gpurt.observe import Fallback, Metrics
@@ -29,10 +30,13 @@ class WorkerPrograms:
     ----------
     on
         Whether to do so. May be changed at any time; a task that has started goes on as it has begun.
+    device
+        The device that tasks compute on. On the host, fused tasks are left to Dask.
     """
 
-    def __init__(self, on: bool, metrics: Metrics) -> None:
+    def __init__(self, on: bool, device: Device, metrics: Metrics) -> None:
         self.on = on
+        self._device = device
         self._metrics = metrics
         self._refused = partial(metrics.fallback, Fallback.PROGRAMS_OFF)
         self._interpreter: Interpreter | None = None
@@ -41,6 +45,8 @@ class WorkerPrograms:
 
     def install(self) -> None:
         """Apply to all fused tasks that start from now on."""
+        if self._device.on_host:
+            return
         try:
             wrap_execution(self._patches, self.run)
         except UnsupportedError as error:

@@ -208,21 +208,50 @@ class CudfColumns:
                 raise Refused("aggregations")
         policy = plc.types.NullPolicy.EXCLUDE if dropna else plc.types.NullPolicy.INCLUDE
         groupby = plc.groupby.GroupBy(plc.Table([each.plc for each in keys]), policy)
+        once = _Requests(requests)
         found, tables = groupby.aggregate(
             [
                 plc.groupby.GroupByRequest(column.plc, [_AGGREGATIONS[each]() for each in wanted])
-                for column, wanted in requests.values()
+                for column, wanted in once.wanted.values()
             ]
         )
         if not found.num_rows():
             raise Refused("no groups")  # cudf keeps the dtypes of the input
-        results = {
-            (label, aggregation): _aggregated(aggregation, result)
-            for (label, (_, wanted)), table in zip(requests.items(), tables, strict=True)
-            for aggregation, result in zip(wanted, table.columns(), strict=True)
-        }
         named = [Column(new, old.dtype) for new, old in zip(found.columns(), keys, strict=True)]
-        return named, results, found.num_rows()
+        return named, once.results([table.columns() for table in tables]), found.num_rows()
+
+
+class _Requests:
+    """Ask for each aggregation once: programs name columns twice, and count several without nulls.
+
+    Attributes
+    ----------
+    wanted
+        Columns and their aggregations, by the identity of the column.
+    """
+
+    def __init__(self, requests: Mapping[Any, tuple[Column, Collection[str]]]) -> None:
+        self.wanted: dict[int, tuple[Column, list[str]]] = {}
+        self._places: dict[tuple[Any, str], tuple[int, str]] = {}
+        counted: int | None = None
+        for label, (column, aggregations) in requests.items():
+            for aggregation in aggregations:
+                at = id(column.plc)
+                if aggregation == "count" and not column.plc.null_count():
+                    at = counted = at if counted is None else counted
+                asked = self.wanted.setdefault(at, (column, []))[1]
+                if aggregation not in asked:
+                    asked.append(aggregation)
+                self._places[label, aggregation] = at, aggregation
+
+    def results(self, found: Sequence[Sequence[plc.Column]]) -> dict[tuple[Any, str], Column]:
+        """Return the results of the requests by label and aggregation."""
+        made = {
+            (at, aggregation): _aggregated(aggregation, result)
+            for (at, (_, asked)), results in zip(self.wanted.items(), found, strict=True)
+            for aggregation, result in zip(asked, results, strict=True)
+        }
+        return {named: made[place] for named, place in self._places.items()}
 
 
 def _gathered(columns: list[Column], rows: plc.Column, policy: Any) -> list[Column]:

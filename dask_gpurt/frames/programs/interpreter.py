@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.dask_hooks.graphs import Graph, arguments_of, fused_graph_of, in_order, operation_of
+from dask_gpurt.dask_hooks.graphs import (
+    Graph,
+    arguments_of,
+    fused_graph_of,
+    ignores_index,
+    in_order,
+    operation_of,
+)
 from dask_gpurt.dask_hooks.types import GraphNode
 from dask_gpurt.frames.programs.operations import apply
 from dask_gpurt.frames.programs.values import Engine, Refused, Rows, Values
@@ -97,10 +105,13 @@ class _Run:
                     del values[each]
         return values[result]
 
-    def closed(self, value: Any) -> Any:
-        """Return a value as the library has it."""
+    def closed(self, value: Any, *, numbered: bool = False) -> Any:
+        """Return a value as the library has it; with numbered rows if nobody asks for its index."""
         if not isinstance(value, (Rows, Values)):
             return value
+        if numbered and value.made is None and value.domain.index is None:
+            domain = self._engine.range(value.domain.length)
+            return self.closed(replace(value, domain=domain))
         if value.made is None:
             try:
                 value.made = self._engine.closed(value)
@@ -122,7 +133,8 @@ class _Run:
             self.left += 1
             found, error = None, failure.args
         if found is None or self._check is not None:
-            plain = node({key: self.closed(values[key]) for key in node.dependencies})
+            numbered = ignores_index(node)
+            plain = node({key: self.closed(values[key], numbered=numbered) for key in node.dependencies})
             if error is not None:  # the library has not failed as well
                 self._failed(*error)
             if found is None:
