@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+import pandas as pd
+
 from dask_gpurt.frames.programs.values import Domain, Engine, Refused, Rows, Values
 
 Result = Rows | Values
@@ -22,8 +25,6 @@ _BY_ROWS = frozenset(
 #: Those of them that take other series.
 _OF_SEVERAL = frozenset([".mask", ".where"])
 _ACCESSORS = ("str.", "dt.")
-#: Dtypes, values and their collections: of no other argument is it known that it is not a frame.
-_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def apply(engine: Engine, name: str, function: Callable[..., Any], args: list[Any], kwargs: Any) -> Result:
@@ -138,8 +139,8 @@ def _by_rows(
 ) -> Values:
     """Call a method with series of numbered rows, since the result does not depend on the index."""
     positions = [at for at, each in enumerate(args) if isinstance(each, Values)]
-    others = [each for at, each in enumerate(args) if at not in positions] + list(kwargs.values())
-    if not positions or positions[0] or any(isinstance(each, (Rows, Values)) for each in others):
+    others: list[Any] = [each for at, each in enumerate(args) if at not in positions] + list(kwargs.values())
+    if not positions or positions[0] or not all(_is_plain(each, name) for each in others):
         raise Refused(name)
     series = [args[at] for at in positions]
     if len(series) > 1 and name not in _OF_SEVERAL:
@@ -155,6 +156,16 @@ def _by_rows(
 
     label, column = engine.by_rows(call, series)
     return Values(label, column, series[0].domain)
+
+
+def _is_plain(argument: Any, name: str = "") -> bool:
+    """Return whether an argument of a method has no labels of rows: values, dtypes, lists, and keywords."""
+    if isinstance(argument, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, argument))
+    if isinstance(argument, dict) and name.startswith(_ACCESSORS):
+        return all(map(_is_plain, argument.values()))
+    is_dtype = isinstance(argument, (type, np.dtype, pd.api.extensions.ExtensionDtype))
+    return is_dtype or isinstance(argument, np.ndarray) or bool(pd.api.types.is_scalar(argument))
 
 
 # ---- joins -----------------------------------------------------------------------------------------

@@ -197,6 +197,14 @@ def test_nodes_of_a_query_run_on_columns() -> None:
     assert ran.left == 0
 
 
+def test_what_looks_up_rows_by_label_is_left_to_the_library() -> None:
+    pdf = frame_of(20, 0).set_axis([f"row {row}" for row in range(20)])
+    df = dd.from_map(partial(_part, pdf, 1), range(1), meta=pdf.iloc[:0])
+    plan = df[df.i > -9].x.fillna({f"row {row}": float(row) for row in range(20)})
+    found, _ = as_program(plan)
+    assert_equal(found, plan.compute(scheduler="sync"))
+
+
 def test_a_node_that_fails_on_columns_runs_through_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: Any, name: str, left: Any, right: Any) -> Any:
         raise RuntimeError("no such kernel")
