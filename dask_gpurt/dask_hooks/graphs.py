@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from dask._task_spec import GraphNode, Task, TaskRef
-from dask.dataframe import methods
 from dask.dataframe.dask_expr._accessor import FunctionMap, PropertyMap
-from dask.dataframe.dask_expr._expr import RenameFrame
+from dask.dataframe.dask_expr._expr import Assign, RenameFrame
 from dask.dataframe.multi import merge_chunk
 from dask.typing import Key
 from dask.utils import methodcaller
@@ -41,12 +40,19 @@ _NAMES: dict[Callable[..., Any], str] = {
     **{getattr(operator, name): name for name in ("getitem", "lt", "le", "gt", "ge", "eq", "ne")},
     **{getattr(operator, name): name for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")},
     **{getattr(operator, name): name for name in ("and_", "or_", "xor", "inv")},
-    methods.assign: "assign",
+    Assign.operation: "assign",
     RenameFrame.operation: "rename",
     merge_chunk: "merge",
 }
-#: Classes of dask_cudf by the name of the operation of their bound methods, which tasks call.
-_OF_CLASSES = {("dask_cudf._expr.groupby", "DecomposableCudfGroupbyAgg", "chunk"): "groupby"}
+_GROUPBY, _REDUCTIONS = "dask.dataframe.dask_expr._groupby", "dask.dataframe.dask_expr._reductions"
+#: The names of methods of classes that tasks call, by module, class and method.
+_OF_CLASSES = {
+    ("dask_cudf._expr.groupby", "DecomposableCudfGroupbyAgg", "chunk"): "groupby",
+    **{(_GROUPBY, kind, "chunk"): f"groupby-{kind.lower()}" for kind in ("Sum", "Count", "Min", "Max")},
+    **{(_REDUCTIONS, kind, "chunk"): "reduction" for kind in ("Sum", "Count", "Min", "Max", "Any", "All")},
+}
+#: The operations that take no notice of an index.
+_WITHOUT_INDEX = frozenset({"groupby", "reduction"})
 
 
 #: How dask_cudf aggregates partial aggregations, in trees.
@@ -69,7 +75,11 @@ def may_ignore_index(function: Callable[..., Any]) -> None:
 
 def ignores_index(node: GraphNode) -> bool:
     """Return whether a node takes no notice of the indexes of its frames."""
-    return type(node) is Task and _is_one_of(node.func, _MAY_IGNORE_INDEX) and node.args[-1] is True
+    if type(node) is not Task:
+        return False
+    if _is_one_of(node.func, _MAY_IGNORE_INDEX):
+        return node.args[-1] is True
+    return _name_of(node) in _WITHOUT_INDEX
 
 
 def _is_one_of(function: Any, functions: set[Callable[..., Any]]) -> bool:

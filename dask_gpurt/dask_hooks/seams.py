@@ -153,7 +153,7 @@ EXECUTION = SeamGroup(
     (
         Seam(_TASKS + "execute_graph", "dsk cache keys"),
         Seam(_TASKS + "TaskRef"),
-        Seam("dask.dataframe.methods:assign", "df pairs"),
+        Seam(_EXPR + "_expr:Assign.operation", "df pairs"),
         Seam(_EXPR + "_accessor:FunctionMap.operation", "obj accessor attr args kwargs"),
         Seam(_EXPR + "_accessor:PropertyMap.operation", "obj accessor attr"),
         Seam(_EXPR + "_expr:RenameFrame.operation", "df columns"),

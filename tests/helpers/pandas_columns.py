@@ -46,6 +46,10 @@ class PandasColumns:
     def range(self, length: int) -> Domain:
         return Domain(length, pd.RangeIndex(length))
 
+    def keyed(self, keys: Sequence[Any], names: Sequence[Any], length: int) -> Domain:
+        arrays = [key.rename(name) for key, name in zip(keys, names, strict=True)]
+        return Domain(length, pd.Index(arrays[0]) if len(arrays) == 1 else pd.MultiIndex.from_arrays(arrays))
+
     def is_boolean(self, column: Any) -> bool:
         return bool(column.dtype == bool)
 
@@ -96,7 +100,23 @@ class PandasColumns:
     def grouped(
         self, keys: Sequence[Any], requests: Mapping[Any, tuple[Any, Collection[str]]], *, dropna: bool
     ) -> tuple[list[Any], dict[tuple[Any, str], Any], int]:
-        raise Refused("groupby")
+        names = names_of(keys)
+        if any(each.dtype == "category" for each in (*keys, *(column for column, _ in requests.values()))):
+            raise Refused("categories")
+        frame = pd.concat([*keys, *(column for column, _ in requests.values())], axis=1)
+        labels = list(requests)
+        frame.columns = pd.Index([*names, *(f"v{at}" for at in range(len(labels)))])
+        groups = frame.groupby(names, dropna=dropna)
+        found = {
+            (label, each): getattr(groups[f"v{at}"], each)()
+            for at, label in enumerate(labels)
+            for each in requests[label][1]
+        }
+        index = next(iter(found.values())).index
+        if not len(index):
+            raise Refused("no groups")
+        levels = [numbered(index.get_level_values(at).to_series()) for at in range(index.nlevels)]
+        return levels, {place: numbered(series) for place, series in found.items()}, len(index)
 
 
 def names_of(keys: list[Any]) -> list[str]:

@@ -122,6 +122,14 @@ class CudfColumns:
     def range(self, length: int) -> Domain:
         return Domain(length, cudf.RangeIndex(length))
 
+    def keyed(self, keys: Sequence[Column], names: Sequence[Any], length: int) -> Domain:
+        columns = [key.copy() for key in keys]
+        if len(columns) == 1:
+            return Domain(length, cudf.Index._from_column(columns[0], name=names[0]))
+        index = cudf.MultiIndex._from_data(dict(enumerate(columns)))
+        index.names = list(names)
+        return Domain(length, index)
+
     def is_boolean(self, column: Column) -> bool:
         return bool(column.dtype == _BOOL)
 
@@ -204,7 +212,7 @@ class CudfColumns:
         if not all(each.is_known and each.kind != "f" for each in keys):
             raise Refused("keys")  # in floats, cudf takes NaN for null
         for column, wanted in requests.values():
-            if column.kind not in "iuf" and not (column.kind in "bM" and set(wanted) <= {"count"}):
+            if column.kind not in "iuf" and not (column.is_known and set(wanted) <= {"count"}):
                 raise Refused("aggregations")
         policy = plc.types.NullPolicy.EXCLUDE if dropna else plc.types.NullPolicy.INCLUDE
         groupby = plc.groupby.GroupBy(plc.Table([each.plc for each in keys]), policy)

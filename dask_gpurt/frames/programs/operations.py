@@ -254,6 +254,36 @@ def _grouped(
     return Rows({label: made[label] for label in sorted(made)}, engine.range(length))
 
 
+def _grouped_by_index(
+    aggregation: str,
+    engine: Engine,
+    frame: Any,
+    *by: Any,
+    chunk: Any,
+    columns: Any,
+    dropna: Any = None,
+    observed: Any = None,
+    **options: Any,
+) -> Result:
+    """Aggregate the groups of a partition as ``groupby(by)[columns].sum()`` does, with the keys as index."""
+    if not isinstance(frame, Rows) or not frame.domain.length or any(options.values()):
+        raise Refused("groupby")
+    keys = _keys(frame, by)
+    others = [label for label in frame.columns if label not in keys]
+    chosen = others if columns is None else [columns] if isinstance(columns, str) else list(columns)
+    if len(set(keys)) < len(keys) or not set(_labels(chosen)) <= set(others) or not chosen:
+        raise Refused("groupby")
+    found, values, length = engine.grouped(
+        [frame.columns[key] for key in keys],
+        {label: (frame.columns[label], [aggregation]) for label in chosen},
+        dropna=dropna is None or bool(dropna),
+    )
+    domain = engine.keyed(found, keys, length)
+    if isinstance(columns, str):
+        return Values(columns, values[columns, aggregation], domain)
+    return Rows({label: values[label, aggregation] for label in chosen}, domain)
+
+
 def _grouped_again(engine: Engine, frame: Any, *, gb_cols: Any, dropna: Any, sort: Any, sep: str) -> Rows:
     """Aggregate the groups of several partitions, from what :func:`_grouped` has made of each."""
     if not isinstance(frame, Rows) or not frame.domain.length or sort or type(gb_cols) is not list:
@@ -295,6 +325,7 @@ _OPERATIONS: dict[str, Callable[..., Result]] = {
     "inv": _inverted,
     "groupby": _grouped,
     "groupby-again": _grouped_again,
+    **{f"groupby-{name}": partial(_grouped_by_index, name) for name in ("sum", "count", "min", "max")},
     "merge": _merged,
     **{name: partial(_binary, name) for name in BINARY},
 }

@@ -63,6 +63,9 @@ class Engine(Protocol):
     def range(self, length: int) -> Domain:
         """Return a new domain of numbered rows."""
 
+    def keyed(self, keys: Sequence[Any], names: Sequence[Any], length: int) -> Domain:
+        """Return a new domain whose index is of columns."""
+
     def is_boolean(self, column: Any) -> bool:
         """Return whether a column can be a mask."""
 
