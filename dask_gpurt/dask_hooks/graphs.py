@@ -55,8 +55,15 @@ _OF_CLASSES = {
 _WITHOUT_INDEX = frozenset({"groupby", "reduction"})
 
 
-#: How dask_cudf aggregates partial aggregations, in trees.
-_TREES = Seam("dask_cudf._expr.groupby:_tree_node_agg", "df gb_cols dropna sort sep")
+_DASK_CUDF = "dask_cudf._expr.groupby:"
+#: How dask_cudf aggregates partial aggregations in trees, and finishes, by the name of the operation.
+_TREES = {
+    "groupby-again": Seam(_DASK_CUDF + "_tree_node_agg", "df gb_cols dropna sort sep"),
+    "groupby-end": Seam(
+        _DASK_CUDF + "_finalize_gb_agg",
+        "gb_in gb_cols aggs columns final_columns as_index dropna sort sep str_cols_out aggs_renames",
+    ),
+}
 
 
 def name_operation(name: str, *functions: Callable[..., Any]) -> None:
@@ -184,7 +191,7 @@ def wrap_execution(patches: PatchSet, run: Callable[[Graph, Key, Callable[[], An
 
 
 def wrap_trees(patches: PatchSet, call: Callable[..., Any]) -> None:
-    """Have a function aggregate partial aggregations of dask_cudf, which has been imported.
+    """Have a function aggregate the partial aggregations of dask_cudf, which has been imported.
 
     Parameters
     ----------
@@ -194,17 +201,19 @@ def wrap_trees(patches: PatchSet, call: Callable[..., Any]) -> None:
     Raises
     ------
     UnsupportedError
-        If dask_cudf's function differs from the known one.
+        If a function of dask_cudf differs from the known one.
     """
 
-    def wrap(aggregate: Callable[..., Any]) -> Callable[..., Any]:
-        def again(df: Any, gb_cols: Any, dropna: Any, sort: Any, sep: Any) -> Any:
-            options = {"gb_cols": gb_cols, "dropna": dropna, "sort": sort, "sep": sep}
-            return call("groupby-again", aggregate, (df,), options)
+    def wrap(name: str, seam: Seam, aggregate: Callable[..., Any]) -> Callable[..., Any]:
+        assert seam.parameters is not None
+        _, *options = seam.parameters.split()
 
-        return again
+        def aggregated(frame: Any, *args: Any, **kwargs: Any) -> Any:
+            return call(name, aggregate, (frame,), dict(zip(options, args, strict=False)) | kwargs)
 
-    patches.replace(_TREES, wrap)
+        return aggregated
+
+    patches.replace_all({seam: partial(wrap, name, seam) for name, seam in _TREES.items()})
 
 
 def in_order(graph: Graph, result: Key, given: Mapping[Key, Any]) -> Iterator[Key]:

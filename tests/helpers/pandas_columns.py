@@ -50,6 +50,15 @@ class PandasColumns:
         arrays = [key.rename(name) for key, name in zip(keys, names, strict=True)]
         return Domain(length, pd.Index(arrays[0]) if len(arrays) == 1 else pd.MultiIndex.from_arrays(arrays))
 
+    def levels(self, domain: Domain) -> dict[str, Any]:
+        index = self._index(domain)
+        if not all(type(name) is str for name in index.names):
+            raise Refused("names")
+        return {name: numbered(index.get_level_values(at).to_series()) for at, name in enumerate(index.names)}
+
+    def mean(self, total: Any, count: Any) -> Any:
+        return total / count
+
     def is_boolean(self, column: Any) -> bool:
         return bool(column.dtype == bool)
 

@@ -37,7 +37,7 @@ _ARITHMETIC = {"add": _BINARY.ADD, "sub": _BINARY.SUB, "mul": _BINARY.MUL}
 _LOGIC = {"and_": _BINARY.BITWISE_AND, "or_": _BINARY.BITWISE_OR}
 _NULLIFY, _DONT_CHECK = plc.copying.OutOfBoundsPolicy.NULLIFY, plc.copying.OutOfBoundsPolicy.DONT_CHECK
 _BOOL = np.dtype(bool)
-_INT64 = np.dtype("int64")
+_INT64, _FLOAT64 = np.dtype("int64"), np.dtype("float64")
 #: The options with which cudf has other rules, or buffers that move.
 _OTHER_RULES = ("mode.pandas_compatible", "spill")
 #: The indexes of which the rows that a mask keeps are an index of the same class, or numbers.
@@ -129,6 +129,25 @@ class CudfColumns:
         index = cudf.MultiIndex._from_data(dict(enumerate(columns)))
         index.names = list(names)
         return Domain(length, index)
+
+    def levels(self, domain: Domain) -> dict[str, Column]:
+        index = domain.index
+        if type(index) not in (cudf.Index, cudf.DatetimeIndex, cudf.MultiIndex):
+            raise Refused("index")
+        names = list(index.names)
+        if not all(type(name) is str for name in names) or len(set(names)) < len(names):
+            raise Refused("names")
+        return {name: Column.of(column) for name, column in zip(names, index._columns, strict=True)}
+
+    def mean(self, total: Column, count: Column) -> Column:
+        # cudf then looks for infinite quotients whose sign is wrong, which those by a count do not have.
+        if total.kind not in "if" or count.dtype != _INT64:
+            raise Refused("mean")
+        if total.kind == "i":
+            total = Column.of(total.made.astype(_FLOAT64))
+        dtype = find_common_type((total.dtype, count.dtype))
+        kind = dtype_to_pylibcudf_type(dtype)
+        return Column(plc.binaryop.binary_operation(total.plc, count.plc, _BINARY.TRUE_DIV, kind), dtype)
 
     def is_boolean(self, column: Column) -> bool:
         return bool(column.dtype == _BOOL)
@@ -281,7 +300,7 @@ def _widened(column: Column) -> Column:
     """Return integers with nulls as floats, which pandas makes of them where a join adds nulls."""
     if not _is_narrow(column) or not column.plc.null_count():
         return column
-    return Column.of(column.made.astype(np.dtype("float64")))
+    return Column.of(column.made.astype(_FLOAT64))
 
 
 def _is_odd(value: Any, level_names: Sequence[Any]) -> bool:

@@ -100,12 +100,21 @@ def _rename(engine: Engine, frame: Any, columns: Any) -> Rows:
 
 
 def _reset_index(engine: Engine, frame: Any, *, drop: Any = False, **others: Any) -> Result:
-    if not isinstance(frame, (Rows, Values)) or drop is not True or others:
+    if not isinstance(frame, (Rows, Values)) or not isinstance(drop, bool) or others:
         raise Refused("reset_index")
     domain = engine.range(frame.domain.length)
-    if isinstance(frame, Values):
+    if drop and isinstance(frame, Values):
         return Values(frame.name, frame.column, domain)
-    return Rows(frame.columns, domain)
+    if isinstance(frame, Values):
+        columns = {label: frame.column for label in _labels([frame.name])}
+    else:
+        columns = frame.columns
+    if drop:
+        return Rows(columns, domain)
+    levels = engine.levels(frame.domain)
+    if not levels.keys().isdisjoint(columns):
+        raise Refused("labels")
+    return Rows(levels | columns, domain)
 
 
 def _to_frame(engine: Engine, series: Any, **named: Any) -> Rows:
@@ -299,6 +308,39 @@ def _grouped_again(engine: Engine, frame: Any, *, gb_cols: Any, dropna: Any, sor
     return Rows({label: made[label] for label in sorted(made)}, engine.range(length))
 
 
+def _finished(
+    engine: Engine,
+    frame: Any,
+    *,
+    gb_cols: Any,
+    aggs: Any,
+    columns: Any,
+    final_columns: Any,
+    as_index: Any,
+    dropna: Any,
+    sort: Any,
+    sep: str,
+    str_cols_out: Any,
+    aggs_renames: Any,
+) -> Result:
+    """Aggregate the groups of all partitions, and finish: means, the keys as index, the names of columns."""
+    if not str_cols_out or not as_index or aggs_renames or any(sep in label for label in _labels(columns)):
+        raise Refused("labels")
+    groups = _grouped_again(engine, frame, gb_cols=gb_cols, dropna=dropna, sort=sort, sep=sep)
+    found: dict[str, Any] = {}
+    for label in columns:
+        (aggregation,) = aggs.get(label, ("",))
+        if aggregation == "mean":
+            total, count = (groups.columns[f"{label}{sep}{each}"] for each in ("sum", "count"))
+            found[label] = engine.mean(total, count)
+        elif aggregation:
+            found[label] = groups.columns[f"{label}{sep}{aggregation}"]
+    domain = engine.keyed([groups.columns[key] for key in gb_cols], gb_cols, groups.domain.length)
+    if isinstance(final_columns, str):
+        return Values(final_columns, found[final_columns], domain)
+    return Rows({label: found[label] for label in _labels(list(final_columns))}, domain)
+
+
 def _again(aggregation: str) -> str:
     if aggregation not in _AGAIN:
         raise Refused("groupby")
@@ -325,6 +367,7 @@ _OPERATIONS: dict[str, Callable[..., Result]] = {
     "inv": _inverted,
     "groupby": _grouped,
     "groupby-again": _grouped_again,
+    "groupby-end": _finished,
     **{f"groupby-{name}": partial(_grouped_by_index, name) for name in ("sum", "count", "min", "max")},
     "merge": _merged,
     **{name: partial(_binary, name) for name in BINARY},

@@ -66,6 +66,12 @@ class Engine(Protocol):
     def keyed(self, keys: Sequence[Any], names: Sequence[Any], length: int) -> Domain:
         """Return a new domain whose index is of columns."""
 
+    def levels(self, domain: Domain) -> dict[str, Any]:
+        """Return the columns of an index by name."""
+
+    def mean(self, total: Any, count: Any) -> Any:
+        """Return the quotient of the sums of groups and the numbers of their values."""
+
     def is_boolean(self, column: Any) -> bool:
         """Return whether a column can be a mask."""
 

@@ -119,7 +119,8 @@ def replace(df: Any, variant: int) -> Any:
 
 
 def number(df: Any, variant: int) -> Any:
-    return df.reset_index(drop=True)
+    known = {"row", "index", "level_0"} & set(df.columns)
+    return df.reset_index(drop=bool(known) or bool(variant % 2))
 
 
 def through_users(df: Any, variant: int) -> Any:
