@@ -76,7 +76,6 @@ def print_description(description: Description, here: bool) -> None:
 
 
 def _parts(host: Host) -> Iterator[str]:
-    yield f"{host.numa_nodes} NUMA node{'s' if host.numa_nodes != 1 else ''}"
     yield f"{len(host.gpus) or 'no'} GPU{'s' if len(host.gpus) != 1 else ''}"
     yield from map(_nic, host.nics)
 
@@ -88,13 +87,12 @@ def _nic(nic: Nic) -> str:
 
 def _matrix(host: Host, own: Gpu | None) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    for heading in ("", "GPU", "NUMA", *(str(gpu.index) for gpu in host.gpus)):
+    for heading in ("", "GPU", *(str(gpu.index) for gpu in host.gpus)):
         table.add_column(heading)
     for gpu, row in zip(host.gpus, host.matrix(), strict=True):
         joins = ("·" if join.link == Link.SAME_DEVICE else str(join) for join in row)
-        numa = "" if gpu.numa is None else str(gpu.numa)
         mark = "→" if gpu is own else " "
-        table.add_row(f"{mark}{gpu.index}", f"{gpu.name} {gpu.id[:12]}", numa, *joins)
+        table.add_row(f"{mark}{gpu.index}", f"{gpu.name} {gpu.id[:12]}", *joins)
     return table
 
 

@@ -61,7 +61,6 @@ class Description:
 def host_values(host: Host) -> dict[str, Any]:
     """Return the values of one host, without its name."""
     return {
-        "numa-nodes": host.numa_nodes,
         "gpus": [_without_none(gpu) for gpu in host.gpus],
         "links": [[str(join) for join in row] for row in host.matrix()],
         "nics": [_without_none(nic) for nic in host.nics],
@@ -80,7 +79,7 @@ def host_of(name: str, values: Mapping[str, Any]) -> Host:
         frozenset((one.id, other.id)): GpuLink.parse(values["links"][i][j])
         for (i, one), (j, other) in combinations(enumerate(gpus), 2)
     }
-    return Host(name, gpus, joins, tuple(Nic(**nic) for nic in values["nics"]), values["numa-nodes"])
+    return Host(name, gpus, joins, tuple(Nic(**nic) for nic in values["nics"]))
 
 
 def _gpu_of(values: Mapping[str, Any]) -> Gpu:

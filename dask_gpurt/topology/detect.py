@@ -6,7 +6,7 @@ import ctypes
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from itertools import combinations
@@ -35,10 +35,10 @@ def discover(library: Any | None = None) -> Host:
         ``pynvml`` or a module with the same functions; imported by default. Without it no GPU is found.
     """
     library = library or nvml_library()
-    host = Host(host_name(), nics=nics(), numa_nodes=len(numa_nodes()))
+    host = Host(host_name(), nics=nics())
     if library is None:
         return host
-    known = Nvml(library, node_of_device)
+    known = Nvml(library)
     gpus = known.gpus()
     return replace(host, gpus=gpus, joins=known.joins(gpus))
 
@@ -59,7 +59,7 @@ def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_t
         Whether it sends over RDMA if the host has an RDMA NIC.
     """
     gpu = host.find(visible) if on_gpu else None
-    return host.place(here(), gpu, numa=own_node(), rdma=rdma, by_tcp=by_tcp)
+    return host.place(here(), gpu, rdma=rdma, by_tcp=by_tcp)
 
 
 # ---- GPUs, by NVML -----------------------------------------------------------------------
@@ -118,13 +118,10 @@ class Nvml:
     ----------
     library
         ``pynvml``, or a module with the same functions.
-    numa
-        Returns the NUMA node of a device, given its address on the PCI bus.
     """
 
-    def __init__(self, library: Any, numa: Callable[[str], int | None]):
+    def __init__(self, library: Any):
         self._library = library
-        self._numa = numa
         self._handles = {
             index: library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())
         }
@@ -151,7 +148,6 @@ class Nvml:
             _text(self._library.nvmlDeviceGetUUID(handle)),
             index,
             _text(self._ask("nvmlDeviceGetName", handle)),
-            numa=self._numa(self._bus(handle)),
             pcie=None if self._is_integrated(handle) else self._pcie(handle),
         )
         if not self._ask("nvmlDeviceGetMigMode", handle, default=(0, 0))[0]:
@@ -304,7 +300,7 @@ def memory_of_host(library: Any | None, sys: Path = SYS) -> int:
     NVML tells which nodes these are, unless the driver is too old for that: other nodes without processors,
     such as memory behind CXL, belong to the host.
     """
-    of_gpus = set() if library is None else Nvml(library, node_of_device).memory_nodes()
+    of_gpus = set() if library is None else Nvml(library).memory_nodes()
     with_processors = {node for node, processors in numa_nodes(sys).items() if processors}
     of_gpus -= with_processors  # in case NVML names the node that the GPU is attached to
     return psutil.virtual_memory().total - sum(_memory_of_node(node, sys) for node in of_gpus)
@@ -315,35 +311,12 @@ def _memory_of_node(node: int, sys: Path) -> int:
     return int(found[1]) * 1024 if found else 0
 
 
-def own_node(sys: Path = SYS) -> int | None:
-    """Return the NUMA node that this process is bound to; None if it runs on several."""
-    nodes = numa_nodes(sys)
-    try:
-        mine = set(psutil.Process().cpu_affinity())
-    except (AttributeError, psutil.Error):  # not supported on this system
-        return None
-    within = [node for node, processors in nodes.items() if mine and mine <= processors]
-    return within[0] if len(nodes) > 1 and within else None
-
-
-def node_of_device(bus: str, sys: Path = SYS) -> int | None:
-    """Return the NUMA node of a device, given its address on the PCI bus; None if unknown."""
-    # NVML writes the domain with eight digits, the kernel with four.
-    address = re.sub(r"^0000(?=[0-9a-f]{4}:)", "", bus.lower())
-    return _node(sys / "bus/pci/devices" / address / "numa_node") if address else None
-
-
-def _node(file: Path) -> int | None:
-    text = _read(file)
-    return int(text) if text.isdecimal() else None  # "-1" means unknown
-
-
 # ---- NICs ----------------------------------------------------------------------------
 
 
 def nics(sys: Path = SYS) -> tuple[Nic, ...]:
     """Return the active network devices except loopback, RDMA devices first."""
-    return (*_rdma(sys), *_ethernet(sys))
+    return (*_rdma(sys), *_ethernet())
 
 
 def _rdma(sys: Path) -> Iterator[Nic]:
@@ -352,14 +325,14 @@ def _rdma(sys: Path) -> Iterator[Nic]:
         rates = [float(found[0]) for port in ports if (found := re.match(r"[\d.]+", _read(port / "rate")))]
         if ports:
             speed = max(rates, default=0) * 1e9 / 8  # "400 Gb/sec (4X NDR)"
-            yield Nic(device.name, speed or None, True, _node(device / "device/numa_node"))
+            yield Nic(device.name, speed or None, True)
 
 
-def _ethernet(sys: Path) -> Iterator[Nic]:
+def _ethernet() -> Iterator[Nic]:
     for name, found in sorted(psutil.net_if_stats().items()):
         if found.isup and "loopback" not in found.flags:
             speed = found.speed * 1e6 / 8 if found.speed > 0 else None  # in Mbit/s
-            yield Nic(name, speed, False, _node(sys / "class/net" / name / "device/numa_node"))
+            yield Nic(name, speed)
 
 
 def _read(file: Path) -> str:

@@ -85,7 +85,6 @@ class Gpu:
     index: int
     name: str = ""
     parent: str | None = None
-    numa: int | None = None
     nvlink: Lanes | None = None
     pcie: Lanes | None = None
     fabric: str | None = None
@@ -98,7 +97,6 @@ class Nic:
     name: str
     speed: float | None = None
     rdma: bool = False
-    numa: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,6 @@ class Host:
     gpus: tuple[Gpu, ...] = ()
     joins: Mapping[Devices, GpuLink] = field(default_factory=dict)
     nics: tuple[Nic, ...] = ()
-    numa_nodes: int = 1
 
     @property
     def rdma(self) -> bool:
@@ -151,7 +148,6 @@ class Host:
         host: str,
         gpu: Gpu | None,
         *,
-        numa: int | None = None,
         rdma: bool = False,
         by_tcp: bool = False,
     ) -> Place:
@@ -166,8 +162,8 @@ class Host:
         """
         rdma = rdma and self.rdma
         if gpu is None:
-            return Place(host, numa=numa, rdma=rdma, by_tcp=by_tcp)
-        return Place(host, gpu.id, gpu.numa, self._domain(host, gpu), rdma, by_tcp)
+            return Place(host, rdma=rdma, by_tcp=by_tcp)
+        return Place(host, gpu.id, self._domain(host, gpu), rdma, by_tcp)
 
     def _domain(self, host: str, gpu: Gpu) -> str | None:
         """Return the NVLink domain of a GPU; a domain within this host is named after its first GPU."""

@@ -31,7 +31,6 @@ class Place:
 
     host: str
     device: str | None = None
-    numa: int | None = None
     nvlink: str | None = None
     rdma: bool = False
     by_tcp: bool = False

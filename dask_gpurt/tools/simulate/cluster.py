@@ -114,7 +114,6 @@ def _hosts(
         place = Place(
             host=host,
             device=f"{host}-gpu{index % GPUS_PER_HOST}",
-            numa=index % GPUS_PER_HOST // (GPUS_PER_HOST // 2),
             nvlink=host if nvlink else None,
             rdma=rdma,
         )
