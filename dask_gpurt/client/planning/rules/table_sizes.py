@@ -37,7 +37,8 @@ class TableRead:
     partitions
         The number of partitions that it is read in.
     partition
-        The bytes of a partition up to which its files are put together; 0 to leave that to Dask.
+        The bytes of a partition up to which its files are put together; 0 to leave that to Dask, None for
+        Dask's number made equal for all threads.
     small
         The bytes up to which it is small.
     """
@@ -45,7 +46,7 @@ class TableRead:
     bytes: int
     files: int
     partitions: int
-    partition: int
+    partition: int | None
     small: int
 
 
