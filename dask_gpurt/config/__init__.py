@@ -21,6 +21,7 @@ from dask_gpurt.config.loading import (
     without_effect,
 )
 from dask_gpurt.config.settings import (
+    ComputeSettings,
     ExchangeSettings,
     MemorySettings,
     OverlapSettings,
@@ -40,6 +41,7 @@ __all__ = [
     "PATHS",
     "PUBLIC_KEYS",
     "RETIRED",
+    "ComputeSettings",
     "ConfigError",
     "ExchangeSettings",
     "MemorySettings",

@@ -76,6 +76,7 @@ class Fallback(Enum):
 
     PROGRAMS_OFF = "programs.off", "fused tasks run through the frames of cudf"
     PROGRAMS_NODE = "programs.node", "an operation failed on columns, and ran through the frames of cudf"
+    PROGRAMS_DIFFERENT = "programs.different", "an operation on columns differed from cudf's, which was used"
 
     READS_KEEP_SLOT = "reads.keep-slot", "tasks that read files keep their slot"
     READS_SHARE_STREAM = "reads.share-stream", "reads wait for tasks that compute"

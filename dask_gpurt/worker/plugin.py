@@ -372,7 +372,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         if on_gpu:
             self._undo.callback(set_reader_threads(settings.reads.threads))
         self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics)
-        self.programs = WorkerPrograms(settings.compute.programs, pools.device(pools.main), self.metrics)
+        self.programs = WorkerPrograms(settings.compute, pools.device(pools.main), self.metrics)
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.overlap = WorkerOverlap(self.exchange, settings.overlap, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)

@@ -5,6 +5,7 @@ Decisions and their figures: ``docs/decisions/programs.md``.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 from dask.typing import Key
 
+from dask_gpurt.config import ComputeSettings
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
 from dask_gpurt.dask_hooks.graphs import Graph, wrap_execution, wrap_trees
 from dask_gpurt.device import Device
@@ -28,20 +30,28 @@ class WorkerPrograms:
 
     Parameters
     ----------
-    on
-        Whether to do so. May be changed at any time; a task that has started goes on as it has begun.
+    settings
+        Whether to do so, and which tasks to check; see the attributes.
     device
         The device that tasks compute on. On the host, fused tasks are left to Dask.
+
+    Attributes
+    ----------
+    on
+        Whether to do so. May be changed at any time; a task that has started goes on as it has begun.
+    every
+        Of how many tasks one runs both ways; 0 for none.
     """
 
-    def __init__(self, on: bool, device: Device, metrics: Metrics) -> None:
-        self.on = on
+    def __init__(self, settings: ComputeSettings, device: Device, metrics: Metrics) -> None:
+        self.on, self.every = settings.programs, settings.check_programs
         self._device = device
         self._metrics = metrics
         self._refused = partial(metrics.fallback, Fallback.PROGRAMS_OFF)
         self._interpreter: Interpreter | None = None
         self._patches = PatchSet()
         self._lock = threading.Lock()
+        self._number = itertools.count()
 
     def install(self) -> None:
         """Apply to all fused tasks that start from now on."""
@@ -65,7 +75,8 @@ class WorkerPrograms:
         if not self.on or (interpreter := self._loaded()) is None:
             return by_dask()
         try:
-            return interpreter.run(graph, result, self._count)
+            check = bool(self.every) and not next(self._number) % self.every
+            return interpreter.run(graph, result, self._count, check=check)
         except ProgramError as error:
             self._failed("frame", error)
             return by_dask()
@@ -88,7 +99,7 @@ class WorkerPrograms:
 
     def _load(self) -> None:
         try:
-            interpreter = Interpreter(LIBRARIES[LIBRARY].engine(), self._failed)
+            interpreter = Interpreter(LIBRARIES[LIBRARY].engine(), self._failed, self._differed)
             wrap_trees(self._patches, self.call)
         except Exception as error:  # whatever has moved in the library
             self.on = False
@@ -99,6 +110,9 @@ class WorkerPrograms:
     def _count(self, on_columns: int, left: int) -> None:
         self._metrics.add("programs.nodes", on_columns)
         self._metrics.add("programs.left", left)
+
+    def _differed(self, name: str, difference: str) -> None:
+        self._metrics.fallback(Fallback.PROGRAMS_DIFFERENT, f"{name}: {difference}")
 
     def _failed(self, name: str, error: Exception) -> None:
         self._metrics.fallback(Fallback.PROGRAMS_NODE, f"{name}: {type(error).__name__}: {error}")

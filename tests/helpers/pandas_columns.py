@@ -39,6 +39,9 @@ class PandasColumns:
             domain.index = self._index(domain.parent)[domain.mask.to_numpy(dtype=bool)]
         return domain.index
 
+    def difference(self, found: Any, expected: Any, *, in_order: bool) -> str | None:
+        return None if found.equals(expected) else "other values"
+
     def is_same(self, left: Domain, right: Domain) -> bool:
         both = left.index is not None and right.index is not None
         return left is right or (both and left.index is right.index)

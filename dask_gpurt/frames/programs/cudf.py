@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pylibcudf as plc
+from cudf import testing
 from cudf.core.column import ColumnBase, as_column
 from cudf.core.column.column import column_empty
 from cudf.core.column_accessor import ColumnAccessor
@@ -110,6 +111,16 @@ class CudfColumns:
             return cudf.Series._from_column(value.column.copy(), name=value.name, index=index)
         columns = {label: column.copy() for label, column in value.columns.items()}
         return cudf.DataFrame._from_data(ColumnAccessor(columns, verify=False), index=index)
+
+    def difference(self, found: Any, expected: Any, *, in_order: bool) -> str | None:
+        same = testing.assert_frame_equal if expected.ndim == 2 else testing.assert_series_equal
+        if not in_order and len(expected):
+            found, expected = map(_sorted, (found, expected))
+        try:
+            same(found, expected, check_exact=False, rtol=1e-9, atol=0.0)
+        except AssertionError as error:
+            return str(error)
+        return None
 
     def is_same(self, left: Domain, right: Domain) -> bool:
         if left is right:
@@ -279,6 +290,14 @@ class _Requests:
             for aggregation, result in zip(asked, results, strict=True)
         }
         return {named: made[place] for named, place in self._places.items()}
+
+
+def _sorted(value: Any) -> Any:
+    if value.ndim == 1:
+        value = value.to_frame("value")
+    if type(value.index) is not cudf.RangeIndex:
+        value = value.reset_index()
+    return value.sort_values(list(value.columns), ignore_index=True)
 
 
 def _gathered(columns: list[Column], rows: plc.Column, policy: Any) -> list[Column]:

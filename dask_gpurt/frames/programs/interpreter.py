@@ -23,8 +23,8 @@ from dask_gpurt.frames.programs.values import Engine, Refused, Rows, Values
 
 #: Called with the number of nodes that ran on columns, and of those that were left to the library.
 Counts = Callable[[int, int], object]
-#: Called with a node, what it gave, and what the library gives.
-Check = Callable[[GraphNode, Any, Any], object]
+#: The operations whose rows the library has in any order.
+_IN_ANY_ORDER = ("merge", "groupby")
 
 
 class ProgramError(RuntimeError):
@@ -44,26 +44,39 @@ class Interpreter:
         The operations on columns.
     failed
         Called with the name of an operation and an unexpected error; the library runs that node instead.
-    check
-        If not None, each node that runs on columns runs through the library too, and this compares.
+    differed
+        Called with the name of an operation and the difference, of those that run through the library too.
     """
 
     def __init__(
-        self, engine: Engine, failed: Callable[[str, Exception], object], check: Check | None = None
+        self,
+        engine: Engine,
+        failed: Callable[[str, Exception], object],
+        differed: Callable[[str, str], object] = lambda name, difference: None,
     ) -> None:
-        self._engine = engine
-        self._failed = failed
-        self._check = check
+        self.engine = engine
+        self.failed = failed
+        self.differed = differed
 
-    def run(self, graph: Graph, result: Key, counted: Counts = lambda on_columns, left: None) -> Any:
+    def run(
+        self,
+        graph: Graph,
+        result: Key,
+        counted: Counts = lambda on_columns, left: None,
+        *,
+        check: bool = False,
+    ) -> Any:
         """Return the result of a graph, as the library's frame if it is one.
+
+        With `check`, each node that runs on columns runs through the library too, whose result is used if it
+        differs.
 
         Raises
         ------
         ProgramError
             If the library's frame could not be made of columns. No node that needs it has run.
         """
-        run = _Run(self._engine, self._failed, self._check)
+        run = _Run(self, check)
         value = run.closed(run.execute(graph, result, {}))
         counted(run.on_columns, run.left)
         return value
@@ -72,23 +85,23 @@ class Interpreter:
         self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Return the result of a call as one operation, by its name."""
-        run = _Run(self._engine, self._failed, None)
-        opened = [value if (made := self._engine.opened(value)) is None else made for value in args]
+        run = _Run(self, check=False)
+        opened = [value if (made := self.engine.opened(value)) is None else made for value in args]
         try:
-            return run.closed(apply(self._engine, name, function, opened, kwargs))
+            return run.closed(apply(self.engine, name, function, opened, kwargs))
         except Refused:
             return function(*args, **kwargs)
         except Exception as error:
             result = function(*args, **kwargs)
-            self._failed(name, error)
+            self.failed(name, error)
             return result
 
 
 class _Run:
     """Execute one fused task, and the fused tasks within it."""
 
-    def __init__(self, engine: Engine, failed: Callable[[str, Exception], object], check: Check | None):
-        self._engine, self._failed, self._check = engine, failed, check
+    def __init__(self, interpreter: Interpreter, check: bool):
+        self._interpreter, self._engine, self._check = interpreter, interpreter.engine, check
         self.on_columns = self.left = 0
 
     def execute(self, graph: Graph, result: Key, given: Mapping[Key, Any]) -> Any:
@@ -132,15 +145,23 @@ class _Run:
         except _Failed as failure:
             self.left += 1
             found, error = None, failure.args
-        if found is None or self._check is not None:
+        if found is None or self._check:
             numbered = ignores_index(node)
             plain = node({key: self.closed(values[key], numbered=numbered) for key in node.dependencies})
             if error is not None:  # the library has not failed as well
-                self._failed(*error)
-            if found is None:
+                self._interpreter.failed(*error)
+            if found is None or self._differs(node, found, plain):
                 return plain
-            self._check(node, self.closed(found), plain)  # type: ignore[misc]
         return found
+
+    def _differs(self, node: GraphNode, found: Any, plain: Any) -> bool:
+        operation = operation_of(node)
+        assert operation is not None
+        in_order = not operation.name.startswith(_IN_ANY_ORDER)
+        difference = self._engine.difference(self.closed(found), plain, in_order=in_order)
+        if difference is not None:
+            self._interpreter.differed(operation.name, difference)
+        return difference is not None
 
     def _on_columns(self, node: GraphNode, values: dict[Key, Any]) -> Rows | Values | None:
         """Return the value of a node that runs on columns; None if it is left to the library."""

@@ -57,6 +57,12 @@ class Engine(Protocol):
     def closed(self, value: Rows | Values) -> Any:
         """Return columns as a frame or series of the library."""
 
+    def difference(self, found: Any, expected: Any, *, in_order: bool) -> str | None:
+        """Return how a frame or series of the library differs from another one; None if it does not.
+
+        Sums may differ in their last digits, and rows in their order unless `in_order`.
+        """
+
     def is_same(self, left: Domain, right: Domain) -> bool:
         """Return whether two domains have the same rows, in the same order."""
 

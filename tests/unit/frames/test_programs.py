@@ -43,24 +43,27 @@ def frame_of(rows: int, seed: int) -> pd.DataFrame:
 class Ran:
     """Count what ran on columns while fused tasks run as programs."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: bool) -> None:
+        self.check = check
         self.on_columns = self.left = 0
         self.errors: list[str] = []
 
     def run(self, graph: Any, result: Any, by_dask: Callable[[], Any]) -> Any:
         interpreter = Interpreter(
-            PandasColumns(), lambda name, error: self.errors.append(f"{name}: {error!r}")
+            PandasColumns(),
+            lambda name, error: self.errors.append(f"{name}: {error!r}"),
+            lambda name, difference: self.errors.append(f"{name}: {difference}"),
         )
-        return interpreter.run(graph, result, self.count)
+        return interpreter.run(graph, result, self.count, check=self.check)
 
     def count(self, on_columns: int, left: int) -> None:
         self.on_columns += on_columns
         self.left += left
 
 
-def as_program(collection: Any) -> tuple[Any, Ran]:
+def as_program(collection: Any, *, check: bool = False) -> tuple[Any, Ran]:
     """Return the result of a collection whose fused tasks run as programs, and what ran."""
-    ran, patches = Ran(), PatchSet()
+    ran, patches = Ran(check), PatchSet()
     wrap_execution(patches, ran.run)
     try:
         return collection.optimize(fuse=True).compute(scheduler="sync"), ran
@@ -229,6 +232,19 @@ def test_a_node_that_fails_on_columns_runs_through_the_library(monkeypatch: pyte
     found, ran = as_program(plan)
     assert_equal(found, plan.compute(scheduler="sync"))
     assert ran.errors == ["gt: RuntimeError('no such kernel')"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_node_that_is_checked_and_differs_is_the_librarys(
+    check: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PandasColumns, "binary", lambda self, name, left, right: left < right)
+    pdf = frame_of(20, 0)
+    df = dd.from_map(partial(_part, pdf, 1), range(1), meta=pdf.iloc[:0])
+    plan = df[df.i > 0][["i"]]
+    found, ran = as_program(plan, check=check)
+    assert found.equals(plan.compute(scheduler="sync")) == check
+    assert ran.errors == (["gt: other values"] if check else [])
 
 
 def test_errors_of_users_are_theirs() -> None:
