@@ -2,6 +2,8 @@
 
 What cudf's frames do around a column is left out: labels, alignment, copies, and an index for each result.
 Everything runs on the default stream, as cudf does.
+
+Decisions and their figures: ``docs/decisions/programs.md``.
 """
 
 from __future__ import annotations
