@@ -243,6 +243,8 @@ class CudfColumns:
     ) -> tuple[list[Column], dict[tuple[Any, str], Column], int]:
         if not all(each.is_known and each.kind != "f" for each in keys):
             raise Refused("keys")  # in floats, cudf takes NaN for null
+        if not dropna and any(each.plc.null_count() == each.plc.size() for each in keys):
+            raise Refused("keys")  # of text they become floats
         for column, wanted in requests.values():
             if column.kind not in "iuf" and not (column.is_known and set(wanted) <= {"count"}):
                 raise Refused("aggregations")
