@@ -28,9 +28,9 @@ The figure
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
@@ -43,7 +43,6 @@ from dask_gpurt.client.planning.operations import (
     has_fixed_dtypes,
     is_narrow,
     is_of_pandas,
-    is_on_rows,
 )
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.anti_joins import (
@@ -54,22 +53,24 @@ from dask_gpurt.client.planning.rules.anti_joins import (
 )
 from dask_gpurt.client.planning.rules.needed_columns import (
     dimensions,
-    is_condition,
     keys_of_join,
     listed,
     names_in_join,
     needed_columns,
-    users_first,
+)
+from dask_gpurt.client.planning.rules.row_roots import (
+    Conditions,
+    Place,
+    RowRoots,
+    columns_in,
+    conjuncts,
+    with_columns,
 )
 from dask_gpurt.client.planning.table_facts import TableFacts
 from dask_gpurt.dask_hooks.planning import Expr, is_computation, is_sequence, name_of
 
-#: A place in a plan: the name of an expression, and which of its operands.
-Place = tuple[str, int]
 #: A condition that becomes a filter on what is at a place.
 Placed = tuple[Place, Any]
-#: Conditions as expressions on the root of rows, by name; None for what is not known to be one.
-Conditions = dict[str, Any]
 
 #: Aggregations of which each group's is computed from its rows alone.
 _BY_GROUP = (
@@ -125,32 +126,13 @@ class _LeftError(Exception):
     """A condition has to stay above an operation."""
 
 
-class _Rows(NamedTuple):
-    """Describe the rows of an expression: those of its root that were chosen by conditions."""
-
-    root: Any
-    chosen: Conditions
-
-
-class _Plan:
+class _Plan(RowRoots):
     """Hold a plan, and decide where its filters go."""
 
     def __init__(self, plan: Any, note: Callable[..., None], tables: TableFacts):
+        super().__init__(plan)
         self._note, self._tables = note, tables
-        self._order = users_first(plan)
-        self._exprs = {name_of(expr): expr for expr in self._order}
-        self._needed = needed_columns(self._order)
-        self._on_root: dict[str, Any] = {}
-        self._rows: dict[str, _Rows] = {}
-        for expr in reversed(self._order):
-            self._rows[name_of(expr)] = self._rows_of(expr)
-        #: Where the rows of each root, and what is computed from them row by row, are used by others.
-        self._exits: defaultdict[str, list[tuple[Any, Place]]] = defaultdict(list)
-        for user in self._order:
-            for position, expr in enumerate(user.operands):
-                if isinstance(expr, Expr) and name_of(expr) in self._rows and self._is_exit(expr, user):
-                    place = (name_of(user), position)
-                    self._exits[name_of(self._rows[name_of(expr)].root)].append((expr, place))
+        self._needed = needed_columns(self.order)
         #: The filters that are added, and the conditions that hold for all rows of a root because of them.
         self._placed: defaultdict[Place, list[Any]] = defaultdict(list)
         self._moved: defaultdict[str, set[str]] = defaultdict(set)
@@ -159,79 +141,19 @@ class _Plan:
         #: The left joins of which only rows without a match are kept.
         self._unmatched = set[str]()
 
-    def _is_exit(self, expr: Any, user: Any) -> bool:
-        return self._rows[name_of(user)].root is not self._rows[name_of(expr)].root
-
     def moved(self) -> Expr:
         """Return the plan with its filters moved."""
-        for expr in self._order:
-            if self._rows[name_of(expr)].root is expr and dimensions(expr):
+        for expr in self.order:
+            if self.rows[name_of(expr)].root is expr and dimensions(expr):
                 self._pass_on(expr)
-        plan: Expr = self._order[0]
+        plan: Expr = self.order[0]
         return self._rebuilt() if self._inner or self._unmatched or any(self._moved.values()) else plan
-
-    # ---- the rows of expressions ------------------------------------------------------------------
-
-    def _rows_of(self, expr: Any) -> _Rows:
-        inputs = [self._rows[name_of(each)] for each in expr.dependencies() if dimensions(each)]
-        own = _Rows(expr, {})
-        if not inputs or not _is_row_by_row(expr) or any(rows.root is not inputs[0].root for rows in inputs):
-            return own
-        root, chosen = inputs[0]
-        if type(expr) is _expr.Filter:  # the condition may be on rows that others have left out since
-            conditions = {self._name(root, each): self._on(root, each) for each in conjuncts(expr.predicate)}
-            return _Rows(root, chosen | conditions) if inputs[-1].chosen.keys() <= chosen.keys() else own
-        if any(rows.chosen.keys() != chosen.keys() for rows in inputs):
-            return own  # there are nulls for the rows that one of them lacks
-        return _Rows(root, chosen | {name_of(expr): None}) if type(expr) in _DROPPING else inputs[0]
-
-    def _name(self, root: Any, condition: Any) -> str:
-        on_root = self._on(root, condition)
-        return name_of(condition if on_root is None else on_root)
-
-    def _on(self, root: Any, expr: Any) -> Any:
-        """Return an expression on rows as one on the columns of their root; None if it is none."""
-        if not isinstance(expr, Expr) or not dimensions(expr) or expr is root:
-            return expr
-        if name_of(expr) not in self._on_root:
-            self._on_root[name_of(expr)] = self._traced(root, expr)
-        return self._on_root[name_of(expr)]
-
-    def _traced(self, root: Any, expr: Any) -> Any:
-        kind = type(expr)
-        if kind is _expr.Filter:
-            return self._on(root, expr.frame)
-        if kind is _expr.Projection:
-            column = expr.operand("columns")
-            return None if isinstance(column, list) else self._column(root, expr.frame, column)
-        if kind not in COMPUTING or expr.ndim != 1 or not is_on_rows(expr):
-            return None
-        operands = [self._on(root, operand) for operand in expr.operands]
-        lost = any(new is None and old is not None for new, old in zip(operands, expr.operands, strict=True))
-        return None if lost else kind(*operands)
-
-    def _column(self, root: Any, frame: Any, column: Hashable) -> Any:
-        """Return a column of a frame as an expression on the root of its rows."""
-        while list(frame.columns).count(column) == 1:
-            if frame is root:
-                return _expr.Projection(root, column)
-            kind = type(frame)
-            if kind is _expr.Assign and column in frame.keys:
-                return self._on(root, dict(zip(frame.keys, frame.vals, strict=True))[column])
-            if kind is _expr.ToFrame:
-                return self._on(root, frame.frame)
-            if kind in (_expr.RenameFrame, _expr.ColumnsSetter):
-                column = frame.frame.columns[list(frame.columns).index(column)]
-            elif kind not in _SELECTING:
-                break
-            frame = frame.frame
-        return None
 
     # ---- where filters go -------------------------------------------------------------------------
 
     def _pass_on(self, root: Any) -> None:
         """Have the inputs of an operation fulfil what all users of its rows ask for, where possible."""
-        exits = self._exits[name_of(root)]
+        exits = self.exits[name_of(root)]
         asked = [self.asked(root, expr, place) for expr, place in exits]
         shared = [name for name in (asked[0] if asked else ()) if all(name in each for each in asked)]
         if type(root) is Merge and root.how == "left":
@@ -256,7 +178,7 @@ class _Plan:
         for _, place in exits:
             kept = self._placed[place]
             self._placed[place] = [
-                each for each in kept if self._name(root, each) not in self._moved[name_of(root)]
+                each for each in kept if self.name(root, each) not in self._moved[name_of(root)]
             ]
 
     def _find_inner(self, join: Any, conditions: Conditions) -> None:
@@ -298,16 +220,16 @@ class _Plan:
 
     def users(self, root: Any) -> list[tuple[Any, Place]]:
         """Return where the rows of an expression, and what is computed from them, are used by others."""
-        return self._exits[name_of(root)]
+        return self.exits[name_of(root)]
 
     def asked(self, root: Any, expr: Any, place: Place) -> Conditions:
         """Return the conditions that hold for the rows at a place, or shall."""
-        moved = {self._name(root, each): self._on(root, each) for each in self._placed[place]}
-        return self._rows[name_of(expr)].chosen | moved
+        moved = {self.name(root, each): self.on(root, each) for each in self._placed[place]}
+        return self.rows[name_of(expr)].chosen | moved
 
     def _passed(self, root: Any, condition: Any) -> list[Placed]:
         """Return the filters below an operation that are the same as a condition on its result."""
-        columns = _columns_in(root, condition)
+        columns = columns_in(root, condition)
         if not columns:
             raise _LeftError("it is not on columns of it alone")
         if any(_is_category(root, column) for column in columns):
@@ -358,14 +280,14 @@ class _Plan:
                 raise _LeftError(f"whether {name} has nulls, and so its dtype, depends on it")
 
     def _below_groups(self, resets: Any, condition: Any, columns: set[Any]) -> list[Placed]:
-        groups = self._rows[name_of(resets.frame)].root
+        groups = self.rows[name_of(resets.frame)].root
         if type(groups) not in _BY_GROUP or any(isinstance(key, Expr) for key in groups.by):
             raise _LeftError("what it has for an index is not made of columns by a groupby")
         if not columns <= {*groups.by} & {*groups.frame.columns} or _has_floats(groups.frame, columns):
             raise _LeftError("it is not on keys of groups alone")
         if any(_is_category(groups.frame, key) for key in groups.by):
             raise _LeftError("it has groups of categories")
-        if any(user != name_of(resets) for _, (user, _) in self._exits[name_of(groups)]):
+        if any(user != name_of(resets) for _, (user, _) in self.exits[name_of(groups)]):
             raise _LeftError("others use the groups as well")
         return [((name_of(groups), 0), _on_other(resets, condition, groups.frame))]
 
@@ -373,8 +295,8 @@ class _Plan:
 
     def _check_what_shows(self, root: Any, condition: str) -> None:
         """Raise if labels or dtypes before a condition is checked depend on it, and show."""
-        exprs = [expr for expr in self._order if self._rows[name_of(expr)].root is root]
-        rows = [expr for expr in exprs if condition not in self._rows[name_of(expr)].chosen]
+        exprs = [expr for expr in self.order if self.rows[name_of(expr)].root is root]
+        rows = [expr for expr in exprs if condition not in self.rows[name_of(expr)].chosen]
         is_join = type(root) in (Merge, SemiMerge)
         by_index = is_join and (root.left_index or root.right_index)
         if (is_join and not by_index) or any(type(expr) is _expr.ResetIndex for expr in rows):
@@ -389,10 +311,10 @@ class _Plan:
                 raise _LeftError(f"the dtype of {type(expr).__name__} depends on which rows there are")
 
     def _check_numbers(self, root: Any, *, are_results: bool) -> None:
-        left = [place for _, place in self._exits[name_of(root)]]
+        left = [place for _, place in self.exits[name_of(root)]]
         while left:
             name, position = left.pop()
-            user = self._exprs[name]
+            user = self.exprs[name]
             kind, follows = type(user), False
             if is_computation(user) or is_sequence(user):
                 if not are_results:
@@ -409,7 +331,7 @@ class _Plan:
             elif kind not in _UNLABELLED:
                 raise _LeftError(f"{kind.__name__} may see the numbers of its rows")
             if follows:
-                left.extend(place for _, place in self._exits[name])
+                left.extend(place for _, place in self.exits[name])
 
     # ---- the plan ---------------------------------------------------------------------------------
 
@@ -427,11 +349,11 @@ class _Plan:
             made = [renewed(each) for each in conditions]
             return _expr.Filter(renewed(frame), reduce(_expr.And, made)) if made else renewed(frame)
 
-        for expr in reversed(self._order):
+        for expr in reversed(self.order):
             name = name_of(expr)
-            if type(expr) is _expr.Filter and (moved := self._moved[name_of(root := self._rows[name].root)]):
+            if type(expr) is _expr.Filter and (moved := self._moved[name_of(root := self.rows[name].root)]):
                 parts = conjuncts(expr.predicate)
-                kept = [each for each in parts if self._name(root, each) not in moved]
+                kept = [each for each in parts if self.name(root, each) not in moved]
                 if len(kept) < len(parts):
                     new[name] = filtered(expr.frame, kept)
                     continue
@@ -445,69 +367,15 @@ class _Plan:
             new[name] = expr if same else type(expr)(*operands)
             if name in self._unmatched:
                 new[name] = with_distinct_keys(new[name])
-        plan: Expr = new[name_of(self._order[0])]
+        plan: Expr = new[name_of(self.order[0])]
         return plan
-
-
-#: Operations on rows whose columns are some of those of their input, as they are.
-_SELECTING = (
-    *(_expr.Assign, _expr.Drop, _expr.DropnaFrame, _expr.Filter, _expr.Projection),
-    *(_expr.ResetIndex, _expr.RenameAxis),
-)
-#: Functions of users on single values or rows.
-_OF_USERS = (_expr.Apply, _expr.Map)
-_DROPPING = (_expr.DropnaFrame, _expr.DropnaSeries)
-
-
-def _is_row_by_row(expr: Any) -> bool:
-    """Return whether each row of an expression is made of a row of its inputs, with its label or a number."""
-    if type(expr) is _expr.ResetIndex:
-        return bool(expr.drop)
-    if type(expr) is _expr.RenameAxis:
-        return not isinstance(expr.operand("columns"), (str, list, dict)) and expr.axis in (0, "index")
-    if type(expr) in _OF_USERS:
-        return True
-    return type(expr) in (*KEEPING, *COMPUTING) and is_on_rows(expr)
-
-
-def conjuncts(condition: Any) -> list[Any]:
-    """Return the conditions that all have to be true for a condition to be."""
-    if type(condition) is not _expr.And or not all(map(is_condition, condition.operands)):
-        return [condition]
-    return [each for part in condition.operands for each in conjuncts(part)]
-
-
-def _columns_in(root: Any, condition: Any) -> set[Any] | None:
-    """Return the columns of the root that a condition is on; None if it is on the root as a whole."""
-    found, seen, left = set[Any](), set[str](), [condition]
-    while left:
-        expr = left.pop()
-        if expr is root:
-            return None
-        if type(expr) is _expr.Projection and expr.frame is root:
-            found.add(expr.operand("columns"))
-        elif name_of(expr) not in seen:
-            seen.add(name_of(expr))
-            left.extend(each for each in expr.dependencies() if dimensions(each))
-    return found
 
 
 def _on_other(root: Any, condition: Any, frame: Any, names: dict[Any, Any] | None = None) -> Any:
     """Return a condition on columns of the root as one on those of another frame, by their names in it."""
-    made: dict[str, Any] = {}
-
-    def moved(expr: Any) -> Any:
-        if not isinstance(expr, Expr) or not dimensions(expr):
-            return expr
-        if (name := name_of(expr)) not in made:
-            if type(expr) is _expr.Projection and expr.frame is root:
-                column = expr.operand("columns")
-                made[name] = _expr.Projection(frame, column if names is None else names[column])
-            else:
-                made[name] = type(expr)(*map(moved, expr.operands))
-        return made[name]
-
-    return moved(condition)
+    return with_columns(
+        root, condition, lambda column: _expr.Projection(frame, column if names is None else names[column])
+    )
 
 
 _COMPARISONS = (_expr.EQ, _expr.LT, _expr.LE, _expr.GT, _expr.GE)
@@ -559,5 +427,5 @@ def _has_floats(frame: Any, columns: set[Any]) -> bool:
 
 def _text(root: Any, condition: Any) -> str:
     """Return what a condition is on, for people."""
-    columns = None if condition is None else _columns_in(root, condition)
+    columns = None if condition is None else columns_in(root, condition)
     return f"a condition on {', '.join(map(str, sorted(columns, key=str)))}" if columns else "a condition"
