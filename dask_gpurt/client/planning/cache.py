@@ -42,6 +42,7 @@ from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast
 from dask_gpurt.client.planning.rules.filters import Filters
+from dask_gpurt.client.planning.rules.join_order import JoinOrder
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
@@ -88,7 +89,10 @@ EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_19
 #: The rules for plans as users write them, before Dask simplifies these, in the order of application.
 EARLY_RULES: tuple[Rule, ...] = (RowChoices(), Unequal(), Filters())
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
-RULES: tuple[Rule, ...] = (SortOnce(), SkipFiles(), Broadcast(), PartitionSize(), LocalGroups(), WholeGroups())
+RULES: tuple[Rule, ...] = (
+    *(SortOnce(), SkipFiles(), JoinOrder()),
+    *(Broadcast(), PartitionSize(), LocalGroups(), WholeGroups()),
+)
 
 
 class Plan(NamedTuple):

@@ -8,12 +8,14 @@ written in place twice within a tick of the kernel's clock, at most 10 ms, may l
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,6 +32,8 @@ Bounds = tuple[Any, Any] | tuple[()]
 #: The type of a column in Arrow, and the dtype that it had in the frame of pandas that was written.
 ColumnType = tuple[str, str | None]
 
+#: The least bytes of a value in a dictionary.
+BYTES_OF_AN_ENTRY = 8
 #: The most footers that a process keeps.
 FOOTERS_LIMIT = 1_024
 
@@ -89,6 +93,28 @@ class Column(NamedTuple):
     rows: int
     encoded: int
     has_fixed_width: bool
+
+
+class Values(NamedTuple):
+    """Estimate what values a column of some rows has.
+
+    Attributes
+    ----------
+    rows
+        The number of rows.
+    distinct
+        About how many values differ.
+    low, high
+        The least and the largest number, or time in nanoseconds; None if unknown.
+    width
+        The bytes of a value in memory.
+    """
+
+    rows: float
+    distinct: float
+    low: float | None
+    high: float | None
+    width: float
 
 
 class _Leaf(NamedTuple):
@@ -202,6 +228,24 @@ class Footer:
         lows, highs = zip(*found, strict=True) if found else ((), ())
         return (pd.Timestamp(min(lows)), pd.Timestamp(max(highs))) if found else ()
 
+    def values_of(self, column: Any) -> Values | None:
+        """Estimate the values of a column; None if nothing is known of it.
+
+        Columns with few values are stored as numbers of these in a dictionary.
+        """
+        leaf, *others = (self._leaves or {}).get(column, (None,))
+        if leaf is None or others or leaf.is_nested:
+            return None
+        chunks = [(rows, chunk) for rows, chunk in self._chunks(leaf) if rows]
+        rows = sum(count for count, _ in chunks)
+        encoded = sum(chunk.total_uncompressed_size for _, chunk in chunks)
+        fixed = all(_has_fixed_width(chunk) for _, chunk in chunks)
+        low, high = _bounds(chunk.statistics for _, chunk in chunks)
+        distinct = min(rows, _entries(rows, encoded))
+        if pa.types.is_integer(leaf.type) and low is not None and high is not None:
+            distinct = min(distinct, high - low + 1)
+        return Values(rows, distinct, low, high, 8 if fixed else max(16, encoded / max(rows, 1)))
+
     def _has_nulls(self, leaf: _Leaf) -> bool:
         found = ((rows, chunk.statistics) for rows, chunk in self._chunks(leaf))
         return any(
@@ -241,6 +285,32 @@ def footer_of(path: str) -> Footer:
 
 #: The footers that have been read last, by file.
 _KEPT: LRU[Footer] = LRU(FOOTERS_LIMIT)
+
+
+def _entries(rows: int, encoded: int) -> float:
+    """Return how many values a dictionary has with which rows take that many bytes: each has bits for one."""
+    bits = 0
+    while bits < 64 and (BYTES_OF_AN_ENTRY << bits) + rows * bits / 8 < encoded:
+        bits += 1
+    return float(1 << bits)
+
+
+def _bounds(statistics: Iterable[Any]) -> tuple[float | None, float | None]:
+    """Return the least and the largest number or time of some chunks; None if they are not known."""
+    known = list(statistics)
+    if not all(facts is not None and facts.has_min_max for facts in known):
+        return None, None
+    found = [(number_of(facts.min), number_of(facts.max)) for facts in known]
+    low = [least for least, _ in found if least is not None]
+    high = [most for _, most in found if most is not None]
+    return (min(low), max(high)) if low and len(low) == len(high) == len(found) else (None, None)
+
+
+def number_of(value: Any) -> float | None:
+    """Return a number, or a time in nanoseconds; None for anything else."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    return float(pd.Timestamp(value).value) if isinstance(value, (datetime.date, np.datetime64)) else None
 
 
 def _leaves_of(schema: pa.Schema, metadata: pq.FileMetaData) -> dict[str, tuple[_Leaf, ...]] | None:

@@ -20,6 +20,7 @@ from dask_gpurt.client.planning.footers import (
     FileState,
     Footer,
     Range,
+    Values,
     footer_of,
     state_of,
 )
@@ -177,6 +178,25 @@ class TableFacts:
                 return None
             sizes.append([each for column in columns for each in column or ()])
         return len(files) * share_of_files(read), sizes
+
+    def values(self, read: Any, column: Hashable) -> Values | None:
+        """Estimate the values of a column of a read, from up to three of its files; None if unknown."""
+        files = files_of(read) if is_local(read) else []
+        chosen = {files[at] for at in (0, len(files) // 2, len(files) - 1)} if files else set()
+        found = [self._footer(path).values_of(column) for path in sorted(chosen)]
+        known = [each for each in found if each is not None]
+        if not known or len(known) < len(found):
+            return None
+        rows = sum(each.rows for each in known) / len(known) * len(files) * share_of_files(read)
+        distinct = max(each.distinct for each in known)
+        if distinct > 0.9 * max(each.rows for each in known):  # each value is there once
+            distinct = rows
+        ends = [(each.low, each.high) for each in known if each.low is not None and each.high is not None]
+        if len(ends) < len(known):
+            return Values(rows, min(rows, distinct), None, None, max(each.width for each in known))
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        distinct *= max(1.0, (high - low) / max(1.0, *(most - least for least, most in ends)))
+        return Values(rows, min(rows, distinct), low, high, max(each.width for each in known))
 
     def columns(self, plan: Expr) -> dict[str, Columns] | None:
         """Return what is known of the columns of each local read in a plan; None if files are not alike.

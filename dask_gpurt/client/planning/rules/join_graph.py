@@ -1,0 +1,315 @@
+"""Find inner joins whose rows are only joined again, and describe them without an order.
+
+Shared by the parts of the rule :mod:`.join_order`, which says why the result is the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Hashable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from dask.dataframe.dask_expr import _expr
+from dask.dataframe.dask_expr._merge import Merge
+
+from dask_gpurt.client.planning.operations import is_of_pandas
+from dask_gpurt.client.planning.rules.dependence import joins_columns
+from dask_gpurt.client.planning.rules.needed_columns import dimensions, keys_of_join, listed, names_in_join
+from dask_gpurt.client.planning.rules.row_roots import RowRoots, columns_in, with_columns
+from dask_gpurt.dask_hooks.planning import name_of
+
+#: The most tables that are ordered together: the number of orders doubles with each.
+MOST_TABLES = 8
+
+#: Numbers of tables.
+Tables = frozenset[int]
+#: The number of a table, or what is joined with what.
+Tree = int | tuple["Tree", "Tree"]
+#: A column of a table.
+Column = tuple[int, Hashable]
+
+
+class OrderError(Exception):
+    """Joins stay in the order in which they are."""
+
+
+class Table(NamedTuple):
+    """Hold what is joined.
+
+    Attributes
+    ----------
+    frame
+        Its expression in the plan.
+    stand_in
+        Stands for it in expressions on its columns; another one each time that a frame is joined.
+    """
+
+    frame: Any
+    stand_in: Any
+
+
+class Condition(NamedTuple):
+    """Hold a condition on columns of stand-ins, and the tables that it is on."""
+
+    expr: Any
+    tables: Tables
+
+
+class _Part(NamedTuple):
+    """Describe the result of joins: its columns, and pairs of keys, are expressions on those of stand-ins."""
+
+    tables: list[Table]
+    joins: list[Any]
+    columns: dict[Hashable, Any]
+    pairs: list[tuple[Any, Any]]
+    conditions: list[Any]
+    tree: Any
+
+
+class JoinGraph:
+    """Describe inner joins without an order.
+
+    Attributes
+    ----------
+    join
+        The last of the joins.
+    tables
+        What is joined.
+    columns
+        The columns of the result that are needed, as expressions on columns of the tables' stand-ins.
+    keys
+        Columns that have to be equal, at most one of a table, by its number.
+    conditions
+        The conditions on rows that are checked in between.
+    tree
+        The joins in the order of the program.
+    """
+
+    def __init__(self, part: _Part, needed: Iterable[Hashable], later: Iterable[Any]):
+        self.join = part.joins[0]
+        self.tables = part.tables
+        self._numbers = {name_of(table.stand_in): at for at, table in enumerate(part.tables)}
+        self.columns = {name: part.columns[name] for name in needed}
+        self.conditions = [Condition(each, self._tables_of(each)) for each in part.conditions]
+        self.keys: list[dict[int, Hashable]] = []
+        for one, other in part.pairs:
+            if not self._equate(one, other):
+                raise OrderError("two columns of a table have to be equal")
+        #: The names of conditions that two columns are equal, which are keys as well.
+        self.equal = set[str]()
+        for each in (*part.conditions, *later):
+            if (
+                type(each) is _expr.EQ
+                and all(map(self.is_column, each.operands))
+                and self._equate(*each.operands)
+            ):
+                self.equal.add(name_of(each))
+        self.tree: Tree = self._numbered(part.tree)
+
+    def column_of(self, expr: Any) -> Column:
+        """Return the table and the label of a column."""
+        return self._numbers[name_of(expr.frame)], expr.operand("columns")
+
+    def columns_in(self, expr: Any) -> Iterator[Any]:
+        """Yield the columns of stand-ins that an expression is made of."""
+        left, seen = [expr], set[str]()
+        while left:
+            each = left.pop()
+            if self.is_column(each):
+                yield each
+            elif name_of(each) not in seen:
+                seen.add(name_of(each))
+                left.extend(below for below in each.dependencies() if dimensions(below))
+
+    def is_column(self, expr: Any) -> bool:
+        """Return whether an expression is a column of a stand-in."""
+        return type(expr) is _expr.Projection and name_of(expr.frame) in self._numbers and expr.ndim == 1
+
+    def needed(self, tables: Tables, columns: Container[Column] | None = None) -> list[Column]:
+        """Return the columns of joined tables that are needed later on, or for the result.
+
+        Parameters
+        ----------
+        tables
+            The tables, or a single one before its rows are chosen.
+        columns
+            Those that are there, by default all: of keys that are equal one is enough to join by.
+        """
+        later = [each.expr for each in self.conditions if not each.tables <= tables or len(tables) == 1]
+        found = {
+            self.column_of(column)
+            for expr in (*self.columns.values(), *later)
+            for column in self.columns_in(expr)
+        }
+        for keys in self.keys:
+            own = [
+                each for each in keys.items() if each[0] in tables and (columns is None or each in columns)
+            ]
+            if keys.keys() - tables and not found.intersection(own):
+                found.update(own[:1])
+        return sorted((each for each in found if each[0] in tables), key=self._position)
+
+    def _position(self, column: Column) -> tuple[int, int]:
+        return column[0], list(self.tables[column[0]].frame.columns).index(column[1])
+
+    def _tables_of(self, expr: Any) -> Tables:
+        return frozenset(self.column_of(each)[0] for each in self.columns_in(expr))
+
+    def _equate(self, one: Any, other: Any) -> bool:
+        """Make keys of two columns, and return whether each table has one of each kind still."""
+        if not are_comparable(one, other):
+            return False
+        pair = {self.column_of(one), self.column_of(other)}
+        joined = [keys for keys in self.keys if pair & keys.items()]
+        columns = pair.union(*(keys.items() for keys in joined))
+        if len({table for table, _ in columns}) < len(columns) or len(pair) < 2:
+            return False
+        self.keys = [keys for keys in self.keys if keys not in joined] + [dict(columns)]
+        return True
+
+    def _numbered(self, tree: Any) -> Tree:
+        if isinstance(tree, tuple):
+            return self._numbered(tree[0]), self._numbered(tree[1])
+        return self._numbers[tree]
+
+
+class JoinFinder:
+    """Find the inner joins of a plan that may be in any order.
+
+    Parameters
+    ----------
+    roots
+        The plan.
+    """
+
+    def __init__(self, roots: RowRoots):
+        self._roots = roots
+        self._users: dict[str, list[Any]] = {}
+        for user in roots.order:
+            for each in user.dependencies():
+                self._users.setdefault(name_of(each), []).append(user)
+        self._seen = Counter[str]()
+
+    def parts(self) -> Iterator[_Part]:
+        """Yield joins of three tables or more, the last joins of the plan first."""
+        found = set[str]()
+        for expr in self._roots.order:
+            if name_of(expr) in found or not _is_free(expr):
+                continue
+            self._seen.clear()
+            part = self._joined(expr, MOST_TABLES)
+            found.update(map(name_of, part.joins))
+            if len(part.tables) > 2:
+                yield part
+
+    def graph(self, part: _Part) -> JoinGraph:
+        """Return the joins without an order.
+
+        Raises
+        ------
+        OrderError
+            If they have to stay in the order in which they are.
+        """
+        join = part.joins[0]
+        later = [
+            with_columns(join, condition, part.columns.__getitem__) for condition in self._asked_by_all(join)
+        ]
+        return JoinGraph(part, self._needed(join), later)
+
+    def _asked_by_all(self, join: Any) -> Iterator[Any]:
+        """Yield the conditions that hold for all rows of a join that are used."""
+        exits = self._roots.exits[name_of(join)]
+        asked = [self._roots.rows[name_of(expr)].chosen for expr, _ in exits]
+        for name, condition in asked[0].items() if asked else ():
+            if condition is not None and columns_in(join, condition) and all(name in each for each in asked):
+                yield condition
+
+    def _needed(self, join: Any) -> list[Hashable]:
+        """Return the columns of a join that are used."""
+        users = self._users.get(name_of(join), [])
+        if not users or not all(type(user) is _expr.Projection for user in users):
+            return list(join.columns)
+        used = {name for user in users for name in listed(user.operand("columns"))}
+        return [name for name in join.columns if name in used]
+
+    def _joined(self, join: Any, room: int) -> _Part:
+        left = self._side(join, 0, room - 1)
+        right = self._side(join, 1, room - len(left.tables))
+        columns = {}
+        for part, names in zip((right, left), reversed(names_in_join(join)), strict=True):
+            columns.update({new: part.columns[old] for new, old in names.items()})
+        pairs = [
+            (left.columns[one], right.columns[other]) for one, other in zip(*keys_of_join(join), strict=True)
+        ]
+        return _Part(
+            left.tables + right.tables,
+            [join, *left.joins, *right.joins],
+            {name: columns[name] for name in join.columns},
+            left.pairs + right.pairs + pairs,
+            left.conditions + right.conditions,
+            (left.tree, right.tree),
+        )
+
+    def _side(self, join: Any, at: int, room: int) -> _Part:
+        """Return a side of a join as joins of tables, if that is what it is, and else as a table."""
+        side = (join.left, join.right)[at]
+        if room > 1 and (part := self._inner(join, at, side, room)) is not None:
+            return part
+        self._seen[name_of(side)] += 1
+        stand_in = side
+        for _ in range(self._seen[name_of(side)] - 1):
+            stand_in = _expr.RenameFrame(stand_in, {})
+        columns = {name: _expr.Projection(stand_in, name) for name in side.columns}
+        return _Part([Table(side, stand_in)], [], columns, [], [], name_of(stand_in))
+
+    def _inner(self, join: Any, at: int, side: Any, room: int) -> _Part | None:
+        inner, chosen = self._roots.rows[name_of(side)]
+        places = [place for _, place in self._roots.exits[name_of(inner)]]
+        if (
+            places != [(name_of(join), at)]
+            or not _is_free(inner)
+            or inner.shuffle_method != join.shuffle_method
+        ):
+            return None
+        columns = {name: self._roots.column(inner, side, name) for name in side.columns}
+        conditions = list(chosen.values())
+        if any(each is None or not columns_in(inner, each) for each in (*columns.values(), *conditions)):
+            return None
+        if any(type(columns[key]) is not _expr.Projection for key in keys_of_join(join)[at]):
+            return None  # it is computed
+        part = self._joined(inner, room)
+        on_tables = [
+            {name: with_columns(inner, each, part.columns.__getitem__) for name, each in named.items()}
+            for named in (columns, dict(enumerate(conditions)))
+        ]
+        if any(type(on_tables[0][key]) is not _expr.Projection for key in keys_of_join(join)[at]):
+            return None
+        return part._replace(columns=on_tables[0], conditions=part.conditions + list(on_tables[1].values()))
+
+
+def _is_free(join: Any) -> bool:
+    """Return whether a join may be done earlier or later: an inner join by columns that are comparable."""
+    if type(join) is not Merge or join.how != "inner" or join.indicator or not joins_columns(join):
+        return False
+    frames = (join.left, join.right, join)
+    keys = keys_of_join(join)
+    return (
+        all(len({*frame.columns}) == len(frame.columns) for frame in frames)
+        and len(keys[0]) == len(keys[1]) > 0
+        and all(
+            are_comparable(_expr.Projection(join.left, one), _expr.Projection(join.right, other))
+            for one, other in zip(*keys, strict=True)
+        )
+    )
+
+
+def are_comparable(one: Any, other: Any) -> bool:
+    """Return whether two columns have the same dtype, in which values that are equal are the same."""
+    dtype = one._meta.dtype
+    if bool(dtype != other._meta.dtype):
+        return False
+    if isinstance(dtype, np.dtype) and dtype.kind == "O":
+        return not is_of_pandas(one)  # texts in cudf, and anything in pandas
+    return isinstance(dtype, pd.StringDtype) or getattr(dtype, "kind", "") in tuple("iubmM")
