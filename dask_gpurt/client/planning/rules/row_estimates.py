@@ -173,13 +173,14 @@ class RowEstimates:
             return self._values(value)
         if kind in (_expr.RenameFrame, _expr.ColumnsSetter):
             column = expr.frame.columns[list(expr.columns).index(column)]
-        frame = expr.left if kind is SemiMerge else getattr(expr, "frame", None)
+        frame: Any = expr.left if kind is SemiMerge else getattr(expr, "frame", None)
         if isinstance(expr, _groupby.GroupByBase) or not isinstance(frame, Expr) or not dimensions(frame):
             return None
         if column in list(frame.columns):
             return self.column(frame, column)
-        if isinstance(frame, _groupby.GroupByBase) and column in frame.by:  # its index becomes a column
-            return self.column(frame.frame, column)  # type: ignore[attr-defined]
+        if isinstance(frame, _groupby.GroupByBase):  # its index becomes columns
+            keys = [key for key in frame.by if not isinstance(key, Expr)]
+            return self.column(frame.frame, column) if column in keys else None
         return None
 
     def _values(self, expr: Any) -> Values | None:
