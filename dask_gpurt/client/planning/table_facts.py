@@ -183,7 +183,7 @@ class TableFacts:
         """Estimate the values of a column of a read, from up to three of its files; None if unknown."""
         files = files_of(read) if is_local(read) else []
         chosen = {files[at] for at in (0, len(files) // 2, len(files) - 1)} if files else set()
-        found = [self._footer(path).values_of(column) for path in sorted(chosen)]
+        found = [self.footer(path).values_of(column) for path in sorted(chosen)]
         known = [each for each in found if each is not None]
         if not known or len(known) < len(found):
             return None
