@@ -1,7 +1,4 @@
-"""Compute the residency of kernels, blocks per SM, and cap it through shared memory.
-
-``_residency.c`` does the same arithmetic at each launch.
-"""
+"""Choose caps on the residency of kernels, blocks per SM, which ``_residency.c`` applies at each launch."""
 
 from __future__ import annotations
 
@@ -17,16 +14,8 @@ __all__ = [
     "LaunchedKernel",
     "Launches",
     "Residency",
-    "residency",
-    "shared_for",
 ]
 
-#: Threads of a warp.
-WARP_THREADS = 32
-#: Partitions of an SM, each with an equal part of the registers.
-SM_PARTITIONS = 4
-#: Allocation units: registers per warp, and bytes of shared memory per block.
-REGISTER_UNIT, SHARED_UNIT_BYTES = 256, 128
 #: The most kernels with individual caps, and the highest cap that the policy can hold.
 MAX_KERNELS, HIGHEST_CAP = 1024, 255
 
@@ -60,40 +49,6 @@ class DeviceLimits:
     opt_in: int
 
 
-def residency(limits: DeviceLimits, threads: int, registers: int, shared: int) -> int:
-    """Return how many blocks of a kernel fit on an SM at the same time.
-
-    Parameters
-    ----------
-    limits
-        The limits of the device. The allocation unit of registers assumes compute capability 7.0 or newer,
-        that of shared memory 8.0 or newer.
-    registers
-        Registers per thread.
-    shared
-        Static and dynamic shared memory per block, in bytes.
-    """
-    warps = -(-threads // WARP_THREADS)
-    by_warps = limits.threads // WARP_THREADS // warps
-    if each := _round_up(registers * WARP_THREADS, REGISTER_UNIT):
-        by_warps = min(by_warps, SM_PARTITIONS * (limits.registers // SM_PARTITIONS // each) // warps)
-    return min(
-        limits.blocks, by_warps, limits.shared // _round_up(shared + limits.reserved, SHARED_UNIT_BYTES)
-    )
-
-
-def shared_for(limits: DeviceLimits, cap: int) -> int:
-    """Return the static and dynamic shared memory per block in bytes with which ``cap`` blocks fit on an SM.
-
-    Raises
-    ------
-    CapError
-        If the cap is 0, or more than an SM holds.
-    """
-    check(cap, limits)
-    return (limits.shared // (cap + 1) // SHARED_UNIT_BYTES + 1) * SHARED_UNIT_BYTES - limits.reserved
-
-
 def check(cap: int, limits: DeviceLimits | None = None) -> None:
     """Check that a cap is possible on a device; without limits, on any device.
 
@@ -108,10 +63,6 @@ def check(cap: int, limits: DeviceLimits | None = None) -> None:
         raise CapError(
             f"a residency cap of {cap} blocks: expected at least 1, and at most the {most} that {holder}"
         )
-
-
-def _round_up(n: int, unit: int) -> int:
-    return -(-n // unit) * unit
 
 
 @dataclass(frozen=True)

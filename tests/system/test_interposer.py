@@ -15,8 +15,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dask_gpurt.overlap.interposer import name_id
-from dask_gpurt.overlap.occupancy import DeviceLimits, residency, shared_for
+from dask_gpurt.overlap.occupancy import DeviceLimits
 from tests.helpers.examples import examples
+from tests.helpers.interposer.sm_model import residency, shared_for
 from tests.helpers.interposers import (
     H200,
     HEADER,

@@ -13,9 +13,9 @@ from typing import Any
 
 import cudf
 import cupy
+from sm_model import shared_for
 
 from dask_gpurt.overlap import Caps, Interposer, Residency
-from dask_gpurt.overlap.occupancy import shared_for
 
 #: Threads per block to query the driver for: those that most kernels of libcudf use.
 THREADS = (128, 256)

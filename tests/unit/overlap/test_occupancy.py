@@ -15,9 +15,8 @@ from dask_gpurt.overlap.occupancy import (
     DeviceLimits,
     LaunchedKernel,
     Residency,
-    residency,
-    shared_for,
 )
+from tests.helpers.interposer.sm_model import residency, shared_for
 from tests.helpers.interposers import H200, SMALL
 
 
