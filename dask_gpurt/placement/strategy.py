@@ -6,8 +6,9 @@ Decisions and their figures: ``docs/decisions/placement.md``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from itertools import islice
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from dask.typing import Key
@@ -18,15 +19,18 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.available import AvailableWorkers, IdleWorkerFilter
 from dask_gpurt.placement.candidates import CandidateSelector
-from dask_gpurt.placement.cost import Candidate
+from dask_gpurt.placement.cost import TERMS, Candidate, rank
 from dask_gpurt.placement.estimates import Estimates, Headroom
-from dask_gpurt.placement.history import MAX_KEYS, History
 from dask_gpurt.topology import Topology
 
 logger = logging.getLogger(__name__)
 
 #: How many thieves have their costs compared, and from how many of the least loaded workers these are taken.
 MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
+#: How many keys have their last decision kept: some tens of MB at most.
+MAX_KEYS = 20_000
+#: The number of fields of a candidate in a record.
+_FIGURES = len(Candidate._fields)
 
 
 class Placement:
@@ -243,3 +247,44 @@ def _log(what: str, ts: SchedulerTask, chosen: Candidate, candidates: Collection
     """Log a decision at DEBUG with the candidates that it has rejected."""
     rejected = [candidate for candidate in candidates if candidate.worker != chosen.worker]
     logger.debug("%r is %s on %s; rejected: %s", ts.key, what, chosen, rejected or "none")
+
+
+# ---- the last decisions ---------------------------------------------------------------------------------
+
+
+class History:
+    """Keep the last decision about each key, and evict the oldest decisions."""
+
+    def __init__(self, max_keys: int = MAX_KEYS):
+        self._max_keys = max_keys
+        # Records are flat tuples of numbers and strings, which the garbage collector untracks.
+        self._decisions: OrderedDict[Key, tuple[Any, ...]] = OrderedDict()
+
+    def add(self, key: Key, worker: str, candidates: Sequence[Candidate]) -> None:
+        """Record a decision."""
+        self._decisions.pop(key, None)
+        self._decisions[key] = (worker, *chain.from_iterable(candidates))
+        if len(self._decisions) > self._max_keys:
+            self._decisions.popitem(last=False)
+
+    def explain(self, key: Key) -> list[dict[str, Any]]:
+        """Return a row for each candidate of the last decision about a key, best first.
+
+        Empty if the key is unknown or its decision was evicted.
+        """
+        worker, *figures = self._decisions.get(key, ("",))
+        return [
+            {
+                "worker": candidate.worker,
+                "chosen": candidate.worker == worker,
+                "seconds": candidate.seconds,
+                **{name: getattr(candidate, name) for name in (*TERMS, "fits", "missing")},
+            }
+            for candidate in sorted(_candidates(figures), key=rank)
+        ]
+
+
+def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:
+    """Yield the candidates of a record."""
+    for start in range(0, len(figures), _FIGURES):
+        yield Candidate(*figures[start : start + _FIGURES])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.available import LoadIndex
 from dask_gpurt.placement.cost import Candidate, Route, Routes
-from dask_gpurt.placement.history import History
+from dask_gpurt.placement.strategy import History
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
