@@ -7,6 +7,9 @@ are traced to the columns of the operation that made the rows, its *root*, throu
 between; so it does not matter where a condition was written. A root passes on to its inputs what *all* that
 use its rows ask for: a join whose result is used twice, once with a filter, stays as it is.
 
+A condition on both sides of an inner join, such as one pair of names or another, stays above it, and what it
+says of each side alone is checked below as well.
+
 This is done before Dask simplifies the plan, which then leaves out the columns that only conditions needed.
 
 What it does not reason about
@@ -53,6 +56,7 @@ from dask_gpurt.client.planning.rules.anti_joins import (
 )
 from dask_gpurt.client.planning.rules.needed_columns import (
     dimensions,
+    is_condition,
     keys_of_join,
     listed,
     names_in_join,
@@ -147,7 +151,8 @@ class _Plan(RowRoots):
             if self.rows[name_of(expr)].root is expr and dimensions(expr):
                 self._pass_on(expr)
         plan: Expr = self.order[0]
-        return self._rebuilt() if self._inner or self._unmatched or any(self._moved.values()) else plan
+        changes = (self._inner, self._unmatched, *self._moved.values(), *self._placed.values())
+        return self._rebuilt() if any(changes) else plan
 
     # ---- where filters go -------------------------------------------------------------------------
 
@@ -168,6 +173,7 @@ class _Plan(RowRoots):
                 self._check_what_shows(root, name)
             except _LeftError as error:
                 self._note(root, f"has rows that are left out later, by {_text(root, condition)}: {error}")
+                self._pass_on_implied(root, name, condition)
                 continue
             for place, moved in placed:
                 self._placed[place].append(moved)
@@ -180,6 +186,22 @@ class _Plan(RowRoots):
             self._placed[place] = [
                 each for each in kept if self.name(root, each) not in self._moved[name_of(root)]
             ]
+
+    def _pass_on_implied(self, join: Any, name: str, condition: Any) -> None:
+        """Have the sides of an inner join fulfil what a condition on both of them says of each alone."""
+        if type(join) is not Merge or self._how(join) != "inner" or condition is None:
+            return
+        for names in map(frozenset, names_in_join(join)):
+            if (implied := _implied(join, condition, names)) is None:
+                continue
+            try:
+                placed = self._passed(join, implied)
+                self._check_what_shows(join, name)
+            except _LeftError:
+                continue
+            for place, moved in placed:
+                self._placed[place].append(moved)
+            self._note(join, f"lacks rows that {_text(join, implied)} leaves out later on", done=True)
 
     def _find_inner(self, join: Any, conditions: Conditions) -> None:
         """Make an inner join of a left join if conditions leave out its rows without a match."""
@@ -396,6 +418,18 @@ def _is_false_for_nulls(root: Any, condition: Any, names: Set[Any]) -> bool:
     return (kind in _COMPARISONS and any(map(is_null, operands))) or (
         kind in (_expr.NotNull, _expr.Between) and is_null(operands[0])
     )
+
+
+def _implied(root: Any, condition: Any, names: Set[Any]) -> Any:
+    """Return what is true of some columns alone wherever a condition is true; None if nothing is known."""
+    columns, kind = columns_in(root, condition), type(condition)
+    if columns and columns <= names:
+        return condition
+    if kind not in (_expr.And, _expr.Or) or not all(map(is_condition, condition.operands)):
+        return None
+    parts = [_implied(root, each, names) for each in condition.operands]
+    known = [each for each in parts if each is not None]
+    return reduce(kind, known) if known and (kind is _expr.And or len(known) == len(parts)) else None
 
 
 def _below_concat(rows: Any, condition: Any, columns: set[Any]) -> Iterator[Placed]:

@@ -193,6 +193,10 @@ OPERATIONS: dict[str, Callable[[Any, Any, int, int], Any]] = {
     "both": lambda frame, other, first, second: frame[
         condition(frame, first, second) & condition(frame, second, first)
     ],
+    "either": lambda frame, other, first, second: frame[
+        (condition(frame, first, second) & condition(frame, second, first))
+        | (condition(frame, second + 1, first) & condition(frame, first + 1, second))
+    ],
     "loc": lambda frame, other, first, second: frame.loc[condition(frame, first, second)],
     "query": lambda frame, other, first, second: query(frame, first, second),
     "inner": lambda frame, other, first, second: merged(frame, other, first, second, "inner"),
@@ -214,8 +218,10 @@ OPERATIONS: dict[str, Callable[[Any, Any, int, int], Any]] = {
 }
 
 _numbers = st.integers(0, 11)
-_filters = st.sampled_from(["filter", "both", "loc", "query", "masked", "beside"])
-_others = st.sampled_from([kind for kind in OPERATIONS if kind not in ("filter", "both", "loc", "query")])
+_filters = st.sampled_from(["filter", "both", "either", "loc", "query", "masked", "beside"])
+_others = st.sampled_from(
+    [kind for kind in OPERATIONS if kind not in ("filter", "both", "either", "loc", "query")]
+)
 _steps = st.tuples(st.one_of(_filters, _others), _numbers, _numbers, _numbers)
 #: A join, operations, and a filter, which has some way to go.
 programs = st.tuples(
@@ -330,6 +336,19 @@ def test_rows_of_several_results_are_left_out_first(read: Callable[[str], Any]) 
     simplified = optimize_until(plan, "simplified-logical")
     assert [type(each.frame) for each in simplified.find_operations(_expr.Filter)] == [ReadParquetFSSpec]
     assert len(list(simplified.find_operations(Merge))) == 1
+
+
+def test_what_a_condition_says_of_each_side_is_checked_first(read: Callable[[str], Any]) -> None:
+    def program(large: Any, small: Any) -> Any:
+        rows = large.merge(small, on="key")
+        one = (rows.s == "s1") & (rows.label == "a")
+        other = (rows.s == "s2") & rows.label.isin(["b", "c"]) & (rows.n > 0)
+        return rows[one | other].more.sum()
+
+    plan, _ = ruled(program(read("large"), read("small")))
+    (join,) = optimize_until(plan, "simplified-logical").find_operations(Merge)
+    assert all(list(side.find_operations(_expr.Filter)) for side in (join.left, join.right))
+    assert value_of(plan) == pytest.approx(program(*tables().values()))
 
 
 #: Programs whose results would be others, and what says so.
