@@ -34,6 +34,7 @@ from dask_gpurt.client.planning.catalogue.schema import known_schema
 __all__ = [
     "COMPUTING",
     "KEEPING",
+    "RENAMING",
     "Columns",
     "Known",
     "after_operation",
@@ -322,11 +323,13 @@ _ONLY_IF = {
 _MAKING_NO_NULLS = frozenset([_expr.Add, _expr.Sub, _expr.Mul, _expr.Round, *_ACCESSORS])
 #: Those whose result does not depend on the dtype of the input.
 _BLIND = frozenset([_expr.IsNa, _expr.NotNull])
+#: Those that give the columns of a frame other names, in the same order.
+RENAMING = (_expr.RenameFrame, _expr.ColumnsSetter, _expr.AddPrefix, _expr.AddSuffix)
 #: The operations that choose, move or name columns and rows, whose values and dtypes stay the same.
 KEEPING: dict[type, Callable[[Any, Known], Columns]] = {
     **dict.fromkeys([_expr.Projection, _expr.Drop], lambda expr, known: known(expr.frame).only(expr.columns)),
     **dict.fromkeys(
-        [_expr.RenameFrame, _expr.RenameSeries, _expr.ColumnsSetter, _expr.ToFrame],
+        [*RENAMING, _expr.RenameSeries, _expr.ToFrame],
         lambda expr, known: known(expr.frame).renamed(expr.frame.columns, expr.columns),
     ),
     **dict.fromkeys(

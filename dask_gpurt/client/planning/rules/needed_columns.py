@@ -21,7 +21,7 @@ from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._shuffle import SortValues
 
-from dask_gpurt.client.planning.operations import COMPUTING, is_on_rows
+from dask_gpurt.client.planning.operations import COMPUTING, RENAMING, is_on_rows
 from dask_gpurt.dask_hooks.planning import Expr, is_computation, name_of
 
 #: Labels of columns.
@@ -167,7 +167,7 @@ _RULES: dict[type, Callable[[Any, Names], Needs]] = {
     **dict.fromkeys(COMPUTING, _computed),
     **dict.fromkeys([_expr.Projection, _expr.Drop, _expr.Filter, _expr.ResetIndex], _chosen),
     **dict.fromkeys([_expr.Head, _expr.Tail, _expr.RenameAxis], _chosen),
-    **dict.fromkeys([_expr.RenameFrame, _expr.ColumnsSetter], _renamed),
+    **dict.fromkeys(RENAMING, _renamed),
     **dict.fromkeys([SortValues], _with_keys),
     **dict.fromkeys([_reductions.NLargest, _reductions.NSmallest], _all),
     Concat: _same,

@@ -28,7 +28,7 @@ from dask.dataframe.dask_expr._shuffle import SetIndex, SetIndexBlockwise, SortV
 from dask.dataframe.dask_expr.io.io import FromPandas
 
 from dask_gpurt.client.planning.footers import Values, number_of
-from dask_gpurt.client.planning.operations import is_on_rows
+from dask_gpurt.client.planning.operations import RENAMING, is_on_rows
 from dask_gpurt.client.planning.reads import read_of
 from dask_gpurt.client.planning.rules.needed_columns import (
     dimensions,
@@ -171,7 +171,7 @@ class RowEstimates:
         if kind is _expr.Assign and column in expr.keys:
             value = dict(zip(expr.keys, expr.vals, strict=True))[column]
             return self._values(value)
-        if kind in (_expr.RenameFrame, _expr.ColumnsSetter):
+        if kind in RENAMING:
             column = expr.frame.columns[list(expr.columns).index(column)]
         frame: Any = expr.left if kind is SemiMerge else getattr(expr, "frame", None)
         if isinstance(expr, _groupby.GroupByBase) or not isinstance(frame, Expr) or not dimensions(frame):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from dask.dataframe.dask_expr import _expr
 
-from dask_gpurt.client.planning.operations import COMPUTING, KEEPING, is_on_rows
+from dask_gpurt.client.planning.operations import COMPUTING, KEEPING, RENAMING, is_on_rows
 from dask_gpurt.client.planning.rules.needed_columns import dimensions, is_condition, users_first
 from dask_gpurt.dask_hooks.planning import Expr, name_of
 
@@ -124,7 +124,7 @@ class RowRoots:
                 return self.on(root, dict(zip(frame.keys, frame.vals, strict=True))[column])
             if kind is _expr.ToFrame:
                 return self.on(root, frame.frame)
-            if kind in (_expr.RenameFrame, _expr.ColumnsSetter):
+            if kind in RENAMING:
                 column = frame.frame.columns[list(frame.columns).index(column)]
             elif kind not in _SELECTING:
                 break

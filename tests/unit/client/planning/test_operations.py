@@ -200,6 +200,8 @@ PROGRAMS: dict[str, list[Program]] = {
     "Drop": [lambda t: t.drop(columns=["m", "n"])],
     "RenameFrame": [lambda t: t[["i", "n"]].rename(columns={"i": "n", "n": "i"})],
     "RenameSeries": [lambda t: t.i.rename("other"), lambda t: t.n.rename("i")],
+    "AddPrefix": [lambda t: t[["i", "n"]].add_prefix("a_")],
+    "AddSuffix": [lambda t: t[["i", "n"]].add_suffix("_a")],
     "ColumnsSetter": [lambda t: set_columns(t[["n", "i"]], ["i", "n"])],
     "RenameAxis": [lambda t: t[["i", "n"]].rename_axis(index="other"), lambda t: t.i.rename_axis(None)],
     "ToFrame": [lambda t: t.i.to_frame(), lambda t: t.n.to_frame("i")],
