@@ -54,21 +54,33 @@ def users_first(plan: Any) -> list[Any]:
     return list(done.values())[::-1]
 
 
-def needed_columns(order: Sequence[Any]) -> dict[str, Names]:
+def needed_columns(order: Sequence[Any], *, with_conditions: bool = False) -> dict[str, Names]:
     """Return the columns of each expression that are needed, by its name; all or none of a series.
 
     Parameters
     ----------
     order
         The expressions of a plan, those that use another one before it.
+    with_conditions
+        Whether what filters check is needed, too. Then only expressions that nobody uses need nothing.
     """
     needed: dict[str, set[Any]] = {}
     for expr in order:
         names = frozenset(needed.get(name_of(expr), ()))
-        for each, columns in _all(expr, names) if expr is order[0] else _needs(expr, names):
+        if with_conditions and expr is not order[0]:
+            needs = _with_conditions(expr, names) if name_of(expr) in needed else iter(())
+        else:
+            needs = _all(expr, names) if expr is order[0] else _needs(expr, names)
+        for each, columns in needs:
             if isinstance(each, Expr):
                 needed.setdefault(name_of(each), set()).update(columns)
     return {name: frozenset(columns) for name, columns in needed.items()}
+
+
+def _with_conditions(expr: Any, names: Names) -> Needs:
+    yield from _needs(expr, names) if names or not dimensions(expr) else _all(expr, names)
+    if type(expr) is _expr.Filter:
+        yield expr.predicate, _columns(expr.predicate)
 
 
 def _columns(expr: Any) -> list[Any]:
