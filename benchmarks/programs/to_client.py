@@ -4,9 +4,10 @@
 
 The questions have the shape of a public suite for dataframe libraries: groups by keys of few and of many
 values, and joins of one table with tables of a thousandth of its rows and of as many. Tables are Parquet
-files, and are read by each question. Each contender has a client and two workers with one thread each, in
-processes of their own; all are idle while another one runs. The first run of a question and the second one
-on the same cluster are recorded separately, with the CPU seconds of all processes of the contender.
+files, and are read by each question, or once with ``--in-memory``. Each contender has a client and two
+workers with one thread each, in processes of their own; all are idle while another one runs. The first run of
+a question and the second one on the same cluster are recorded separately, with the CPU seconds of all
+processes of the contender.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import psutil
-from distributed import Client
+from distributed import Client, wait
 from rich.console import Console
 
 import dask_gpurt
@@ -136,7 +137,7 @@ class Run:
     fingerprint: int
 
 
-def answer(pipe: Any, contender: str, folder: Path) -> None:
+def answer(pipe: Any, contender: str, folder: Path, in_memory: bool) -> None:
     """Answer questions, by name, until None comes; runs in a process of its own."""
     with (
         dask.config.set({"dataframe.shuffle.method": "tasks"} if contender == TASKS else {}),
@@ -145,14 +146,20 @@ def answer(pipe: Any, contender: str, folder: Path) -> None:
     ):
         if contender != TASKS:
             dask_gpurt.enable(client)
+        kept = {name: each.persist() for name, each in _tables(folder).items()} if in_memory else {}
+        wait(list(kept.values()))
         pipe.send(None)
         while (question := pipe.recv()) is not None:
-            tables = {each.name: dd.read_parquet(str(each)) for each in folder.iterdir()}
+            tables = kept or _tables(folder)
             cpu, began = _cpu_seconds(), time.perf_counter()
             found = QUESTIONS[question](tables).compute()
             seconds = time.perf_counter() - began
             cpu = _cpu_seconds() - cpu
             pipe.send((seconds, cpu, len(found), _fingerprint(found)))
+
+
+def _tables(folder: Path) -> dict[str, Any]:
+    return {each.name: dd.read_parquet(str(each)) for each in folder.iterdir()}
 
 
 def _cpu_seconds() -> float:
@@ -169,13 +176,15 @@ def _fingerprint(frame: Any) -> int:
     return int(pd.util.hash_pandas_object(frame).to_numpy().sum())
 
 
-def measure(questions: Sequence[str], contenders: Sequence[str], folder: Path, turns: int) -> Iterator[Run]:
+def measure(
+    questions: Sequence[str], contenders: Sequence[str], folder: Path, turns: int, in_memory: bool
+) -> Iterator[Run]:
     """Run each question twice with each contender, in turns, and on new clusters in each turn."""
     for turn in range(turns):
         pipes, processes = {}, []
         for contender in contenders:
             pipes[contender], theirs = SPAWN.Pipe()
-            processes.append(SPAWN.Process(target=answer, args=(theirs, contender, folder)))
+            processes.append(SPAWN.Process(target=answer, args=(theirs, contender, folder, in_memory)))
             processes[-1].start()
             pipes[contender].recv()
         for at, question in enumerate(questions):
@@ -227,8 +236,11 @@ def show(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 )
 @click.option("--questions", help="Some of the questions, by their beginnings, separated by semicolons.")
 @click.option("--data", type=click.Path(file_okay=False, path_type=Path), help="Keeps the tables here.")
+@click.option("--in-memory", is_flag=True, help="Keep the tables in the memory of workers.")
 @click.option("--json", "output", type=click.Path(dir_okay=False, path_type=Path), help="Results.")
-def main(rows: int, turns: int, questions: str | None, data: Path | None, output: Path | None) -> None:
+def main(
+    rows: int, turns: int, questions: str | None, data: Path | None, in_memory: bool, output: Path | None
+) -> None:
     asked = [each for each in QUESTIONS if questions is None or each.startswith(tuple(questions.split(";")))]
     with tempfile.TemporaryDirectory(prefix="gpurt-to-client-") as temporary:
         folder = data or Path(temporary, "tables")
@@ -236,7 +248,7 @@ def main(rows: int, turns: int, questions: str | None, data: Path | None, output
             folder.mkdir(parents=True)
             make_tables(folder, rows)
         runs = []
-        for run in measure(asked, (TASKS, RUNTIME), folder, turns):
+        for run in measure(asked, (TASKS, RUNTIME), folder, turns, in_memory):
             runs.append(run)
             Console(stderr=True).print(run, style="dim")
     for question in asked:
@@ -246,7 +258,14 @@ def main(rows: int, turns: int, questions: str | None, data: Path | None, output
     table = figures(runs)
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "parameters": {"workers": WORKERS, "threads": 1, "partitions": PARTS, "rows": rows, "turns": turns},
+        "parameters": {
+            "workers": WORKERS,
+            "threads": 1,
+            "partitions": PARTS,
+            "rows": rows,
+            "turns": turns,
+            "in_memory": in_memory,
+        },
         **environment(),
         "figures": table,
         "runs": [asdict(run) for run in runs],
