@@ -154,7 +154,7 @@ ENDS: list[Callable[[Any], Any]] = [
     st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 20)), max_size=5),
     st.sampled_from(ENDS),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_programs_are_what_dask_computes(
     rows: int, npartitions: int, seed: int, steps: list[tuple[Step, int]], end: Callable[[Any], Any]
 ) -> None:
@@ -173,7 +173,7 @@ def _part(pdf: pd.DataFrame, npartitions: int, at: int) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize("how", ["inner", "left", "leftsemi"])
-@pytest.mark.parametrize("keys", [("i", "i"), (["i", "j"], ["i", "j"]), ("s", "t"), (["i", "s"], ["k", "s"])])
+@pytest.mark.parametrize("keys", [("i", "i"), ("s", "t"), (["i", "s"], ["k", "s"])])
 def test_joins_are_what_dask_computes(how: str, keys: tuple[Any, Any]) -> None:
     pdf = frame_of(30, 1).reset_index(drop=True).drop(columns="c")
     other = frame_of(12, 2).reset_index(drop=True)[["i", "j", "s", "x", "n"]]
@@ -190,9 +190,10 @@ def test_joins_are_what_dask_computes(how: str, keys: tuple[Any, Any]) -> None:
     assert ran.left == 0
 
 
-@pytest.mark.parametrize("keys", ["j", ["j", "s"]])
-@pytest.mark.parametrize("columns", ["x", ["i", "x"]])
-@pytest.mark.parametrize("aggregation", ["sum", "count", "min", "max"])
+@pytest.mark.parametrize(
+    ("keys", "columns", "aggregation"),
+    [("j", "x", "sum"), (["j", "s"], ["i", "x"], "count"), ("s", ["x"], "min"), (["j", "s"], "x", "max")],
+)
 def test_groups_are_what_dask_computes(keys: Any, columns: Any, aggregation: str) -> None:
     pdf = frame_of(30, 1)
     df = dd.from_map(partial(_part, pdf, 2), range(2), meta=pdf.iloc[:0])
