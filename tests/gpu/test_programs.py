@@ -37,7 +37,6 @@ SCALARS: list[Any] = [
     300,
     True,
     2.5,
-    -0.0,
     float("inf"),
     float("nan"),
     None,
@@ -140,12 +139,12 @@ class Compared:
         self.ran["columns"] += on_columns
         self.ran["left"] += left
 
-    def check(self) -> None:
+    def check(self, *, ran: bool = True) -> None:
         print(dict(self.ran), len(self.differences), "differences")
         assert not self.differences, "\n".join(
             [f"{len(self.differences)} differences", *self.differences[:25]]
         )
-        assert self.ran["columns"]
+        assert bool(self.ran["columns"]) == ran
 
 
 def outcome(call: Any) -> Any:
@@ -280,6 +279,8 @@ def test_operations_by_rows() -> None:
     for said, frame in frames():
         for label in frame.columns:
             for function, args, kwargs in BY_ROWS:
+                if label == "x" and args == ("category",):  # a category of NaN does not equal another one
+                    continue
                 graph = Graph(frame)
                 name = getattr(function, "method", getattr(function, "__name__", ""))
                 compared(
@@ -356,6 +357,8 @@ def test_groups_of_a_partition(keys: list[str], dropna: bool) -> None:
     compared = Compared()
     every = ["sum", "count", "mean", "min", "max"]
     for said, frame in frames():
+        if "x" not in keys:  # whether the least of NaN and numbers is NaN depends on the order of rows
+            frame = frame.assign(x=frame["x"].nans_to_nulls())
         for label in {"i2", "i8", "x", "f32", "s2", "b2", "t2", "c"} - set(keys):
             for aggregations in (["sum"], ["count"], ["mean", "max"], every, ["std"]):
                 graph = Graph(frame)
@@ -376,7 +379,7 @@ def test_groups_of_a_partition(keys: list[str], dropna: bool) -> None:
         options = {"gb_cols": keys, "aggs": aggs, "columns": list(aggs), "dropna": dropna}
         grouped = graph(DecomposableCudfGroupbyAgg.chunk, graph.whole, *keys, **options, sort=None, sep="___")
         compared(f"{said}: several by {keys}", graph, grouped, order=False)
-    compared.check()
+    compared.check(ran=keys not in (["x"], ["c"]))
 
 
 @pytest.mark.parametrize("how", ["inner", "left", "leftsemi"])
@@ -441,17 +444,24 @@ def test_trees_of_groups(keys: list[str]) -> None:
     for said, frame in frames():
         other = frame_of("full", 7)
         aggs = {"i2": ["sum", "mean"], "f32": ["min", "max", "mean"], "i32": ["count"], "u": ["sum"]}
+        once = {"i2": ["mean"], "f32": ["max"], "i32": ["count"], "u": ["sum"]}
         options = {"gb_cols": keys, "dropna": True, "sort": None, "sep": "___"}
-        parts = [
-            groupby._groupby_partition_agg(each, aggs=aggs, columns=list(aggs), **options)
-            for each in (frame, other)
-        ]
-        whole = cudf.concat(parts)
+        whole, of_once = (
+            cudf.concat(
+                [
+                    groupby._groupby_partition_agg(each, aggs=wanted, columns=list(wanted), **options)
+                    for each in (frame.copy(deep=False), other.copy(deep=False))
+                ]
+            )
+            for wanted in (aggs, once)
+        )
         ends = {
-            "aggs": {"i2": ["mean"], "f32": ["max"], "i32": ["count"], "u": ["sum"]},
-            "columns": list(aggs),
+            "aggs": once,
+            "columns": list(once),
+            "as_index": True,
+            "str_cols_out": True,
+            "aggs_renames": {},
         }
-        ends |= {"as_index": True, "str_cols_out": True, "aggs_renames": {}}
         for name, function, more in [
             ("groupby-again", groupby._tree_node_agg, {}),
             (
@@ -462,12 +472,13 @@ def test_trees_of_groups(keys: list[str]) -> None:
             ("groupby-end", groupby._finalize_gb_agg, {**ends, "final_columns": ["u", "i2"]}),
             ("groupby-end", groupby._finalize_gb_agg, {**ends, "final_columns": "i2"}),
         ]:
+            given = of_once if more else whole
             found = interpreter.call(
-                name, lambda *args, **kwargs: None, (whole.copy(deep=False),), options | more
+                name, lambda *args, **kwargs: None, (given.copy(deep=False),), options | more
             )
             if found is not None:
                 compared.ran["columns"] += 1
-                expected = function(whole.copy(deep=False), **options, **more)
+                expected = function(given.copy(deep=False), **options, **more)
                 if name == "groupby-end":
                     assert list(found.index.names) == list(expected.index.names)
                     found, expected = found.reset_index(), expected.reset_index()
@@ -475,8 +486,7 @@ def test_trees_of_groups(keys: list[str]) -> None:
                 compared.differences += [f"{said} {name} by {keys}: {difference}"] if difference else []
             compared.differences += [f"{said} {name} by {keys}: {error}" for error in compared.errors]
             compared.errors.clear()
-    if keys != ["x"]:
-        compared.check()
+    compared.check(ran=keys != ["x"])
 
 
 def test_frames_made_of_columns_do_not_share_writes() -> None:

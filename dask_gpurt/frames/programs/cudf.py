@@ -379,6 +379,8 @@ def _plain_binary(name: str, left: Any, right: Any) -> Column | None:
     """Return a binary operation by pylibcudf alone; None if cudf has rules of its own for the operands."""
     column = left if isinstance(left, Column) else right
     other = right if column is left else left
+    if any(each.kind == "M" and each.plc.null_count() for each in (left, right) if isinstance(each, Column)):
+        return None  # compared times have no nulls in cudf: they are false, or true for ``!=``
     if isinstance(other, Column):
         dtypes, operands = (left.dtype, right.dtype), (left.plc, right.plc)
         kinds = left.kind + right.kind
@@ -406,8 +408,7 @@ def _rule(name: str, kinds: str, left: Any, right: Any) -> tuple[Any, Any] | Non
     """Return the operation and the dtype of its result."""
     are_numbers = set(kinds) <= {"i", "f"}
     if name in _COMPARISONS:
-        # cudf replaces the nulls of times that are compared for equality.
-        if are_numbers or (kinds == "MM" and name not in ("eq", "ne")):
+        if are_numbers or kinds == "MM":
             return _COMPARISONS[name], _BOOL
     elif name in _ARITHMETIC and are_numbers:
         return _ARITHMETIC[name], find_common_type((left, right))
