@@ -124,7 +124,7 @@ FEATURES: dict[str, Callable[[Client, bool], None]] = {
     "programs": run_programs,
 }
 #: Features that a new cluster has.
-ON_BY_DEFAULT = ("priority", "local-groups", "partitions")
+ON_BY_DEFAULT = ("priority", "local-groups", "partitions", "programs")
 #: Features whose switch drops cached plans.
 REPLANNED = ("local-groups", "partitions")
 

@@ -52,7 +52,7 @@ class ComputeSettings:
 
     concurrency: int | None = _setting(values.positive_or_auto)
     #: Whether fused tasks run on columns of cudf rather than through its frames.
-    programs: bool = _knob(values.boolean, False)
+    programs: bool = _knob(values.boolean, True)
     #: Of how many fused tasks one runs both ways, and is compared; 0 for none.
     check_programs: int = _knob(values.count, 0)
 
