@@ -277,13 +277,16 @@ def _changes_with_nulls(expr: Any) -> bool:
     return expr.attr in _NUMBERS_OF_STRINGS | _NUMBERS_OF_TIMES and has_kinds(expr, "iu")
 
 
-def has_fixed_dtypes(expr: Any) -> bool:
+def has_fixed_dtypes(expr: Any, *, without_nulls: bool = False) -> bool:
     """Return whether the dtypes of what an operation of :data:`COMPUTING` returns with pandas are fixed.
 
-    Then they follow from the dtypes of its inputs, whichever values and nulls these have.
+    Then they follow from the dtypes of its inputs, whichever values and nulls these have; or which values, if
+    it is on columns without nulls.
     """
     kind = type(expr)
-    return COMPUTING[kind](expr) and not (kind in _ACCESSORS and _changes_with_nulls(expr))
+    return COMPUTING[kind](expr) and (
+        without_nulls or kind not in _ACCESSORS or not _changes_with_nulls(expr)
+    )
 
 
 _ARITHMETIC_METHODS = frozenset(["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"])

@@ -14,6 +14,8 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pandas as pd
+
 from dask_gpurt.client.planning.footers import (
     Column,
     ColumnType,
@@ -253,15 +255,19 @@ class TableFacts:
     def is_full(self, read: Any, column: Hashable) -> bool:
         """Return whether a column of values that are never null has no nulls; the plan then relies on it.
 
-        Floats may be NaN and times NaT, which statistics do not count.
+        Statistics do not count floats that are NaN, nor times that are NaT, which is the least of numbers.
         """
         if (files := tuple(files_of(read))) in self._full and column in self._full[files]:
             return True
         if not is_local(read) or not files or len(files) > MOST_FILES or not tells_files(read):
             return False
         for path in files:
-            kind, _ = self.footer(path).type_of(column) or ("", None)
-            if not kind.startswith(_NEVER_NULL) or self.footer(path).has_nulls(column):
+            footer = self.footer(path)
+            kind, _ = footer.type_of(column) or ("", None)
+            is_known = kind.startswith(_NEVER_NULL) or (
+                kind.startswith("timestamp") and not any(map(pd.isna, footer.bounds_of(column) or (None,)))
+            )
+            if not is_known or footer.has_nulls(column):
                 return False
         self._full.setdefault(files, set()).add(column)
         return True

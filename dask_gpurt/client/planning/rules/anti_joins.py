@@ -7,7 +7,7 @@ rows state it, and the right side becomes its distinct keys: only these are shuf
 
 What it does not reason about
     Columns that may be null in the right side, so that a row with a match may look like one without: all but
-    constants, and columns of integers, booleans and strings whose files have no nulls, by their footers.
+    constants, and integers, booleans, strings and times of files that have no nulls by their footers.
     Joins by an index, or by keys that may be distinct: all but integers of files that have twice as many rows
     as there are integers between the least and the largest.
 Why the result is the same
@@ -73,7 +73,7 @@ def _column(join: Any, expr: Any) -> Hashable:
     return expr.operand("columns") if is_column else None
 
 
-def _origin(frame: Any, column: Hashable) -> tuple[Any, Hashable]:
+def origin_of(frame: Any, column: Hashable) -> tuple[Any, Hashable]:
     """Return where the values of a column of a frame come from, and the name that they have there."""
     while list(frame.columns).count(column) == 1:
         kind = type(frame)
@@ -94,7 +94,7 @@ def _origin(frame: Any, column: Hashable) -> tuple[Any, Hashable]:
 
 def _is_full(frame: Any, column: Hashable, tables: TableFacts) -> bool:
     """Return whether a column has no nulls."""
-    origin, name = _origin(frame, column)
+    origin, name = origin_of(frame, column)
     if (read := read_of(origin)) is not None:
         return tables.is_full(read, name)
     return isinstance(origin, (bool, int, str))
@@ -113,7 +113,7 @@ def repeats_keys(join: Any, tables: TableFacts) -> bool:
     keys = keys_of_join(join)[1]
     if not keys or join.left_index or join.right_index or any(isinstance(key, Expr) for key in keys):
         return False
-    origins = [_origin(join.right, key) for key in keys]
+    origins = [origin_of(join.right, key) for key in keys]
     reads = {name_of(read): read for origin, _ in origins if (read := read_of(origin)) is not None}
     if len(reads) != 1 or any(read_of(origin) is None for origin, _ in origins):
         return False

@@ -21,7 +21,8 @@ Why the result is the same
     passes on unchanged, of the same dtype, so they have the same values below it. What is left out is left
     out of everything that is computed from it. Where rows get new numbers, these must not be seen: those of
     joined rows have no meaning, since joined rows are in no order. With pandas, where integers become floats
-    if there are nulls, no filter moves below an operation that does so to a column that is needed.
+    if there are nulls, no filter moves below an operation that does so to a column that is needed, unless the
+    footers of its files tell that there are none.
     ``tests/unit/client/planning/test_filters.py`` compares random programs.
 The figure
     As Dask plans them, 31 of 49 programs of TPC-H in three styles read 1.3 to 5.3 times the columns of the
@@ -47,8 +48,10 @@ from dask_gpurt.client.planning.operations import (
     is_narrow,
     is_of_pandas,
 )
+from dask_gpurt.client.planning.reads import read_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.anti_joins import (
+    origin_of,
     repeats_keys,
     tells_matches,
     tested_column,
@@ -327,10 +330,30 @@ class _Plan(RowRoots):
             return
         for expr in rows:
             is_fixed = type(expr) in (*KEEPING, _expr.RenameAxis) or (
-                type(expr) in COMPUTING and has_fixed_dtypes(expr)
+                type(expr) in COMPUTING and (has_fixed_dtypes(expr) or self._is_of_full(root, expr))
             )
             if not is_fixed and self._needed.get(name_of(expr)) and expr is not root:
                 raise _LeftError(f"the dtype of {type(expr).__name__} depends on which rows there are")
+
+    def _is_of_full(self, root: Any, expr: Any) -> bool:
+        """Return whether an operation is on a column without nulls, where ``dt.year`` has one dtype."""
+        if not has_fixed_dtypes(expr, without_nulls=True):
+            return False
+        column = self._on(root, expr.frame)
+        is_column = type(column) is _expr.Projection and column.frame is root
+        try:
+            return is_column and self._is_full(root, column.operand("columns"))
+        except OSError:  # Dask finds out as it reads the file
+            return False
+
+    def _is_full(self, frame: Any, column: Hashable) -> bool:
+        """Return whether a column of files has no nulls, through joins that make none."""
+        origin, name = origin_of(frame, column)
+        if type(origin) is not Merge:
+            return (read := read_of(origin)) is not None and self._tables.is_full(read, name)
+        sides = zip((origin.left, origin.right), names_in_join(origin), strict=True)
+        kept = [side for at, side in enumerate(sides) if at in _KEPT.get(origin.how, ())]
+        return any(name in names and self._is_full(side, names[name]) for side, names in kept)
 
     def _check_numbers(self, root: Any, *, are_results: bool) -> None:
         left = [place for _, place in self.exits[name_of(root)]]

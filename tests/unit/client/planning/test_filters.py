@@ -50,6 +50,7 @@ def tables(rows: int = 60) -> dict[str, pd.DataFrame]:
             "s": pd.array([None if i % 8 == 0 else f"s{i % 4}" for i in at], dtype="string"),
             "d": pd.Series(pd.Timestamp("2020-01-01") + pd.to_timedelta(at % 6, "D")).where(at % 7 != 0),
             "flag": at % 3 == 0,
+            "t": pd.Timestamp("2020-01-30") + pd.to_timedelta(at % 5, "D"),
         }
     )
     small = pd.DataFrame(
@@ -299,6 +300,12 @@ LATE: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "rows with a match of a left join": lambda large, small: (
         large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.label == "a").more.sum()
+    ),
+    "a month of times that all are there": lambda large, small: (
+        large.merge(small, on="key")
+        .assign(month=lambda rows: rows.t.dt.month)
+        .pipe(where, lambda rows: (rows.month == 2) & (rows.n > 1))
+        .month.sum()
     ),
     "keys of groups": lambda large, small: (
         large.groupby(["n", "s"]).x.max().reset_index().pipe(where, lambda rows: rows.n > 1).x.sum()

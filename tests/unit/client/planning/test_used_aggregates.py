@@ -70,7 +70,6 @@ GROUPED: dict[str, Callable[[Any, Any], Any]] = {
     "by name": lambda rows, by: rows.groupby(by).agg(
         x=("x", "mean"), n=("n", "min"), s=("x", "count"), d=("d", "max")
     ),
-    "lists": lambda rows, by: rows.groupby(by).agg({"x": ["sum"], "n": ["max", "min"]}),
 }
 STEPS: dict[str, Callable[[Any, Any], Any]] = {
     "reset": lambda groups, name: groups.reset_index(),
