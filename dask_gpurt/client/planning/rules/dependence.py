@@ -50,7 +50,7 @@ from dask_gpurt.client.planning.operations import (
 from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 
-__all__ = ["columns_of_result", "depends_on_partitions", "joins_columns", "why_dependent"]
+__all__ = ["columns_of_result", "depends_on_partitions", "joins_columns", "numbered", "why_dependent"]
 
 #: Operations that leave out rows.
 _CHOICES = (_expr.DropnaFrame, _expr.DropnaSeries, _expr.Filter)
@@ -179,6 +179,18 @@ def columns_of_result(plan: Expr, files: Mapping[str, Columns]) -> Columns | Non
     """Describe the columns of the result of a plan; None if its rows may depend on partitions."""
     found = _described([plan], files)
     return None if isinstance(found, str) else found[plan._name].columns
+
+
+def numbered(plan: Expr) -> frozenset[str]:
+    """Return the names of expressions in a plan whose labels are numbers of rows.
+
+    If the plan is independent of partitions, no result is made of these numbers.
+    """
+    results = plan.operands if isinstance(plan, _ExprSequence) else [plan]
+    found = _described(results, None)
+    if isinstance(found, str):
+        return frozenset()
+    return frozenset(name for name, rows in found.items() if rows.labels is not _Labels.VALUES)
 
 
 def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> dict[str, _Rows] | str:

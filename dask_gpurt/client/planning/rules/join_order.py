@@ -8,8 +8,9 @@ order in which the fewest bytes are joined and moved, as far as footers of files
 joins, or of a condition ``a == b`` later on, are keys as soon as both are there.
 
 What it does not reason about
-    Joins of other kinds, by an index, or by floats; what happens to the result of such joins, which is a
-    table for the others. More than eight tables: those that are joined first stay together.
+    Joins of other kinds, of two indexes (:mod:`.index_joins`), or by floats; what happens to the result of
+    such joins, which is a table for the others. More than eight tables: those that are joined first stay
+    together.
 Why the result is the same
     Inner joins find all combinations of rows for which keys are equal, or both null, in any order. A
     condition ``a == b`` is checked as well, since null is not equal to null. Keys have one dtype on both
@@ -33,6 +34,7 @@ from dask.dataframe.dask_expr._merge import Merge
 
 from dask_gpurt.client.planning.reads import parquet_reads
 from dask_gpurt.client.planning.rules import Facts
+from dask_gpurt.client.planning.rules.index_joins import by_columns
 from dask_gpurt.client.planning.rules.join_graph import (
     Column,
     JoinFinder,
@@ -64,7 +66,7 @@ class JoinOrder:
         if dependent:
             self._leave(facts, plan, f"since results depend on partitions: {dependent}")
             return plan
-        roots = RowRoots(bare)
+        roots = RowRoots(by_columns(bare))
         try:
             orders = self._orders(roots, facts)
             known = independence_of(bare, facts.tables) if orders else None

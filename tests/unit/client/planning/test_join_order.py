@@ -22,6 +22,7 @@ from dask_gpurt.client.planning.reads import files_of, lower, read_of
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, join_order
 from dask_gpurt.client.planning.rules.join_order import JoinOrder
 from dask_gpurt.client.planning.rules.row_estimates import RowEstimates
+from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
@@ -78,7 +79,7 @@ def tuned(result: Any, rule: Any = None) -> tuple[Any, Facts]:
     plan = result.expr.finalize_compute()
     for each in EARLY_RULES:
         plan = each.apply(plan, facts)
-    plan = optimize_until(plan, "tuned-logical")
+    plan = SortOnce().apply(optimize_until(plan, "tuned-logical"), facts)
     return plan if rule is None else rule.apply(plan, facts), facts
 
 
@@ -140,8 +141,15 @@ def some(frame: Any, number: int) -> Any:
     return frame[[name for at, name in enumerate(frame.columns) if at == 0 or (number >> at) % 2 == 0]]
 
 
+def looked_up(frame: Any, other: Any, number: int) -> Any:
+    left, right = keys_of(frame, other, number)
+    lookup = other.set_index(right[0])
+    return frame.merge(lookup, left_on=left[0], right_index=True, suffixes=SUFFIXES[number % 3])
+
+
 STEPS: dict[str, Callable[[Any, Any, int], Any]] = {
     "join": joined,
+    "look up": looked_up,
     "join from the left": lambda frame, other, number: joined(other, frame, number),
     "equal": lambda frame, other, number: equal(frame, number),
     "choose": lambda frame, other, number: chosen(frame, number),
@@ -153,7 +161,7 @@ STEPS: dict[str, Callable[[Any, Any, int], Any]] = {
 }
 _names = st.sampled_from(list(tables()))
 _numbers = st.integers(0, 60)
-_joins = st.tuples(st.sampled_from(["join", "join", "join from the left"]), _numbers)
+_joins = st.tuples(st.sampled_from(["join", "join", "join from the left", "look up"]), _numbers)
 _between = st.tuples(st.sampled_from(["equal", "choose", "assign", "some", "rename"]), _numbers)
 _steps = st.lists(st.one_of(_joins, _between), max_size=2)
 #: Tables or trees of joins that are joined with each other, with some operations in between.
@@ -248,6 +256,18 @@ LARGE_FIRST: dict[str, tuple[Program, Any]] = {
             .reset_index()
         ),
         None,
+    ),
+    "lookups by an index": (
+        lambda of: (
+            of["sales"]
+            .merge(of["shops"].set_index("shop"), left_on="shop", right_index=True)
+            .merge(of["towns"].set_index("id"), left_on="town", right_index=True)
+            .pipe(lambda rows: rows[rows.kind == 2])
+            .groupby("name_x")
+            .price.sum()
+            .reset_index()
+        ),
+        ["sales", ["shops", "towns"]],
     ),
     "keys with other names": (
         lambda of: (
