@@ -53,6 +53,7 @@ def _looks_up(join: Any) -> bool:
         and right.ndim == left.ndim == 2
         and all(len({*each.columns}) == len(each.columns) for each in (left, right, join))
         and key in list(left.columns)
+        and key not in list(right.columns)  # pandas would return it thrice
         and index.nlevels == 1
         and index.name is not None
         and index.name not in list(right.columns)

@@ -328,6 +328,15 @@ LEFT: dict[str, tuple[Program, str]] = {
         )(of["sales"].merge(of["shops"], on="shop")),
         "",
     ),
+    "a key that the lookup has for a column": (
+        lambda of: (
+            of["items"]
+            .merge(of["kinds"].set_index("kind"), left_on="id", right_index=True)
+            .merge(of["shops"], left_on="kind", right_on="shop")
+            .price.sum()
+        ),
+        "",
+    ),
     "floats": (
         lambda of: (
             of["sales"]
