@@ -13,11 +13,18 @@ from typing import Any
 from dask.base import is_dask_collection
 
 from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.expr import convert_to_list, replace_divisions, replace_merge, replace_null_groups
+from dask_gpurt.dask_hooks.expr import (
+    convert_to_list,
+    is_first_operand,
+    replace_divisions,
+    replace_merge,
+    replace_null_groups,
+    replace_simplified_filters,
+)
 
 
 def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Correct joins by labels that Dask takes for none, divisions of sorted columns, and groups of nulls.
+    """Correct joins by labels that Dask takes for none, divisions, groups of nulls, and filters of joins.
 
     Parameters
     ----------
@@ -29,6 +36,7 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     _join_by_labels(is_usable, patches)
     _see_all_partitions(is_usable, patches)
     _drop_groups_of_nulls(is_usable, patches)
+    _keep_other_operands(is_usable, patches)
 
 
 def looks_absent(label: Any) -> bool:
@@ -95,3 +103,18 @@ def _drop_groups_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> N
         return {**found, "dropna": True} if found["dropna"] is None and is_usable() else found
 
     replace_null_groups(patches, keywords)
+
+
+def _keep_other_operands(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Leave a filter as it is where it is not the first operand, as on the right side of a join.
+
+    Dask takes what the parts of a condition with ``|`` have in common out of it. It puts the new filter in
+    the place of the first operand, whichever the old one was: a join then has the right side on both.
+    """
+
+    def simplified(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
+        if is_usable() and not is_first_operand(expr, parent):
+            return None
+        return original(expr, parent, dependents)
+
+    replace_simplified_filters(patches, simplified)

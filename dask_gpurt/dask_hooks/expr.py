@@ -67,6 +67,7 @@ __all__ = [
     "create_assign_index_merge_transfer",
     "default_shuffle_method",
     "defaults",
+    "is_first_operand",
     "layer_of",
     "meta",
     "name_of",
@@ -76,6 +77,7 @@ __all__ = [
     "replace_lowering",
     "replace_merge",
     "replace_null_groups",
+    "replace_simplified_filters",
     "task_of",
 ]
 
@@ -241,6 +243,28 @@ def replace_null_groups(patches: PatchSet, keywords: Replacement) -> None:
     """
     steps = [seam for seam in EXPRESSIONS.seams if seam.short.startswith("GroupByReduction.")]
     patches.replace_all(dict.fromkeys(steps, _instead(keywords)), cached=False)
+
+
+def replace_simplified_filters(patches: PatchSet, simplified: Replacement) -> None:
+    """Replace how an operation with a filter as an operand is simplified.
+
+    Parameters
+    ----------
+    simplified
+        Called as ``simplified(original, filter, parent, dependents)``; returns another parent, or None.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such method.
+    """
+    patches.replace_all({_seam("Filter._simplify_up"): _instead(simplified)})
+
+
+def is_first_operand(expr: Any, parent: Any) -> bool:
+    """Return whether an expression is the first operand of another one."""
+    first = parent.operands[0]
+    return hasattr(first, "_name") and name_of(first) == name_of(expr)
 
 
 def default_shuffle_method() -> str:

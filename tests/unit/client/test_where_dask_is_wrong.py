@@ -265,6 +265,14 @@ def test_groups_of_nulls_are_left_out(method: str, keys: str | list[str]) -> Non
         pd.testing.assert_series_equal(ours.sort_index(), theirs.sort_index(), check_index_type=False)
 
 
+def test_a_condition_with_alternatives_stays_on_its_side_of_a_join() -> None:
+    def program(rows: Any) -> Any:
+        chosen = rows[((rows.k < 20) & (rows.j == 1)) | ((rows.k < 20) & (rows.j == 2))]
+        return rows.merge(chosen, on="k", suffixes=("", "_chosen"))
+
+    same_rows(program(dd.from_pandas(LEFT, npartitions=3)).compute(), program(LEFT))
+
+
 class TestFilesReadAsOnePartition:
     """Where one of many columns is read, Dask reads several files as one partition."""
 

@@ -27,6 +27,8 @@ ALLOWED = (
 KNOWN = {
     # Dask's reader of files on GPUs, whose plans differ, and the versions of libraries in keys of plans.
     "client/planning/": {"cudf"},
+    # The module of its dtypes that are none of numpy's or pandas'.
+    "frames/empty.py": {"cudf"},
     # Names in reports and messages that users read.
     "memory/ledger.py": {"cudf"},
     "monitor/": {"cudf"},

@@ -1,14 +1,14 @@
-"""Derive the schema of an operation's result: labels by rules, dtypes by the library, once for each dtype.
+"""Say of each operation how the schema of its result follows from those of its inputs.
 
-Each rule takes an operation and returns the schema of its result; None where it does not know, and Dask is
-asked. What a rule says of labels, order and sources of columns holds for any library. Dtypes and indexes are
-those of the library's own answer about one column. Where an answer has other labels than the rule expects,
-the rule does not know.
+Projections, filters, reads, joins and aggregations have rules for labels, order and sources of columns, which
+hold for any library; dtypes and indexes are the library's own answers about single columns. Every other
+operation is asked about as a whole, once for each schema of its inputs. Where a rule does not know, or an
+answer has other labels than it expects, Dask is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -76,18 +76,6 @@ def projection(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     return frame.series(chosen) if isinstance(chosen, str) else None
 
 
-def drop(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
-    """Leave out columns of a frame."""
-    frame, dropped = of(expr.frame), expr.operand("columns")
-    dropped = [dropped] if isinstance(dropped, str) else dropped
-    if frame is None or not frame.is_frame or not isinstance(dropped, list):
-        return None
-    if not all(isinstance(label, str) for label in dropped):
-        return None
-    left = [label for label in frame.labels if label not in dropped]
-    return frame.select(left) if left and frame.select(dropped) is not None else None
-
-
 def filtered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Choose rows: the index may become another one, the columns stay."""
     frame, predicate = of(expr.frame), of(expr.predicate)
@@ -104,123 +92,12 @@ def _like(frame: Schema, found: Schema | None, labels: tuple[str, ...], columns:
     return frame._replace(index=found.index) if found.axis is None or found.axis == frame.axis else None
 
 
-def renamed(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
-    """Rename columns of a frame."""
-    frame, names = of(expr.frame), expr.operand("columns")
-    question: Any
-    if frame is None or not frame.is_frame or not frame.columns:
-        return None
-    if type(expr) is _expr.RenameFrame:
-        if not isinstance(names, Mapping):
-            return None
-        labels, question = [names.get(label, label) for label in frame.labels], {"a": "b"}
-    else:
-        labels, question = list(names), ["b"]
-    if not all(type(label) is str for label in labels) or len({*labels}) != len(frame.labels):
-        return None
-    found = library.ask(type(expr), [frame.first("a"), question])
-    if found is None or found.labels != ("b",) or found.columns != frame.columns[:1]:
-        return None
-    return frame._replace(labels=tuple(labels), index=found.index, axis=found.axis)
-
-
-def reset(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
-    """Make columns of the index, before the others, or drop it."""
-    frame = of(expr.frame)
-    if frame is None or not frame.is_frame or not frame.columns:
-        return asked(expr, of, library)
-    found = library.ask(type(expr), [frame.first("_gpurt_a"), *expr.operands[1:]])
-    if found is None or found.labels[-1:] != ("_gpurt_a",) or found.columns[-1] != frame.columns[0]:
-        return None
-    labels = (*found.labels[:-1], *frame.labels)
-    if len({*labels}) < len(labels) or {"index", "level_0"} & {*frame.labels}:
-        return None
-    return found._replace(labels=labels, columns=(*found.columns[:-1], *frame.columns))
-
-
-# ---- columns that are computed --------------------------------------------------------------------
-
-
-def elementwise(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
-    """Compute a column of columns and values. Its dtype is that of the same operation on empty columns."""
-    inputs = {id(each): of(each) for each in expr.dependencies()}
-    if any(each is None or each.is_frame for each in inputs.values()):
-        return asked(expr, of, library)
-    labels = {each.labels[0] for each in inputs.values() if each is not None} - {None}
-    names = {label: f"n{number}" for number, label in enumerate(sorted(labels))}
-    operands = [_under(inputs[id(each)], names) if isinstance(each, Expr) else each for each in expr.operands]
-    if type(expr) in COMPARISONS:
-        operands = _by_type(operands)
-    found = library.ask(type(expr), operands)
-    return _under(found, {new: old for old, new in names.items()})
-
-
-def _under(schema: Schema | None, names: Mapping[Any, Any]) -> Schema | None:
-    if schema is None or schema.is_frame:
-        return None
-    return schema._replace(labels=tuple(names.get(label, label) for label in schema.labels))
-
-
-def _by_type(operands: list[Any]) -> list[Any]:
-    """Replace values by others of their type, where the dtype of a comparison depends on that alone."""
-    column = next((each for each in operands if isinstance(each, Schema)), None)
-    if column is None:
-        return operands
-    dtype = getattr(column.columns[0].value, "dtype", None)
-    return [each if isinstance(each, Schema) else _example(each, dtype) for each in operands]
-
-
-def _example(value: Any, dtype: Any) -> Any:
-    kind = getattr(dtype, "kind", "O")
-    if type(value) in (int, float) and kind in "iuf" and -(2**31) <= value < 2**31:
-        return type(value)(1)
-    if type(value) is str and isinstance(dtype, pd.StringDtype):
-        return "a"
-    if type(value) is pd.Timestamp and kind == "M" and value.tz is None and value is not pd.NaT:
-        return pd.Timestamp("2000-01-01").as_unit(value.unit)
-    return value
-
-
 def isin(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Look for values, which do not count for Dask."""
     series = of(expr.frame)
     if series is None or series.is_frame:
         return None
-    label = series.labels[0]
-    found = library.ask(type(expr), [series._replace(labels=("a",)), None])
-    return _under(found, {"a": label})
-
-
-def assigned(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
-    """Add columns, or replace them where they are."""
-    frame = of(expr.frame)
-    if frame is None or not frame.is_frame:
-        return None
-    for label, value in zip(expr.keys, expr.vals, strict=True):
-        if (frame := _with_column(type(expr), frame, label, value, of, library)) is None:
-            return None
-    return frame
-
-
-def _with_column(
-    kind: type, frame: Schema, label: Any, value: Any, of: SchemaOf, library: Library
-) -> Schema | None:
-    given = _under(of(value), {}) if isinstance(value, Expr) else value
-    if type(label) is not str or (isinstance(value, Expr) and given is None):
-        return None
-    if isinstance(given, Schema):
-        given = given._replace(labels=("v",))
-    first = frame.first("a") if frame.columns else frame
-    # Whether a value may replace a column may depend on that.
-    replaced = (frame.at(label),) if label in frame.labels else ()
-    before = first._replace(labels=(*first.labels, *"b" * len(replaced)), columns=(*first.columns, *replaced))
-    found = library.ask(kind, [before, "b", given])
-    if found is None or found.labels != (*first.labels, "b") or found.columns[:-1] != first.columns:
-        return None
-    columns = dict(zip(frame.labels, frame.columns, strict=True)) | {label: found.columns[-1]}
-    if len({*frame.labels}) < len(frame.labels) or (frame.columns and found.axis != frame.axis):
-        return None
-    return found._replace(labels=tuple(columns), columns=tuple(columns.values()))
+    return library.ask(type(expr), [series, None])
 
 
 # ---- joins ----------------------------------------------------------------------------------------
@@ -423,10 +300,10 @@ def _is_plain(frame: Schema, by: list[Any], functions: Any) -> bool:
 
 # ---- the table ------------------------------------------------------------------------------------
 
-COMPARISONS = frozenset(
-    [_expr.LT, _expr.LE, _expr.GT, _expr.GE, _expr.EQ, _expr.NE]
-    + [_expr.LTSeries, _expr.LESeries, _expr.GTSeries, _expr.GESeries, _expr.EQSeries, _expr.NESeries]
-)
+_COMPARISONS = (
+    _expr.LT, _expr.LE, _expr.GT, _expr.GE, _expr.EQ, _expr.NE,
+    _expr.LTSeries, _expr.LESeries, _expr.GTSeries, _expr.GESeries, _expr.EQSeries, _expr.NESeries,
+)  # fmt: skip
 _ARITHMETIC = (
     _expr.Add, _expr.Sub, _expr.Mul, _expr.Div, _expr.FloorDiv, _expr.Mod, _expr.Pow, _expr.MethodOperator,
     _expr.Neg, _expr.Pos, _expr.Abs, _expr.And, _expr.Or, _expr.XOr, _expr.Invert,
@@ -435,10 +312,10 @@ _OF_VALUES = (
     _accessor.FunctionMap, _accessor.PropertyMap, _expr.AsType, _expr.Between, _expr.Clip, _expr.Fillna,
     _expr.IsNa, _expr.NotNull, _expr.Mask, _expr.Round, _expr.Where,
 )  # fmt: skip
+_OF_COLUMNS = (_expr.Assign, _expr.ColumnsSetter, _expr.Drop, _expr.RenameFrame, _expr.ResetIndex)
 _OF_GROUPS = (
-    _groupby.Count, _groupby.First, _groupby.GroupByChunk, _groupby.Last,
-    _groupby.Max, _groupby.Mean, _groupby.Min, _groupby.NUnique, _groupby.Prod, _groupby.Size, _groupby.Std,
-    _groupby.Sum, _groupby.Var,
+    _groupby.Count, _groupby.First, _groupby.GroupByChunk, _groupby.Last, _groupby.Max, _groupby.Mean,
+    _groupby.Min, _groupby.NUnique, _groupby.Prod, _groupby.Size, _groupby.Std, _groupby.Sum, _groupby.Var,
 )  # fmt: skip
 _OF_ROWS = (
     Concat, _expr.AddPrefix, _expr.AddSuffix, _expr.DropDuplicatesBlockwise, _expr.DropnaFrame,
@@ -447,18 +324,13 @@ _OF_ROWS = (
 )  # fmt: skip
 #: The rule of each operation, by its exact class.
 SCHEMAS: dict[type, Rule] = {
-    **dict.fromkeys((*COMPARISONS, *_ARITHMETIC, *_OF_VALUES), elementwise),
-    **dict.fromkeys((*_OF_GROUPS, *_OF_ROWS), asked),
-    **dict.fromkeys((_expr.RenameFrame, _expr.ColumnsSetter), renamed),
+    **dict.fromkeys((*_COMPARISONS, *_ARITHMETIC, *_OF_VALUES, *_OF_COLUMNS, *_OF_GROUPS, *_OF_ROWS), asked),
     **dict.fromkeys((_groupby.DecomposableGroupbyAggregation, _groupby.GroupbyAggregation), aggregated),
     **dict.fromkeys((ReadParquetFSSpec, ReadParquetPyarrowFS), of_read),
-    _expr.Assign: assigned,
-    _expr.Drop: drop,
     _expr.Filter: filtered,
     _expr.Fused: of_fused,
     _expr.Isin: isin,
     _expr.Projection: projection,
-    _expr.ResetIndex: reset,
     FusedIO: of_fused_read,
 }
 

@@ -42,7 +42,7 @@ class DistinctKeys(DropDuplicates):
 def tested_column(join: Any, condition: Any) -> Hashable:
     """Return the column of a left join that a condition says is null, as it is without a match, or None."""
     kind, operands = type(condition), condition.operands
-    if kind is _expr.EQ and operands[1] == "left_only" and join.indicator:
+    if kind is _expr.EQ and join.indicator and isinstance(operands[1], str) and operands[1] == "left_only":
         column = _column(join, operands[0])
         return column if column == _indicator(join) else None
     if kind is _expr.Invert and type(operands[0]) is _expr.NotNull:

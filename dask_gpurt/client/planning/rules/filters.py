@@ -32,7 +32,7 @@ The figure
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator, Set
 from functools import reduce
 from typing import Any
 
@@ -339,7 +339,7 @@ class _Plan(RowRoots):
         """Return whether an operation is on a column without nulls, where ``dt.year`` has one dtype."""
         if not has_fixed_dtypes(expr, without_nulls=True):
             return False
-        column = self._on(root, expr.frame)
+        column = self.on(root, expr.frame)
         is_column = type(column) is _expr.Projection and column.frame is root
         try:
             return is_column and self._is_full(root, column.operand("columns"))
