@@ -107,7 +107,7 @@ def _aggregates(expr: Any) -> tuple[Any, list[Any]]:
 
 def _values(groups: Any) -> list[Any]:
     """Return what is computed of each column; a list of nothing known unless that is given by column."""
-    is_known = isinstance(groups.arg, Mapping) and groups.frame.ndim == 2 and groups._slice is None
+    is_known = isinstance(groups.arg, Mapping) and groups.frame.ndim == 2 and groups.operand("_slice") is None
     return list(groups.arg.values()) if is_known else [[], ""]
 
 

@@ -333,7 +333,7 @@ LEFT: dict[str, tuple[Program, str]] = {
             of["items"]
             .merge(of["kinds"].set_index("kind"), left_on="id", right_index=True)
             .merge(of["shops"], left_on="kind", right_on="shop")
-            .price.sum()
+            .id_y.sum()
         ),
         "",
     ),
