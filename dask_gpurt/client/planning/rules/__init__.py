@@ -54,18 +54,17 @@ class PartitionSizes:
     broadcast: int | None = None
     largest: int | None = None
 
-    def of(self, blocksize: int) -> tuple[int | None, int]:
-        """Return the bytes of a partition, None for about those that Dask chooses, and of a small table.
+    def of(self, blocksize: int) -> tuple[int, int]:
+        """Return the bytes of a partition, and of a small table.
 
         Parameters
         ----------
         blocksize
-            The bytes of a partition that dask_cudf aims at; 0 for pandas, whose partitions are about Dask's:
+            The bytes of a partition that dask_cudf aims at; 0 for pandas, whose partitions are left to Dask:
             each is work for many times the time that a task takes in any case.
         """
-        on_gpu = blocksize if self.largest is None else min(blocksize, self.largest)
-        by_default = on_gpu if blocksize else None
-        small = on_gpu // SMALL_SHARE_ON_GPU if blocksize else SMALL_ON_PANDAS
+        by_default = blocksize if self.largest is None else min(blocksize, self.largest)
+        small = by_default // SMALL_SHARE_ON_GPU if blocksize else SMALL_ON_PANDAS
         return (
             by_default if self.partition is None else self.partition,
             small if self.broadcast is None else self.broadcast,

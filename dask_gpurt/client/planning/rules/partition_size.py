@@ -6,14 +6,9 @@ task of 10 rows takes as long as one of some million. So a table of 64 small fil
 joined with 16 more. Here its size decides: all task threads read the same number of partitions, each of at
 most the size that is asked for. None has more partitions than Dask would make, or more than `MOST_FILES`.
 
-On pandas, where a partition is work for many times the time of a task in any case, its size is Dask's. But
-Dask does not know the number of threads: of 8 files as 3 partitions, one of two threads reads two. There,
-partitions are made as many as the next multiple of the threads, as far as there are files.
-
 What it does not reason about
-    Smaller partitions on GPUs than Dask's, which were tried and took longer. Rows that filters leave out.
-    Tables in object storage, of which one task would wait for one file after the other. Frames that are not
-    read.
+    Smaller partitions than Dask's, which were tried and took longer. Rows that filters leave out. Tables in
+    object storage, of which one task would wait for one file after the other. Frames that are not read.
 Why the result is the same
     As for :mod:`.broadcast`: the result is independent of partitions, and tasks check on what that relies.
 The figure
@@ -32,12 +27,9 @@ from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, Leave, TableRead, with_partitions
 from dask_gpurt.dask_hooks.planning import Expr
 
-#: The least bytes of a partition of pandas that is made smaller than Dask's.
-LEAST_BYTES = 4 << 20
-
 
 class PartitionSize:
-    """Put together the files of tables that are not small, by size and for all threads alike."""
+    """Put together the files of tables that are not small."""
 
     def apply(self, plan: Expr, facts: Facts) -> Expr:
         """Return a plan whose reads have as many partitions as their sizes call for."""
@@ -65,17 +57,8 @@ def choose_partitions(reads: Mapping[str, TableRead], leave: Leave, *, threads: 
     """
     chosen: dict[str, int] = {}
     for name, read in reads.items():
-        if read.partition == 0:
-            leave(name, "is read in partitions of the size that Dask chooses, as is set")
-            continue
-        if read.partition is None:
-            number = min(
-                math.ceil(read.partitions / threads) * threads, read.files, read.bytes // LEAST_BYTES
-            )
-            if number > read.partitions:
-                chosen[name] = number
-            else:
-                leave(name, f"has {read.partitions} partitions, as Dask makes them, for {threads} threads")
+        if not read.partition:
+            leave(name, "is read in partitions of the size that Dask chooses, which is the default on pandas")
             continue
         needed = max(1, math.ceil(read.files / MOST_FILES), math.ceil(read.bytes / read.partition))
         number = math.ceil(needed / threads) * threads

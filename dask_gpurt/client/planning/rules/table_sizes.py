@@ -37,8 +37,7 @@ class TableRead:
     partitions
         The number of partitions that it is read in.
     partition
-        The bytes of a partition up to which its files are put together; 0 to leave that to Dask, None for
-        Dask's number made equal for all threads.
+        The bytes of a partition up to which its files are put together; 0 to leave that to Dask.
     small
         The bytes up to which it is small.
     """
@@ -46,7 +45,7 @@ class TableRead:
     bytes: int
     files: int
     partitions: int
-    partition: int | None
+    partition: int
     small: int
 
 

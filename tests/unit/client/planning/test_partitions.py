@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from dask_gpurt.client.planning.footers import Column, Footer
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.broadcast import Broadcast, choose_small
-from dask_gpurt.client.planning.rules.partition_size import LEAST_BYTES, choose_partitions
+from dask_gpurt.client.planning.rules.partition_size import choose_partitions
 from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, bytes_in_memory
 from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers.clusters import Library, canonical, to_pandas
@@ -117,42 +116,11 @@ def test_a_table_is_as_many_partitions_as_its_size_needs() -> None:
 
 
 def test_what_is_left_to_dask_by_default() -> None:
-    assert PartitionSizes(2, 2).of(0) == (None, 16 * MIB)  # pandas: about Dask's
-    assert PartitionSizes(2, 2, partition=0).of(0) == (0, 16 * MIB)
+    assert PartitionSizes(2, 2).of(0) == (0, 16 * MIB)  # pandas: all but small tables
     assert PartitionSizes(2, 2).of(4 << 30) == (4 << 30, 1 << 30)  # cudf
     assert PartitionSizes(2, 2, largest=512 * MIB).of(4 << 30) == (512 * MIB, 128 * MIB)
     assert PartitionSizes(2, 2, partition=7, broadcast=3, largest=5).of(4 << 30) == (7, 3)
     assert PartitionSizes(2, 2, partition=0, broadcast=0).of(4 << 30) == (0, 0)
-
-
-@given(
-    read=st.builds(
-        TableRead,
-        bytes=st.integers(0, 1 << 40),
-        files=st.integers(1, 10_000),
-        partitions=st.integers(1, 100),
-        partition=st.none(),
-        small=st.just(0),
-    ),
-    threads=st.integers(1, 300),
-)
-def test_partitions_of_pandas_are_made_more_only_so_that_no_thread_has_more_than_another(
-    read: TableRead, threads: int
-) -> None:
-    chosen = choose_partitions({"it": read}, leave, threads=threads)
-    number = chosen.get("it", read.partitions)
-    assert read.partitions <= number < read.partitions + threads
-    assert number == read.partitions or number <= min(read.files, read.bytes // LEAST_BYTES)
-    if number < min(read.files, read.bytes // LEAST_BYTES):
-        assert number % threads == 0
-
-
-def test_eight_files_are_four_partitions_for_two_threads() -> None:
-    read = TableRead(bytes=64 * MIB, files=8, partitions=3, partition=None, small=0)
-    assert choose_partitions({"it": read}, leave, threads=2) == {"it": 4}
-    assert choose_partitions({"it": read}, leave, threads=3) == {}
-    assert choose_partitions({"it": read}, leave, threads=16) == {"it": 8}
-    assert choose_partitions({"it": replace(read, bytes=5 * MIB)}, leave, threads=2) == {}
 
 
 def test_strings_count_as_they_are_written_or_as_their_offsets() -> None:
