@@ -8,7 +8,8 @@ and ``not``.
 
 What it does not reason about
     Queries with functions, attributes, arithmetic on anything but float64, the index, or operands that
-    are no columns: these stay as they are. Conditions of ``loc`` on other rows, which are aligned.
+    are no columns: these stay as they are. Conditions of ``loc`` on other rows, which are aligned. On cudf,
+    anything but comparisons put together by ``and``: it leaves out rows in which any column is null.
 Why the result is the same
     ``loc`` with a condition of booleans and ``query`` choose rows as ``frame[condition]`` does; pandas
     computes a query by the operators that the filter has. ``tests/unit/client/planning/test_filters.py``
@@ -105,13 +106,18 @@ def condition_of(query: Any) -> Any:
     frame = query.frame
     if query.expr_kwargs.keys() - {"local_dict"} or not isinstance(text := query.operands[1], str):
         raise _UnknownError("it has options")
-    if not is_of_pandas(frame) or frame.ndim != 2 or not frame._meta.columns.is_unique:
-        raise _UnknownError("its frame is not one of pandas with unique columns")
+    kind = _Translation if is_of_pandas(frame) else _TranslationForCudf if _is_of_cudf(frame) else None
+    if kind is None or frame.ndim != 2 or not frame._meta.columns.is_unique:
+        raise _UnknownError("its frame is not one of pandas or cudf with unique columns")
     try:
         tree = ast.parse(_with_words(text.strip()), mode="eval").body
     except (SyntaxError, tokenize.TokenError) as error:
         raise _UnknownError("its syntax is not that of Python") from error
-    return _Translation(frame, query.expr_kwargs.get("local_dict") or {}).condition(tree)
+    return kind(frame, query.expr_kwargs.get("local_dict") or {}).condition(tree)
+
+
+def _is_of_cudf(frame: Any) -> bool:
+    return type(frame._meta).__module__.startswith("cudf.")
 
 
 def _with_words(text: str) -> str:
@@ -209,6 +215,42 @@ class _Translation:
         if name not in self._frame.columns or name in self._labels:
             raise _UnknownError(f"{name!r} is not a column alone")
         return _made(_expr.Projection, self._frame, name)
+
+
+class _TranslationForCudf(_Translation):
+    """Translate a query that cudf compiles to a kernel, which chooses no row in which a column is null.
+
+    A filter chooses none for which one of several comparisons is null or false; with ``or`` or ``not`` it
+    may, since comparisons of times with null are false. A kernel may round a sum of products once, operations
+    twice.
+    """
+
+    def condition(self, tree: ast.expr, *, negated: bool = False) -> Any:
+        """Return an expression of booleans."""
+        is_plain = isinstance(tree, ast.Compare) and all(type(op) in _COMPARISONS for op in tree.ops)
+        if is_plain or (isinstance(tree, ast.BoolOp) and isinstance(tree.op, ast.And)):
+            return super().condition(tree)
+        raise _UnknownError(f"{ast.unparse(tree)!r} may choose other rows where there are nulls")
+
+    def _comparison(self, op: ast.cmpop, left: ast.expr, right: ast.expr, negated: bool) -> Any:
+        found = super()._comparison(op, left, right, negated)
+        for operand in found.operands:
+            dtype = operand._meta.dtype if isinstance(operand, Expr) else None
+            if dtype is not None and str(dtype) not in ("int64", "float64") and dtype.kind != "M":
+                raise _UnknownError(f"it compares {dtype} on a GPU")
+        return found
+
+    def _value(self, tree: ast.expr) -> Any:
+        if isinstance(tree, ast.BinOp) and any(
+            isinstance(each, ast.BinOp) for each in (tree.left, tree.right)
+        ):
+            raise _UnknownError(f"{ast.unparse(tree)!r} may be rounded once")
+        found = super()._value(tree)
+        is_too_large = isinstance(found, int) and abs(found) >= 1 << 63
+        is_between = isinstance(found, pd.Timestamp) and found.nanosecond  # kernels get microseconds
+        if isinstance(found, str) or is_too_large or is_between:
+            raise _UnknownError(f"{ast.unparse(tree)!r} is another constant on a GPU")
+        return found
 
 
 def _made(kind: Callable[..., Any], *operands: Any) -> Any:
