@@ -100,6 +100,10 @@ def merge_frames(left: Any, right: Any, **options: Any) -> Any:
     if options.get("how") == SEMI and not (options.get("left_index") or options.get("right_index")):
         keys = (convert_to_list(options.get(on)) or () for on in ("right_on", "left_on"))
         right = rows_that_may_match(right, left, *keys)
+    meta = options.get("result_meta")
+    if meta is not None and meta.index.nlevels > 1 and not isinstance(meta, pd.DataFrame):
+        # Dask asks it for dtypes only, which cudf cannot select from a frame of several levels without rows.
+        options["result_meta"] = meta.to_pandas()
     return call("merge", merge_chunk, left, right, **options)
 
 

@@ -279,7 +279,9 @@ def test_operations_by_rows() -> None:
     for said, frame in frames():
         for label in frame.columns:
             for function, args, kwargs in BY_ROWS:
-                if label == "x" and args == ("category",):  # a category of NaN does not equal another one
+                if (
+                    label == "x" and str(args) == "('category',)"
+                ):  # a category of NaN does not equal another one
                     continue
                 graph = Graph(frame)
                 name = getattr(function, "method", getattr(function, "__name__", ""))

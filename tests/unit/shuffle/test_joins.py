@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pandas.testing import assert_frame_equal
 
-from dask_gpurt.shuffle.joins import PROBE_SIDES, join_in_pieces, with_categories_of
+from dask_gpurt.shuffle.joins import PROBE_SIDES, join_in_pieces, merge_frames, with_categories_of
 from tests.helpers.allocations import failing_allocations, larger_ones_fail, limited_gpu_memory, nth_fails
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.examples import examples
@@ -169,3 +169,13 @@ def test_a_side_without_rows_keeps_the_categories_that_it_has() -> None:
     rows = pd.DataFrame({"key": [1, 2], "kind": pd.Categorical(["a", "b"])})
     none = pd.DataFrame({"key": [3], "kind": pd.Categorical(["c"])}).iloc[:0]
     assert with_categories_of(rows, none) is none
+
+
+@pytest.mark.parametrize("rows", [20, 0])
+def test_groups_by_two_keys_are_joined_by_their_index(library: Library, rows: int) -> None:
+    left, right = (side(20, 3, seed, "int64").groupby(["key", "text"])[["ratio"]].sum() for seed in (0, 1))
+    left, right = left.iloc[:rows], right.rename(columns={"ratio": "other"})
+    options = {"left_index": True, "right_index": True, "how": "inner"}
+    meta = library.frame(left.merge(right, **options).iloc[:0])
+    found = merge_frames(library.frame(left), library.frame(right), result_meta=meta, **options)
+    assert_frame_equal(to_pandas(found).sort_index(), left.merge(right, **options), check_index_type=False)
