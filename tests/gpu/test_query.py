@@ -32,9 +32,9 @@ FILTERS = (
         "x != y",
         "x == y",
     ),
-    *("t >= @begin", "t < u and n > 1", "t != u", "n < x", "n == 2 and t <= @begin and y > -1", "x - y > 0"),
+    *("t >= @begin", "t < u and n > 1", "n < x", "n == 2 and t <= @begin and y > -1", "x - y > 0"),
 )
-LEFT = ("n > 1 or x < 0.5", "not n > 1", "x * y - x > 0", "small > 1", "n in [1, 2]")
+LEFT = ("n > 1 or x < 0.5", "not n > 1", "x * y - x > 0", "small > 1", "n in [1, 2]", "t != u")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["full", "nulls"])

@@ -221,8 +221,8 @@ class _TranslationForCudf(_Translation):
     """Translate a query that cudf compiles to a kernel, which chooses no row in which a column is null.
 
     A filter chooses none for which one of several comparisons is null or false; with ``or`` or ``not`` it
-    may, since comparisons of times with null are false. A kernel may round a sum of products once, operations
-    twice.
+    may, since comparisons of times with null are false, or true for ``!=``. A kernel may round a sum of
+    products once, operations twice.
     """
 
     def condition(self, tree: ast.expr, *, negated: bool = False) -> Any:
@@ -236,7 +236,8 @@ class _TranslationForCudf(_Translation):
         found = super()._comparison(op, left, right, negated)
         for operand in found.operands:
             dtype = operand._meta.dtype if isinstance(operand, Expr) else None
-            if dtype is not None and str(dtype) not in ("int64", "float64") and dtype.kind != "M":
+            is_time = dtype is not None and dtype.kind == "M" and not isinstance(op, ast.NotEq)
+            if dtype is not None and str(dtype) not in ("int64", "float64") and not is_time:
                 raise _UnknownError(f"it compares {dtype} on a GPU")
         return found
 
