@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import Label, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES, ShuffleLog
-from dask_gpurt.monitor.json_api import RESOURCES, JsonApi, Query
+from dask_gpurt.monitor.json_api import RESOURCES, JsonApi, Page
 from dask_gpurt.observe.progress import Figures
 from dask_gpurt.tools.testing import differing_links
 
@@ -62,44 +63,38 @@ def populate(runtime: Any, workers: int) -> ShuffleLog:
     return log
 
 
-async def figure(reply: Callable[[], Awaitable[Any]], repeat: int) -> Figure:
+def figure(reply: Callable[[], Any], repeat: int) -> Figure:
     """Return the CPU milliseconds of a reply and its encoding, and its bytes."""
     taken, text = [], ""
     for _number in range(repeat):
         began = time.thread_time()
-        text = json.dumps(await reply(), allow_nan=False)
+        text = json.dumps(reply(), allow_nan=False)
         taken.append(1e3 * (time.thread_time() - began))
     return {"median_ms": statistics.median(taken), "max_ms": max(taken), "bytes": len(text)}
 
 
-async def replies(api: JsonApi, repeat: int) -> dict[str, Figure]:
+def replies(api: JsonApi, repeat: int) -> dict[str, Figure]:
     """Return the figures of all resources, and of a page for Prometheus."""
-
-    def asking(answer: Any, query: Query) -> Callable[[], Awaitable[Any]]:
-        return lambda: answer(api, query)
-
-    figures = {one.name: await figure(asking(one.answer, Query()), repeat) for one in RESOURCES}
-    figures["memory, by prefix"] = await figure(asking(JsonApi.memory, Query(by="prefix")), repeat)
-    figures["metrics of the scheduler"] = await figure(page, repeat)
-    return figures
+    figures = {name: figure(partial(answer, api, Page()), repeat) for name, answer in RESOURCES.items()}
+    return {**figures, "metrics of the scheduler": figure(page, repeat)}
 
 
-async def page() -> str:
+def page() -> str:
     """Return the page for Prometheus of this process."""
     return generate_latest().decode()
 
 
-async def on_worker(repeat: int) -> Figure:
+def on_worker(repeat: int) -> Figure:
     """Return the figures of a worker's page."""
-    return await figure(page, repeat)
+    return figure(page, repeat)
 
 
 def measure(client: Client, workers: int, repeat: int) -> dict[str, Figure]:
     """Return all figures of a cluster with ``workers`` simulated workers added."""
 
-    async def measured(dask_scheduler: Any) -> dict[str, Figure]:
+    def measured(dask_scheduler: Any) -> dict[str, Figure]:
         runtime = dask_scheduler.extensions["gpurt"]
-        return await replies(JsonApi(runtime, populate(runtime, workers)), repeat)
+        return replies(JsonApi(runtime, populate(runtime, workers)), repeat)
 
     figures: dict[str, Figure] = client.run_on_scheduler(measured)
     on_workers = client.run(on_worker, repeat)

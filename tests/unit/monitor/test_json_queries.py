@@ -21,10 +21,9 @@ from tornado.web import Application
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.monitor import json_api
 from dask_gpurt.monitor.dashboard.shuffles import ShuffleLog
-from dask_gpurt.monitor.json_api import RESOURCES, ROOT, JsonApi, routes
+from dask_gpurt.monitor.json_api import RESOURCES, ROOT, JsonApi, Page, routes
 
-RESOURCE_NAMES = [one.name for one in RESOURCES]
-ARGUMENTS = sorted({name for one in RESOURCES for name in one.arguments})
+ARGUMENTS = Page._fields
 #: Texts that have broken a parser, or could.
 NASTY = ("([1],)", "(" * 900, "(" * 100_000, "(\0,)", "9" * 900, "-1", "", "x" * 50_000)
 
@@ -45,7 +44,6 @@ class Server:
             ),
             reported_memory=ClusterMemory,
             places=SimpleNamespace(describe=lambda: {"workers": {}, "speeds": {}, "hosts": {}}),
-            shuffles=SimpleNamespace(active=dict),
         )
         json_api._apis[self] = JsonApi(runtime, ShuffleLog())
         self._server = HTTPServer(
@@ -95,13 +93,22 @@ def assert_told(status: int, said: Any) -> None:
 @pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_nasty_argument_is_answered(server: Server, name: str, text: str) -> None:
-    for resource in RESOURCE_NAMES:
-        if len(text) < 60_000:  # Tornado refuses longer headers itself, by closing the connection
-            assert_told(*server.ask(f"{ROOT}/{resource}?{name}={quote(text)}"))
+    if len(text) < 60_000:  # Tornado refuses longer headers itself, by closing the connection
+        assert_told(*server.ask(f"{ROOT}/memory?{name}={quote(text)}"))
+
+
+def test_an_invalid_query_is_refused_with_the_valid_values(server: Server) -> None:
+    expected = "limit=ten: expected a whole number of at most 9 digits"
+    assert server.ask(f"{ROOT}/memory?limit=ten") == (400, {"error": expected})
+    assert server.ask(f"{ROOT}/topology?by=tier") == (400, {"error": "by: expected one of offset, limit"})
+    expected = "no such resource: shufles: expected one of report, memory, topology, shuffles"
+    assert server.ask(f"{ROOT}/shufles") == (404, {"error": expected})
+    for path in ("", "/"):
+        assert server.ask(f"{ROOT}{path}")[1]["enabled"]
 
 
 @given(
-    resource=st.sampled_from(RESOURCE_NAMES) | st.binary(max_size=40).map(quote_from_bytes),
+    resource=st.sampled_from(list(RESOURCES)) | st.binary(max_size=40).map(quote_from_bytes),
     arguments=st.lists(
         st.tuples(
             st.sampled_from(ARGUMENTS).map(quote) | st.binary(max_size=10).map(quote_from_bytes),
@@ -118,5 +125,5 @@ def test_any_request_is_answered(server: Server, resource: str, arguments: list[
 
 
 def test_another_method_than_get_is_refused_as_json(server: Server) -> None:
-    for path in ("", "/report", "/schema", "/nothing"):
+    for path in ("", "/report", "/nothing"):
         assert server.ask(ROOT + path, method="POST", body="x")[0] == 405
