@@ -90,27 +90,17 @@ def _matrix(host: Host, own: Gpu | None) -> Table:
     for heading in ("", "GPU", *(str(gpu.index) for gpu in host.gpus)):
         table.add_column(heading)
     for gpu, row in zip(host.gpus, host.matrix(), strict=True):
-        joins = ("·" if join.link == Link.SAME_DEVICE else str(join) for join in row)
+        joins = ("·" if link == Link.SAME_DEVICE else link for link in row)
         mark = "→" if gpu is own else " "
         table.add_row(f"{mark}{gpu.index}", f"{gpu.name} {gpu.id[:12]}", *joins)
     return table
 
 
 def _speeds(description: Description) -> Table:
-    promised = {
-        link: speed for host in description.hosts.values() for link, speed in host.known().speeds.items()
-    }
     table = Table("link", "bandwidth", "latency", "known", box=SIMPLE_HEAD)
     for link in description.links():
-        source, speed = next(
-            (source, speeds[link])
-            for source, speeds in (
-                ("by measurement", description.speeds),
-                ("by its generation and number", promised),
-                ("by default", SHIPPED),
-            )
-            if link in speeds
-        )
+        speed = description.speeds.get(link, SHIPPED[link])
+        source = "by measurement" if link in description.speeds else "by default"
         table.add_row(
             link, f"{_three_digits(speed.bandwidth / 1e9)} GB/s", format_time(speed.latency), source
         )

@@ -75,7 +75,7 @@ class SchedulerTopology:
                 values = await ask(self._scheduler, worker, HOST_HANDLER, HOST_TIMEOUT_S)
                 if isinstance(values, Mapping) and self.topology.on_host(host):
                     described = self._hosts[host] = host_of(name, values)
-                    self.topology.describe(host, described.known())
+                    self.topology.describe(host, described.joins)
                     return
         finally:
             self._asked.discard(host)
@@ -98,7 +98,7 @@ class SchedulerTopology:
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
 
     def links(self, worker: str, peers: Sequence[str]) -> dict[str, Any]:
-        """Return the links from peers to a worker, and the speeds of all link classes on its host (handler).
+        """Return the links from peers to a worker, and the speeds of all classes of link (handler).
 
         Returns
         -------
@@ -112,7 +112,7 @@ class SchedulerTopology:
                 peer: (str(self.topology.link(peer, worker)), *_figures(self.topology.speed(peer, worker)))
                 for peer in placed
             },
-            "classes": {str(link): _figures(self.topology.tier_speed(link, worker)) for link in Link},
+            "classes": {str(link): _figures(speed) for link, speed in self.topology.learned().items()},
         }
 
     def describe(self) -> dict[str, Any]:

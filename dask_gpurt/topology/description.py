@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from dask_gpurt.topology.hosts import Gpu, GpuLink, Host, Lanes, Nic
+from dask_gpurt.topology.hosts import Gpu, Host, Nic
 from dask_gpurt.topology.links import OF_GPUS, Link, Speed
 
 
@@ -68,20 +68,14 @@ def host_values(host: Host) -> dict[str, Any]:
 
 
 def _without_none(item: Gpu | Nic) -> dict[str, Any]:
-    values = {name: value for name, value in vars(item).items() if value is not None}
-    return {name: value._asdict() if isinstance(value, Lanes) else value for name, value in values.items()}
+    return {name: value for name, value in vars(item).items() if value is not None}
 
 
 def host_of(name: str, values: Mapping[str, Any]) -> Host:
     """Restore a host from the output of :func:`host_values`."""
-    gpus = tuple(map(_gpu_of, values["gpus"]))
+    gpus = tuple(Gpu(**gpu) for gpu in values["gpus"])
     joins = {
-        frozenset((one.id, other.id)): GpuLink.parse(values["links"][i][j])
+        frozenset((one.id, other.id)): Link(values["links"][i][j])
         for (i, one), (j, other) in combinations(enumerate(gpus), 2)
     }
     return Host(name, gpus, joins, tuple(Nic(**nic) for nic in values["nics"]))
-
-
-def _gpu_of(values: Mapping[str, Any]) -> Gpu:
-    lanes = {name: Lanes(**values[name]) for name in ("nvlink", "pcie") if name in values}
-    return Gpu(**{**values, **lanes})

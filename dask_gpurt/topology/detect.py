@@ -15,13 +15,11 @@ from typing import Any
 
 import psutil
 
-from dask_gpurt.topology.hosts import Devices, Gpu, GpuLink, Host, Lanes, Nic
+from dask_gpurt.topology.hosts import Devices, Gpu, Host, Nic
 from dask_gpurt.topology.links import Link
 from dask_gpurt.topology.model import Place
 
 SYS = Path("/sys")
-#: NVLink generations by NVML's version number; versions 2.2 and 3.1 have numbers of their own.
-NVLINK_GENERATIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 5}
 #: The value of ``NVML_P2P_CAPS_INDEX_READ``, which is a tuple in nvidia-ml-py.
 READ_CAPABILITY = 0
 
@@ -148,48 +146,14 @@ class Nvml:
             _text(self._library.nvmlDeviceGetUUID(handle)),
             index,
             _text(self._ask("nvmlDeviceGetName", handle)),
-            pcie=None if self._is_integrated(handle) else self._pcie(handle),
         )
         if not self._ask("nvmlDeviceGetMigMode", handle, default=(0, 0))[0]:
-            yield replace(whole, nvlink=self._nvlinks(handle), fabric=self._fabric(handle))
+            yield replace(whole, fabric=self._fabric(handle))
             return
         for number in range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle, default=0)):
             part = self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
             if part is not None:
                 yield replace(whole, id=_text(self._library.nvmlDeviceGetUUID(part)), parent=whole.id)
-
-    def _bus(self, handle: Any) -> str:
-        info = self._ask("nvmlDeviceGetPciInfo", handle)
-        return "" if info is None else _text(info.busId).lower()
-
-    def _is_integrated(self, handle: Any) -> bool:
-        """Return whether a GPU has no memory of its own; for GB10, NVML's memory query is "Not Supported".
-
-        NVML still reports a PCIe link for such a GPU, but memory is not accessed over it.
-        """
-        try:
-            self._library.nvmlDeviceGetMemoryInfo(handle)
-        except self._library.NVMLError_NotSupported:
-            return True
-        except (self._library.NVMLError, AttributeError):
-            pass  # as with :meth:`_ask`
-        return False
-
-    def _pcie(self, handle: Any) -> Lanes | None:
-        # Query the maximum: the current generation is lower while a GPU is idle.
-        generation = self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle)
-        width = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
-        return Lanes(generation, width) if generation and width else None
-
-    def _nvlinks(self, handle: Any) -> Lanes | None:
-        up = list(self._links_up(handle))
-        version = self._ask("nvmlDeviceGetNvLinkVersion", handle, up[0], default=0) if up else 0
-        return Lanes(NVLINK_GENERATIONS.get(version, 0), len(up)) if up else None
-
-    def _links_up(self, handle: Any) -> Iterator[int]:
-        for link in range(self._library.NVML_NVLINK_MAX_LINKS):
-            if self._ask("nvmlDeviceGetNvLinkState", handle, link, default=0):
-                yield link
 
     def _fabric(self, handle: Any) -> str | None:
         """Return the NVLink domain of a GPU if it spans hosts, else None."""
@@ -206,45 +170,21 @@ class Nvml:
 
     # ---- pairs -----------------------------------------------------------------------
 
-    def joins(self, gpus: tuple[Gpu, ...]) -> dict[Devices, GpuLink]:
+    def joins(self, gpus: tuple[Gpu, ...]) -> dict[Devices, Link]:
         """Return the link between each pair of :meth:`gpus`."""
         return {frozenset((one.id, other.id)): self._join(one, other) for one, other in combinations(gpus, 2)}
 
-    def _join(self, one: Gpu, other: Gpu) -> GpuLink:
+    def _join(self, one: Gpu, other: Gpu) -> Link:
         if one.parent or other.parent:  # MIG instances have no peer access, not even within a GPU
-            return GpuLink(Link.SHARED_MEMORY)
+            return Link.SHARED_MEMORY
         pair = self._handles[one.index], self._handles[other.index]
         if self._can(pair, self._library.NVML_P2P_CAPS_INDEX_NVLINK):
-            return GpuLink(Link.NVLINK, nvlinks=self._nvlinks_between(*pair))
-        if self._can(pair, READ_CAPABILITY):
-            return GpuLink(Link.PCIE, path=self._path(pair))
-        return GpuLink(Link.SHARED_MEMORY)
+            return Link.NVLINK
+        return Link.PCIE if self._can(pair, READ_CAPABILITY) else Link.SHARED_MEMORY
 
     def _can(self, pair: tuple[Any, Any], capability: int) -> bool:
         answer = self._ask("nvmlDeviceGetP2PStatus", *pair, capability)
         return bool(answer == self._library.NVML_P2P_STATUS_OK)
-
-    def _nvlinks_between(self, handle: Any, peer: Any) -> int:
-        """Count the NVLinks to a peer, and to switches, through which every link reaches every peer."""
-        bus, switch = self._bus(peer), self._library.NVML_NVLINK_DEVICE_TYPE_SWITCH
-        count = 0
-        for link in self._links_up(handle):
-            ends_at = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
-            kind = self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
-            count += kind == switch or (ends_at is not None and _text(ends_at.busId).lower() == bus)
-        return count
-
-    def _path(self, pair: tuple[Any, Any]) -> str:
-        level = self._ask("nvmlDeviceGetTopologyCommonAncestor", *pair)
-        names = {
-            self._library.NVML_TOPOLOGY_INTERNAL: "PIX",
-            self._library.NVML_TOPOLOGY_SINGLE: "PIX",
-            self._library.NVML_TOPOLOGY_MULTIPLE: "PXB",
-            self._library.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
-            self._library.NVML_TOPOLOGY_NODE: "NODE",
-            self._library.NVML_TOPOLOGY_SYSTEM: "SYS",
-        }
-        return names.get(level, "")
 
 
 def _text(value: Any) -> str:

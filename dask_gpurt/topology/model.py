@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from dask_gpurt.topology.estimate import RETURN_FACTOR, PairOverrides, SpeedEstimate, factor
+from dask_gpurt.topology.estimate import PairOverrides, SpeedEstimate
 from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
 
 #: Maximum number of pairs with their own speed: enough for those of a slow host or cable, not for all pairs.
@@ -36,22 +36,6 @@ class Place:
     by_tcp: bool = False
 
 
-@dataclass(frozen=True)
-class HostLinks:
-    """Hold the links within a host. Links of unlisted pairs are derived from their places.
-
-    Parameters
-    ----------
-    links
-        Class of link by pair of devices.
-    speeds
-        Speeds by class of link, within this host or between its tiers.
-    """
-
-    links: Mapping[frozenset[str], Link] = field(default_factory=dict)
-    speeds: Mapping[Link, Speed] = field(default_factory=dict)
-
-
 #: A link and its two ends: hosts if it joins two hosts, else devices, or the host of workers without device.
 Pair = tuple[Link, str, str]
 
@@ -70,7 +54,6 @@ class Topology:
     def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED):
         self._places: dict[str, Place] = {}
         self._hosts: dict[str, Mapping[frozenset[str], Link]] = {}
-        self._host_averages: dict[tuple[str, Link], SpeedEstimate] = {}
         # Dictionaries without values serve as ordered sets.
         self._on_host: dict[str, dict[str, None]] = {}
         self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
@@ -95,19 +78,10 @@ class Topology:
         if not self._on_host[place.host]:
             del self._on_host[place.host]
             self._hosts.pop(place.host, None)
-            self._forget_averages(place.host)
 
-    def describe(self, host: str, known: HostLinks) -> None:
-        """Set the links within a host, as detected by a process there."""
-        self._hosts[host] = known.links
-        self._forget_averages(host)
-        for link, speed in known.speeds.items():
-            if factor(speed, self._classes[link].speed) > RETURN_FACTOR:
-                self._host_averages[host, link] = SpeedEstimate(speed)
-
-    def _forget_averages(self, host: str) -> None:
-        for link in Link:
-            self._host_averages.pop((host, link), None)
+    def describe(self, host: str, links: Mapping[frozenset[str], Link]) -> None:
+        """Set the links between pairs of devices of a host; those of other pairs follow from their places."""
+        self._hosts[host] = links
 
     def described(self, host: str) -> bool:
         """Return whether the links of a host are known."""
@@ -157,7 +131,7 @@ class Topology:
         return Link.NVLINK if here.nvlink is not None and here.nvlink == there.nvlink else Link.PCIE
 
     def speed(self, source: str, target: str) -> Speed:
-        """Return the speed of the link between two workers: its own, its host's, or its class's."""
+        """Return the speed of the link between two workers: its own, or its class's."""
         return self.way(source, target)[1]
 
     def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
@@ -169,17 +143,7 @@ class Topology:
         link = Link.SAME_DEVICE if source == target else self._link(here, there, by_comms)
         if self._overrides and (own := self._overrides.speed(_pair(link, here, there))):
             return link, own
-        return link, self._usual(link, here, there).speed
-
-    def _usual(self, link: Link, here: Place, there: Place) -> SpeedEstimate:
-        """Return the estimate that transfers update: that of the host if it has one, else of the class."""
-        own = self._host_averages.get((here.host, link)) if here.host == there.host else None
-        return own or self._classes[link]
-
-    def tier_speed(self, link: Link, worker: str | None = None) -> Speed:
-        """Return the speed between two tiers, on the host of a worker or, without one, of the class."""
-        place = self._places.get(worker) if worker is not None else None
-        return (self._usual(link, place, place) if place else self._classes[link]).speed
+        return link, self._classes[link].speed
 
     def seconds(self, source: str, target: str, nbytes: int, by_comms: bool = False) -> float:
         """Return the seconds to transfer this many bytes from one worker to another."""
@@ -214,7 +178,7 @@ class Topology:
         if here is None or there is None:
             self._classes[link].observe(nbytes, seconds, transfers)
             return
-        usual = self._usual(link, here, there)
+        usual = self._classes[link]
         self._overrides.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)
         usual.observe(nbytes, seconds, transfers)
 

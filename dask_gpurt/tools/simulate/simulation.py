@@ -257,7 +257,7 @@ class Simulation:
             machine.threads,
             machine.speed,
             machine.capacity,
-            lambda link: self.topology.tier_speed(link, name),
+            self.topology.learned().__getitem__,
             self,
         )
         self.workers[name] = worker

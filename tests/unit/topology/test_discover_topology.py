@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.topology import SHIPPED, Link, Place, Topology, detect
-from dask_gpurt.topology.hosts import GpuLink, Host, Lanes
-from tests.helpers.fake_nvml import FakeGpu, FakeNvml, cut_up, integrated, pcie_only, switched
+from dask_gpurt.topology import Link, Place, Topology, detect
+from dask_gpurt.topology.hosts import Host
+from tests.helpers.fake_nvml import FakeGpu, FakeNvml, cut_up, pcie_only, switched
 
 
 def host(library: FakeNvml) -> Host:
@@ -29,7 +29,7 @@ def joined(found: Host, *visible: str | None) -> Topology:
     topology = Topology()
     for number, devices in enumerate(visible):
         topology.add(str(number), found.place("h", found.find(devices)))
-    topology.describe("h", found.known())
+    topology.describe("h", found.joins)
     return topology
 
 
@@ -39,35 +39,23 @@ def joined(found: Host, *visible: str | None) -> Topology:
 def test_four_gpus_and_a_switch() -> None:
     found = host(switched())
     assert links(found) == [
-        ["same-device" if row == column else "nvlink x18" for column in range(4)] for row in range(4)
+        ["same-device" if row == column else "nvlink" for column in range(4)] for row in range(4)
     ]
-    assert [gpu.nvlink for gpu in found.gpus] == [Lanes(4, 18)] * 4
     assert found.gpus[0].name == "NVIDIA H200"
     assert [len(domain) for domain in found.nvlink_domains()] == [4]
-    # This host is the source of the shipped figure, so its estimate is that very figure.
-    speed = joined(found, "0", "1").speed("0", "1")
-    assert speed == SHIPPED[Link.NVLINK]
+    assert joined(found, "0", "1").link("0", "1") == Link.NVLINK
 
 
 def test_gpus_on_pcie_alone() -> None:
     found = host(pcie_only())
-    assert links(found)[0] == ["same-device", "pcie PXB", "pcie SYS", "pcie SYS"]
+    assert links(found)[0] == ["same-device", *3 * ["pcie"]]
     assert list(found.nvlink_domains()) == []
-    speed = joined(found, "0", "1").speed("0", "1")
-    assert speed.bandwidth == pytest.approx(SHIPPED[Link.PCIE].bandwidth / 2, rel=0.01)  # generation 4
 
 
 def test_gpus_that_may_not_read_each_other() -> None:
     found = host(pcie_only(peers=False))
     assert links(found)[0] == ["same-device", *3 * ["shared-memory"]]
     assert joined(found, "0", "1").link("0", "1") == Link.SHARED_MEMORY
-
-
-def test_the_bus_of_an_integrated_gpu_is_not_its_way_to_memory() -> None:
-    found = host(integrated())
-    assert found.gpus[0].pcie is None
-    # No speed is derived from that: a generation 1 x1 would be 200 times slower than the shipped one.
-    assert joined(found, "0").tier_speed(Link.PINNED, "0") == SHIPPED[Link.PINNED]
 
 
 def test_instances_of_mig_have_no_peers() -> None:
@@ -200,11 +188,6 @@ def test_only_devices_for_rdma_that_are_up_count(sys: Path, tmp_path: Path) -> N
     assert with_rdma.place("a", None, rdma=True).rdma
     assert not with_rdma.place("a", None, rdma=False).rdma
     assert not without.place("b", None, rdma=True).rdma
-
-
-@pytest.mark.parametrize("text", ["nvlink x18", "pcie PIX", "pcie", "shared-memory", "same-device"])
-def test_joins_are_read_as_they_are_written(text: str) -> None:
-    assert str(GpuLink.parse(text)) == text
 
 
 @given(st.sets(st.frozensets(st.integers(0, 6), min_size=2, max_size=2)))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.topology import SHIPPED, HostLinks, Link, Place, Speed, Topology
+from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 from dask_gpurt.topology.estimate import (
     OVERRIDE_FACTOR,
     WINDOW_S,
@@ -80,7 +80,7 @@ def test_unknown_workers_are_reached_by_tcp() -> None:
 def test_the_report_of_a_host_counts_before_the_places_of_devices() -> None:
     topology = picture(x=gpu("a", 0), y=gpu("a", 1), z=gpu("a", 2))
     pair = frozenset(("GPU-a-0", "GPU-a-1"))
-    topology.describe("a", HostLinks({pair: Link.SHARED_MEMORY}))
+    topology.describe("a", {pair: Link.SHARED_MEMORY})
     assert topology.link("x", "y") == topology.link("y", "x") == Link.SHARED_MEMORY
     assert topology.link("x", "z") == Link.PCIE
 
@@ -114,7 +114,7 @@ def test_workers_that_come_move_and_go_leave_nothing_behind(moves: list[tuple[st
         else:
             topology.add(worker, place)
             there[worker] = place
-            topology.describe(place.host, HostLinks())
+            topology.describe(place.host, {})
     fresh = picture(**there)
     assert {host: set(topology.on_host(host)) for host in topology.hosts} == {
         host: set(fresh.on_host(host)) for host in fresh.hosts
@@ -141,7 +141,7 @@ def test_a_class_learns_its_bandwidth_from_all_its_pairs() -> None:
     for pair in (("w0", "w1"), ("w7", "w8")):
         assert topology.speed(*pair).bandwidth == pytest.approx(5e9, rel=0.1)
     assert topology.speed("w0", "w1").latency == SHIPPED[Link.TCP].latency
-    assert topology.tier_speed(Link.DISK) == SHIPPED[Link.DISK]
+    assert topology.learned()[Link.DISK] == SHIPPED[Link.DISK]
 
 
 def test_small_transfers_tell_the_latency() -> None:
@@ -163,10 +163,10 @@ def test_a_pair_that_departs_has_its_own_speed_and_comes_back() -> None:
         all_workers(0.2e9)
     assert topology.speed("w7", "w0").bandwidth == pytest.approx(0.2e9, rel=0.2)
     assert topology.speed("w0", "w3").bandwidth > 0.7e9
-    assert topology.overrides == 1
+    assert topology.special_hosts() == {("h0", "h7"), ("h7", "h0")}
     for _ in range(300):
         all_workers(1.1e9)
-    assert topology.overrides == 0
+    assert topology.special_hosts() == set()
     assert topology.speed("w7", "w0") == topology.speed("w0", "w3")
 
 
