@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
-    from dask_gpurt.api import disable, enable, explain, explain_placement, is_enabled, memory_usage, report
+    from dask_gpurt.api import disable, enable, explain, is_enabled, memory_usage, report
     from dask_gpurt.client.traces import trace
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "disable",
     "enable",
     "explain",
-    "explain_placement",
     "is_enabled",
     "memory_usage",
     "report",
@@ -31,8 +30,11 @@ __all__ = [
 ]
 
 #: What to use in place of public names that the repository had before a release.
-_REMOVED = {"performance_report": "use distributed.performance_report, and dask_gpurt.trace beside it"}
-_PUBLIC = {"enable", "disable", "explain", "explain_placement", "is_enabled", "memory_usage", "report"}
+_REMOVED = {
+    "performance_report": "use distributed.performance_report, and dask_gpurt.trace beside it",
+    "explain_placement": "the logger dask_gpurt.placement.strategy tells each decision at DEBUG",
+}
+_PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report"}
 
 
 class _Lines(logging.Handler):

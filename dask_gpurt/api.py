@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from dask.typing import Key
 from distributed import Client
 
 from dask_gpurt import config
@@ -13,13 +12,13 @@ from dask_gpurt.client import session
 from dask_gpurt.client.addresses import require_scheduler
 from dask_gpurt.client.session import is_enabled
 from dask_gpurt.observe.report import RuntimeReport
-from dask_gpurt.observe.tables import MemoryUsage, PlacementExplanation
+from dask_gpurt.observe.tables import MemoryUsage
 
 if TYPE_CHECKING:
     from dask_gpurt.client.explain.plan import Explanation
     from dask_gpurt.client.explain.run import Analysis
 
-__all__ = ["disable", "enable", "explain", "explain_placement", "is_enabled", "memory_usage", "report"]
+__all__ = ["disable", "enable", "explain", "is_enabled", "memory_usage", "report"]
 
 #: Timeout for closing a client that could not switch the runtime on, in seconds.
 CLOSE_TIMEOUT_S = 2.0
@@ -217,34 +216,3 @@ def explain(collection: Any, *, analyze: bool = False) -> Explanation | Analysis
     from dask_gpurt.client.explain import watching
 
     return watching.explain(collection, analyze=analyze)
-
-
-def explain_placement(client: Client | None, key: Key) -> PlacementExplanation:
-    """Explain why placement chose the worker of a task.
-
-    Parameters
-    ----------
-    client
-        The client, or None for the current one. With an asynchronous client, await the result.
-    key
-        The key of the task. The last 20,000 decisions are kept.
-
-    Returns
-    -------
-    PlacementExplanation
-        A printable table; ``to_pandas()`` returns a frame.
-
-        It has a row for each worker considered in the last decision about the task, best first: its address
-        as ``worker``, whether it was ``chosen``, the ``seconds`` until the task was expected to be done
-        there, and the bytes of inputs ``missing`` there. The terms of these seconds follow: ``waiting`` for
-        earlier work, ``moving`` inputs, and ``running``; finally, whether the inputs and the result ``fits``
-        there at all.
-
-    Raises
-    ------
-    RuntimeError
-        If placement is not enabled on this cluster.
-    """
-    client = session.open_client(client)
-    found: PlacementExplanation = client.sync(session.ask_explanation, client, key)
-    return found

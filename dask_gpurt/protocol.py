@@ -43,8 +43,6 @@ STATE_TOPIC = "gpurt-state"
 CLUSTER_REPORT_HANDLER = "gpurt_report"
 #: ``by: str`` → rows of bytes per tier, worker or kind.
 MEMORY_HANDLER = "gpurt_memory"
-#: ``key`` → the decisions that placement made about a task, None if there are none.
-EXPLAIN_HANDLER = "gpurt_explain"
 #: → the links between workers, as the scheduler models them.
 TOPOLOGY_HANDLER = "gpurt_topology"
 #: ``token`` begins a trace on all servers, ``token, limit`` takes a batch of events, ``token`` ends it.

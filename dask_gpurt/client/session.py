@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import dask
-from dask.typing import Key
 from distributed import Client, default_client
 
 from dask_gpurt import config, dask_hooks
@@ -25,7 +24,7 @@ from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
-from dask_gpurt.observe.tables import MemoryUsage, PlacementExplanation
+from dask_gpurt.observe.tables import MemoryUsage
 from dask_gpurt.protocol import NAME
 
 if TYPE_CHECKING:
@@ -327,21 +326,6 @@ async def ask_report(client: Client, connect: bool) -> RuntimeReport:
     counters = combine([reply["counters"], here["counters"]])
     return RuntimeReport.of(
         {**reply, "counters": counters, "fallbacks": {**here["fallbacks"], **reply["fallbacks"]}}
-    )
-
-
-async def ask_explanation(client: Client, key: Key) -> PlacementExplanation:
-    """Ask the scheduler why placement chose the worker of a task."""
-    rows = await _scheduler(client).gpurt_explain(key=key) if await is_on_cluster(client) else None
-    if rows is None:
-        raise RuntimeError(
-            "placement is not enabled on this cluster, so there is no decision to explain: set "
-            "'gpurt.placement.enabled' to true before switching the runtime on"
-        )
-    from dask_gpurt.placement import TERMS
-
-    return PlacementExplanation(
-        tuple(rows), ("worker", "chosen", "seconds", "missing", *TERMS, "fits"), key=key
     )
 
 

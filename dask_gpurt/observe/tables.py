@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
-from dask.utils import format_bytes, format_time
+from dask.utils import format_bytes
 
 from dask_gpurt.observe.shown_tiers import Row, shown_tiers
 
@@ -111,36 +111,3 @@ class MemoryUsage(PrintedTable):
 
     def _format(self, column: str) -> Any:
         return None if column in ("worker", "tier", "kind", "prefix") else lambda n: format_bytes(int(n))
-
-
-#: How to read an explanation.
-LEGEND = """\
-Expected as the task was placed, best first. seconds = waiting for a thread + moving its missing inputs +
-running; Dask presumes how long tasks of a kind run that it has not seen. Workers where it fits in memory
-come first, then those with fewer seconds, fewer tasks, and fewer bytes. Others were not allowed or not
-compared."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class PlacementExplanation(PrintedTable):
-    """Explain the placement of a task: a row for each worker that was considered, the best first.
-
-    Parameters
-    ----------
-    key
-        The key of the task.
-    """
-
-    key: Any = None
-
-    def __repr__(self) -> str:
-        printed = super().__repr__()
-        return f"{printed[:-1]}\n{LEGEND}>" if self.rows else printed
-
-    def _title(self) -> str:
-        return f"Placement of {self.key!r}"
-
-    def _format(self, column: str) -> Any:
-        if column in ("worker", "chosen", "fits"):
-            return None
-        return (lambda n: format_bytes(int(n))) if column == "missing" else format_time

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from dask_gpurt.topology import Topology
 from dask_gpurt.topology.links import BETWEEN_HOSTS
 
-#: The terms of the cost, in the order in which a task goes through them.
-TERMS = ("waiting", "moving", "running")
 #: Routes expire, to use current speeds, after this many lookups, and more for each route that was worked out,
 #: which keeps the overhead small, up to a limit.
 MIN_LOOKUPS, LOOKUPS_PER_ROUTE, MAX_LOOKUPS = 1_000, 50, 50_000

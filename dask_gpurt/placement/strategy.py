@@ -6,12 +6,9 @@ Decisions and their figures: ``docs/decisions/placement.md``.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Collection, Mapping
+from itertools import islice
 from typing import Any
-
-from dask.typing import Key
 
 from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, allowed_workers
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
@@ -19,7 +16,7 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.available import AvailableWorkers, IdleWorkerFilter
 from dask_gpurt.placement.candidates import CandidateSelector
-from dask_gpurt.placement.cost import TERMS, Candidate, rank
+from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Estimates, Headroom
 from dask_gpurt.topology import Topology
 
@@ -27,10 +24,6 @@ logger = logging.getLogger(__name__)
 
 #: How many thieves have their costs compared, and from how many of the least loaded workers these are taken.
 MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64
-#: How many keys have their last decision kept: some tens of MB at most.
-MAX_KEYS = 20_000
-#: The number of fields of a candidate in a record.
-_FIGURES = len(Candidate._fields)
 
 
 class Placement:
@@ -48,15 +41,12 @@ class Placement:
         Dask's ``SchedulerState``. Its extension ``stealing`` is bound too, if present.
     topology
         The places of workers. It may learn them before or after Dask does, see :meth:`on_place_changed`.
-    history
-        How many keys have their last decision kept.
 
     Examples
     --------
     >>> placement = Placement(state, topology, headroom, Metrics())  # doctest: +SKIP
     >>> placement.bind()  # doctest: +SKIP
     >>> state.transitions({"x": "processing"}, "start")  # doctest: +SKIP
-    >>> placement.explain("x")  # doctest: +SKIP
     """
 
     def __init__(
@@ -65,7 +55,6 @@ class Placement:
         topology: Topology,
         headroom: Headroom,
         metrics: Metrics,
-        history: int = MAX_KEYS,
     ):
         self._state = state
         self._metrics = metrics
@@ -73,7 +62,6 @@ class Placement:
         self._available = AvailableWorkers(state, self._estimates)
         self._candidates = CandidateSelector(state, self._estimates, self._available)
         self._idle = IdleWorkerFilter(state, self._available)
-        self._history = History(history)
         #: The root task that Dask places next, by a method that does not receive it.
         self._root: SchedulerTask | None = None
         self._overrides = Overrides(lambda name, why: metrics.fallback(Fallback.PLACEMENT, why, name))
@@ -132,10 +120,6 @@ class Placement:
         if self._state.queued and self._state.idle_task_count:
             self._state.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
 
-    def explain(self, key: Key) -> list[dict[str, Any]]:
-        """Return a row for each candidate of the last decision about a key, see :class:`History`."""
-        return self._history.explain(key)
-
     # ---- tasks with inputs, and root tasks that Dask does not queue ------------------------
 
     def _decide_worker_non_rootish(self, ts: SchedulerTask) -> WorkerState | None:
@@ -167,7 +151,6 @@ class Placement:
         if ws is None or ws not in allowed:
             raise Unsuitable(f"{chosen.worker} was chosen for {ts.key!r} but may not run it")
         self._estimates.on_decided(chosen, ws)
-        self._history.add(ts.key, chosen.worker, candidates)
         if logger.isEnabledFor(logging.DEBUG):
             _log("placed", ts, chosen, candidates)
         self._metrics.add("placement.decisions")
@@ -236,7 +219,6 @@ class Placement:
         fitting = [candidate for candidate in found if candidate.fits and candidate.worker != victim.address]
         if not fitting or (thief := cost.best(fitting)).seconds >= wait(victim):
             return None
-        self._history.add(ts.key, thief.worker, [self._estimates.cost(demand, victim), thief])
         if logger.isEnabledFor(logging.DEBUG):
             _log("stolen", ts, thief, found)
         ws: WorkerState = self._state.workers[thief.worker]
@@ -247,44 +229,3 @@ def _log(what: str, ts: SchedulerTask, chosen: Candidate, candidates: Collection
     """Log a decision at DEBUG with the candidates that it has rejected."""
     rejected = [candidate for candidate in candidates if candidate.worker != chosen.worker]
     logger.debug("%r is %s on %s; rejected: %s", ts.key, what, chosen, rejected or "none")
-
-
-# ---- the last decisions ---------------------------------------------------------------------------------
-
-
-class History:
-    """Keep the last decision about each key, and evict the oldest decisions."""
-
-    def __init__(self, max_keys: int = MAX_KEYS):
-        self._max_keys = max_keys
-        # Records are flat tuples of numbers and strings, which the garbage collector untracks.
-        self._decisions: OrderedDict[Key, tuple[Any, ...]] = OrderedDict()
-
-    def add(self, key: Key, worker: str, candidates: Sequence[Candidate]) -> None:
-        """Record a decision."""
-        self._decisions.pop(key, None)
-        self._decisions[key] = (worker, *chain.from_iterable(candidates))
-        if len(self._decisions) > self._max_keys:
-            self._decisions.popitem(last=False)
-
-    def explain(self, key: Key) -> list[dict[str, Any]]:
-        """Return a row for each candidate of the last decision about a key, best first.
-
-        Empty if the key is unknown or its decision was evicted.
-        """
-        worker, *figures = self._decisions.get(key, ("",))
-        return [
-            {
-                "worker": candidate.worker,
-                "chosen": candidate.worker == worker,
-                "seconds": candidate.seconds,
-                **{name: getattr(candidate, name) for name in (*TERMS, "fits", "missing")},
-            }
-            for candidate in sorted(_candidates(figures), key=rank)
-        ]
-
-
-def _candidates(figures: Sequence[Any]) -> Iterator[Candidate]:
-    """Yield the candidates of a record."""
-    for start in range(0, len(figures), _FIGURES):
-        yield Candidate(*figures[start : start + _FIGURES])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dask.typing import Key
-
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import ClusterMemory
@@ -66,7 +64,3 @@ class SchedulerPlacement:
     def remove(self, worker: str) -> None:
         """Note that Dask has removed a worker."""
         self._gate.on_worker_removed(worker)
-
-    def explain(self, key: Key) -> list[dict[str, Any]]:
-        """Return the latest decision about a key."""
-        return self._placement.explain(key)

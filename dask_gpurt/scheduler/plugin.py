@@ -30,7 +30,6 @@ from dask_gpurt.protocol import (
     CLIENTS_TOPIC,
     CLUSTER_REPORT_HANDLER,
     CONFIRM_RESULTS_OP,
-    EXPLAIN_HANDLER,
     GONE_HANDLER,
     HOST_ROOM_HANDLER,
     JOIN_HANDLER,
@@ -194,7 +193,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             GONE_HANDLER: self.gone,
             MEMORY_HANDLER: self.memory,
             SHARED_MEMORY_HANDLER: self.shared_memory,
-            EXPLAIN_HANDLER: self.explain,
             JOIN_HANDLER: self.workers.join,
             TOKEN_HANDLER: lambda: self.workers.token,
             OWNERS_HANDLER: self.shuffles.recovery.owners,
@@ -321,10 +319,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
         self.shuffles.transition(key, finish, kwargs.get("worker"), kwargs.get("metadata"))
-
-    def explain(self, key: Key) -> list[dict[str, Any]] | None:
-        """Return the last placement decision about a key; None if placement is off."""
-        return None if self.placement is None else self.placement.explain(key)
 
     async def memory(self, by: str = "tier") -> list[dict[str, Any]]:
         """Return memory in use, one row per worker and tier, and per prefix with ``by="prefix"``.

@@ -73,7 +73,6 @@ def test_the_program_in_the_guide_to_arrays_runs(capsys: pytest.CaptureFixture[s
         dask_gpurt.enable,
         dask_gpurt.report,
         dask_gpurt.memory_usage,
-        lambda c: dask_gpurt.explain_placement(c, "key"),
     ],
 )
 def test_a_closed_client_says_so(use: Callable[[Any], Any]) -> None:

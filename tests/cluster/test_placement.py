@@ -1,4 +1,4 @@
-"""Run placement on a cluster: enabled and disabled, explained, and with workers that join and leave."""
+"""Run placement on a cluster: enabled and disabled, and with workers that join and leave."""
 
 from __future__ import annotations
 
@@ -25,17 +25,9 @@ def add(*numbers: int) -> int:
     return sum(numbers)
 
 
-def test_a_choice_is_explained_with_its_terms(client: Client) -> None:
-    first = client.submit(add, 1, 2, key="first")
-    second = client.submit(add, first, 3, key="second")
-    assert second.result() == 6
-    frame = dask_gpurt.explain_placement(client, "second").to_pandas()
-    (where,) = client.who_has(second)["second"]
-    assert frame[frame.chosen].worker.tolist() == [where]
-    terms = frame[["waiting", "moving", "running"]].sum(axis=1)
-    assert frame.seconds.tolist() == pytest.approx(terms.tolist())
-    assert frame.fits.all()
-    assert dask_gpurt.explain_placement(client, "never heard of").to_pandas().empty
+def test_choices_are_counted(client: Client) -> None:
+    first = client.submit(add, 1, 2)
+    assert client.submit(add, first, 3).result() == 6
     assert counters(client)["placement.decisions"] >= 2
 
 
@@ -128,13 +120,11 @@ def test_a_shuffle_runs_under_our_choices(client: Client) -> None:
     assert not _fallbacks(client)
 
 
-def test_switched_off_there_are_no_reasons(client: Client) -> None:
+def test_switched_off_dask_chooses(client: Client) -> None:
     dask_gpurt.disable(client)
     try:
         overridden = client.run_on_scheduler(lambda dask_scheduler: "is_rootish" in dask_scheduler.__dict__)
         assert not overridden
-        with pytest.raises(RuntimeError, match=r"gpurt\.placement\.enabled"):
-            dask_gpurt.explain_placement(client, "second").to_pandas()
         future = client.submit(add, 1, 2, pure=False)
         wait(future)
     finally:

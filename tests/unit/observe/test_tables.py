@@ -8,7 +8,7 @@ import pytest
 import dask_gpurt
 from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe.shown_tiers import shown_metric
-from dask_gpurt.observe.tables import MemoryUsage, PlacementExplanation
+from dask_gpurt.observe.tables import MemoryUsage
 
 COLUMNS = ("worker", "tier", "capacity", "headroom", *KINDS)
 MIB = 2**20
@@ -86,18 +86,6 @@ def test_a_column_for_cudf_is_printed_where_there_is_a_gpu() -> None:
 )
 def test_a_metric_names_its_tiers_as_the_tables_do(name: str, shown: str) -> None:
     assert shown_metric(name) == shown
-
-
-def test_an_explanation_prints_times_and_bytes() -> None:
-    columns = ("worker", "chosen", "seconds", "missing", "fits")
-    found = PlacementExplanation(
-        ({"worker": "a", "chosen": True, "seconds": 0.25, "missing": MIB, "fits": True},), columns, "k"
-    )
-    assert "250.00 ms" in repr(found)
-    assert "1.00 MiB" in repr(found)
-    assert found.to_pandas()["seconds"].tolist() == [0.25]
-    assert repr(found).endswith("Others were not allowed or not\ncompared.>")
-    assert repr(PlacementExplanation((), columns, "k")) == "<Placement of 'k': no rows>"
 
 
 def test_completion_shows_the_functions() -> None:

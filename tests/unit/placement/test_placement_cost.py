@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from dask_gpurt.placement import cost
 from dask_gpurt.placement.available import LoadIndex
 from dask_gpurt.placement.cost import Candidate, Route, Routes
-from dask_gpurt.placement.strategy import History
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
@@ -119,18 +118,6 @@ def test_the_least_loaded_are_those_that_a_scan_would_find(
             known.pop(worker, None)
             known[worker] = load
     compare()
-
-
-def test_the_history_keeps_the_last_decision_of_the_last_keys() -> None:
-    history = History(max_keys=2)
-    slow, fast = candidate("slow", running=2), candidate("fast")
-    for key in ("x", "y", "x", "z"):
-        history.add(key, "slow", [slow, fast])
-    assert history.explain("y") == []
-    assert [(row["worker"], row["chosen"], row["seconds"]) for row in history.explain("x")] == [
-        ("fast", False, 1.0),
-        ("slow", True, 2.0),
-    ]
 
 
 # ---- routes ----------------------------------------------------------------------------
