@@ -2,7 +2,7 @@
 
 from dask_gpurt.tools.simulate.cluster import SHAPES, Cluster, Machine, build_cluster
 from dask_gpurt.tools.simulate.report import Result
-from dask_gpurt.tools.simulate.simulation import Join, Leave, Simulation
+from dask_gpurt.tools.simulate.simulation import Simulation
 from dask_gpurt.tools.simulate.tiers import Capacity
 from dask_gpurt.tools.simulate.work import Submission, Work, Workload
 from dask_gpurt.tools.simulate.worker import Overheads
@@ -13,8 +13,6 @@ __all__ = [
     "WORKLOADS",
     "Capacity",
     "Cluster",
-    "Join",
-    "Leave",
     "Machine",
     "Overheads",
     "Result",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from dask_gpurt.tools.simulate.clock import Clock
@@ -35,7 +34,7 @@ class Transfer:
     """Track a transfer in flight from one worker to another."""
 
     __slots__ = (
-        "bandwidth", "done", "due", "ended", "link", "lost", "nbytes", "ports", "rate", "remaining", "sent",
+        "bandwidth", "done", "due", "ended", "link", "nbytes", "ports", "rate", "remaining", "sent",
         "since", "source", "target",
     )  # fmt: skip
 
@@ -45,7 +44,6 @@ class Transfer:
         self.remaining, self.due = float(nbytes), float("inf")
         self.ports: tuple[Port, ...] = ()
         self.done: Callable[[], None] = _nothing
-        self.lost: Callable[[], None] = _nothing
         self.ended = False
 
 
@@ -89,33 +87,15 @@ class Network:
         self._uplink = uplink
         self._moved = moved
         self._ports: dict[Hashable, Port] = {}
-        self._of_worker: defaultdict[str, dict[Transfer, None]] = defaultdict(dict)
 
-    def send(
-        self,
-        source: str,
-        target: str,
-        nbytes: int,
-        done: Callable[[], None] = _nothing,
-        lost: Callable[[], None] = _nothing,
-    ) -> None:
-        """Start a transfer; call ``done`` when it completes, or ``lost`` if either worker leaves before."""
+    def send(self, source: str, target: str, nbytes: int, done: Callable[[], None] = _nothing) -> None:
+        """Start a transfer; call ``done`` when it completes."""
         link, speed = self._way(source, target)
         transfer = Transfer(source, target, link, nbytes)
-        transfer.done, transfer.lost = done, lost
+        transfer.done = done
         transfer.bandwidth, transfer.sent = speed.bandwidth, self._clock.now
         transfer.ports = tuple(self._passed(transfer))
-        self._of_worker[source][transfer] = None
-        self._of_worker[target][transfer] = None
         self._clock.after(speed.latency, self._start, transfer)
-
-    def cut(self, worker: str) -> None:
-        """Abort all transfers of a worker that has left."""
-        gone = list(self._of_worker.pop(worker, ()))
-        for transfer in gone:
-            self._end(transfer)
-        for transfer in gone:
-            transfer.lost()
 
     def _way(self, source: str, target: str) -> tuple[Link, Speed]:
         link, speed = self._topology.way(source, target)
@@ -153,8 +133,6 @@ class Network:
     # ---- a transfer ------------------------------------------------------------------
 
     def _start(self, transfer: Transfer) -> None:
-        if transfer.ended:
-            return
         transfer.since = self._clock.now
         for port in transfer.ports:
             port.transfers[transfer] = None
@@ -199,9 +177,6 @@ class Network:
 
     def _end(self, transfer: Transfer) -> None:
         transfer.ended = True
-        for worker in (transfer.source, transfer.target):
-            if worker in self._of_worker:
-                self._of_worker[worker].pop(transfer, None)
         for port in transfer.ports:
             port.transfers.pop(transfer, None)
         self._share(transfer.ports)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from distributed import Scheduler
@@ -32,7 +31,7 @@ class VirtualHeadroom:
         self._reported: dict[str, FreeMemory] = {}
 
     def free_memory(self, worker: str) -> FreeMemory:
-        """Return the free memory of a worker; 0 if it has left."""
+        """Return the free memory of a worker."""
         if worker not in self._reported:
             self._reported[worker] = self._now(worker)
         return self._reported[worker]
@@ -48,9 +47,7 @@ class VirtualHeadroom:
         return changed
 
     def _now(self, worker: str) -> FreeMemory:
-        known = self._simulation.peer(worker)
-        if known is None:
-            return FreeMemory(0)
+        known = self._simulation.workers[worker]
         below = sum(max(0.0, free) for free in known.tiers.free_below().values())
         return FreeMemory(known.tiers.free, below, known.tiers.capacity.live)
 
@@ -58,7 +55,7 @@ class VirtualHeadroom:
 class _Events(SchedulerPlugin):
     """Forward events to placement, like the runtime's scheduler plugin in a real cluster."""
 
-    def __init__(self, simulation: Simulation, placement: Placement | GatedPlacement, topology: Topology):
+    def __init__(self, simulation: Simulation, placement: GatedPlacement, topology: Topology):
         self._simulation = simulation
         self._placement = placement
         self._topology = topology
@@ -67,13 +64,8 @@ class _Events(SchedulerPlugin):
         self._topology.add(worker, self._simulation.machine(worker).place)
         self._placement.on_place_changed(worker)
 
-    def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
-        self._topology.remove(worker)
-        self._placement.on_worker_removed(worker)
-
     def update_graph(self, scheduler: Scheduler, **kwargs: Any) -> None:
-        if isinstance(self._placement, GatedPlacement):
-            self._placement.on_graph()
+        self._placement.on_graph()
 
 
 class _TimedPlacement(Placement):
@@ -94,23 +86,15 @@ class _TimedPlacement(Placement):
             super().unbind()
 
 
-def bind_placement(simulation: Simulation, *, always: bool = False) -> None:
-    """Use the runtime's placement in a simulation. It learns the speeds of links from transfers.
-
-    Parameters
-    ----------
-    always
-        Whether it also decides while workers do not differ enough for that to matter.
-    """
+def bind_placement(simulation: Simulation) -> None:
+    """Use the runtime's placement in a simulation. It learns the speeds of links from transfers."""
     topology = simulation.cluster.belief()
     for worker in simulation.workers:
         topology.add(worker, simulation.machine(worker).place)
     headroom = VirtualHeadroom(simulation)
     scheduler, bound = simulation.scheduler, _TimedPlacement(simulation, topology, headroom)
-    placement: Placement | GatedPlacement = bound
-    if not always:
-        metrics, clock = simulation.metrics, simulation.clock
-        placement = GatedPlacement(bound, scheduler, topology, metrics, lambda: clock.now)
+    clock = simulation.clock
+    placement = GatedPlacement(bound, scheduler, topology, simulation.metrics, lambda: clock.now)
 
     # Reading the tiers of all workers is the simulator's own work; a real scheduler gets messages.
     noted = scheduler.busy.around(placement.on_memory_reported)
@@ -144,12 +128,11 @@ class Mode(NamedTuple):
 
 
 #: Placements by name. ``stock`` is Dask as shipped, ``tiers`` the runtime with Dask's choices, ``gpurt`` the
-#: runtime with placement, which chooses while workers differ, ``always`` the same but at all times.
+#: runtime with placement, which chooses while links differ.
 PLACEMENTS: Mapping[str, Mode] = {
     "stock": Mode(None, VirtualWorker),
     "tiers": Mode(None, TieredWorker),
     "gpurt": Mode(bind_placement, TieredWorker),
-    "always": Mode(partial(bind_placement, always=True), TieredWorker),
 }
 
 

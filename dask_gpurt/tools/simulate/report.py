@@ -24,7 +24,7 @@ class Result:
     too_large
         Number of tasks whose inputs, result and workspace together exceed every live tier of the cluster.
     runs
-        Number of finished tasks; more than ``tasks`` if data were lost.
+        Number of finished tasks.
     decisions, decision_us
         Number of worker choices, and their mean CPU time in microseconds.
     scheduler_us

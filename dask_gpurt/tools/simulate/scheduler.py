@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -254,10 +253,6 @@ class VirtualScheduler(Scheduler):
             plugin.add_worker(self, worker)
         self.transitions(self.bulk_schedule_unrunnable_after_adding_worker(ws), "join")
         self.stimulus_queue_slots_maybe_opened(stimulus_id="join")
-
-    def leave(self, worker: str) -> None:
-        """Remove a worker with ``Scheduler.remove_worker`` itself."""
-        asyncio.run(self.remove_worker(worker, stimulus_id="leave", close=False))
 
     def heartbeat(self, worker: str, bandwidth: float, executing: Mapping[str, float], spilled: int) -> None:
         """Handle a heartbeat: the part of ``Scheduler.heartbeat_worker`` that affects decisions."""

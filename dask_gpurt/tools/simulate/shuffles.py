@@ -17,7 +17,7 @@ class VirtualShuffles:
     Owners are chosen when the first transfer of a shuffle starts, as on a real cluster. Both sides of a join
     have the same owners. Shards are sent as soon as their transfer has finished.
 
-    The memory of shards is not modelled, and shards that are lost with a worker are not recreated.
+    The memory of shards is not modelled.
 
     Parameters
     ----------

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from dask.typing import Key
@@ -21,38 +20,12 @@ from dask_gpurt.tools.simulate.network import Network, Transfer
 from dask_gpurt.tools.simulate.report import Result
 from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
 from dask_gpurt.tools.simulate.shuffles import VirtualShuffles
-from dask_gpurt.tools.simulate.tiers import Tiers
 from dask_gpurt.tools.simulate.work import Submission, Work, Workload
 from dask_gpurt.tools.simulate.worker import Overheads, VirtualWorker
 
-#: Seconds until the scheduler notices that a worker has left.
-DETECTION_DELAY_S = 0.1
-
 
 class WorkloadFailed(RuntimeError):
-    """Dask has failed a task: its inputs are too large for a worker, or too many workers died running it."""
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Remove a worker, with its data, at a given time.
-
-    Parameters
-    ----------
-    worker
-        Its number in the cluster; workers that join later have the following numbers.
-    """
-
-    when: float
-    worker: int
-
-
-@dataclass(frozen=True)
-class Join:
-    """Add a worker at a given time, in virtual seconds."""
-
-    when: float
-    machine: Machine
+    """Dask has failed a task: its inputs are too large for a worker."""
 
 
 class Simulation:
@@ -61,7 +34,7 @@ class Simulation:
     Parameters
     ----------
     bind
-        Called with the simulation when all initial workers have joined; may override decisions.
+        Called with the simulation when all workers have joined; may override decisions.
     worker
         The class of all workers: Dask's worker, or a worker with the runtime's tiers.
 
@@ -82,7 +55,6 @@ class Simulation:
         cluster: Cluster,
         workload: Workload,
         *,
-        changes: Sequence[Leave | Join] = (),
         overheads: Overheads | None = None,
         bind: Callable[[Simulation], object] | None = None,
         worker: type[VirtualWorker] = VirtualWorker,
@@ -102,7 +74,6 @@ class Simulation:
         #: Bytes moved between workers, by class of link, and those between hosts.
         self._moved: Counter[str] = Counter()
         self._between_hosts = 0
-        self._tiers_of_removed: list[Tiers] = []
         self.network = Network(
             self.clock,
             self.topology,
@@ -131,11 +102,6 @@ class Simulation:
         if bind is not None:
             bind(self)
         self.scheduler.time_decisions()
-        for change in changes:
-            if isinstance(change, Join):
-                self.clock.at(change.when, self._join, change.machine)
-            else:
-                self.clock.at(change.when, self._leave, change.worker)
 
     def run(self) -> Result:
         """Run the workload to its end.
@@ -143,7 +109,7 @@ class Simulation:
         Raises
         ------
         DeadlockError
-            If it never ends, for example because no worker is left.
+            If it never ends.
         WorkloadFailed
             If Dask fails a task.
         """
@@ -163,7 +129,7 @@ class Simulation:
         return self._machines[worker]
 
     def _sum_up(self) -> Result:
-        tiers = [*self._tiers_of_removed, *(worker.tiers for worker in self.workers.values())]
+        tiers = [worker.tiers for worker in self.workers.values()]
         stealing = self.scheduler.stealing
         return Result(
             workload=self.workload.name,
@@ -203,8 +169,6 @@ class Simulation:
             key = message["key"]
             if message["op"] == "key-in-memory":
                 self._waiting.discard(key)
-            elif message["op"] == "lost-data":
-                self._waiting.add(key)
             elif message["op"] == "task-erred":
                 reason = pickle.loads(message["exception"])
                 raise WorkloadFailed(f"{key} failed after {self.clock.now:.3f} s: {reason}")
@@ -226,9 +190,9 @@ class Simulation:
 
     # ---- the environment of workers ----------------------------------------------
 
-    def peer(self, address: str) -> VirtualWorker | None:
-        """Return a worker; None if it has left."""
-        return self.workers.get(address)
+    def peer(self, address: str) -> VirtualWorker:
+        """Return a worker."""
+        return self.workers[address]
 
     def send_to_scheduler(self, worker: str, message: dict[str, Any]) -> None:
         """Send a message to the scheduler."""
@@ -245,7 +209,7 @@ class Simulation:
             self._between_hosts += transfer.nbytes
         self.transferred(transfer)
 
-    # ---- joining and leaving workers ----------------------------------------------------------------
+    # ---- joining workers ----------------------------------------------------------------
 
     def _join(self, machine: Machine) -> None:
         name = address(len(self._arrived), machine)
@@ -272,24 +236,13 @@ class Simulation:
     def _beat(self, worker: VirtualWorker) -> None:
         """Send periodic heartbeats of a worker, with a different phase for each worker."""
 
-        def beat() -> bool:
-            if not worker.gone:
-                self.scheduler.heartbeat(
-                    worker.address, worker.bandwidth, worker.executing, worker.tiers.spilled_bytes
-                )
-            return not worker.gone
+        def beat() -> None:
+            self.scheduler.heartbeat(
+                worker.address, worker.bandwidth, worker.executing, worker.tiers.spilled_bytes
+            )
 
         phase = hash(worker.address) % 1000 / 1000
         self.clock.every(lambda: self.scheduler.heartbeat_interval, beat, first=phase)
-
-    def _leave(self, index: int) -> None:
-        if index >= len(self._arrived) or self._arrived[index] not in self.workers:
-            raise ValueError(f"worker {index} cannot leave at {self.clock.now} s: it is not in the cluster")
-        worker = self.workers.pop(self._arrived[index])
-        worker.gone = True
-        self._tiers_of_removed.append(worker.tiers)
-        self.network.cut(worker.address)
-        self.clock.after(DETECTION_DELAY_S, self.scheduler.leave, worker.address)
 
 
 def _too_large(works: Mapping[str, Work], largest: int) -> int:

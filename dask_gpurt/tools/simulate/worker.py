@@ -23,7 +23,6 @@ from distributed.worker_state_machine import (
     GatherDep,
     GatherDepBusyEvent,
     GatherDepDoneEvent,
-    GatherDepNetworkFailureEvent,
     GatherDepSuccessEvent,
     RefreshWhoHasEvent,
     RemoveReplicasEvent,
@@ -106,7 +105,7 @@ class Environment(Protocol):
     @property
     def shuffles(self) -> VirtualShuffles: ...
 
-    def peer(self, address: str) -> VirtualWorker | None: ...
+    def peer(self, address: str) -> VirtualWorker: ...
 
     def send_to_scheduler(self, worker: str, message: dict[str, Any]) -> None: ...
 
@@ -149,7 +148,6 @@ class VirtualWorker:
         self.address = address
         self.speed = speed
         self.tiers = self._make_tiers(capacity, link_speed)
-        self.gone = False
         self.bandwidth: float = parse_bytes(dask.config.get("distributed.scheduler.bandwidth"))
         self.state = WorkerState(
             address=address,
@@ -210,9 +208,8 @@ class VirtualWorker:
             self._clock.after(FIND_MISSING_S, self._find_missing)
 
     def _deliver(self, event: StateMachineEvent) -> None:
-        """Handle a delayed event, unless the worker has left."""
-        if not self.gone:
-            self._stimulate(event)
+        """Handle an event, possibly delayed."""
+        self._stimulate(event)
 
     def _find_missing(self) -> None:
         self._finding_missing = False
@@ -233,16 +230,12 @@ class VirtualWorker:
 
     def _begin(self, work: Work, ready: float) -> None:
         """Run a task whose shards have arrived, once its inputs are live."""
-        if self.gone:
-            return
         start = max(ready, self._clock.now) + self._environment.overheads.task
         self._started[work.key] = start
         run_id = self.state.tasks[work.key].run_id
         self._clock.at(start + work.seconds / self.speed, self._finish, work, run_id, start)
 
     def _finish(self, work: Work, run_id: int, start: float) -> None:
-        if self.gone:
-            return
         del self._started[work.key]
         self.tiers.release(work.needs, work.nbytes + work.workspace)
         self._environment.on_task_finished(work)
@@ -273,13 +266,9 @@ class VirtualWorker:
         self._clock.after(self._environment.overheads.transfer, self._ask, asked)
 
     def _ask(self, asked: GatherDep) -> None:
-        if self.gone:
-            return
         source = self._environment.peer(asked.worker)
         about: dict[str, Any] = {"worker": asked.worker, "total_nbytes": asked.total_nbytes}
-        if source is None:
-            self._stimulate(GatherDepNetworkFailureEvent(**about, stimulus_id="gone"))
-        elif source.busy_for(self._host):
+        if source.busy_for(self._host):
             self._stimulate(GatherDepBusyEvent(**about, stimulus_id="busy"))
         else:
             source.send(self, asked, about)
@@ -299,28 +288,14 @@ class VirtualWorker:
         held, seconds = self._lend(found)
         ready = max(self._after_moves(seconds), target._after_moves(target._reserve(nbytes)))
 
-        def over() -> None:
+        def arrived() -> None:
             self._outgoing -= 1
             self._release(held)
             target._unreserve(nbytes)
-
-        def arrived() -> None:
-            over()
             target._learn_bandwidth(nbytes, self._clock.now - began)
             target._stimulate(GatherDepSuccessEvent(**about, data=found, stimulus_id="gathered"))
 
-        def lost() -> None:
-            over()
-            if not target.gone:
-                target._stimulate(GatherDepNetworkFailureEvent(**about, stimulus_id="lost"))
-
-        def begin() -> None:
-            if self.gone or target.gone:
-                lost()
-            else:
-                self._environment.network.send(self.address, target.address, nbytes, arrived, lost)
-
-        self._clock.at(ready, begin)
+        self._clock.at(ready, self._environment.network.send, self.address, target.address, nbytes, arrived)
 
     def _reserve(self, nbytes: int) -> float:
         """Reserve bytes for an incoming transfer; return the seconds until they are free."""
@@ -377,8 +352,7 @@ class TieredWorker(VirtualWorker):
         self._admit(MemoryRequest(TASK, key), (partial(self.tiers.fits, work.needs, need), begin))
 
     def _finish(self, work: Work, run_id: int, start: float) -> None:
-        if not self.gone:
-            self._estimator.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
+        self._estimator.learn(key_split(work.key), self._inputs(work), work.nbytes + work.workspace)
         super()._finish(work, run_id, start)
         self._leave(MemoryRequest(TASK, work.key))
 
@@ -440,7 +414,7 @@ class TieredWorker(VirtualWorker):
     def _leave(self, holder: MemoryRequest) -> None:
         """Release the memory of a holder, and admit waiting requests until one does not fit."""
         next_holder = self._admission.leave(holder, self._clock.now)
-        while next_holder in self._requests and not self.gone:
+        while next_holder in self._requests:
             self._admit(next_holder, self._requests[next_holder])
             next_holder = None if next_holder in self._requests else self._admission.first
 

@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from dask_gpurt.tools.simulate import (
     WORKLOADS,
     Cluster,
-    Join,
-    Leave,
     Simulation,
     Submission,
     Work,
@@ -24,9 +22,8 @@ from dask_gpurt.tools.simulate import (
     build_cluster,
     build_workload,
 )
-from dask_gpurt.tools.simulate.clock import DeadlockError, Name
+from dask_gpurt.tools.simulate.clock import Name
 from dask_gpurt.tools.simulate.placements import PLACEMENTS, simulate
-from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 from dask_gpurt.tools.simulate.workloads import Scale
 from tests.helpers.clusters_of_machines import NO_OVERHEADS, SPEED, machines, on_one_host
 from tests.helpers.nightly import only_by_day
@@ -85,7 +82,7 @@ def test_shards_go_to_the_owners_of_outputs_and_these_wait_for_them() -> None:
     assert done.result.makespan == pytest.approx(1 + 100 * MB / SPEED + 1, rel=1e-3)
 
 
-@pytest.mark.parametrize("placement", ["stock", "gpurt", "always"])
+@pytest.mark.parametrize("placement", ["stock", "gpurt"])
 def test_a_shuffle_ends_with_each_placement(placement: str) -> None:
     data = [pinned(f"data{number}", 0, 100 * MB) for number in range(8)]
     done = simulate(on_one_host(4), workload(*data, *shuffle(data, 10 * MB, 8)), placement)
@@ -203,64 +200,6 @@ def test_dask_drops_replicas_that_no_task_needs() -> None:
     assert copies == [2, 1]
 
 
-# ---- workers that come and go --------------------------------------------------------
-
-
-def test_what_a_worker_had_is_made_again() -> None:
-    a, b = work("a", seconds=1, nbytes=10), work("b", seconds=5, nbytes=20)
-    c = work("c", a, b, seconds=1)
-    simulation = Simulation(on_one_host(2), workload(a, b, c), overheads=NO_OVERHEADS)
-    holder = simulation.scheduler.workers  # the worker of a leaves while b runs on the other
-    simulation.clock.at(
-        2.0,
-        lambda: simulation._leave(list(holder).index(_only(simulation, a))),
-    )
-    simulation.run()
-    assert simulation.runs == {a.key: 2, b.key: 1, c.key: 1}
-
-
-def _only(simulation: Simulation, one: Work) -> str:
-    (ws,) = simulation.scheduler.tasks[one.key].who_has or ()
-    return ws.address
-
-
-@pytest.mark.parametrize("placement", only_by_day(PLACEMENTS, ["gpurt"]))
-def test_a_workload_survives_workers_that_leave(placement: str) -> None:
-    cluster = build_cluster("dgx")
-    join = build_workload("shuffle-join", cluster)
-    undisturbed = simulate(cluster, join, placement).result
-    late = undisturbed.makespan / 2
-    done = simulate(cluster, join, placement, changes=[Leave(late, 0), Leave(late + 0.01, 5)])
-    assert done.result.makespan > undisturbed.makespan
-    assert done.result.runs > undisturbed.runs == len(join.works)
-    assert set(done.runs) == set(join.works)
-    assert done.result.fallbacks == 0
-
-
-def test_a_worker_that_joins_takes_work() -> None:
-    tasks = [Work(Name(f"('root-r', {i})"), (), 1.0, 10) for i in range(20)]
-    alone = run(on_one_host(1), *tasks)
-    helped = run(on_one_host(1), *tasks, changes=[Join(5.0, machines(1)[0])])
-    assert alone.result.makespan == pytest.approx(20)
-    # Five are done when it joins; the rest are shared.
-    assert helped.result.makespan == pytest.approx(13, abs=1.1)
-    assert helped.result.workers == 2
-
-
-def test_without_workers_it_says_so() -> None:
-    simulation = Simulation(on_one_host(1), workload(work("a", seconds=9)), changes=[Leave(1.0, 0)])
-    with pytest.raises(DeadlockError, match="1 keys of made-up were never computed"):
-        simulation.run()
-
-
-def test_a_task_that_loses_too_many_workers_is_given_up() -> None:
-    changes = [Leave(10.0 * (number + 1), number) for number in range(4)]
-    joins = [Join(10.0 * (number + 1) - 1, machines(1)[0]) for number in range(4)]
-    simulation = Simulation(on_one_host(1), workload(work("a", seconds=99)), changes=[*changes, *joins])
-    with pytest.raises(WorkloadFailed, match=r"\('a', 0\) failed after 40.1.* s: Attempted to run"):
-        simulation.run()
-
-
 # ---- invariants ----------------------------------------------------------------------
 
 
@@ -339,10 +278,5 @@ def test_what_there_is_not_is_named() -> None:
         build_workload("sort", build_cluster("dgx"))
     with pytest.raises(ValueError, match="at least two partitions, not 1"):
         build_workload("pipeline", build_cluster("dgx"), partitions=1)
-    with pytest.raises(
-        ValueError, match="unknown placement 'best': expected one of stock, tiers, gpurt, always"
-    ):
+    with pytest.raises(ValueError, match="unknown placement 'best': expected one of stock, tiers, gpurt"):
         simulate(build_cluster("dgx"), workload(work("a")), "best")
-
-
-# ---- the clock -----------------------------------------------------------------------

@@ -87,16 +87,6 @@ def test_transfers_share_the_ports_that_they_pass(
     assert wire.run() == {str(number): pytest.approx(end) for number, end in enumerate(ends)}
 
 
-def test_a_cut_transfer_is_lost_and_leaves_its_part_to_others() -> None:
-    wire = Wire()
-    lost = []
-    wire.send("x", "a0", "a1", 150)
-    wire.network.send("a0", "a2", 1000, lambda: pytest.fail("it arrived"), lambda: lost.append("y"))
-    wire.clock.at(1.0, wire.network.cut, "a2")
-    assert wire.run() == {"x": pytest.approx(2)}
-    assert lost == ["y"]
-
-
 @given(
     st.lists(
         st.tuples(
