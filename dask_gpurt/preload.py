@@ -50,7 +50,7 @@ async def _set_up(server: Any, named: bool) -> None:
 
 
 def _say_stays_off(server: Any, problems: str) -> None:
-    """Log the problems of the settings, only once if a script starts a cluster in its own process.
+    """Log what keeps the runtime off, only once if a script starts a cluster in its own process.
 
     The client, the scheduler and the nannies of such a script share one configuration, and workers inherit
     that of their nannies.
@@ -85,24 +85,20 @@ async def activate(server: Any) -> None:
     """
     import dask
 
-    from dask_gpurt import config
-    from dask_gpurt.dask_hooks import why_unsupported
+    from dask_gpurt import config, dask_hooks
 
-    if (reason := why_unsupported()) is None:
-        try:
-            await _activate(server)
-            return
-        except config.ConfigError as error:  # in this process or another one
-            if dask.config.get("gpurt.enabled", False):
-                _say_stays_off(server, str(error))
-            else:  # switched on by --preload, which nannies do not pass on
-                config.say_once(logger, str(error))
-            return
-        except RuntimeError as error:  # of this process or another one
-            logger.debug("the runtime stays off", exc_info=True)
-            reason = str(error)
-    # Log instead of raising: Dask would log an exception with a long traceback that obscures the reason.
-    logger.error("the runtime stays off: %s", reason)
+    try:
+        dask_hooks.require()
+        await _activate(server)
+    except (config.ConfigError, dask_hooks.UnsupportedError) as error:  # in this process or another one
+        if dask.config.get("gpurt.enabled", False):
+            _say_stays_off(server, str(error))
+        else:  # switched on by --preload, which nannies do not pass on
+            config.say_once(logger, str(error))
+    except RuntimeError as error:  # of this process or another one
+        logger.debug("the runtime stays off", exc_info=True)
+        # Log instead of raising: Dask would log an exception with a long traceback that obscures the reason.
+        logger.error("the runtime stays off: %s", error)
 
 
 async def _activate(server: Any) -> None:

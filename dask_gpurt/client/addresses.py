@@ -14,12 +14,11 @@ import dask
 from distributed.comm.addressing import parse_address, parse_host_port
 from distributed.comm.registry import get_backend
 from distributed.core import rpc
-from distributed.protocol.pickle import dumps
 from distributed.security import Security
 from distributed.utils import import_term
 
-from dask_gpurt._version import __version__
-from dask_gpurt.dask_hooks import NEWEST, OLDEST, UnsupportedError
+from dask_gpurt.dask_hooks import UnsupportedError
+from dask_gpurt.scheduler.verdict import objection, question
 
 #: Timeouts for the scheduler's answer, and for one more connection that tells why there was none, in seconds.
 TIMEOUT_S, ONCE_TIMEOUT_S = 6.0, 1.0
@@ -69,27 +68,9 @@ async def require_package(scheduler: Any) -> None:
         If it cannot, or its Dask is not supported.
     """
 
-    # Pickled by value, as all functions in functions: the scheduler may lack this module.
-    def load() -> tuple[str | None, str | None]:
-        import importlib
-
-        try:
-            reason = importlib.import_module("dask_gpurt.dask_hooks").why_unsupported()
-            importlib.import_module("dask_gpurt.scheduler.plugin")
-            return importlib.import_module("dask_gpurt").__version__, reason
-        except Exception as error:  # whatever keeps the plugin from being unpickled there
-            return None, str(error)
-
-    reply = await scheduler.run_function(function=dumps(load), args=dumps(()), kwargs=dumps({}))
-    found, reason = reply["result"]
-    if found == __version__ and reason is not None:
-        raise UnsupportedError(f"at the scheduler {scheduler.address}, {reason}")
-    if found != __version__:
-        raise UnsupportedError(
-            f"the scheduler at {scheduler.address} cannot load dask_gpurt {__version__} "
-            f"({reason or f'it has {found}'}), so shuffles stay Dask's own: install the same version of "
-            f"dask-gpurt there and on all workers, with a Dask from {OLDEST} to {NEWEST}"
-        )
+    reply = await scheduler.run_function(**question())
+    if (reason := objection(f"scheduler at {scheduler.address}", reply["result"])) is not None:
+        raise UnsupportedError(reason)
 
 
 def _require_place(address: str) -> None:

@@ -288,9 +288,9 @@ async def activate(client: Client) -> None:
     from dask_gpurt.monitor import dashboard
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 
-    register_method()
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})), dashboard.observe)
     await client.register_plugin(plugin, NAME)
+    register_method()
     SESSIONS.open(client)
     follower = await following.follow(client)
     await follower.admit()

@@ -238,7 +238,5 @@ def say_once(logger: logging.Logger, problems: str) -> None:
     if problems not in _said:
         _said.add(problems)
         logger.error(
-            "the runtime stays off: %s (the program continues without it; `dask gpurt doctor` shows the "
-            "settings)",
-            problems,
+            "the runtime stays off: %s (the program continues without it; see `dask gpurt doctor`)", problems
         )

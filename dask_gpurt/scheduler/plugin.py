@@ -131,8 +131,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self._undo.callback(self._end)
         try:
             dask_hooks.require()
-            self._undo.enter_context(sharing_expressions())
             self._prepare(config.load_over(self.given))
+            await self.workers.require()
+            self._undo.enter_context(sharing_expressions())
             self._show()
             self.places.install()
             self._undo.callback(self.places.uninstall)

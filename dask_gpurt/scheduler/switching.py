@@ -29,9 +29,11 @@ from typing import Any
 from distributed.core import Status, clean_exception
 from distributed.protocol.serialize import Serialize, Serialized, deserialize
 
+from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.protocol import NAME, JoinReply
 from dask_gpurt.scheduler.silence import SilentWorkers
+from dask_gpurt.scheduler.verdict import objection, question
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +186,24 @@ class Workers:
         else:
             self._all_left.clear()
 
+    async def require(self) -> None:
+        """Check that the runtime can work on all workers; replaces nothing there.
+
+        Raises
+        ------
+        UnsupportedError
+            If it cannot on some, with the reason for one of them.
+        RuntimeError
+            If a worker does not answer.
+        """
+        replies = await self._call_all({"op": "run", **question()})
+        _raise_first(replies)
+        answers = {worker: _unpack(reply["result"]) for worker, reply in replies.items()}
+        found = [reason for w, answer in answers.items() if (reason := objection(f"worker at {w}", answer))]
+        if found:
+            of = f" (and {len(found) - 1} more of {len(answers)} workers)" if len(found) > 1 else ""
+            raise UnsupportedError(found[0] + of)
+
     async def on(self) -> None:
         """Switch on all workers, and from now on every worker that joins.
 
@@ -192,20 +212,12 @@ class Workers:
         Exception
             If a worker fails to switch on; the worker's exception.
         RuntimeError
-            If a worker does not answer, or cannot import the package.
+            If a worker does not answer.
         """
         self._wanted = True
         self._scheduler.worker_plugins[NAME] = self._plugin
         replies = await self._call_all({"op": "plugin-add", "plugin": self._plugin, "name": NAME})
-        for worker, reply in replies.items():
-            if isinstance(reply, ImportError):
-                raise RuntimeError(f"worker {worker} cannot import dask_gpurt: {reply}") from reply
-            if isinstance(reply, Exception):
-                raise RuntimeError(
-                    f"worker {worker} did not switch the runtime on: {_reason(reply)}"
-                ) from reply
-            if reply["status"] == "error":
-                raise exception_of(reply)
+        _raise_first(replies)
         self.ready |= replies.keys() & self._scheduler.workers.keys()
 
     async def off(self) -> None:
@@ -286,16 +298,27 @@ class Workers:
         return state is not None and state.status not in (Status.closing, Status.closed)
 
 
+def _raise_first(replies: Mapping[str, Any]) -> None:
+    """Raise the first error among the replies of workers that are to switch on."""
+    for worker, reply in replies.items():
+        if isinstance(reply, Exception):
+            raise RuntimeError(f"worker {worker} did not switch the runtime on: {_reason(reply)}") from reply
+        if reply["status"] == "error":
+            raise exception_of(reply)
+
+
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, Silent) else f"it does not answer ({error!r})"
 
 
 def exception_of(reply: Mapping[str, Any]) -> BaseException:
-    """Return the exception that a worker raised. Dask's scheduler does not deserialize what it forwards."""
-    packed = reply["exception"]
-    if isinstance(packed, Serialize):  # from a worker in this process
-        packed = packed.data
-    elif isinstance(packed, Serialized):
-        packed = deserialize(packed.header, packed.frames)
-    _, error, _ = clean_exception(packed)
+    """Return the exception that a worker raised."""
+    _, error, _ = clean_exception(_unpack(reply["exception"]))
     return error or RuntimeError(reply["exception_text"])
+
+
+def _unpack(packed: Any) -> Any:
+    """Return what a worker has sent. Dask's scheduler does not deserialize what it forwards."""
+    if isinstance(packed, Serialize):  # from a worker in this process
+        return packed.data
+    return deserialize(packed.header, packed.frames) if isinstance(packed, Serialized) else packed

@@ -7,15 +7,16 @@ import logging
 import threading
 
 from dask_gpurt.config import ConfigError
+from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.protocol import NAME
 
 
 class _WithoutTraceback(logging.Filter):
     """Drop Dask's log records, with a traceback for each worker, of errors that are reported elsewhere.
 
-    A wrong setting is raised by the call that switches the runtime on, or logged in one line if there is no
-    such call. Dask also logs an error when it removes the plugin from a worker that does not have it, mostly
-    since it has failed to switch on. That is the last such record.
+    A wrong setting, or a version that is not supported, is raised by the call that switches the runtime on,
+    or logged in one line if there is no such call. Dask also logs an error when it removes the plugin from a
+    worker that does not have it, mostly since it has failed to switch on. That is the last such record.
     """
 
     #: The number of plugins in this process that are on, or have failed and have yet to be removed.
@@ -26,7 +27,7 @@ class _WithoutTraceback(logging.Filter):
         if isinstance(error, KeyError) and error.args == (NAME,):
             log_tracebacks()
             return False
-        return not isinstance(error, ConfigError)
+        return not isinstance(error, (ConfigError, UnsupportedError))
 
 
 _without_traceback = _WithoutTraceback()

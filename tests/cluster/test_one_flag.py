@@ -242,7 +242,9 @@ def test_a_scheduler_without_the_package_logs_nothing_and_one_line_says_so(
             said = run(sys.executable, asks, address, DASK_GPURT__ENABLED="true").stderr
             with Client(address) as client:
                 assert not dask_gpurt.is_enabled(client)
-                with pytest.raises(UnsupportedError, match="install the same version of dask-gpurt there"):
+                with pytest.raises(
+                    UnsupportedError, match="install the same version of dask-gpurt on the scheduler"
+                ):
                     dask_gpurt.enable(client)
     for text in (said, worker.printed()):
         lines = [line for line in text.splitlines() if "cannot load dask_gpurt" in line]

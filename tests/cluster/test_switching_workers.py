@@ -18,6 +18,7 @@ from distributed.comm.core import CommClosedError
 import dask_gpurt
 from dask_gpurt.client.session import register_method
 from dask_gpurt.config import ConfigError
+from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.protocol import LEFT_OP, JoinReply
 from dask_gpurt.scheduler import silence, switching
 from dask_gpurt.scheduler.switching import Workers
@@ -171,6 +172,32 @@ def test_no_output_goes_to_a_worker_that_is_not_on_yet(monkeypatch: pytest.Monke
         await joining
         assert sorted((await future)["row"]) == list(range(ROWS))
         await late.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (("99.0", None), r"cannot load dask_gpurt .* \(it has 99.0\)"),
+        ((None, "No module"), r"\(No module\)"),
+        ((dask_gpurt.__version__, "another Dask"), "the worker at .* cannot take part: another Dask"),
+    ],
+)
+def test_nothing_is_replaced_before_all_workers_can_take_part(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reply: Any, said: str
+) -> None:
+    @on_plain_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        def answer(**message: Any) -> dict[str, Any]:
+            del scheduler.extensions["gpurt"]  # where those that switch on at once find each other
+            assert whole_state(scheduler, a, b) == before
+            return {"status": "OK", "result": reply}
+
+        before = whole_state(scheduler, a, b)
+        monkeypatch.setitem(b.handlers, "run", answer)
+        with pytest.raises(UnsupportedError, match=said):
+            await dask_gpurt.enable(client)
+
+    assert [one for one in caplog.records if one.exc_info and one.levelno >= logging.WARNING] == []
 
 
 # ---- silent workers ------------------------------------------------------------------------

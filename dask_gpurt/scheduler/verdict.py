@@ -1,0 +1,52 @@
+"""Ask other processes of a cluster, before anything is replaced, whether the runtime can work there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from distributed.protocol.pickle import dumps
+
+from dask_gpurt._version import __version__
+from dask_gpurt.dask_hooks import NEWEST, OLDEST
+
+
+def question() -> dict[str, bytes]:
+    """Return the message of Dask's operation ``run`` whose reply :func:`objection` judges."""
+    return {"function": dumps(_question()), "args": dumps(()), "kwargs": dumps({})}
+
+
+def objection(subject: str, reply: tuple[str | None, str | None]) -> str | None:
+    """Return why the runtime cannot work in the process that gave a reply; None if it can.
+
+    Parameters
+    ----------
+    subject
+        The process: its role and address.
+    reply
+        The version of the package that it has loaded, or None, and what keeps the runtime from working there.
+    """
+    found, reason = reply
+    if found == __version__:
+        return None if reason is None else f"the {subject} cannot take part: {reason}"
+    return (
+        f"the {subject} cannot load dask_gpurt {__version__} ({reason or f'it has {found}'}), so shuffles "
+        "stay Dask's own: install the same version of dask-gpurt on the scheduler and on all workers, with a "
+        f"Dask from {OLDEST} to {NEWEST}"
+    )
+
+
+def _question() -> Callable[[], tuple[str | None, str | None]]:
+    # Pickled by value, as all functions in functions: the other process may lack this module.
+    def load() -> tuple[str | None, str | None]:
+        from importlib import import_module
+
+        try:
+            version: Any = import_module("dask_gpurt").__version__
+            if (reason := import_module("dask_gpurt.dask_hooks").why_unsupported()) is None:
+                import_module("dask_gpurt.scheduler.plugin")  # and what workers unpickle, which it imports
+            return version, reason
+        except Exception as error:  # whatever keeps the plugin from being unpickled there
+            return None, str(error)
+
+    return load
