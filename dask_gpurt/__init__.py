@@ -10,6 +10,8 @@ import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
+import dask.config
+
 from dask_gpurt._version import __version__
 
 if TYPE_CHECKING:
@@ -49,6 +51,23 @@ class _Lines(logging.Handler):
 _lines = _Lines(logging.WARNING)
 _lines.setFormatter(logging.Formatter("%(asctime)s - %(name)s - %(levelname)s - %(message)s"))
 logging.getLogger(__name__).addHandler(_lines)
+
+
+def _say_if_without_effect() -> None:
+    """Warn of ``gpurt.enabled: true`` that no process reads, once for a script and the processes it starts.
+
+    The command ``dask`` loads the package for any role, also where a preload list leaves the hook out.
+    """
+    from multiprocessing import parent_process
+
+    if parent_process() is None:
+        from dask_gpurt.config import say_if_without_effect
+
+        say_if_without_effect()
+
+
+if dask.config.get("gpurt.enabled", False) is True:
+    _say_if_without_effect()
 
 
 def __getattr__(name: str) -> Any:

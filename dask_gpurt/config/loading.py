@@ -141,9 +141,8 @@ def load(config: Mapping[str, Any] | None = None) -> Settings:
     settings, found = _judge(config)
     if settings is None:
         raise ConfigError(found[0])
-    if config is None and settings.enabled and (reason := without_effect()) and reason not in _said:
-        _said.add(reason)
-        logger.warning("%s", reason)
+    if config is None and settings.enabled:
+        say_if_without_effect()
     return settings
 
 
@@ -162,6 +161,13 @@ def without_effect() -> str | None:
         "the package with pip into Dask's environment (not with --target), which brings etc/dask/gpurt.yaml, "
         "or add the module to 'distributed.client.preload'"
     )
+
+
+def say_if_without_effect() -> None:
+    """Log once per process why ``gpurt.enabled``, which is true here, has no effect."""
+    if (reason := without_effect()) and reason not in _said:
+        _said.add(reason)
+        logger.warning("%s", reason)
 
 
 def takeover() -> bool | str:

@@ -376,3 +376,21 @@ def test_a_setting_that_no_process_reads_is_said_once(
         with dask.config.set({"distributed.worker.preload": [HOOK]}):
             assert without_effect() is None
     assert ["so it has no effect" in message for message in caplog.messages] == [True]
+
+
+@pytest.mark.parametrize(("where", "lines"), [("client", 0), ("elsewhere", 1)])
+def test_whatever_loads_the_package_says_that_no_process_reads_the_setting(where: str, lines: int) -> None:
+    """Of a script and the processes that it starts, only the script."""
+    code = """
+import multiprocessing
+if __name__ == "__main__":
+    import dask_gpurt
+    child = multiprocessing.get_context("spawn").Process(target=__import__, args=("dask_gpurt",))
+    child.start()
+    child.join()
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "DASK_GPURT__ENABLED": "true"}
+    env |= {f"DASK_DISTRIBUTED__{role.upper()}__PRELOAD": "[]" for role in HOOKED}
+    env[f"DASK_DISTRIBUTED__{where.upper()}__PRELOAD"] = f"['{HOOK}']"
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stderr.count("so it has no effect") == lines
