@@ -18,6 +18,11 @@ def values_at(frame: Any, position: int) -> Any:
     return series.array if isinstance(series, pd.Series) else series._column
 
 
+def dtype_of(values: Any) -> Any:
+    """Return the dtype of a column with these values; an array of pandas may have another one."""
+    return values.to_numpy().dtype if isinstance(values, pd.arrays.NumpyExtensionArray) else values.dtype
+
+
 def dtype_of_cudf(values: Any) -> tuple[Any, ...] | None:
     """Return what identifies the dtype of a column of cudf that is none of numpy's or pandas'.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from dask_gpurt.frames.empty import assembled, dtype_of_cudf, values_at
+from dask_gpurt.frames.empty import assembled, dtype_of, dtype_of_cudf, values_at
 from dask_gpurt.frames.registry import LIBRARIES
 
 #: The attribute of an expression that holds its schema.
@@ -95,7 +95,7 @@ class Schema(NamedTuple):
     @property
     def dtypes(self) -> list[Any]:
         """Return the dtypes of the columns."""
-        return [each.value.dtype for each in self.columns]
+        return [dtype_of(each.value) for each in self.columns]
 
     @property
     def is_frame(self) -> bool:

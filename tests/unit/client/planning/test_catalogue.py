@@ -220,6 +220,8 @@ def test_a_frame_is_made_of_its_schema_alone(library: Library, number: int) -> N
     for each in (frame, frame[["key"]], frame.name, frame.set_index(["key", "name"])):
         schema = schema_of(each)
         assert schema is not None
+        dtypes = each.dtypes if each.ndim == 2 else [each.dtype]
+        assert [(type(dtype), dtype) for dtype in schema.dtypes] == [(type(dtype), dtype) for dtype in dtypes]
         made = frame_of(schema)
         assert described(made) == described(each)
         assert schema_of(made) == schema
