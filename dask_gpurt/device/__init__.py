@@ -2,6 +2,7 @@
 
 from dask_gpurt.device.base import (
     Allocator,
+    Beside,
     Device,
     DirectComms,
     Files,
@@ -13,6 +14,7 @@ from dask_gpurt.device.pool import Block, Mapping, MappingError, NoMemoryForPool
 
 __all__ = [
     "Allocator",
+    "Beside",
     "Block",
     "Device",
     "DirectComms",

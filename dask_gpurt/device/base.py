@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -226,6 +226,31 @@ class Device(Protocol):
 # ---- what a device may lack ----------------------------------------------------------
 
 
+class Beside(Protocol):
+    """Order a stream of a thread with the user's stream, beside which it runs.
+
+    Attributes
+    ----------
+    stream
+        The stream, for libraries.
+    """
+
+    stream: Any
+
+    def join(self, columns: Iterable[Any]) -> None:
+        """Have the user's stream wait for all work of this one, and own columns that were made on this one.
+
+        Until then their memory may be used on this stream only: freed, it would be written again while the
+        user's stream still reads it.
+
+        Raises
+        ------
+        TypeError
+            If the memory of a column is not that of the library's allocator.
+        """
+        ...
+
+
 @runtime_checkable
 class Streams(Protocol):
     """Have communication and reads on streams of their own, beside that of user code."""
@@ -234,12 +259,10 @@ class Streams(Protocol):
     #: launches, and does not affect their order.
     prioritised: bool
 
-    def reading(self) -> AbstractContextManager[tuple[Any, Any]]:
-        """Have a library read files beside the user's stream, in the body. Blocks at its end.
+    def beside(self) -> Beside:
+        """Return the stream of this thread for a library, ordered after the user's work submitted so far.
 
-        The body gets a stream of this thread, ordered after the work submitted to the user's stream so far,
-        and the memory resource for what is read. Afterwards it can be used and freed like anything else.
-        An error of the device is raised as it is, before the body.
+        An error of the device is raised as it is.
         """
         ...
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import cupy
@@ -47,7 +46,7 @@ from dask_gpurt.device.base import (
 from dask_gpurt.device.copies import Copy, DeviceSpan, fillings, runs
 from dask_gpurt.device.cuda_copies import copy_on_device
 from dask_gpurt.device.cuda_guard import ResourceGuard
-from dask_gpurt.device.cuda_memory import READ_MEMORY, behind, bounce_buffers, copy_async, cut, is_pageable
+from dask_gpurt.device.cuda_memory import StreamBeside, behind, bounce_buffers, copy_async, cut, is_pageable
 from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_FREE,
@@ -206,15 +205,14 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
         _, least, greatest = cudaDeviceGetStreamPriorityRange()
         return int(greatest if first else least)
 
-    def reading(self) -> AbstractContextManager[tuple[Stream, Any]]:
+    def beside(self) -> StreamBeside:
         mine = self._streams
-        if not hasattr(mine, "reading"):
+        if not hasattr(mine, "beside"):
             with cupy.cuda.Device(self.index):
-                raw = cupy.cuda.Stream(non_blocking=True)
-            mine.reading = Stream(raw), raw
-        stream, raw = mine.reading
-        raw.wait_event(self.compute_event())  # the literals of a filter are made on the user's stream
-        return _reading_on(stream, raw)
+                mine.beside = StreamBeside()
+        beside: StreamBeside = mine.beside
+        beside.fork()
+        return beside
 
     def after_compute(self) -> tuple[Stream, Any]:
         """Return the communication stream, ordered after all work submitted to the user's stream."""
@@ -405,12 +403,6 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
 
     def close(self) -> None:
         self._staging.close()
-
-
-@contextmanager
-def _reading_on(stream: Stream, raw: Any) -> Iterator[tuple[Stream, Any]]:
-    with READ_MEMORY.reading(raw.synchronize) as memory:
-        yield stream, memory
 
 
 def _start_spilling_of_cudf() -> None:

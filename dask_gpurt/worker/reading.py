@@ -330,13 +330,18 @@ def _on_own_stream(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
         if given or execution is None or streams is None:
             return read_parquet(options, stream, mr, *args, **kwargs)
         try:
-            reading = streams.reading()
+            beside = streams.beside()
         except Exception as error:  # whatever CUDA raises: without a stream of its own it can still read
             execution.reads.share_stream(str(error))
             return read_parquet(options, stream, mr, *args, **kwargs)
+        found = read_parquet(options, beside.stream, mr, *args, **kwargs)
+        try:
+            beside.join(found.columns)
+        except TypeError as error:
+            execution.reads.share_stream(str(error))
+            return read_parquet(options, stream, mr, *args, **kwargs)
         execution.reads.count_stream()
-        with reading as (own, memory):
-            return read_parquet(options, own, memory, *args, **kwargs)
+        return found
 
     return read
 

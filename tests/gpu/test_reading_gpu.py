@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,10 @@ def device() -> Any:
     from dask_gpurt.device.cuda import CudaDevice
 
     before = rmm.mr.get_current_device_resource()
-    # A pool that has room for one buffer only, so that the next one takes the same memory. Arrays of cupy do
+    # A pool that has room for one column only, so that the next one takes the same memory. Arrays of cupy do
     # not come from it, even if another test of this process has told cupy to allocate from rmm.
-    rmm.mr.set_current_device_resource(rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), SIZE, SIZE))
+    room = SIZE + (1 << 20)
+    rmm.mr.set_current_device_resource(rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), room, room))
     with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
         yield CudaDevice()
     rmm.mr.set_current_device_resource(before)
@@ -52,90 +52,87 @@ def busy() -> None:
     cupy.RawKernel(SPIN, "spin")((1,), (1,), (CLOCKS,))
 
 
-def as_array(buffer: Any) -> Any:
+def column(value: int, beside: Any) -> Any:
+    """Return a column that takes nearly the whole pool, made on a stream of this thread."""
+    import pylibcudf as plc
+
+    uint8 = plc.DataType(plc.TypeId.UINT8)
+    scalar = plc.Scalar.from_py(value, uint8, stream=beside.stream)
+    return plc.Column.from_scalar(scalar, SIZE, stream=beside.stream)
+
+
+def as_array(column: Any) -> Any:
     import cupy
 
-    return cupy.asarray(buffer).view("uint8")
+    return cupy.asarray(column.data()).view("uint8")
 
 
-def load_kernels(kept: Any) -> None:
-    """Run what the tests run, so that nothing is loaded while the device is busy."""
+def load_kernels(device: Any) -> Any:
+    """Run what the tests run, so that nothing is loaded while the device is busy; return an array."""
     import cupy
 
-    kept[:] = 0
+    beside = device.beside()
+    first = column(0, beside)
+    beside.join([first])
+    kept = as_array(first).copy()
     kept[:] = cupy.zeros(SIZE, "uint8")
     busy()
-    cupy.cuda.Stream.null.synchronize()
+    cupy.cuda.Device().synchronize()
+    return kept
 
 
 def test_memory_that_was_read_is_not_written_again_before_the_users_kernels_have_used_it(device: Any) -> None:
-    import cupy
-    import rmm
+    kept = load_kernels(device)
+    beside = device.beside()
+    first = column(1, beside)
+    beside.join([first])
+    beside = device.beside()
+    busy()
+    kept[:] = as_array(first)  # on the user's stream, after the kernel
+    where = first.data().ptr
+    del first
+    second = column(2, beside)
+    assert second.data().ptr == where
+    assert bool((kept == 1).all())
 
-    load_kernels(kept := cupy.empty(SIZE, "uint8"))
-    with device.reading() as (stream, memory):
-        first = rmm.DeviceBuffer(size=SIZE, stream=stream, mr=memory)
-        with cupy.cuda.Stream.from_external(stream):
-            as_array(first)[:] = 1
-    with device.reading() as (stream, memory):
+
+def test_memory_is_used_by_the_user_after_the_work_of_the_read(device: Any) -> None:
+    import cupy
+
+    kept = load_kernels(device)
+    beside = device.beside()
+    with cupy.cuda.Stream.from_external(beside.stream):
         busy()
-        kept[:] = as_array(first)  # on the user's stream, after the kernel
-        where = first.ptr
-        del first
-        second = rmm.DeviceBuffer(size=SIZE, stream=stream, mr=memory)
-        assert second.ptr == where
-        with cupy.cuda.Stream.from_external(stream):
-            as_array(second)[:] = 2
+    first = column(1, beside)
+    beside.join([first])
+    kept[:] = as_array(first)
+    del first
+    second = column(2, beside)
+    assert second.size() == SIZE
     assert bool((kept == 1).all())
-
-
-def test_memory_that_a_read_frees_is_not_written_by_the_user_before_the_read_has_used_it(device: Any) -> None:
-    import cupy
-    import rmm
-
-    load_kernels(kept := cupy.empty(SIZE, "uint8"))
-    with device.reading() as (stream, memory):
-        first = rmm.DeviceBuffer(size=SIZE, stream=stream, mr=memory)
-        with cupy.cuda.Stream.from_external(stream):
-            as_array(first)[:] = 1
-            busy()
-            kept[:] = as_array(first)
-        where = first.ptr
-        del first
-        second = rmm.DeviceBuffer(size=SIZE)
-        assert second.ptr == where
-        as_array(second)[:] = 2  # on the user's stream
-    cupy.cuda.Stream.null.synchronize()
-    assert bool((kept == 1).all())
-
-
-def test_the_garbage_collector_may_free_what_was_read(device: Any) -> None:
-    import rmm
-
-    class Holder:
-        """Refer to itself, so that only the collector can free it."""
-
-        def __init__(self, held: Any) -> None:
-            self.me, self.held = self, held
-
-    with device.reading() as (stream, memory):
-        Holder(rmm.DeviceBuffer(size=SIZE, stream=stream, mr=memory))
-    del memory
-    gc.collect()
-    assert rmm.DeviceBuffer(size=SIZE).size == SIZE  # the pool has room for one
 
 
 def test_a_read_does_not_wait_for_kernels_that_are_launched_meanwhile(device: Any) -> None:
     import cupy
 
-    busy()
-    cupy.cuda.Stream.null.synchronize()
+    load_kernels(device)
     done = cupy.cuda.Event()
-    with device.reading():
-        busy()
-        done.record(cupy.cuda.Stream.null)
+    beside = device.beside()
+    busy()
+    done.record(cupy.cuda.Stream.null)
+    first = column(1, beside)
+    beside.stream.synchronize()
     assert not done.done
+    beside.join([first])
     done.synchronize()
+
+
+def test_memory_of_others_is_not_taken_over(device: Any) -> None:
+    import cupy
+    import pylibcudf as plc
+
+    with pytest.raises(TypeError):
+        device.beside().join([plc.Column.from_array(cupy.zeros(4))])
 
 
 def test_what_is_read_beside_compute_is_what_the_files_have(tmp_path: Path) -> None:
