@@ -15,8 +15,7 @@ from rich.table import Table
 from benchmarks.common.rows import GIB
 from benchmarks.exchange.legs import PHASES
 from benchmarks.exchange.sides import Plan
-from dask_gpurt.tools.demo.command import BYTES_PREFIX
-from dask_gpurt.tools.demo.report import speedups
+from dask_gpurt.tools.demo.command import BYTES_PREFIX, speedups
 
 
 def summarise(turns: Sequence[Mapping[str, Any]], plan: Plan, limit: float | None) -> list[dict[str, Any]]:

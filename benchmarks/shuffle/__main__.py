@@ -46,8 +46,7 @@ from benchmarks.common.rows import (
 from benchmarks.shuffle.figures import Run, print_summary, summarise, warm_seconds
 from dask_gpurt.cli.cluster import choose_backend, default_workers, local_cluster
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.tools.demo.command import METHODS, exchange_bytes
-from dask_gpurt.tools.demo.report import speedups
+from dask_gpurt.tools.demo.command import METHODS, exchange_bytes, speedups
 from dask_gpurt.tools.testing import differing_links
 
 #: The runtime's methods, without and with placement.

@@ -20,6 +20,7 @@ from typing import Any
 import click
 import dask
 import pandas as pd
+from dask.utils import format_bytes
 from distributed import Client, wait
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -37,7 +38,6 @@ from dask_gpurt.tools.demo.flights import (
     distribute,
     load_tables,
 )
-from dask_gpurt.tools.demo.report import speedups, write_report
 
 METHODS = ("gpurt", "tasks", "p2p")
 BYTES_PREFIX, SPILL_PREFIX = "exchange.bytes.", "memory.spill.bytes."
@@ -79,9 +79,6 @@ class OperationTiming:
     "--partitions", type=click.IntRange(min=1), help="Partitions of flights. [default: 4 per worker]"
 )
 @click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Timed runs.")
-@click.option(
-    "--report", type=click.Path(dir_okay=False, path_type=Path), default="gpurt-demo.html", show_default=True
-)
 @click.option("--open", "opens", is_flag=True, help="Open the dashboard in a browser.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 def demo(
@@ -94,7 +91,6 @@ def demo(
     scale: int,
     partitions: int | None,
     repeat: int,
-    report: Path,
     opens: bool,
     as_json: bool,
 ) -> None:
@@ -134,12 +130,10 @@ def demo(
         "speedups": speedups({outcome.name: outcome.seconds for outcome in outcomes}),
         "paths": paths,
         "spilled": spilled,
-        "report": str(report.resolve()),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "elapsed": time.perf_counter() - started,
         **environment(),
     }
-    write_report(results, report)
     if as_json:
         click.echo(json.dumps(results))
     else:
@@ -244,6 +238,30 @@ def _run_once(
             outcome.checks[method] = False
 
 
+def speedups(seconds: Mapping[str, Mapping[str, Sequence[float]]], of: str = "gpurt") -> dict[str, float]:
+    """Return the speedup of one method over each other method.
+
+    Parameters
+    ----------
+    seconds
+        Timings by operation, then by method.
+
+    Returns
+    -------
+    dict
+        Speedups by other method: geometric means over the operations that both methods finished.
+    """
+    ratios: dict[str, list[float]] = {}
+    for by_method in seconds.values():
+        if not by_method.get(of):
+            continue
+        mine = statistics.median(by_method[of])
+        for method, timings in by_method.items():
+            if method != of and timings:
+                ratios.setdefault(method, []).append(statistics.median(timings) / mine)
+    return {method: statistics.geometric_mean(values) for method, values in ratios.items()}
+
+
 def all_passed(outcomes: Sequence[OperationTiming], methods: Sequence[str]) -> bool:
     """Return whether no result was wrong and the runtime, if included, produced all of its results.
 
@@ -289,7 +307,9 @@ def print_results(results: Mapping[str, Any], outcomes: Sequence[OperationTiming
             console.print(f"{outcome.name}, {method}: {error}", style="red", markup=False)
     for method, ratio in results["speedups"].items():
         console.print(f"gpurt against {method}: {ratio:.2f} times as fast (geometric mean)")
-    console.print(f"Report: {results['report']} ({results['elapsed']:.0f} s in all)", soft_wrap=True)
+    if results["spilled"]:
+        console.print(f"{format_bytes(results['spilled'])} were spilled to lower tiers")
+    console.print(f"{results['elapsed']:.0f} s in all")
     console.print(NEXT, markup=False, highlight=False, soft_wrap=True)
 
 
