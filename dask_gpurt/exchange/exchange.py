@@ -39,7 +39,6 @@ from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table
 from dask_gpurt.memory.peer_copies import Loan
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.threads import is_exiting
-from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
 from dask_gpurt.protocol import (
@@ -238,12 +237,6 @@ class Exchange:
         else:
             self.traffic.note(shard.producer.address, IN_PLACE, shard.nbytes, 0.0)
         return incoming
-
-    def disk_traffic(self) -> tuple[float, float]:
-        """Return the bytes written to and read from the disk tier so far."""
-        moves = self.metrics.total("memory.spill.bytes.{from}.{to}").items()
-        written = sum(nbytes for (_, target), nbytes in moves if target == Tier.DISK)
-        return written, sum(nbytes for (source, _), nbytes in moves if source == Tier.DISK)
 
     def refuse(self, shard: Shard) -> None:
         """Release a shard that is not accepted, so that its producer can free it."""

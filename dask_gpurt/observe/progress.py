@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, Self
 
 #: Maximum number of runs that a worker keeps; the earliest are dropped first.
@@ -81,6 +81,7 @@ class RunProgress:
         self._lock = threading.Lock()
         self._figures = Figures()
         self._assembled: dict[int, int] = {}
+        self._began = time()
 
     def offered(self, nbytes: int) -> None:
         """Count a published shard."""
@@ -119,6 +120,29 @@ class RunProgress:
         """Return the fields of :class:`Figures` as plain values."""
         with self._lock:
             return asdict(self._figures)
+
+    def for_dask(self, pools: Iterable[Mapping[str, int]]) -> dict[str, Any]:
+        """Return the figures that Dask's page of shuffles reads.
+
+        Parameters
+        ----------
+        pools
+            The exchange pools, which all runs of the worker share: shown as Dask's buffer for comms. There is
+            none for the disk, since spilled data are written at once.
+        """
+        figures, pools = self.snapshot(), list(pools)
+        shards = max(1, figures["offered_shards"])
+        comm = {
+            "memory": sum(pool["used"] - pool["retained"] for pool in pools),
+            "memory_limit": sum(pool["capacity"] for pool in pools),
+            "total": figures["offered_bytes"],
+            "written": figures["offered_bytes"],
+            "read": figures["received_bytes"],
+            "avg_size": figures["offered_bytes"] / shards,
+            "avg_duration": figures["packing"] / shards,
+        }
+        none = dict.fromkeys((*comm, "buckets"), 0)
+        return {"comm": {**none, **comm}, "disk": none, "start": self._began}
 
 
 class RecentRuns:

@@ -28,7 +28,6 @@ from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from dask_gpurt.protocol import OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
-from dask_gpurt.shuffle.dask_figures import DaskFigures
 from dask_gpurt.shuffle.messages import GONE, Message, Retire, RunInterrupted, Seal, error_of
 from dask_gpurt.shuffle.offers import Offers, RetiredShares
 from dask_gpurt.shuffle.owners import Owners
@@ -84,7 +83,6 @@ class ShuffleRun:
         self._receiver = Receiver(
             spec, self._key, owners, exchange, self.raise_if_closed, self._shard_failed, self._progress
         )
-        self._figures = DaskFigures(self._key, exchange, self._progress)
         self._offers = Offers(self._deliver, self._unreachable, self._keeps, self.fail)
         self._sealing = Sealing(
             self,
@@ -182,7 +180,7 @@ class ShuffleRun:
 
     def heartbeat(self) -> dict[str, Any]:
         """Return the figures for Dask's shuffle dashboard page."""
-        return self._figures.heartbeat()
+        return self._progress.for_dask(self._exchange.pools.describe().values())
 
     # ---- owners ----------------------------------------------------------------------
 

@@ -27,8 +27,6 @@ class Link(StrEnum):
 #: Links between workers of one host, and between workers of different hosts.
 WITHIN_HOST = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.SHARED_MEMORY, Link.LOOPBACK)
 BETWEEN_HOSTS = (Link.RDMA, Link.TCP)
-#: Links that are no wire of their own: transfers are copies within a device, or through host memory.
-THROUGH_MEMORY = (Link.SAME_DEVICE, Link.SHARED_MEMORY)
 #: Links that exist only where there are GPUs.
 OF_GPUS = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.PINNED, Link.PAGEABLE)
 

@@ -13,7 +13,7 @@ from dask_gpurt.dask_hooks.dashboard import Page, fill
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import Component, Find
-from dask_gpurt.monitor.dashboard.traffic_views import LinkTable, TrafficHeat
+from dask_gpurt.monitor.dashboard.traffic_views import TrafficHeat
 from dask_gpurt.monitor.dashboard.views import (
     MemoryOverTime,
     OverlapTable,
@@ -38,7 +38,6 @@ PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-shuffles": (ShuffleProgress, 500),
     "/individual-gpurt-shuffle-table": (ShuffleTable, 1000),
     "/individual-gpurt-traffic": (TrafficHeat, 2000),
-    "/individual-gpurt-links": (LinkTable, 2000),
     "/individual-gpurt-overlap": (OverlapTable, 2000),
 }
 #: The rows of the page with all components: the largest height in pixels, and the components side by side.
@@ -48,7 +47,6 @@ LAYOUT = (
     (260, ("shuffles",)),
     (240, ("shuffle-table",)),
     (320, ("workers", "traffic")),
-    (240, ("links",)),
     (200, ("overlap",)),
 )
 

@@ -1,10 +1,8 @@
-"""Draw the transfers between workers: the matrix of all pairs, and a table of the busiest pairs."""
+"""Draw the transfers between workers: the matrix of all pairs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar
 
 from bokeh.models import ColumnDataSource, FactorRange, HoverTool, LinearColorMapper
 from bokeh.models.annotations import ColorBar
@@ -14,18 +12,15 @@ from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import (
     DARK_SHARE,
     HEAT,
-    MAX_ROWS,
     Data,
     FigureComponent,
     Find,
-    TableComponent,
     bytes_axis,
     labels,
     put,
     short_bytes,
 )
 from dask_gpurt.monitor.dashboard.sampler import Flow
-from dask_gpurt.topology.links import THROUGH_MEMORY, Link, Speed
 
 
 class TrafficHeat(FigureComponent):
@@ -101,60 +96,6 @@ class TrafficHeat(FigureComponent):
             self.figure.x_range.factors, self.figure.y_range.factors = ends, ends[::-1]
         put(self.source, data)
         self.say(format_bytes(sum(data["nbytes"])) if data["nbytes"] else "none yet")
-
-
-class LinkTable(TableComponent):
-    """Show the pairs with the most bytes, with paths, bandwidth and the estimate for the link."""
-
-    title = "Transfers"
-    columns: ClassVar[Mapping[str, str]] = {
-        "source": "From", "target": "To", "nbytes": "Bytes", "paths": "By path", "bandwidth": "While copied",
-        "link": "Link", "estimate": "Estimate", "share": "Of estimate",
-    }  # fmt: skip
-    widths: ClassVar[Mapping[str, int]] = {
-        "source": 60,
-        "target": 60,
-        "nbytes": 75,
-        "paths": 270,
-        "bandwidth": 95,
-        "link": 105,
-        "estimate": 80,
-        "share": 80,
-    }
-
-    def show(self, collector: Collector) -> None:
-        named = labels(collector.sampler.workers)
-        flows = sorted(collector.sampler.traffic.flows(), key=lambda flow: -flow[2].nbytes)
-        rows = []
-        for source, target, flow in flows[:MAX_ROWS]:
-            way, speed = collector.way(source, target), flow.bandwidth
-            rows.append(
-                {
-                    "source": named.get(source, source),
-                    "target": named.get(target, target),
-                    "nbytes": format_bytes(flow.nbytes),
-                    "paths": _by_path(flow),
-                    "bandwidth": _rate(speed) if speed else "read in place",
-                    "link": str(way[0]) if way else "",
-                    "estimate": _rate(way[1].bandwidth) if way else "",
-                    "share": share_of(speed, *way) if speed and way else "",
-                }
-            )
-        self.put_rows(rows)
-        self.table.columns[-1].visible = any(row["share"] for row in rows)
-        self.say("" if rows else "none yet")
-
-
-def share_of(bandwidth: float, link: Link, estimate: Speed) -> str:
-    """Return the share of a link's estimated bandwidth that copies have reached.
-
-    Empty for copies through a memory, which is not the workers' alone. The mean over all copies can exceed
-    the estimate, which follows the latest of them.
-    """
-    if link in THROUGH_MEMORY:
-        return ""
-    share = bandwidth / estimate.bandwidth
-    return f"{share:.0%}" if share <= 1 else "over 100%"
 
 
 def _by_path(flow: Flow) -> str:

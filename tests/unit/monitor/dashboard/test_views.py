@@ -15,7 +15,7 @@ from bokeh.models import Select
 from dask_gpurt.monitor.dashboard.components import ROW_PX
 from dask_gpurt.monitor.dashboard.pages import LAYOUT, PAGE, PARTS, pages
 from dask_gpurt.monitor.dashboard.sampler import SPILLED, Sampler, WorkerSample
-from dask_gpurt.monitor.dashboard.traffic_views import LinkTable
+from dask_gpurt.monitor.dashboard.traffic_views import TrafficHeat
 from dask_gpurt.monitor.dashboard.views import (
     MemoryOverTime,
     OverlapTable,
@@ -126,11 +126,8 @@ def test_the_bytes_received_are_shown_beside_those_sent() -> None:
     assert drawn(ShuffleProgress, collector).source.data["text"][1] == "2.00 kiB"
 
 
-def test_shards_read_in_place_have_no_share() -> None:
+def test_shards_read_in_place_have_no_bandwidth() -> None:
     collector = collected(WorkerSample("a"), WorkerSample("b"))
     collector.sampler.traffic.add("tcp://0", "tcp://1", "comms", 100, 2.0)
     collector.sampler.traffic.add("tcp://1", "tcp://0", "in-place", 10, 0.0)
-    table = drawn(LinkTable, collector)
-    assert table.source.data["share"] == ["50%", ""]
-    assert table.source.data["bandwidth"] == ["50 B/s", "read in place"]
-    assert table.table.columns[-1].visible
+    assert drawn(TrafficHeat, collector).source.data["bandwidth"] == ["50 B/s", "read in place"]
