@@ -107,8 +107,7 @@ EVACUATE_HANDLER = "gpurt_evacuate"
 HOST_HANDLER = "gpurt_host"
 #: → bytes freed in shared memory, for another worker of the host.
 MAKE_ROOM_HANDLER = "gpurt_make_room"
-#: → the worker's clock; ``token, limit`` → a batch of its events; ``token`` ends its trace.
-CLOCK_HANDLER = "gpurt_clock"
+#: ``token, limit`` → a batch of the worker's events; ``token`` ends its trace.
 TAKE_EVENTS_HANDLER = "gpurt_trace_take"
 END_TRACE_HANDLER = "gpurt_trace_end"
 #: ``id, run_id, owners``: the owners of a run have changed.

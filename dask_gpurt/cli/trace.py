@@ -34,7 +34,7 @@ def trace(scheduler: str, seconds: float, out: Path) -> None:
     """Record a trace of a cluster for some seconds, for https://ui.perfetto.dev.
 
     The trace shows tasks by thread, the steps of shuffles, spilling, waits, decisions and faults of all
-    workers and the scheduler, on one clock. ctrl-C ends it early, and writes the events so far.
+    workers and the scheduler. ctrl-C ends it early, and writes the events so far.
     """
     with connected(scheduler) as client:
         recorded = traces.trace(out, client)

@@ -53,8 +53,7 @@ class Collector:
             If another trace of the cluster is being recorded.
         """
         began = await self._scheduler.gpurt_trace_begin(token=self._token)
-        self.trace.began, self.trace.time = began["now"], began["time"]
-        self.trace.learn_clocks(began["clocks"])
+        self.trace.began = began["time"]
         self._collecting = asyncio.create_task(self._collect())
 
     async def end(self) -> Trace:
@@ -64,8 +63,7 @@ class Collector:
         try:
             await self._collecting
         finally:
-            ended = await self._scheduler.gpurt_traces_end(token=self._token)
-        self.trace.learn_clocks(ended["clocks"])
+            await self._scheduler.gpurt_traces_end(token=self._token)
         return self.trace
 
     async def _collect(self) -> None:
@@ -95,7 +93,10 @@ class Collector:
     def _add(self, process: ProcessTrace, reply: dict[str, Any]) -> None:
         process.name, process.process = reply["name"], reply["process"]
         process.threads |= {int(thread): name for thread, name in reply["threads"].items()}
-        events = [Event(*event) for event in json.loads(reply["events"])]
+        # Not in seconds since the epoch, of which a float could not tell nanoseconds.
+        shift = reply["epoch"] - self.trace.began
+        found = (Event(*event) for event in json.loads(reply["events"]))
+        events = [event._replace(at=event.at + shift) for event in found]
         process.receive(reply["began"], len(events), reply["taken"], reply["lost"])
         kept = events[: max(0, MAX_EVENTS - self._events)]
         process.events += kept
@@ -107,8 +108,8 @@ class trace:
     """Record a trace of the cluster while the body runs, and write it to a file for https://ui.perfetto.dev.
 
     The trace has tasks by thread, the steps of shuffles, spilling and unspilling, waits, decisions and
-    faults, of all workers and the scheduler on a common clock. An arrow connects the packing of each shard to
-    its reads. See ``docs/guides/traces.md``.
+    faults, of all workers and the scheduler. An arrow connects the packing of each shard to its reads. See
+    ``docs/guides/traces.md``.
 
     Parameters
     ----------

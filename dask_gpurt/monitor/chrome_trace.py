@@ -33,12 +33,9 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     """Return a trace as JSON-serialisable values, with times in microseconds since its first event.
 
     ``otherData`` reports what is missing from the trace: lost events, flows without one of their ends,
-    workers that did not answer. It also has the clock offset of each worker, and the round trip that measured
-    it.
+    workers that did not answer.
     """
-    first = min(
-        (event.at for process in trace.processes.values() for event in process.aligned()), default=trace.began
-    )
+    first = min((event.at for process in trace.processes.values() for event in process.events), default=0.0)
     flows = _Flows()
     written: list[dict[str, Any]] = []
     ordered = sorted(trace.processes.items(), key=lambda item: (item[0] != SCHEDULER, item[0]))
@@ -51,7 +48,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {
             "written by": "dask-gpurt",
-            "time of the first event": trace.time + first - trace.began,
+            "time of the first event": trace.began + first,
             "lost events": trace.lost,
             "workers that did not answer": dict(trace.unanswered),
             "flows": dict(flows.counts),
@@ -83,7 +80,7 @@ class _Process:
 
     def written(self) -> Iterator[dict[str, Any]]:
         by_thread: defaultdict[int, list[Event]] = defaultdict(list)
-        for event in self._process.aligned():
+        for event in self._process.events:
             by_thread[event.thread].append(event)
         for thread, events in by_thread.items():
             yield from self._thread(thread, events)

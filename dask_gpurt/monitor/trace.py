@@ -1,9 +1,8 @@
-"""Hold the trace of a cluster: the recordings of all processes, on one clock."""
+"""Hold the trace of a cluster: the recordings of all processes, by the clocks of their hosts."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,36 +14,20 @@ from dask_gpurt.observe.recording import TASK, Event, Kind
 SCHEDULER = "scheduler"
 
 
-class Clock(NamedTuple):
-    """Hold the estimated offset of a process's clock.
-
-    Attributes
-    ----------
-    offset
-        Seconds by which it is ahead of the scheduler's clock.
-    round_trip
-        Round-trip time of the message that measured it, in seconds; the offset is off by at most half of it.
-    """
-
-    offset: float
-    round_trip: float
-
-
 @dataclass(repr=False)
 class ProcessTrace:
     """Hold the recording of one server.
 
     Attributes
     ----------
-    clock
-        None if the server did not answer in time: its events are then treated as on the scheduler's clock.
+    events
+        With times in seconds since the begin of the trace.
     lost
         Events that were overwritten before they were taken, or were taken but did not arrive.
     """
 
     name: str = ""
     process: int = 0
-    clock: Clock | None = None
     events: list[Event] = field(default_factory=list)
     threads: dict[int, str] = field(default_factory=dict)
     lost: int = 0
@@ -70,12 +53,6 @@ class ProcessTrace:
 
     def __repr__(self) -> str:
         return f"<ProcessTrace of {self.name or 'a process'}: {_events(len(self.events), self.lost)}>"
-
-    def aligned(self) -> Iterator[Event]:
-        """Yield the events with times on the scheduler's clock."""
-        offset = self.clock.offset if self.clock else 0.0
-        for event in self.events:
-            yield event._replace(at=event.at - offset)
 
 
 class StepSummary(NamedTuple):
@@ -108,8 +85,6 @@ class Trace:
     Attributes
     ----------
     began
-        Begin of the trace, on the scheduler's clock.
-    time
         Begin of the trace, in seconds since the epoch.
     processes
         By address; the scheduler's key is :data:`SCHEDULER`.
@@ -120,7 +95,6 @@ class Trace:
     """
 
     began: float = 0.0
-    time: float = 0.0
     processes: dict[str, ProcessTrace] = field(default_factory=dict)
     unanswered: dict[str, str] = field(default_factory=dict)
     left_out: int = 0
@@ -139,18 +113,7 @@ class Trace:
         found = [f"{address} did not answer: {reason}" for address, reason in self.unanswered.items()]
         if self.lost:
             found.append(f"{self.lost:,} events were lost, so the figures of steps are too small")
-        unknown = [a for a, process in self.processes.items() if process.clock is None and a != SCHEDULER]
-        if unknown:
-            found.append(f"the clocks of {', '.join(sorted(unknown))} are not known, and were not aligned")
         return found
-
-    def learn_clocks(self, clocks: Mapping[str, Mapping[str, float]]) -> None:
-        """Add measured clock offsets; keep the one with the shortest round trip for each process."""
-        for address, found in clocks.items():
-            process = self.processes.setdefault(address, ProcessTrace())
-            clock = Clock(**found)
-            if process.clock is None or clock.round_trip < process.clock.round_trip:
-                process.clock = clock
 
     def summary(self) -> list[StepSummary]:
         """Return each step of each process, the longest total duration first."""
@@ -184,12 +147,9 @@ def title(event: Event) -> str:
 
 def plain(process: ProcessTrace) -> dict[str, Any]:
     """Return the metadata of a process, without its events, as JSON-serialisable values."""
-    clock = process.clock
     return {
         "name": process.name,
         "process": process.process,
-        "clock offset in seconds": clock and clock.offset,
-        "shortest round trip in seconds": clock and clock.round_trip,
         "events": len(process.events),
         "lost events": process.lost,
     }

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any, NamedTuple
 
 from dask.context import thread_state
@@ -21,6 +21,8 @@ from dask.utils import key_split
 
 #: Capacity of the ring; an event takes about 300 bytes.
 RING_EVENTS = 50_000
+#: How often clocks are compared; the least difference counts, since a thread may be interrupted within one.
+CLOCK_READINGS = 5
 #: The domain of NVTX ranges, for filtering in Nsight Systems.
 NVTX_DOMAIN = "dask_gpurt"
 
@@ -141,6 +143,8 @@ class Recording:
         self._lost = self._taken = 0
         #: By the clock of events.
         self.began = perf_counter()
+        #: The wall-clock time, as Dask uses it, at which the clock of events is 0.
+        self.epoch = min(-perf_counter() + time() for _ in range(CLOCK_READINGS))
 
     # ---- events ------------------------------------------------------------------------
 

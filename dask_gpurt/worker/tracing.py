@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from time import perf_counter, time
 from typing import Any
 
 from dask.typing import Key
@@ -20,7 +19,7 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Ranges, Recording
-from dask_gpurt.protocol import CLOCK_HANDLER, END_TRACE_HANDLER, TAKE_EVENTS_HANDLER, is_off
+from dask_gpurt.protocol import END_TRACE_HANDLER, TAKE_EVENTS_HANDLER, is_off
 
 #: A trace ends after this time without a client that takes batches, in seconds.
 LEASE_S = 60.0
@@ -71,15 +70,12 @@ class WorkerTracing:
         self._exchange = exchange
         self._recorder = Recorder(metrics)
         self._patches = PatchSet()
-        #: The wall-clock time, as Dask uses it, at which the clock of events is 0.
-        self._epoch = 0.0
         #: The last transfer that was recorded.
         self._transfer: Any = None
 
     def install(self) -> None:
         """Register the handlers."""
         handlers = {
-            CLOCK_HANDLER: self.clock,
             TAKE_EVENTS_HANDLER: self._exchange.until_closed(self.take),
             END_TRACE_HANDLER: self.end,
         }
@@ -90,14 +86,9 @@ class WorkerTracing:
         self._patches.restore()
         self._recorder.end()
 
-    async def clock(self) -> float:
-        """Return the time on the clock of events, in seconds (handler)."""
-        return perf_counter()
-
     async def take(self, token: str, limit: int) -> dict[str, Any]:
         """Return the next events of a trace, and start recording if necessary (handler)."""
         recording = self._recorder.begin(token)
-        self._epoch = time() - perf_counter()
         batch: dict[str, Any] = await self._exchange.offload(packed, recording, limit)
         return batch
 
@@ -117,7 +108,7 @@ class WorkerTracing:
             recording.see(thread)
             # Dask corrects the start of a task by the clock offset of a heartbeat, which is off by the
             # heartbeat's latency. start_time, at which the task is submitted to its thread, is not corrected.
-            began, seconds = task.start_time - self._epoch, timed["stop"] - timed["start"]
+            began, seconds = task.start_time - recording.epoch, timed["stop"] - timed["start"]
             recording.add(Event(Kind.SPAN, TASK, began, seconds, thread, str(key), {}))
 
     def fetched(self) -> None:
@@ -126,7 +117,7 @@ class WorkerTracing:
         if recording is None or timed is None or timed is self._transfer:
             return
         self._transfer = timed
-        began = timed["start"] - self._worker.scheduler_delay - self._epoch
+        began = timed["start"] - self._worker.scheduler_delay - recording.epoch
         args = {"bytes": timed["total"], "from": timed["who"], "keys": len(timed["keys"])}
         recording.add(Event(Kind.WAIT, "transfer", began, timed["stop"] - timed["start"], 0, "", args))
 
@@ -138,6 +129,7 @@ def packed(recording: Recording, limit: int) -> dict[str, Any]:
         "events": json.dumps(batch.events, default=str).encode(),
         "threads": {str(thread): name for thread, name in batch.threads.items()},
         "began": recording.began,
+        "epoch": recording.epoch,
         "lost": batch.lost,
         "taken": batch.taken,
         "more": batch.more,

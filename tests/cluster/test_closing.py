@@ -12,7 +12,6 @@ import pytest
 import dask_gpurt
 from dask_gpurt.exchange import PeerLost
 from dask_gpurt.protocol import (
-    CLOCK_HANDLER,
     END_TRACE_HANDLER,
     EVACUATE_HANDLER,
     NEW_OWNERS_OP,
@@ -21,7 +20,7 @@ from dask_gpurt.protocol import (
 from tests.helpers import commands
 from tests.helpers.in_process import gen_client_cluster
 
-TRACES = (CLOCK_HANDLER, TAKE_EVENTS_HANDLER, END_TRACE_HANDLER)
+TRACES = (TAKE_EVENTS_HANDLER, END_TRACE_HANDLER)
 WORKERS: list[Any] = [("127.0.0.1", 1)] * 2
 NEVER_CLOSED = """
 import numpy as np, pandas as pd

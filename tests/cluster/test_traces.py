@@ -1,4 +1,4 @@
-"""Trace a cluster's workers by one clock."""
+"""Trace a cluster's workers."""
 
 from __future__ import annotations
 
@@ -80,10 +80,7 @@ def test_each_phase_of_a_shuffle_is_seen(client: Client, tmp_path: Path) -> None
     said = trace["otherData"]
     assert said["lost events"] == 0
     assert len(said["processes"]) == 3
-    for address, process in said["processes"].items():
-        assert process["events"] > 0
-        if address != "scheduler":
-            assert abs(process["clock offset in seconds"]) <= process["shortest round trip in seconds"]
+    assert all(process["events"] > 0 for process in said["processes"].values())
 
     # Each shard flows from its packing to its pull, and from there to each output.
     assert said["flows"] == {"written": said["flows"]["written"], "missing": 0, "backwards": 0, "left out": 0}

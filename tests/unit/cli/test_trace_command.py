@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from dask_gpurt.cli.trace import print_trace
-from dask_gpurt.monitor.trace import Clock, ProcessTrace, Trace
+from dask_gpurt.monitor.trace import ProcessTrace, Trace
 from dask_gpurt.observe.recording import Event, Kind
 
 
 def test_a_trace_of_an_idle_cluster_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     sent = Event(Kind.SENT, "", 1.0, 0.0, 1, "", {"shard": "s"})
-    print_trace(Trace(processes={"tcp://a:1": ProcessTrace(clock=Clock(0, 0), events=[sent])}))
+    print_trace(Trace(processes={"tcp://a:1": ProcessTrace(events=[sent])}))
     assert capsys.readouterr().out == (
         "no task ran, and nothing was moved: run something on the cluster meanwhile\n"
     )
