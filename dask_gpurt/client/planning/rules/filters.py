@@ -21,8 +21,8 @@ Why the result is the same
     passes on unchanged, of the same dtype, so they have the same values below it. What is left out is left
     out of everything that is computed from it. Where rows get new numbers, these must not be seen: those of
     joined rows have no meaning, since joined rows are in no order. With pandas, where integers become floats
-    if there are nulls, no filter moves below an operation that does so to a column that is needed, unless the
-    footers of its files tell that there are none.
+    if there are nulls, no filter moves below an operation that does so to a column whose dtype matters
+    (:func:`.needed_columns.needed_dtypes`), unless the footers of its files tell that there are none.
     ``tests/unit/client/planning/test_filters.py`` compares random programs.
 The figure
     As Dask plans them, 31 of 49 programs of TPC-H in three styles read 1.3 to 5.3 times the columns of the
@@ -63,7 +63,7 @@ from dask_gpurt.client.planning.rules.needed_columns import (
     keys_of_join,
     listed,
     names_in_join,
-    needed_columns,
+    needed_dtypes,
 )
 from dask_gpurt.client.planning.rules.row_roots import (
     Conditions,
@@ -139,7 +139,7 @@ class _Plan(RowRoots):
     def __init__(self, plan: Any, note: Callable[..., None], tables: TableFacts):
         super().__init__(plan)
         self._note, self._tables = note, tables
-        self._needed = needed_columns(self.order)
+        self._dtypes = needed_dtypes(self.order)
         #: The filters that are added, and the conditions that hold for all rows of a root because of them.
         self._placed: defaultdict[Place, list[Any]] = defaultdict(list)
         self._moved: defaultdict[str, set[str]] = defaultdict(set)
@@ -295,12 +295,12 @@ class _Plan(RowRoots):
             raise _LeftError(f"it is not on one side alone that a join of kind {how} keeps")
 
     def _check_filled(self, join: Any, at: int) -> None:
-        """Raise if needed columns of a side become floats where there is no match."""
+        """Raise if columns of a side become floats where there is no match, and that matters."""
         if not is_of_pandas(join):
             return
         names = names_in_join(join)[at]
         filled = (join.left, join.right)[at]._meta.dtypes
-        for name in self._needed.get(name_of(join), frozenset()) & names.keys() - _shared_keys(join):
+        for name in self._dtypes.get(name_of(join), frozenset()) & names.keys() - _shared_keys(join):
             if is_narrow(filled[names[name]]):
                 raise _LeftError(f"whether {name} has nulls, and so its dtype, depends on it")
 
@@ -332,7 +332,7 @@ class _Plan(RowRoots):
             is_fixed = type(expr) in (*KEEPING, _expr.RenameAxis) or (
                 type(expr) in COMPUTING and (has_fixed_dtypes(expr) or self._is_of_full(root, expr))
             )
-            if not is_fixed and self._needed.get(name_of(expr)) and expr is not root:
+            if not is_fixed and self._dtypes.get(name_of(expr)) and expr is not root:
                 raise _LeftError(f"the dtype of {type(expr).__name__} depends on which rows there are")
 
     def _is_of_full(self, root: Any, expr: Any) -> bool:

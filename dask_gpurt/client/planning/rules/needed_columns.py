@@ -1,8 +1,9 @@
-"""Find out which columns of each expression of a plan its result is made of.
+"""Find out which columns of each expression of a plan are used, and of which the dtypes matter.
 
 Shared by rules. A plan that Dask has not simplified carries all columns of its tables along, and so no rule
-can see which of them matter. Conditions of filters do not count: they decide which rows there are, and no
-value or dtype of the result is one of theirs.
+can see which of them matter. With pandas, a column of integers with nulls is one of floats. That matters
+where it is part of the result, or computed with: of bytes, ``x - 5`` is never below zero. It does not where
+it is compared, or is the key of a join: numbers are equal as integers and as floats.
 
 What it does not reason about
     Operations that are not named here: these need all columns.
@@ -12,18 +13,24 @@ Why it may be trusted
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import pandas as pd
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge
-from dask.dataframe.dask_expr._shuffle import SortValues
+from dask.dataframe.dask_expr._shuffle import SetIndex, SetIndexBlockwise, SortValues
 
 from dask_gpurt.client.planning.operations import COMPUTING, RENAMING, is_on_rows
 from dask_gpurt.dask_hooks.planning import Expr, is_computation, name_of
 
+#: Operations on columns whose result follows from the values, whichever dtype these have.
+_COMPARING = frozenset(
+    [_expr.LT, _expr.LE, _expr.GT, _expr.GE, _expr.EQ, _expr.NE, _expr.Between, _expr.Isin]
+    + [_expr.LTSeries, _expr.LESeries, _expr.GTSeries, _expr.GESeries, _expr.EQSeries, _expr.NESeries]
+    + [_expr.IsNa, _expr.NotNull]
+)
 #: Labels of columns.
 Names = frozenset[Any]
 #: What an expression needs of each of its inputs.
@@ -54,32 +61,58 @@ def users_first(plan: Any) -> list[Any]:
     return list(done.values())[::-1]
 
 
-def needed_columns(order: Sequence[Any], *, with_conditions: bool = False) -> dict[str, Names]:
-    """Return the columns of each expression that are needed, by its name; all or none of a series.
+def needed_columns(order: Sequence[Any]) -> dict[str, Names]:
+    """Return the columns of each expression that are used, by its name; all or none of a series.
+
+    Parameters
+    ----------
+    order
+        The expressions of a plan, those that use another one before it. Those that nobody uses are left out.
+    """
+    return _traced(order, _with_conditions)
+
+
+def needed_dtypes(order: Sequence[Any]) -> dict[str, Names]:
+    """Return the columns of each expression of which the dtypes matter, by its name.
 
     Parameters
     ----------
     order
         The expressions of a plan, those that use another one before it.
-    with_conditions
-        Whether what filters check is needed, too. Then only expressions that nobody uses need nothing.
     """
-    needed: dict[str, set[Any]] = {}
+    return _traced(order, _dtypes, needed_columns(order))
+
+
+def _traced(
+    order: Sequence[Any], needs: Callable[[Any, Names], Needs], used: Container[str] | None = None
+) -> dict[str, Names]:
+    needed: dict[str, set[Any]] = {name_of(order[0]): set(_columns(order[0]))}
     for expr in order:
-        names = frozenset(needed.get(name_of(expr), ()))
-        if with_conditions and expr is not order[0]:
-            needs = _with_conditions(expr, names) if name_of(expr) in needed else iter(())
-        else:
-            needs = _all(expr, names) if expr is order[0] else _needs(expr, names)
-        for each, columns in needs:
-            if isinstance(each, Expr):
-                needed.setdefault(name_of(each), set()).update(columns)
+        if name_of(expr) in (needed if used is None else used):
+            for each, columns in needs(expr, frozenset(needed.get(name_of(expr), ()))):
+                if isinstance(each, Expr):
+                    needed.setdefault(name_of(each), set()).update(columns)
     return {name: frozenset(columns) for name, columns in needed.items()}
 
 
 def _with_conditions(expr: Any, names: Names) -> Needs:
-    yield from _needs(expr, names) if names or not dimensions(expr) else _all(expr, names)
+    yield from _rule_of(expr)(expr, names) if names or not dimensions(expr) else _all(expr, names)
     if type(expr) is _expr.Filter:
+        yield expr.predicate, _columns(expr.predicate)
+
+
+def _dtypes(expr: Any, names: Names) -> Needs:
+    kind, rule = type(expr), _rule_of(expr)
+    if kind in _COMPARING:
+        return
+    if kind in COMPUTING:
+        yield from _all(expr, names)
+    elif rule is _joined:
+        for side, made in zip((expr.left, expr.right), names_in_join(expr), strict=True):
+            yield side, {column for name, column in made.items() if name in names}
+    else:
+        yield from rule(expr, names)
+    if kind is _expr.Filter:
         yield expr.predicate, _columns(expr.predicate)
 
 
@@ -87,16 +120,14 @@ def _columns(expr: Any) -> list[Any]:
     return list(expr.columns) if dimensions(expr) else []
 
 
-def _needs(expr: Any, names: Names) -> Needs:
-    """Yield each input of an expression, and the columns of it that are needed for some of the expression."""
-    if not names and dimensions(expr):
-        return
+def _rule_of(expr: Any) -> Callable[[Any, Names], Needs]:
+    """Return what yields the inputs of an expression, and the columns of them that some of its need."""
     rule = _RULES.get(type(expr))
     if rule is None and isinstance(expr, _groupby.GroupByBase) and hasattr(expr, "frame"):
         rule = _of_groups
     if rule is None or any(len({*_columns(each)}) < len(_columns(each)) for each in expr.dependencies()):
         rule = _all
-    yield from rule(expr, names)
+    return rule
 
 
 def _all(expr: Any, names: Names) -> Needs:
@@ -113,6 +144,14 @@ def _chosen(expr: Any, names: Names) -> Needs:
 
 def _with_keys(expr: Any, names: Names) -> Needs:
     yield expr.frame, names | {*listed(expr.operand("by"))} & {*_columns(expr.frame)}
+
+
+def _indexed(expr: Any, names: Names) -> Needs:
+    key = expr.operands[1]
+    if expr.append or isinstance(key, Expr):
+        yield from _all(expr, names)
+    else:
+        yield expr.frame, names | {key} & {*_columns(expr.frame)}
 
 
 def _assigned(expr: Any, names: Names) -> Needs:
@@ -180,9 +219,10 @@ _RULES: dict[type, Callable[[Any, Names], Needs]] = {
     **dict.fromkeys([_expr.Projection, _expr.Drop, _expr.Filter, _expr.ResetIndex], _chosen),
     **dict.fromkeys([_expr.Head, _expr.Tail, _expr.RenameAxis], _chosen),
     **dict.fromkeys(RENAMING, _renamed),
-    **dict.fromkeys([SortValues], _with_keys),
+    **dict.fromkeys([SetIndex, SetIndexBlockwise], _indexed),
     **dict.fromkeys([_reductions.NLargest, _reductions.NSmallest], _all),
     Concat: _same,
     Merge: _joined,
+    SortValues: _with_keys,
     _expr.Assign: _assigned,
 }

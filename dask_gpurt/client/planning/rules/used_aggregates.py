@@ -75,7 +75,7 @@ def _instead(name: str, changed: Expr, expr: Expr) -> Expr:
 def _first_change(plan: Expr) -> tuple[str, list[Any], Any] | None:
     """Return the first aggregates of which some are not used: their name, these, and what replaces them."""
     order = users_first(plan)
-    needed = needed_columns(order, with_conditions=True)
+    needed = needed_columns(order)
     users = Counter(name_of(each) for expr in order for each in expr.dependencies())
     for expr in order:
         groups, labels = _aggregates(expr)

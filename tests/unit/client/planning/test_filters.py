@@ -59,6 +59,7 @@ def tables(rows: int = 60) -> dict[str, pd.DataFrame]:
             "x": [0.0, -0.0, 1.5, np.nan, 2.0, 3.0, 4.0, 5.0],
             "label": pd.array(["a", "b", None, "a", "b", "c", "c", "a"], dtype="string"),
             "more": np.arange(8) / 2,
+            "tiny": np.arange(8).astype("uint8"),
         }
     )
     return {"large": large, "small": small}
@@ -125,6 +126,7 @@ def condition(frame: Any, first: int, second: int) -> Any:
             lambda: frame[name].notnull() & (frame[name] * 2 < 9),
             lambda: frame[name] >= frame[name].mean(),
             lambda: (frame[name] < 3) | frame[other].isnull(),
+            lambda: frame[name] - 3 > 1,  # bytes are never below zero
         ]
     return chosen[second % len(chosen)]()
 
@@ -147,6 +149,9 @@ def query(frame: Any, first: int, second: int) -> Any:
 def merged(frame: Any, other: Any, first: int, second: int, how: str) -> Any:
     keys = [name for name in frame.columns if str(frame[name].dtype) in ("int64", "float64")]
     suffixes = [("_x", "_y"), ("", "_r"), ("_l", "")][second % 3]
+    if how == "left" and first % 3 == 0:
+        lookup = other.groupby("key").agg({"tiny": "max", "label": "max"})
+        return frame.merge(lookup, left_on=keys[first % len(keys)], right_index=True, how=how)
     if first % 2 and "key" in frame.columns:
         return frame.merge(other, on="key", how=how, suffixes=suffixes)
     return frame.merge(other, left_on=keys[first % len(keys)], right_on="key", how=how, suffixes=suffixes)
@@ -301,6 +306,12 @@ LATE: dict[str, Callable[[Any, Any], Any]] = {
     "rows with a match of a left join": lambda large, small: (
         large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.label == "a").more.sum()
     ),
+    "integers with a match that are keys of a join": lambda large, small: (
+        small.merge(large, on="key", how="left")
+        .pipe(where, lambda rows: rows.n > 1)
+        .merge(small[["key", "more"]].add_prefix("n_"), left_on="n", right_on="n_key")
+        .n_more.sum()
+    ),
     "a month of times that all are there": lambda large, small: (
         large.merge(small, on="key")
         .assign(month=lambda rows: rows.t.dt.month)
@@ -389,6 +400,16 @@ LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
             ["n"]
         ],
         "not taken for an inner join",
+    ),
+    "bytes with a match that a condition computes with": (
+        lambda large, small: (
+            large.merge(
+                small.groupby("key").tiny.max().to_frame(), left_on="key", right_index=True, how="left"
+            )
+            .pipe(where, lambda rows: (rows.tiny > 0) & (rows.tiny - 5 > 0))
+            .x.sum()
+        ),
+        "not taken for an inner join: whether tiny has nulls",
     ),
     "rows with another value than one": (
         lambda large, small: (
