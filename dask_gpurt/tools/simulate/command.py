@@ -15,6 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from dask_gpurt.cli.cluster import progress
 from dask_gpurt.tools.simulate import (
     SHAPES,
     WORKLOADS,
@@ -29,6 +30,8 @@ from dask_gpurt.tools.simulate.placements import PLACEMENTS, charged, simulate
 from dask_gpurt.tools.simulate.simulation import WorkloadFailed
 
 ALL = "all"
+#: Characters for what the command does.
+DOING_WIDTH = 50
 #: Lower bound of bytes in a ratio, for placements that move none.
 MIN_BYTES = 1
 
@@ -83,11 +86,16 @@ def simulation(
     shapes = list(SHAPES) if cluster == ALL else [cluster]
     placements = list(dict.fromkeys([placement, compare or placement]))
     results: list[Result] = []
-    for shape in shapes:
-        for name, chance in itertools.product(workloads, range(seed, seed + repeat)):
+    runs = list(itertools.product(shapes, workloads, range(seed, seed + repeat)))
+    with progress(width=DOING_WIDTH, quiet=as_json) as show:
+        for shape, name, chance in runs:
             place = build_cluster(shape, workers, seed=chance)
             built = build_workload(name, place, partitions=partitions, seed=chance)
-            done = [_simulate(place, built, one, charge) for one in placements]
+            done: list[Result] = []
+            for one in placements:
+                simulated = len(results) + len(done)
+                show(f"{name} on {shape} with {one}", simulated, len(runs) * len(placements))
+                done.append(_simulate(place, built, one, charge))
             results.extend(done)
             if not as_json:
                 _print(done)

@@ -40,6 +40,9 @@ def test_a_table_for_people() -> None:
     for row in ("makespan", "between hosts", "spilled", "worst memory", "a decision"):
         assert row in done.stdout
     assert "stock takes 1.00 times as long as gpurt" in done.stdout
+    first, second = done.stderr.splitlines()
+    assert first == "tree-reduction on dgx with gpurt (0 of 2 done)"
+    assert second == "tree-reduction on dgx with stock (1 of 2 done)"
 
 
 @pytest.mark.nightly
