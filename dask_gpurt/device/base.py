@@ -14,7 +14,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from dask_gpurt.device.pool import Buffer, Mapping, Pool, PoolLimits, Ticket
-from dask_gpurt.topology.links import Link
 
 #: Alignment of memory and file offsets in bytes, as required by direct I/O.
 PAGE = 4096
@@ -118,8 +117,6 @@ class Device(Protocol):
     on_host: bool
     #: Whether it is a GPU that shares the host's memory, so that host copies of its data save no memory.
     integrated: bool
-    #: The links that its bytes cross on the way to host memory; none if they are there.
-    host_links: tuple[Link, ...]
     #: The most bytes of host memory in its buffers for copies and files.
     buffers: int
 

@@ -69,7 +69,6 @@ from dask_gpurt.device.staging import (
     Staging,
 )
 from dask_gpurt.topology.detect import host_id
-from dask_gpurt.topology.links import Link
 
 
 class CudaMapping:
@@ -171,7 +170,6 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
     #: Kernels that read a peer's memory would occupy SMs while they wait for the link.
     reads_in_place = False
     on_host = False
-    host_links: tuple[Link, ...] = (Link.PAGEABLE,)
     pool_share = 0.12
     buffers = 2 * (STAGING_THREADS * STAGING_CHUNK_BYTES + FILE_BUFFERS * BOUNCE_BUFFER_BYTES)
     prioritised = True

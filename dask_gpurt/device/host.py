@@ -40,7 +40,6 @@ from dask_gpurt.device.pool import (
 )
 from dask_gpurt.device.staging import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
 from dask_gpurt.topology.detect import host_id
-from dask_gpurt.topology.links import Link
 
 SHM = "/dev/shm"
 #: A pool starts with a header page that has a random token, by which a peer recognises the right file.
@@ -274,7 +273,6 @@ class HostDevice:
     reads_in_place = True
     on_host = True
     integrated = False
-    host_links: tuple[Link, ...] = ()
     pool_share = 0.25
     buffers = FILE_BUFFERS * BOUNCE_BUFFER_BYTES
 

@@ -202,7 +202,7 @@ class Exchange:
         PeerLost
             If its producer has left.
         """
-        return await self.peers.path(shard.producer, shard.device, shard.nbytes)
+        return await self.peers.path(shard.producer, shard.device)
 
     def take(
         self, run: RunKey, shard: Shard, path: Path, failed: Callable[[Exception], None]
@@ -397,7 +397,6 @@ class Exchange:
             # A scheduler on which the runtime has been switched off replies None.
             for address in await self.worker.scheduler.gpurt_gone(peers=peers) or []:
                 self.on_worker_removed(address)
-        await self.links.refresh()
         with contextlib.suppress(ExchangeClosed):
             await self.offload(self.pools.trim_idle)
 

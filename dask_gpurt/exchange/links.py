@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.topology import SHIPPED, Link, Speed
+from dask_gpurt.topology import Link, Speed
 from dask_gpurt.topology.estimate import WindowedRatio
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 
@@ -84,8 +84,6 @@ class Links:
     def __init__(self, worker: WorkerServer):
         self._worker = worker
         self._known: dict[str, LinkEstimate] = {}
-        #: Speeds by class, for paths that do not use the direct link between two workers.
-        self._classes: dict[Link, Speed] = dict(SHIPPED)
         self._asked: dict[str, float] = {}
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
@@ -133,19 +131,8 @@ class Links:
         with contextlib.suppress(OSError):  # if the scheduler comes back, peers are requested again
             answer = await self._worker.scheduler.gpurt_links(worker=self._worker.address, peers=peers)
             if answer is not None:  # None comes from a scheduler on which the runtime is off
-                for peer, (link, *figures) in answer["links"].items():
+                for peer, (link, *figures) in answer.items():
                     self._known[peer] = LinkEstimate(Link(link), Speed(*figures))
-                self._classes.update({Link(link): Speed(*known) for link, known in answer["classes"].items()})
-
-    async def refresh(self) -> None:
-        """Request the links of peers on this host again, since only these have several paths."""
-        if near := [peer for peer, known in self._known.items() if known.link in WITHIN_HOST]:
-            await self._ask(near)
-
-    def speed_from(self, peer: str) -> Callable[[Link], Speed]:
-        """Return the function from a class of link to its speed on the way from a peer."""
-        known = self._known.get(peer)
-        return lambda link: known.speed if known and known.link is link else self._classes[link]
 
     def forget(self, peers: Collection[str]) -> None:
         """Forget peers that have left."""

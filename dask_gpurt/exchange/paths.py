@@ -1,28 +1,23 @@
-"""Enumerate the paths of shards between two workers, select the fastest, and keep mapped pools open."""
+"""Choose the path of shards between two workers, and keep mapped pools open.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from dask_gpurt.device import Device, Mapping, MappingError
 from dask_gpurt.device.pool import Buffer, Ticket
-from dask_gpurt.topology import SHIPPED, Link, Speed
-from dask_gpurt.topology.links import BETWEEN_HOSTS
+from dask_gpurt.topology import Link
 
 COMMS = "comms"
 LOCAL = "local"
 THROUGH_HOST = "through-host"
-#: Latency of a request to a producer through Dask's event loops, in seconds.
-MESSAGE = SHIPPED[Link.SHARED_MEMORY].latency
-#: Links over which a device can read another device's memory.
-_BETWEEN_DEVICES = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE)
-
-#: Returns the speed of a class of link.
-SpeedOf = Callable[[Link], Speed]
 
 
 @dataclass(frozen=True)
@@ -39,10 +34,6 @@ class Path:
         Whether shards are read in the peer's pool, without a copy.
     reason
         Why a better path is not possible.
-    steps
-        The links that bytes cross in sequence.
-    message
-        Latency before the transfer starts, in seconds.
     staging
         The peer's pool in host memory, into which it copies shards on request.
     """
@@ -51,13 +42,7 @@ class Path:
     mapping: Mapping | None
     in_place: bool
     reason: str | None = None
-    steps: tuple[Link, ...] = ()
-    message: float = 0.0
     staging: Mapping | None = None
-
-    def seconds(self, nbytes: int, speed: SpeedOf) -> float:
-        """Return the estimated time until this many bytes can be read here."""
-        return self.message + sum(speed(link).seconds(nbytes) for link in self.steps)
 
     def describe(self) -> dict[str, Any]:
         return {"path": self.name, "reason": self.reason}
@@ -83,34 +68,14 @@ class Path:
             mapping.let_go()
 
 
-def least(paths: Iterable[Path], nbytes: int, speed: SpeedOf) -> Path:
-    """Return the fastest path; the first one in case of a tie."""
-    return min(paths, key=lambda path: path.seconds(nbytes, speed))
-
-
-@dataclass(frozen=True)
-class Between:
-    """Describe the connection of two workers.
-
-    Attributes
-    ----------
-    link
-        The class of link between them; None if unknown.
-    staging
-        The peer's pool in host memory, if this worker maps it.
-    carried
-        Whether Dask's comms between them send buffers of the device directly.
-    """
-
-    link: Link | None = None
-    staging: Mapping | None = None
-    carried: bool = False
-
-
-def possible(
-    device: Device | None, ticket: Ticket | None, allowed: frozenset[str], between: Between
-) -> tuple[Path, ...]:
-    """Return the possible paths from a peer's pool, starting with that in place. Blocks while mapping.
+def choose(
+    device: Device | None,
+    ticket: Ticket | None,
+    allowed: frozenset[str],
+    link: Link | None = None,
+    staging: Mapping | None = None,
+) -> Path:
+    """Return the best path from a peer's pool that is possible. Blocks while mapping.
 
     Parameters
     ----------
@@ -120,36 +85,26 @@ def possible(
         The ticket of the peer's pool; None if it has none.
     allowed
         The setting ``gpurt.exchange.paths``.
+    link
+        The class of link between the two workers; None if unknown.
+    staging
+        The peer's pool in host memory, if this worker maps it.
     """
     if device is None or ticket is None:
-        return (Path(COMMS, None, False, "one of the two workers has no such device"),)
-    mapped, reason = _mapped(device, ticket, allowed, between.link)
-    copies = device.host_links
-    found = [mapped] if mapped is not None else []
-    if between.staging is not None and copies:
-        found.append(
-            Path(THROUGH_HOST, None, False, reason, 2 * copies, message=MESSAGE, staging=between.staging)
-        )
-    network = between.link if between.link in BETWEEN_HOSTS else Link.TCP
-    steps = (network,) if between.carried else (*copies, network, *copies)
-    return *found, Path(COMMS, None, False, reason, steps)
-
-
-def _mapped(
-    device: Device, ticket: Ticket, allowed: frozenset[str], link: Link | None
-) -> tuple[Path | None, str | None]:
-    """Return the path through the mapped pool, or the reason why there is none."""
+        return Path(COMMS, None, False, "one of the two workers has no such device")
     name = device.shared_path
-    if name not in allowed:
-        return None, f"gpurt.exchange.paths excludes {name}"
-    try:
-        mapping = device.map(ticket)
-    except MappingError as error:
-        return None, str(error)
-    if device.reads_in_place or link is Link.SAME_DEVICE:
-        return Path(name, mapping, True), None
-    crossed = link if link in _BETWEEN_DEVICES else Link.PCIE
-    return Path(name, mapping, False, steps=(crossed,)), None
+    if name in allowed:
+        try:
+            mapping = device.map(ticket)
+        except MappingError as error:
+            reason = str(error)
+        else:
+            return Path(name, mapping, device.reads_in_place or link is Link.SAME_DEVICE)
+    else:
+        reason = f"gpurt.exchange.paths excludes {name}"
+    if staging is not None and not device.on_host:
+        return Path(THROUGH_HOST, None, False, reason, staging)
+    return Path(COMMS, None, False, reason)
 
 
 class HeldMapping:

@@ -1,23 +1,19 @@
-"""Find the paths from peers' pools to this worker, once for each pool, and select one for each shard."""
+"""Find the path from each peer's pools to this worker."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
 from dask_gpurt._version import __version__
-from dask_gpurt.device.base import direct_comms
 from dask_gpurt.exchange import paths
 from dask_gpurt.exchange.endpoint import Endpoint
-from dask_gpurt.exchange.paths import Between, HeldMapping, Path
+from dask_gpurt.exchange.paths import HeldMapping, Path
 from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
 from dask_gpurt.observe import Fallback
 from dask_gpurt.protocol import TICKET_HANDLER
-
-#: Bytes of a typical shard on a GPU, for which the selected path is reported.
-USUAL_SHARD_BYTES = 2**24
 
 
 class Peers:
@@ -42,20 +38,17 @@ class Peers:
         self._end = endpoint
         self._allowed = allowed
         self._close_soon = close_soon
-        self._found: dict[tuple[Peer, str], asyncio.Task[tuple[Path, ...]]] = {}
+        self._found: dict[tuple[Peer, str], asyncio.Task[Path]] = {}
         self._closed = False
 
-    async def path(self, peer: Peer, kind: str, nbytes: int) -> Path:
-        """Return the fastest path for a shard of this size in a peer's pool.
+    async def path(self, peer: Peer, kind: str) -> Path:
+        """Return the path from a peer's pool.
 
         Raises
         ------
         PeerLost
             If that incarnation of the peer has left or was replaced.
         """
-        return paths.least(await self._possible(peer, kind), nbytes, self._end.links.speed_from(peer.address))
-
-    async def _possible(self, peer: Peer, kind: str) -> tuple[Path, ...]:
         task = self._found.get((peer, kind))
         if task is None or (task.done() and (task.cancelled() or task.exception())):
             task = self._found[peer, kind] = asyncio.create_task(self._connect(peer, kind))
@@ -65,20 +58,22 @@ class Peers:
             self._found.pop((peer, kind), None)  # an incarnation never comes back
             raise
 
-    async def _connect(self, peer: Peer, kind: str) -> tuple[Path, ...]:
+    async def _connect(self, peer: Peer, kind: str) -> Path:
         if peer == self._end.me:
             outbox = await self._end.offload(self._end.pools.outbox, kind)
-            return (Path(paths.LOCAL, outbox.pool, True),)
+            return Path(paths.LOCAL, outbox.pool, True)
         reply = await self._ticket(peer.address, kind, peer.incarnation)
-        between = await self._between(peer, kind)
-        found: tuple[Path, ...] = await self._end.offload(
-            paths.possible, self._end.pools.devices.get(kind), reply["ticket"], self._allowed, between
-        )
-        found = tuple(map(self._held, found))
+        device, ticket = self._end.pools.devices.get(kind), reply["ticket"]
+        link = staging = None
+        if device is not None and not device.on_host:  # else read in place, or through comms
+            known = await self._end.links.learn(peer.address)
+            link, staging = known and known.link, (await self.path(peer, "host")).mapping
+        found: Path = await self._end.offload(paths.choose, device, ticket, self._allowed, link, staging)
+        found = self._held(found)
         if self._closed:  # `close` ran while this was being mapped, and did not retire it
-            await asyncio.to_thread(_retire_all, found)
+            await asyncio.to_thread(_retire_mappings, found)
             raise PeerError(f"the exchange of {self._end.me.address} is closed")
-        self._note(paths.least(found, USUAL_SHARD_BYTES, self._end.links.speed_from(peer.address)))
+        self._note(found)
         return found
 
     async def _ticket(self, address: str, kind: str, incarnation: str | None) -> dict[str, Any]:
@@ -105,18 +100,6 @@ class Peers:
             return path
         return replace(path, mapping=HeldMapping(path.mapping, self._close_soon))
 
-    async def _between(self, peer: Peer, kind: str) -> Between:
-        device = self._end.pools.devices.get(kind)
-        if device is None or not device.host_links:
-            return Between()  # read in place, or else through comms
-        known = await self._end.links.learn(peer.address)
-        by_host = await self._possible(peer, "host")
-        return Between(
-            known and known.link,
-            next((path.mapping for path in by_host if path.mapping is not None), None),
-            direct_comms(device, str(self._end.me.address).partition("://")[0]) is not None,
-        )
-
     def _note(self, path: Path) -> None:
         """Count a fallback if a better path was not possible."""
         if path.reason is not None:
@@ -127,30 +110,25 @@ class Peers:
             self._end.metrics.fallback(ways[path.name], path.reason)
 
     async def connect_all(self) -> None:
-        """Find the paths to all workers of the cluster."""
+        """Find the paths from all workers of the cluster."""
         identity = await self._end.worker.scheduler.identity(n_workers=-1)
         connecting = (self._connect_to(address) for address in identity["workers"])
         await asyncio.gather(*connecting, return_exceptions=True)
 
     async def _connect_to(self, address: str) -> None:
-        """Find the paths to the current worker at an address."""
+        """Find the paths from the current worker at an address."""
         if address == self._end.me.address:
             peer = self._end.me
         else:
             peer = Peer(address, (await self._ticket(address, "host", None))["incarnation"])
-        await asyncio.gather(*(self._possible(peer, kind) for kind in self._end.pools.devices))
+        await asyncio.gather(*(self.path(peer, kind) for kind in self._end.pools.devices))
 
     def describe(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Describe the path of a typical shard from each peer whose pool of a kind is known."""
+        """Describe the path from each peer whose pool of a kind is known."""
         return {
-            peer.address: {
-                "device": kind,
-                **paths.least(
-                    _result(task), USUAL_SHARD_BYTES, self._end.links.speed_from(peer.address)
-                ).describe(),
-            }
+            peer.address: {"device": kind, **path.describe()}
             for (peer, of), task in self._found.items()
-            if of == kind and _result(task)
+            if of == kind and (path := _result(task)) is not None
         }
 
     # ---- life ------------------------------------------------------------------------
@@ -173,20 +151,20 @@ class Peers:
         self._found.clear()
 
 
-def _retire(task: asyncio.Task[tuple[Path, ...]]) -> None:
-    _retire_all(_result(task))
+def _retire(task: asyncio.Task[Path]) -> None:
+    if (path := _result(task)) is not None:
+        _retire_mappings(path)
 
 
-def _retire_all(found: Iterable[Path]) -> None:
-    for path in found:
-        for mapping in path.mappings:
-            mapping.retire()
+def _retire_mappings(path: Path) -> None:
+    for mapping in path.mappings:
+        mapping.retire()
 
 
 def _never() -> None:
     """Never cancel a call: later runs need the mapping too."""
 
 
-def _result(task: asyncio.Task[tuple[Path, ...]]) -> tuple[Path, ...]:
-    """Return the paths found by a task; none if it is not done or has failed."""
-    return task.result() if task.done() and not task.cancelled() and not task.exception() else ()
+def _result(task: asyncio.Task[Path]) -> Path | None:
+    """Return the path found by a task; None if it is not done or has failed."""
+    return task.result() if task.done() and not task.cancelled() and not task.exception() else None

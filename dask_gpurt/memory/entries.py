@@ -132,7 +132,7 @@ class EntryTable:
         self.metrics = metrics
         self.changed = changed
         self.home = home
-        self.host_tiers = frozenset({Tier.HOST} if device.host_links else {Tier.HOST, Tier.DEVICE})
+        self.host_tiers = frozenset({Tier.HOST, Tier.DEVICE} if device.on_host else {Tier.HOST})
         self.lower = LowerTiers(lower, device, ledger, self._host_has_room)
         self.live = LiveAccount(limits, ledger)
         self.by_key: dict[Key, Entry] = {}

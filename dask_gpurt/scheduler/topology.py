@@ -13,7 +13,7 @@ from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.protocol import HOST_HANDLER, LINKS_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP, is_off
 from dask_gpurt.scheduler.worker_calls import ask
-from dask_gpurt.topology import Link, Place, Speed, Topology
+from dask_gpurt.topology import Link, Place, Topology
 from dask_gpurt.topology.description import Description, host_of
 from dask_gpurt.topology.hosts import Host
 
@@ -98,22 +98,10 @@ class SchedulerTopology:
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
 
     def links(self, worker: str, peers: Sequence[str]) -> dict[str, Any]:
-        """Return the links from peers to a worker, and the speeds of all classes of link (handler).
-
-        Returns
-        -------
-        dict
-            ``links``: class, bandwidth and latency by peer, if the places of both are known. ``classes``:
-            bandwidth and latency by class.
-        """
+        """Return class, bandwidth and latency of the link from each placed peer to a worker (handler)."""
         placed = [peer for peer in peers if self.topology.place(peer) and self.topology.place(worker)]
-        return {
-            "links": {
-                peer: (str(self.topology.link(peer, worker)), *_figures(self.topology.speed(peer, worker)))
-                for peer in placed
-            },
-            "classes": {str(link): _figures(speed) for link, speed in self.topology.learned().items()},
-        }
+        ways = {peer: self.topology.way(peer, worker) for peer in placed}
+        return {peer: (str(link), speed.bandwidth, speed.latency) for peer, (link, speed) in ways.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the topology as plain values (handler)."""
@@ -131,7 +119,3 @@ class SchedulerTopology:
         """Return the names of hosts by their ids; hosts that share a name keep their ids."""
         count = Counter(host.name for host in self._hosts.values())
         return {id: host.name if count[host.name] == 1 else id for id, host in self._hosts.items()}
-
-
-def _figures(speed: Speed) -> tuple[float, float]:
-    return speed.bandwidth, speed.latency

@@ -179,7 +179,7 @@ class Scheduler:
         return process is not None and process.status is Status.closing
 
     async def gpurt_links(self, worker: str, peers: list[str]) -> dict[str, Any]:
-        return {"links": {}, "classes": {}}
+        return {}
 
     async def shuffle_get(self, id: str, worker: str) -> Any:
         if id not in self.active or worker not in self.workers:

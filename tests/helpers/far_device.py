@@ -13,7 +13,6 @@ import numpy as np
 from dask_gpurt.device import MappingError
 from dask_gpurt.device.base import Fence, no_fence
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.topology.links import Link
 
 
 class Far:
@@ -60,7 +59,6 @@ class FarDevice(HostDevice):
     """Fake a GPU for the tiers: the host cannot read live buffers."""
 
     on_host = False
-    host_links = (Link.PAGEABLE,)
 
     def __init__(self) -> None:
         super().__init__(1 << 30)
@@ -84,7 +82,6 @@ class Accelerator(HostDevice):
     shared_path = "cuda-ipc"
     reads_in_place = False
     on_host = False
-    host_links = (Link.PAGEABLE,)
 
     def map(self, ticket: Any) -> Any:
         if ticket.get("mapped"):

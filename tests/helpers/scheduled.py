@@ -468,7 +468,7 @@ class DaskScheduler(VirtualScheduler):
 
 
 async def _no_links(**_: Any) -> dict[str, Any]:
-    return {"links": {}, "classes": {}}
+    return {}
 
 
 @contextmanager

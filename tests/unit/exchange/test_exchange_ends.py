@@ -227,7 +227,7 @@ async def test_the_runtime_is_switched_off_while_a_pool_is_mapped() -> None:
 
     b.exchange.peers._held = closes_first  # type: ignore[method-assign]
     with pytest.raises(PeerError, match="is closed"):
-        await b.exchange.peers.path(a.exchange.me, "host", 1)
+        await b.exchange.peers.path(a.exchange.me, "host")
     assert made
     assert not made[0].hold()
 
