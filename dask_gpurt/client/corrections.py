@@ -15,16 +15,23 @@ from dask.base import is_dask_collection
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.expr import (
     convert_to_list,
+    dtypes_of_values,
     is_first_operand,
+    is_variance,
+    reads_cast,
     replace_divisions,
     replace_merge,
     replace_null_groups,
+    replace_simplified_casts,
     replace_simplified_filters,
+    replace_variances,
+    with_dtypes,
 )
+from dask_gpurt.frames.variances import float_dtype, sum_of_floats, sum_of_squared_floats
 
 
 def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Correct joins by labels that Dask takes for none, divisions, groups of nulls, and filters of joins.
+    """Correct joins by labels that Dask takes for none, divisions, filters, means and variances.
 
     Parameters
     ----------
@@ -37,6 +44,8 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     _see_all_partitions(is_usable, patches)
     _drop_groups_of_nulls(is_usable, patches)
     _keep_other_operands(is_usable, patches)
+    _square_floats(is_usable, patches)
+    _check_after_casts(is_usable, patches)
 
 
 def looks_absent(label: Any) -> bool:
@@ -118,3 +127,56 @@ def _keep_other_operands(is_usable: Callable[[], bool], patches: PatchSet) -> No
         return original(expr, parent, dependents)
 
     replace_simplified_filters(patches, simplified)
+
+
+def _square_floats(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have variances and covariances of groups of integers computed in floats, as pandas does.
+
+    Dask squares integers, and their sums, in their own dtype, which wrap around.
+    """
+
+    def lower(original: Callable[..., Any], expr: Any) -> Any:
+        if is_variance(expr) and is_usable() and (dtypes := _float_dtypes(expr)):
+            return with_dtypes(expr, dtypes)
+        return original(expr)
+
+    def aggregation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return _in_floats(found) if is_usable() else found
+
+    replace_variances(patches, lower, aggregation)
+
+
+def _check_after_casts(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Leave a filter after the cast of a column that its condition reads.
+
+    Dask checks the condition before: ``"7"`` is no integer, and 1.5 is not equal to 1.
+    """
+
+    def simplified(original: Callable[..., Any], cast: Any, parent: Any, dependents: Any) -> Any:
+        return None if reads_cast(parent, cast) and is_usable() else original(cast, parent, dependents)
+
+    replace_simplified_casts(patches, simplified)
+
+
+def _float_dtypes(variance: Any) -> Any:
+    """Return the dtypes of floats for the integers that are no keys; empty or None if there are none."""
+    of_values = dtypes_of_values(variance)
+    if not isinstance(of_values, dict):
+        return float_dtype(of_values)
+    found = {label: float_dtype(dtype) for label, dtype in of_values.items()}
+    return {label: dtype for label, dtype in found.items() if dtype is not None}
+
+
+def _in_floats(steps: dict[str, Any]) -> dict[str, Any]:
+    """Return the steps of a variance with sums of floats, beside which those of integers may be wanted."""
+    (total, _, of_total), count, (squares, _, of_squares) = steps["chunk_funcs"]
+    label, finish, names = steps["finalizer"]
+    floats = f"{total}-floats"
+    chunks = [(floats, sum_of_floats, {"column": of_total["column"]}), count]
+    first, *others = steps["aggregate_funcs"]
+    return {
+        "chunk_funcs": [*chunks, (squares, sum_of_squared_floats, of_squares)],
+        "aggregate_funcs": [(floats, first[1], {**first[2], "column": floats}), *others],
+        "finalizer": (label, finish, {**names, "sum_column": floats}),
+    }

@@ -20,7 +20,7 @@ from dask.dataframe.dask_expr._expr import (
     RenameFrame,
     ResetIndex,
 )
-from dask.dataframe.dask_expr._groupby import GroupByApply
+from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, Var
 from dask.dataframe.dask_expr._merge import (
     BlockwiseMerge,
     BroadcastJoin,
@@ -259,6 +259,75 @@ def replace_simplified_filters(patches: PatchSet, simplified: Replacement) -> No
         If Dask has no such method.
     """
     patches.replace_all({_seam("Filter._simplify_up"): _instead(simplified)})
+
+
+def replace_simplified_casts(patches: PatchSet, simplified: Replacement) -> None:
+    """Replace how an operation on a frame with other dtypes is simplified.
+
+    Parameters
+    ----------
+    simplified
+        Called as ``simplified(original, cast, parent, dependents)``; returns another parent, or None.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such method.
+    """
+    patches.replace_all({_seam("AsType._simplify_up"): _instead(simplified)})
+
+
+def reads_cast(parent: Any, cast: Any) -> bool:
+    """Return whether an operation is a filter whose condition reads a column that is cast before."""
+    if not isinstance(parent, Filter):
+        return False
+    dtypes = cast.operand("dtypes")
+    changed = set(dtypes) if isinstance(dtypes, Mapping) else set(cast.columns)
+    cast_name, condition = name_of(cast), parent.predicate
+    users = (each for each in condition.walk() if cast_name in map(name_of, each.dependencies()))
+    reads = any(not isinstance(each, Projection) or changed & {*each.columns} for each in users)
+    return reads or name_of(condition) == cast_name
+
+
+def replace_variances(patches: PatchSet, lower: Replacement, aggregation: Replacement) -> None:
+    """Replace the lowering of reductions, and the steps of which a variance by groups consists.
+
+    Parameters
+    ----------
+    lower
+        Called as ``lower(original, expr)``, also for other reductions.
+    aggregation
+        Called as ``aggregation(original, …)``; returns the steps, by their kind.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such functions.
+    """
+    patches.replace_all(
+        {
+            _seam("ApplyConcatApply._lower"): _instead(lower),
+            _seam("_build_agg_args_var"): _instead(aggregation),
+        }
+    )
+
+
+def is_variance(expr: Any) -> bool:
+    """Return whether an expression computes variances, covariances or correlations by groups."""
+    return isinstance(expr, (Var, Cov))
+
+
+def dtypes_of_values(groups: Any) -> Any:
+    """Return the dtypes of the columns that are no keys, by label; the dtype of a series."""
+    meta = groups.frame._meta
+    if meta.ndim == 1:
+        return meta.dtype
+    return {label: dtype for label, dtype in meta.dtypes.items() if label not in groups._by_columns}
+
+
+def with_dtypes(expr: Any, dtypes: Any) -> Any:
+    """Return an expression whose frame has other dtypes: one, or some by label."""
+    return type(expr)(expr.frame.astype(dtypes), *expr.operands[1:])
 
 
 def is_first_operand(expr: Any, parent: Any) -> bool:

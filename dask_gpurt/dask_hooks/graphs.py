@@ -64,6 +64,8 @@ _TREES = {
         "gb_in gb_cols aggs columns final_columns as_index dropna sort sep str_cols_out aggs_renames",
     ),
 }
+#: What dask_cudf makes variances of: counts, sums and sums of squares.
+_VARIANCE = Seam(_DASK_CUDF + "_var_agg", "df col count_name sum_name pow2_sum_name ddof")
 
 
 def name_operation(name: str, *functions: Callable[..., Any]) -> None:
@@ -193,6 +195,8 @@ def wrap_execution(patches: PatchSet, run: Callable[[Graph, Key, Callable[[], An
 def wrap_trees(patches: PatchSet, call: Callable[..., Any]) -> None:
     """Have a function aggregate the partial aggregations of dask_cudf, which has been imported.
 
+    Sums of integers are squared as floats for variances: their squares as integers may wrap around.
+
     Parameters
     ----------
     call
@@ -213,7 +217,15 @@ def wrap_trees(patches: PatchSet, call: Callable[..., Any]) -> None:
 
         return aggregated
 
-    patches.replace_all({seam: partial(wrap, name, seam) for name, seam in _TREES.items()})
+    def of_floats(variance: Callable[..., Any]) -> Callable[..., Any]:
+        def computed(frame: Any, column: Any, count: str, total: str, *args: Any, **kwargs: Any) -> Any:
+            floats = frame.assign(**{total: frame[total].astype("float64")})
+            return variance(floats, column, count, total, *args, **kwargs)
+
+        return computed
+
+    wraps = {seam: partial(wrap, name, seam) for name, seam in _TREES.items()}
+    patches.replace_all(wraps | {_VARIANCE: of_floats})
 
 
 def in_order(graph: Graph, result: Key, given: Mapping[Key, Any]) -> Iterator[Key]:

@@ -30,6 +30,7 @@ GRAPHS = SeamGroup(
         Seam(_TASKS + "TaskRef"),
         Seam("dask.dataframe.core:_concat", "args ignore_index"),
         Seam("dask.dataframe.multi:merge_chunk", "lhs args result_meta kwargs"),
+        Seam("dask.dataframe.groupby:_compute_sum_of_squares", "grouped column"),
     ),
 )
 #: Shuffle runs on the scheduler: methods of its extension that are replaced or called.
@@ -175,9 +176,16 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_groupby:_contains_index_name", "index_name by"),
         Seam(_EXPR + "_groupby:GroupByApply.need_to_shuffle", "self", bodies=("4a9105165193",)),
         Seam(_EXPR + "_expr:Filter._simplify_up", "self parent dependents"),
+        Seam(_EXPR + "_expr:AsType._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_groupby:GroupByReduction.chunk_kwargs", "self"),
         Seam(_EXPR + "_groupby:GroupByReduction.combine_kwargs", "self"),
         Seam(_EXPR + "_groupby:GroupByReduction.aggregate_kwargs", "self"),
+        Seam(_EXPR + "_reductions:ApplyConcatApply._lower", "self"),
+        Seam(
+            "dask.dataframe.groupby:_build_agg_args_var",
+            "result_column func func_args func_kwargs input_column",
+            bodies=("cc8024e9722f",),
+        ),
         Seam(_EXPR + "_shuffle:_get_divisions"),  # dask_cudf replaces it, with other parameters
         Seam(_EXPR + "_shuffle:P2PShuffle._layer", "self"),
         Seam(_EXPR + "_merge:BlockwiseMerge._task", "self name index"),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from tornado.ioloop import IOLoop, PeriodicCallback
 from dask._task_spec import Alias, GraphNode, Task, TaskRef, convert_legacy_graph
 from dask.dataframe.core import _concat as concat
+from dask.dataframe.groupby import _compute_sum_of_squares as sum_of_squares
 from dask.dataframe.multi import merge_chunk
 
 # ---- on a worker -----------------------------------------------------------------------------------
@@ -412,4 +413,13 @@ if TYPE_CHECKING:
         return of_dask
 
 
-__all__ = ["Alias", "GraphNode", "Task", "TaskRef", "concat", "convert_legacy_graph", "merge_chunk"]
+__all__ = [
+    "Alias",
+    "GraphNode",
+    "Task",
+    "TaskRef",
+    "concat",
+    "convert_legacy_graph",
+    "merge_chunk",
+    "sum_of_squares",
+]

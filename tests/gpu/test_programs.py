@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import operator
 import warnings
@@ -20,7 +21,8 @@ from dask.dataframe.dask_expr._expr import Assign, RenameFrame
 from dask.dataframe.multi import merge_chunk
 from dask.utils import M
 
-from dask_gpurt.dask_hooks.graphs import in_order
+from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks.graphs import in_order, wrap_trees
 from dask_gpurt.frames.programs import Interpreter
 from dask_gpurt.frames.registry import LIBRARIES
 
@@ -507,3 +509,23 @@ def test_frames_made_of_columns_do_not_share_writes() -> None:
     graph.nodes["both"] = Task("both", lambda a, b: (a, b), twice, other)
     Interpreter(LIBRARIES["cudf"].engine(), lambda name, error: None).run(graph.nodes, "both")
     assert differ(frame, before) is None
+
+
+def test_variances_of_integers_do_not_wrap_around() -> None:
+    dask_cudf = pytest.importorskip("dask_cudf", reason="dask_cudf is not installed")
+    random = np.random.default_rng(0)
+    numbers = random.integers(10**6, 2 * 10**6, 9000)
+    rows = pd.DataFrame(
+        {"k": random.integers(0, 3, 9000), "n": numbers, "i": (numbers % 300).astype("int16")}
+    )
+    patches = PatchSet()
+    wrap_trees(patches, lambda name, function, args, kwargs: function(*args, **kwargs))
+    try:
+        groups = dask_cudf.from_cudf(
+            importlib.import_module("cudf").from_pandas(rows), npartitions=3
+        ).groupby("k")
+        found = groups.agg({"n": ["std", "sum"], "i": ["var"]}).compute(scheduler="sync")
+    finally:
+        patches.restore()
+    wanted = rows.groupby("k").agg({"n": ["std", "sum"], "i": ["var"]})
+    pd.testing.assert_frame_equal(found.to_pandas().sort_index()[wanted.columns], wanted, check_dtype=False)

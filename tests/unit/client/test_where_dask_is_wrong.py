@@ -163,6 +163,71 @@ def test_a_collection_is_right_whenever_the_runtime_is_on(switch: dict[str, bool
     assert counts[0] == counts[2] > right  # as shipped
 
 
+#: Integers of which Dask's squares, or the squares of its sums, wrap around.
+INTEGERS = pd.DataFrame(
+    {
+        "k": _random.integers(0, 3, 9000),
+        "small": _random.integers(0, 300, 9000).astype("int16"),
+        "byte": _random.integers(0, 200, 9000).astype("uint8"),
+        "medium": _random.integers(-100, 60_000, 9000).astype("int32"),
+        "large": _random.integers(10**6, 2 * 10**6, 9000),
+        "null": pd.array(np.where(_random.random(9000) < 0.1, None, 70_000), dtype="Int32"),
+        "x": _random.random(9000),
+    }
+)
+OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
+    "standard deviations": lambda frame: frame.groupby("k").std(),
+    "variances of a column": lambda frame: frame.groupby("k").large.var(),
+    "variances by another series": lambda frame: frame.large.groupby(frame.k % 2).std(ddof=0),
+    "variances beside sums": lambda frame: frame.groupby("k").agg(
+        {"large": ["std", "sum"], "small": ["var", "max"], "null": "std", "x": ["var", "sum"], "byte": "var"}
+    ),
+    "variances of a series": lambda frame: frame.groupby("k").medium.agg(["var", "sum", "std"]),
+    "covariances": lambda frame: frame.groupby("k")[["medium", "large"]].cov(),
+    "correlations": lambda frame: frame.groupby("k")[["medium", "large", "x"]].corr(),
+}
+
+
+@pytest.mark.parametrize("name", OF_INTEGERS)
+def test_variances_of_integers_do_not_wrap_around(name: str) -> None:
+    program = OF_INTEGERS[name]
+    with np.errstate(invalid="ignore"):
+        ours = program(dd.from_pandas(INTEGERS, npartitions=4)).compute()
+    wanted = program(INTEGERS)
+    (pd.testing.assert_series_equal if ours.ndim == 1 else pd.testing.assert_frame_equal)(
+        ours.sort_index(), wanted.sort_index(), rtol=1e-7, check_dtype=name != "covariances"
+    )
+
+
+def cast(frame: Any, **dtypes: str) -> Any:
+    return frame.astype(dtypes)
+
+
+def cast_by_column(frame: Any) -> Any:
+    frame = frame.copy()
+    frame["j"] = frame.j.astype("str")
+    return frame[frame.j == "7"]
+
+
+AFTER_CASTS: dict[str, Callable[[Any], Any]] = {
+    "text": lambda frame: (lambda t: t[t.j == "7"])(cast(frame, j="str")),
+    "text of all": lambda frame: (lambda t: t[t.j == "7"].x)(frame.astype("str")),
+    "integers": lambda frame: (lambda t: t[t.half == 3])(cast(frame.assign(half=frame.x / 2), half="int64")),
+    "another column": lambda frame: (lambda t: t[t.k == 7])(cast(frame, j="str")),
+    "one of two columns": lambda frame: (lambda t: t[(t.k > 7) & t.j.isin(["7", "9"])])(cast(frame, j="str")),
+    "a series": lambda frame: (lambda t: t[t == "7"].to_frame())(frame.j.astype("str")),
+    "in steps": cast_by_column,
+}
+
+
+@pytest.mark.parametrize("name", AFTER_CASTS)
+def test_a_condition_reads_what_a_cast_has_made(name: str) -> None:
+    program = AFTER_CASTS[name]
+    ours = program(dd.from_pandas(LEFT, npartitions=4)).compute()
+    assert len(ours) > 0
+    pd.testing.assert_frame_equal(pd.DataFrame(ours), pd.DataFrame(program(LEFT)))
+
+
 _NUMBERS, _DAYS = np.arange(60), pd.date_range("2026-01-01", periods=60)
 #: Keys that are equal in pandas, but that Dask hashes to different partitions.
 KEYS: dict[str, tuple[Any, Any]] = {
