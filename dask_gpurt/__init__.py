@@ -36,7 +36,6 @@ _REMOVED = {
     "performance_report": "use distributed.performance_report, and dask_gpurt.trace beside it",
     "explain_placement": "the logger dask_gpurt.placement.strategy tells each decision at DEBUG",
 }
-_PUBLIC = {"enable", "disable", "explain", "is_enabled", "memory_usage", "report"}
 
 
 class _Lines(logging.Handler):

@@ -1,4 +1,4 @@
-"""Define the tables that the client API returns: readable in a console, and convertible to frames."""
+"""Define the table that the client API returns: readable in a console, and convertible to a frame."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dask_gpurt.observe.shown_tiers import Row, shown_tiers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class PrintedTable(Sequence[Row]):
-    """Hold rows with the same columns.
+class MemoryUsage(Sequence[Row]):
+    """Hold the memory usage of each worker, by tier.
 
     Parameters
     ----------
@@ -22,10 +22,17 @@ class PrintedTable(Sequence[Row]):
         Mappings by column, as sent by the scheduler.
     columns
         The names of the columns in order, even if there are no rows.
+    shared_memory
+        Capacity of the exchange pool in bytes, by worker without a GPU. Their tiers have other display
+        names, see :mod:`~dask_gpurt.observe.shown_tiers`.
+    enabled
+        Whether the runtime is on.
     """
 
     rows: tuple[Row, ...]
     columns: tuple[str, ...]
+    shared_memory: Mapping[str, int] = field(default_factory=dict)
+    enabled: bool = True
 
     def __getitem__(self, item: Any) -> Any:
         return self.rows[item]
@@ -35,50 +42,6 @@ class PrintedTable(Sequence[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
-
-    def _frame(self) -> pd.DataFrame:
-        return pd.DataFrame(self.rows, columns=list(self.columns))
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the rows as a frame, in bytes and seconds."""
-        return self._frame()
-
-    def __repr__(self) -> str:
-        frame = self._printed()
-        if frame.empty:
-            return f"<{self._title()}: no rows>"
-        for column in frame:
-            if (format := self._format(str(column))) is not None:
-                frame[column] = ["" if pd.isna(value) else format(value) for value in frame[column]]
-        return f"<{self._title()}\n{frame.to_string(index=False)}>"
-
-    def _printed(self) -> pd.DataFrame:
-        """Return the frame with the columns to print."""
-        return self.to_pandas()
-
-    def _title(self) -> str:
-        return type(self).__name__
-
-    def _format(self, column: str) -> Any:
-        """Return a formatter for the values of a column; None to leave them unchanged."""
-        return None
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class MemoryUsage(PrintedTable):
-    """Hold the memory usage of each worker, by tier.
-
-    Parameters
-    ----------
-    shared_memory
-        Capacity of the exchange pool in bytes, by worker without a GPU. Their tiers have other display
-        names, see :mod:`~dask_gpurt.observe.shown_tiers`.
-    enabled
-        Whether the runtime is on.
-    """
-
-    shared_memory: Mapping[str, int] = field(default_factory=dict)
-    enabled: bool = True
 
     def to_pandas(self, *, names: str = "shown") -> pd.DataFrame:
         """Return a frame of bytes.
@@ -90,24 +53,18 @@ class MemoryUsage(PrintedTable):
         """
         if names not in ("shown", "metrics"):
             raise ValueError(f"names={names!r}: expected 'shown' or 'metrics'")
-        if names == "metrics":
-            return self._frame()
-        shown = shown_tiers(self.rows, self.shared_memory)
-        return pd.DataFrame(list(shown), columns=list(self.columns))
-
-    def _printed(self) -> pd.DataFrame:
-        frame = self.to_pandas()
-        has_gpu = "tier" in frame and (frame["tier"] == "device").any()
-        return frame if has_gpu else frame.drop(columns="cudf", errors="ignore")
-
-    def _title(self) -> str:
-        if not self.rows:
-            return "MemoryUsage"
-        count = len({row["worker"] for row in self.rows})
-        return f"MemoryUsage of {count} worker{'' if count == 1 else 's'}"
+        rows = self.rows if names == "metrics" else shown_tiers(self.rows, self.shared_memory)
+        return pd.DataFrame(list(rows), columns=list(self.columns))
 
     def __repr__(self) -> str:
-        return super().__repr__() if self.enabled else "<MemoryUsage: the runtime is off>"
-
-    def _format(self, column: str) -> Any:
-        return None if column in ("worker", "tier", "kind", "prefix") else lambda n: format_bytes(int(n))
+        if not self.enabled:
+            return "<MemoryUsage: the runtime is off>"
+        if not self.rows:
+            return "<MemoryUsage: no rows>"
+        frame = self.to_pandas()
+        if "cudf" in frame and not (frame["tier"] == "device").any():
+            frame = frame.drop(columns="cudf")
+        for column in frame.columns.difference(["worker", "tier", "kind", "prefix"]):
+            frame[column] = [format_bytes(int(nbytes)) for nbytes in frame[column]]
+        count = frame["worker"].nunique()
+        return f"<MemoryUsage of {count} worker{'' if count == 1 else 's'}\n{frame.to_string(index=False)}>"
