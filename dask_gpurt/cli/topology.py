@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import click
@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dask_gpurt.cli.cluster import connected
-from dask_gpurt.topology import SHIPPED, Link
-from dask_gpurt.topology.description import Description
+from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.detect import discover, nvml_missing, visible_devices
-from dask_gpurt.topology.hosts import Gpu, Host, Nic
+from dask_gpurt.topology.hosts import Gpu, Host
+from dask_gpurt.topology.links import OF_GPUS
 
 
 @click.command(short_help="Show devices, the links between them, their speeds.")
@@ -31,16 +31,16 @@ def topology(scheduler: str | None, as_json: bool) -> None:
     """
     if scheduler is None:
         host = discover()
-        description = Description(hosts={host.name: host})
+        values = {"speeds": {}, "hosts": {host.name: host.to_dict()}, "workers": {}}
     else:
-        description = _of_cluster(scheduler)
+        values = _of_cluster(scheduler)
     if as_json:
-        click.echo(json.dumps(description.to_dict(), indent=2))
+        click.echo(json.dumps(values, indent=2))
     else:
-        print_description(description, here=scheduler is None)
+        print_topology(values, here=scheduler is None)
 
 
-def _of_cluster(address: str) -> Description:
+def _of_cluster(address: str) -> dict[str, Any]:
     with connected(address) as client:
         remote: Any = client.scheduler
         values = client.sync(remote.gpurt_topology)
@@ -48,41 +48,36 @@ def _of_cluster(address: str) -> Description:
         raise click.ClickException(
             f"the runtime is off at {address}: dask_gpurt.enable(client) switches it on"
         )
-    return Description.of(values)
+    found: dict[str, Any] = values
+    return found
 
 
 # ---- printing ------------------------------------------------------------------------
 
 
-def print_description(description: Description, here: bool) -> None:
+def print_topology(values: Mapping[str, Any], here: bool) -> None:
     """Print a table of links for each host, and a table of speeds.
 
     Parameters
     ----------
+    values
+        As of the handler ``gpurt_topology``.
     here
         Whether it is that of this host, so that the GPU of this process can be marked.
     """
     console = Console(highlight=False)
-    for name, host in description.hosts.items():
+    hosts = [Host.of(name, host) for name, host in values["hosts"].items()]
+    for host in hosts:
         own = host.find(visible_devices()) if here else None
-        console.print(f"[bold]{name}[/]: {', '.join(_parts(host))}")
+        gpus = f"{len(host.gpus) or 'no'} GPU{'s' if len(host.gpus) != 1 else ''}"
+        console.print(f"[bold]{host.name}[/]: {', '.join([gpus, *(f'{nic} RDMA' for nic in host.nics)])}")
         if host.gpus:
             console.print(_matrix(host, own))
         elif here and (reason := nvml_missing()):
             console.print(f"GPUs are detected with NVML: {reason}", style="dim")
-    console.print(_speeds(description))
-    if description.workers:
-        console.print(_workers(description))
-
-
-def _parts(host: Host) -> Iterator[str]:
-    yield f"{len(host.gpus) or 'no'} GPU{'s' if len(host.gpus) != 1 else ''}"
-    yield from map(_nic, host.nics)
-
-
-def _nic(nic: Nic) -> str:
-    speed = f" {nic.speed * 8 / 1e9:g} Gbit/s" if nic.speed else ""
-    return f"{nic.name}{speed}{' RDMA' if nic.rdma else ''}"
+    console.print(_speeds(hosts, values["speeds"]))
+    if values["workers"]:
+        console.print(_workers(values["workers"]))
 
 
 def _matrix(host: Host, own: Gpu | None) -> Table:
@@ -96,11 +91,18 @@ def _matrix(host: Host, own: Gpu | None) -> Table:
     return table
 
 
-def _speeds(description: Description) -> Table:
+def _speeds(hosts: Collection[Host], measured: Mapping[str, Mapping[str, float]]) -> Table:
+    """Return the speeds of the links that the hosts can have, and those that are measured."""
+    absent = {
+        *(() if any(host.gpus for host in hosts) else OF_GPUS),
+        *(() if any(host.nics for host in hosts) else (Link.RDMA,)),
+    }
     table = Table("link", "bandwidth", "latency", "known", box=SIMPLE_HEAD)
-    for link in description.links():
-        speed = description.speeds.get(link, SHIPPED[link])
-        source = "by measurement" if link in description.speeds else "by default"
+    for link in Link:
+        if hosts and link in absent and link not in measured:
+            continue
+        speed = Speed(**measured[link]) if link in measured else SHIPPED[link]
+        source = "by measurement" if link in measured else "by default"
         table.add_row(
             link, f"{_three_digits(speed.bandwidth / 1e9)} GB/s", format_time(speed.latency), source
         )
@@ -111,8 +113,8 @@ def _three_digits(number: float) -> str:
     return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
-def _workers(description: Description) -> Table:
+def _workers(workers: Mapping[str, Mapping[str, str | None]]) -> Table:
     table = Table("worker", "host", "GPU", box=SIMPLE_HEAD)
-    for worker, (host, gpu) in description.workers.items():
-        table.add_row(worker, host, gpu or "")
+    for worker, place in workers.items():
+        table.add_row(worker, place["host"], place["gpu"] or "")
     return table

@@ -124,7 +124,7 @@ class JsonApi:
         """Return the places of workers, their hosts, and the speeds of links."""
         whole = self._runtime.places.describe()
         workers = sorted(whole["workers"].items())
-        places = {name: {"host": place["host"], "gpu": place.get("gpu")} for name, place in page.cut(workers)}
+        places = dict(page.cut(workers))
         hosts = {place["host"] for place in places.values()}
         return page.reply(
             len(workers),

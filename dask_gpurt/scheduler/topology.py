@@ -14,7 +14,6 @@ from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.protocol import HOST_HANDLER, LINKS_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP, is_off
 from dask_gpurt.scheduler.worker_calls import ask
 from dask_gpurt.topology import Link, Place, Topology
-from dask_gpurt.topology.description import Description, host_of
 from dask_gpurt.topology.hosts import Host
 
 #: Seconds after which another worker of a host is asked to describe it.
@@ -74,7 +73,7 @@ class SchedulerTopology:
             for worker in list(self.topology.on_host(host)):
                 values = await ask(self._scheduler, worker, HOST_HANDLER, HOST_TIMEOUT_S)
                 if isinstance(values, Mapping) and self.topology.on_host(host):
-                    described = self._hosts[host] = host_of(name, values)
+                    described = self._hosts[host] = Host.of(name, values)
                     self.topology.describe(host, described.joins)
                     return
         finally:
@@ -111,9 +110,12 @@ class SchedulerTopology:
             place = self.topology.place(worker)
             if place is not None and place.host in names:
                 known = any(gpu.id == place.device for gpu in self._hosts[place.host].gpus)
-                workers[worker] = names[place.host], place.device if known else None
-        hosts = {names[host]: described for host, described in self._hosts.items()}
-        return Description(self.topology.measured(), hosts, workers).to_dict()
+                workers[worker] = {"host": names[place.host], "gpu": place.device if known else None}
+        return {
+            "speeds": {str(link): vars(speed) for link, speed in self.topology.measured().items()},
+            "hosts": {names[host]: described.to_dict() for host, described in self._hosts.items()},
+            "workers": workers,
+        }
 
     def _names(self) -> dict[str, str]:
         """Return the names of hosts by their ids; hosts that share a name keep their ids."""

@@ -1,4 +1,7 @@
-"""Detect the devices of this host and the place of this process, using NVML and the operating system."""
+"""Detect the devices of this host and the place of this process, using NVML and the operating system.
+
+Decisions and their figures: ``docs/decisions/placement.md``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from dask_gpurt.topology.hosts import Devices, Gpu, Host, Nic
+from dask_gpurt.topology.hosts import Devices, Gpu, Host
 from dask_gpurt.topology.links import Link
 from dask_gpurt.topology.model import Place
 
@@ -254,25 +257,14 @@ def _memory_of_node(node: int, sys: Path) -> int:
 # ---- NICs ----------------------------------------------------------------------------
 
 
-def nics(sys: Path = SYS) -> tuple[Nic, ...]:
-    """Return the active network devices except loopback, RDMA devices first."""
-    return (*_rdma(sys), *_ethernet())
-
-
-def _rdma(sys: Path) -> Iterator[Nic]:
-    for device in sorted((sys / "class/infiniband").glob("*")):
-        ports = [port for port in device.glob("ports/*") if "ACTIVE" in _read(port / "state")]
-        rates = [float(found[0]) for port in ports if (found := re.match(r"[\d.]+", _read(port / "rate")))]
-        if ports:
-            speed = max(rates, default=0) * 1e9 / 8  # "400 Gb/sec (4X NDR)"
-            yield Nic(device.name, speed or None, True)
-
-
-def _ethernet() -> Iterator[Nic]:
-    for name, found in sorted(psutil.net_if_stats().items()):
-        if found.isup and "loopback" not in found.flags:
-            speed = found.speed * 1e6 / 8 if found.speed > 0 else None  # in Mbit/s
-            yield Nic(name, speed)
+def nics(sys: Path = SYS) -> tuple[str, ...]:
+    """Return the names of the RDMA devices that have an active port."""
+    devices = sorted((sys / "class/infiniband").glob("*"))
+    return tuple(
+        device.name
+        for device in devices
+        if any("ACTIVE" in _read(port / "state") for port in device.glob("ports/*"))
+    )
 
 
 def _read(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""Describe a host: its GPUs, NICs and links, and the places of processes derived from them.
+"""Describe a host: its GPUs, the links between them, its RDMA NICs, and the places of processes on it.
 
 Decisions and their figures: ``docs/decisions/placement.md``.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
 
 from dask_gpurt.topology.links import Link
 from dask_gpurt.topology.model import Place
@@ -41,15 +43,6 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Nic:
-    """Describe an active network device; its nominal ``speed`` is in bytes per second."""
-
-    name: str
-    speed: float | None = None
-    rdma: bool = False
-
-
-@dataclass(frozen=True)
 class Host:
     """Describe one host.
 
@@ -59,17 +52,34 @@ class Host:
         Its host name.
     joins
         The link between each pair of GPUs, by their ids.
+    nics
+        The names of RDMA devices that are up.
     """
 
     name: str
     gpus: tuple[Gpu, ...] = ()
     joins: Mapping[Devices, Link] = field(default_factory=dict)
-    nics: tuple[Nic, ...] = ()
+    nics: tuple[str, ...] = ()
 
-    @property
-    def rdma(self) -> bool:
-        """Return whether the host has an RDMA NIC."""
-        return any(nic.rdma for nic in self.nics)
+    @classmethod
+    def of(cls, name: str, values: Mapping[str, Any]) -> Host:
+        """Restore a host from the output of :meth:`to_dict`."""
+        gpus = tuple(Gpu(**gpu) for gpu in values["gpus"])
+        joins = {
+            frozenset((one.id, other.id)): Link(values["links"][i][j])
+            for (i, one), (j, other) in combinations(enumerate(gpus), 2)
+        }
+        return cls(name, gpus, joins, tuple(values["nics"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all but the name as JSON-serialisable values."""
+        return {
+            "gpus": [
+                {name: value for name, value in vars(gpu).items() if value is not None} for gpu in self.gpus
+            ],
+            "links": [list(map(str, row)) for row in self.matrix()],
+            "nics": list(self.nics),
+        }
 
     def matrix(self) -> list[list[Link]]:
         """Return the matrix of links between GPUs."""
@@ -110,7 +120,7 @@ class Host:
         rdma
             Whether the process sends over RDMA if the host has an RDMA NIC.
         """
-        rdma = rdma and self.rdma
+        rdma = rdma and bool(self.nics)
         if gpu is None:
             return Place(host, rdma=rdma, by_tcp=by_tcp)
         return Place(host, gpu.id, self._domain(host, gpu), rdma, by_tcp)

@@ -24,7 +24,6 @@ from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.progress import RecentRuns
 from dask_gpurt.protocol import HOST_HANDLER, MEMORY_METRIC, MEMORY_OP, PLACE_OP, TRAFFIC_OP, is_off
-from dask_gpurt.topology.description import host_values
 from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.hosts import Host
 from dask_gpurt.topology.model import Place
@@ -202,7 +201,7 @@ class TopologyReporter:
 
     async def host(self) -> dict[str, Any]:
         """Return the devices of this host (handler)."""
-        return host_values(self._host)
+        return self._host.to_dict()
 
     # ---- transfers ---------------------------------------------------------------------
 

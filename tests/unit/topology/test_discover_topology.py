@@ -134,9 +134,7 @@ def sys(tmp_path: Path) -> Path:
         "devices/system/node/node0/cpulist": "0-1,4",
         "devices/system/node/node1/cpulist": "2-3\n",
         "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
-        "class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
         "class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
-        "class/infiniband/mlx5_1/ports/1/rate": "10 Gb/sec (4X SDR)\n",
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -182,8 +180,7 @@ def test_without_nvml_all_memory_is_the_hosts(coherent: Path) -> None:
 
 
 def test_only_devices_for_rdma_that_are_up_count(sys: Path, tmp_path: Path) -> None:
-    (nic,) = [nic for nic in detect.nics(sys) if nic.rdma]
-    assert (nic.name, nic.speed) == ("mlx5_0", 50e9)
+    assert detect.nics(sys) == ("mlx5_0",)
     with_rdma, without = Host("a", nics=detect.nics(sys)), Host("b", nics=detect.nics(tmp_path / "nothing"))
     assert with_rdma.place("a", None, rdma=True).rdma
     assert not with_rdma.place("a", None, rdma=False).rdma

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterable
 from io import StringIO
+from typing import Any
 
 import dask
 import pytest
@@ -14,10 +16,9 @@ from rich.console import Console
 
 from dask_gpurt.cli import main
 from dask_gpurt.cli import topology as command
-from dask_gpurt.topology import Link, Speed
-from dask_gpurt.topology.description import Description, host_of, host_values
+from dask_gpurt.topology import Link
 from dask_gpurt.topology.detect import discover
-from dask_gpurt.topology.hosts import Gpu, Host, Nic
+from dask_gpurt.topology.hosts import Gpu, Host
 from tests.helpers.fake_nvml import cut_up, pcie_only, switched
 
 
@@ -25,34 +26,36 @@ def topology(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "120"}).invoke(main, ["topology", *arguments])
 
 
-def shown(description: Description, monkeypatch: pytest.MonkeyPatch) -> str:
+SLOW = {"bandwidth": 7e9, "latency": 1e-3}
+
+
+def values(hosts: Iterable[Host], speeds: dict[str, Any], workers: dict[str, Any]) -> dict[str, Any]:
+    return {"hosts": {host.name: host.to_dict() for host in hosts}, "speeds": speeds, "workers": workers}
+
+
+def shown(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> str:
     page = StringIO()
     monkeypatch.setattr(command, "Console", lambda **_: Console(file=page, width=120))
-    command.print_description(description, here=False)
+    command.print_topology(values, here=False)
     return page.getvalue()
 
 
 @pytest.mark.parametrize("library", [switched(), pcie_only(), cut_up(), switched(1)])
-def test_a_description_goes_through_json(library) -> None:
+def test_a_host_goes_through_json(library) -> None:
     host = discover(library)
-    workers = {"tcp://alice:1": (host.name, host.gpus[-1].id), "tcp://bob:1": (host.name, None)}
-    told = Description({Link.NVLINK: Speed(391e9, 2e-5)}, {host.name: host}, workers)
-    assert Description.of(json.loads(json.dumps(told.to_dict()))) == told
-    assert host_of(host.name, host_values(host)) == host
+    assert Host.of(host.name, json.loads(json.dumps(host.to_dict()))) == host
 
 
 def test_the_page_shows_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     host = discover(switched(2))
-    told = Description(
-        {Link.TCP: Speed(7e9, 1e-3)}, {"dgx": host}, {"tcp://alice:1": ("dgx", host.gpus[1].id)}
-    )
-    page = shown(told, monkeypatch)
-    for text in ("dgx", "2 GPUs", "nvlink", host.gpus[1].id, "tcp://alice:1", "7 GB/s"):
+    workers = {"tcp://alice:1": {"host": host.name, "gpu": host.gpus[1].id}}
+    page = shown(values([host], {"tcp": SLOW}, workers), monkeypatch)
+    for text in (host.name, "2 GPUs", "nvlink", host.gpus[1].id, "tcp://alice:1", "7 GB/s"):
         assert text in page
     assert "by default" in page
 
 
-RDMA, GPU = Host("pc", nics=(Nic("ib0", rdma=True),)), Host("dgx", gpus=(Gpu("GPU-a", 0),))
+RDMA, GPU = Host("pc", nics=("ib0",)), Host("dgx", gpus=(Gpu("GPU-a", 0),))
 
 
 @pytest.mark.parametrize(
@@ -60,15 +63,15 @@ RDMA, GPU = Host("pc", nics=(Nic("ib0", rdma=True),)), Host("dgx", gpus=(Gpu("GP
     [
         ([Host("pc")], {}, "shared-memory loopback tcp disk"),
         ([RDMA], {}, "shared-memory loopback rdma tcp disk"),
-        ([Host("pc")], {Link.PCIE: Speed(9e9, 1e-3)}, "pcie shared-memory loopback tcp disk"),
+        ([Host("pc")], {"pcie": SLOW}, "pcie shared-memory loopback tcp disk"),
         ([Host("pc"), GPU], {}, " ".join(link for link in Link if link != "rdma")),
         ([], {}, " ".join(Link)),
     ],
 )
 def test_only_links_that_the_hosts_can_have_are_listed(
-    hosts: list[Host], speeds: dict[Link, Speed], listed: str, monkeypatch: pytest.MonkeyPatch
+    hosts: list[Host], speeds: dict[str, Any], listed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = shown(Description(speeds, {host.name: host for host in hosts}), monkeypatch).splitlines()
+    lines = shown(values(hosts, speeds, {}), monkeypatch).splitlines()
     rows = [words[0] for words in map(str.split, lines) if words and words[0] in list(Link)]
     assert rows == listed.split()
 
