@@ -94,8 +94,6 @@ class Reports:
         return {
             "runs": [[f"{number:032}", number, figures] for number in latest],
             "moved": [["device", "pinned", n << 30], ["pinned", "device", n << 29]],
-            "counters": {"overlap.confined": n},
-            "overlap": {"mode": "calibrated"},
         }
 
 

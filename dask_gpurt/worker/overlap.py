@@ -128,17 +128,12 @@ class WorkerOverlap:
         counts = self.residency.counters() if self.residency is not None else {}
         return {f"residency.{name}": count for name, count in counts.items() if count}
 
-    def summary(self) -> dict[str, Any]:
-        """Return the mode in effect, for heartbeats: ``priority`` where caps are not possible."""
-        if self._reason is not None:
-            return {"mode": "priority"}
-        on_host = self._exchange.pools.device(self._exchange.pools.main).on_host
-        return {"mode": "off" if on_host and self.residency is None else str(self._settings.mode)}
-
     def report(self) -> dict[str, Any]:
-        """Return the mode in effect, the number of capped kernels, and why there are no caps, if so."""
+        """Return the mode in effect, ``priority`` without caps, the caps, and why there are none."""
+        on_host = self._exchange.pools.device(self._exchange.pools.main).on_host
+        mode = "off" if on_host and self.residency is None else str(self._settings.mode)
         return {
-            **self.summary(),
+            "mode": mode if self._reason is None else "priority",
             "caps": {"default": self._caps.default, "kernels": len(self._caps.kernels)},
             "reason": self._reason,
         }

@@ -68,7 +68,7 @@ from dask_gpurt.worker.lookups import RunLookup
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
-from dask_gpurt.worker.reports import ProgressReporter, TopologyReporter, add_metric, amounts
+from dask_gpurt.worker.reports import TopologyReporter, add_metric, amounts, progress
 from dask_gpurt.worker.streams import PromptStreams
 from dask_gpurt.worker.tiers import WorkerTiers
 from dask_gpurt.worker.tracebacks import spare_tracebacks
@@ -219,7 +219,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
         undo.callback(self.topology.close)
         await self.topology.start()
         await self.exchange.offload(self.overlap.prepare)
-        undo.callback(add_metric(worker, PROGRESS_METRIC, self.progress.report))
+        undo.callback(add_metric(worker, PROGRESS_METRIC, self._progress))
         # Parts that wrap the same method are installed in the order of Layer: the last one is called first.
         for part in (self.overlap, self.run_lookup):
             undo.callback(part.uninstall)
@@ -377,8 +377,6 @@ class GpurtWorkerPlugin(WorkerPlugin):
         self.overlap = WorkerOverlap(self.exchange, settings.overlap, self.metrics)
         self.run_lookup = RunLookup(worker, self.metrics)
         self.tracing = WorkerTracing(worker, self.metrics, self.exchange)
-        runs, summary = self.exchange.recent_runs, self.overlap.summary
-        self.progress = ProgressReporter(runs, summary, self.metrics)
 
     def _tiers(
         self, worker: WorkerServer, settings: config.Settings, pools: Pools, reply: JoinReply
@@ -399,6 +397,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
             self.is_on = False
             await self._undo.aclose()  # a second call is a no-op
         self._spared.close()
+
+    def _progress(self, _worker: WorkerServer) -> dict[str, Any]:
+        return progress(self.exchange.recent_runs, self.metrics)
 
     async def _give_data_back(self) -> None:
         # A closing worker loses its data anyway; do not read spilled data back.

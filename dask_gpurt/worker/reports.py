@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from distributed.comm.core import CommClosedError
@@ -33,14 +33,6 @@ REPORT_INTERVAL_S = 0.05
 #: The most messages between two heartbeats. Dask limits all workers together to 200 heartbeats per second, so
 #: the scheduler receives at most 2,000 reports per second.
 MAX_REPORTS_PER_HEARTBEAT = 10
-#: The reported counters; all of them have no labels.
-REPORTED = (
-    "memory.waits",
-    "memory.retries",
-    "overlap.confined",
-    "reads.seconds.reading",
-    "reads.seconds.beside",
-)
 #: Address prefixes of workers whose comms use TCP.
 TCP_SCHEMES = ("tcp://", "tls://", "ws://", "wss://")
 #: Fetches over Dask's own comms must exceed both to be samples of a link. Dask logs shorter times as 0.001 s.
@@ -132,35 +124,13 @@ def amounts(ledger: Ledger) -> list[tuple[str, str, int]]:
     ]
 
 
-class ProgressReporter:
-    """Summarise the progress of one worker for its heartbeats.
-
-    Parameters
-    ----------
-    overlap
-        Returns a summary of its overlap, as plain values.
-    """
-
-    def __init__(
-        self,
-        runs: RecentRuns,
-        overlap: Callable[[], Mapping[str, Any]],
-        metrics: Metrics,
-    ):
-        self._runs = runs
-        self._overlap = overlap
-        self._metrics = metrics
-
-    def report(self, _worker: WorkerServer) -> dict[str, Any]:
-        """Return the progress of the latest runs, bytes moved between tiers, and some counters."""
-        moves = self._metrics.total("memory.spill.bytes.{from}.{to}")
-        counters = {name: self._metrics.total(name).get((), 0) for name in REPORTED}
-        return {
-            "runs": self._runs.snapshot(),
-            "moved": [[source, target, nbytes] for (source, target), nbytes in moves.items()],
-            "counters": {name: value for name, value in counters.items() if value},
-            "overlap": dict(self._overlap()),
-        }
+def progress(runs: RecentRuns, metrics: Metrics) -> dict[str, Any]:
+    """Return the progress of the latest runs, and the bytes moved between tiers, for heartbeats."""
+    moves = metrics.total("memory.spill.bytes.{from}.{to}")
+    return {
+        "runs": runs.snapshot(),
+        "moved": [[source, target, nbytes] for (source, target), nbytes in moves.items()],
+    }
 
 
 class TopologyReporter:

@@ -16,7 +16,6 @@ from dask_gpurt.monitor.dashboard.components import Component, Find
 from dask_gpurt.monitor.dashboard.traffic_views import TrafficHeat
 from dask_gpurt.monitor.dashboard.views import (
     MemoryOverTime,
-    OverlapTable,
     OverTime,
     ShuffleProgress,
     ShuffleTable,
@@ -38,7 +37,6 @@ PARTS: Mapping[str, tuple[type[Component], int]] = {
     "/individual-gpurt-shuffles": (ShuffleProgress, 500),
     "/individual-gpurt-shuffle-table": (ShuffleTable, 1000),
     "/individual-gpurt-traffic": (TrafficHeat, 2000),
-    "/individual-gpurt-overlap": (OverlapTable, 2000),
 }
 #: The rows of the page with all components: the largest height in pixels, and the components side by side.
 LAYOUT = (
@@ -47,7 +45,6 @@ LAYOUT = (
     (260, ("shuffles",)),
     (240, ("shuffle-table",)),
     (320, ("workers", "traffic")),
-    (200, ("overlap",)),
 )
 
 #: Finds the collector of a scheduler.

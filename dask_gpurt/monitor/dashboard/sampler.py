@@ -68,8 +68,6 @@ class WorkerSample:
         Levels by display name of the tier, without tiers that the worker does not have.
     gone_at
         When it left, in seconds since the epoch; None for a current worker.
-    overlap, counters
-        As in its report.
     moved
         Total bytes spilled and unspilled, by direction.
     """
@@ -77,8 +75,6 @@ class WorkerSample:
     name: str
     levels: dict[str, Level] = field(default_factory=dict)
     gone_at: float | None = None
-    overlap: Mapping[str, Any] = field(default_factory=dict)
-    counters: Mapping[str, float] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
 
 
@@ -156,7 +152,6 @@ class Sampler:
         for address, report in reports:
             if (worker := self.workers.get(address)) is None:
                 continue
-            worker.overlap, worker.counters = report["overlap"], report["counters"]
             self.shuffles.reported(address, report["runs"])
             before, worker.moved = worker.moved, _by_direction(report["moved"])
             for direction, nbytes in worker.moved.items():

@@ -1,4 +1,4 @@
-"""Draw tiers over time and by worker, shuffles, and choices of overlap."""
+"""Draw tiers over time and by worker, and shuffles."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ RATE_COLOURS = {SPILLED: "#c9475f", UNSPILLED: "#22a06b"}
 #: Maximum number of shuffles in the figure.
 MAX_BARS = 12
 STATE_COLOURS = {"running": "#3d7fc1", "done": "#22a06b", "failed": "#c9475f", "cancelled": "#999999"}
-#: The counters that the table of overlap shows also where no compute is confined.
-SEEN = ("reads.seconds.reading", "reads.seconds.beside", "memory.waits")
-NO_OVERLAP = "none yet; overlap is off, as on every worker without a GPU, and no task has read or waited"
 
 
 class State(Component):
@@ -336,41 +333,3 @@ def _counted(tasks: Mapping[str, int]) -> str:
 
 def _short(row: Mapping[str, Any]) -> str:
     return f"{row['id'][:8]} #{row['run']}"
-
-
-# ---- choices -------------------------------------------------------------------------------
-
-
-class OverlapTable(TableComponent):
-    """Show compute beside communication and reads on each worker where there is any."""
-
-    title = "Compute beside communication and reads"
-    columns: ClassVar[Mapping[str, str]] = {
-        "worker": "Worker", "mode": "Mode", "confined": "Confined", "reading": "Reading",
-        "beside": "Reading beside compute", "waits": "Waits for memory",
-    }  # fmt: skip
-    widths: ClassVar[Mapping[str, int]] = {"mode": 170, "beside": 160, "waits": 130}
-
-    def show(self, collector: Collector) -> None:
-        there = [worker for worker in collector.sampler.workers.values() if is_seen(worker)]
-        self.put_rows([self._texts(worker) for worker in there[:MAX_ROWS]])
-        left = len(there) > MAX_ROWS
-        self.say(f"the first {MAX_ROWS} of {len(there)} workers" if left else "" if there else NO_OVERLAP)
-
-    def _texts(self, worker: WorkerSample) -> dict[str, str]:
-        counters = worker.counters
-        return {
-            "worker": worker.name,
-            "mode": str(worker.overlap["mode"]),
-            "confined": str(counters.get("overlap.confined", 0)),
-            "reading": short_time(counters.get("reads.seconds.reading", 0)),
-            "beside": short_time(counters.get("reads.seconds.beside", 0)),
-            "waits": str(counters.get("memory.waits", 0)),
-        }
-
-
-def is_seen(worker: WorkerSample) -> bool:
-    """Return whether a current worker confines compute, or has read beside it or waited for memory."""
-    if worker.gone_at is not None or not worker.overlap:
-        return False
-    return worker.overlap["mode"] != "off" or any(map(worker.counters.get, SEEN))

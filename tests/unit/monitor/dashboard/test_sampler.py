@@ -43,7 +43,7 @@ class Cluster:
     def progress(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
         for address in self.ledgers:
             moved, runs = self.moved.get(address, []), self.runs.get(address, [])
-            yield address, {"runs": runs, "moved": moved, "counters": {}, "overlap": {"mode": "off"}}
+            yield address, {"runs": runs, "moved": moved}
 
     def kill(self, address: str) -> None:
         del self.ledgers[address]
@@ -231,6 +231,3 @@ def test_the_last_shuffles_are_kept_and_running_ones_first() -> None:
         log.transition(f"p{number}-o0", "memory", 1.0)
     assert len(log) == MAX_SHUFFLES
     assert "runs" in {row["id"] for row in log.rows(1.0)}
-
-
-# ---- workers' counters --------------------------------------------------------------------

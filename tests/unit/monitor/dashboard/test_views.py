@@ -18,17 +18,13 @@ from dask_gpurt.monitor.dashboard.sampler import SPILLED, Sampler, WorkerSample
 from dask_gpurt.monitor.dashboard.traffic_views import TrafficHeat
 from dask_gpurt.monitor.dashboard.views import (
     MemoryOverTime,
-    OverlapTable,
     ShuffleProgress,
+    ShuffleTable,
     SpillRates,
     State,
 )
 from dask_gpurt.observe.progress import Figures
 from dask_gpurt.topology.links import Link, Speed
-
-#: The report of a worker that confines nothing, as on a host without a GPU.
-UNCONFINED = {"mode": "off"}
-CONFINED = {"mode": "calibrated"}
 
 
 def collected(*workers: WorkerSample) -> Any:
@@ -89,28 +85,12 @@ def test_each_part_is_on_the_page_once() -> None:
 
 
 def test_a_table_takes_the_room_of_its_rows_up_to_a_limit() -> None:
-    table = drawn(OverlapTable, collected())
+    table = drawn(ShuffleTable, collected())
     table.limit_height(100)
     assert not table.table.visible
     for rows, height in ((1, 2 * ROW_PX + 5), (50, 100), (2, 3 * ROW_PX + 5)):
         table.put_rows([dict.fromkeys(table.columns, str(row)) for row in range(rows)])
         assert (table.table.visible, table.table.height) == (True, height)
-
-
-@pytest.mark.parametrize(
-    "busy",
-    [
-        WorkerSample("b", overlap=CONFINED),
-        WorkerSample("b", overlap=UNCONFINED, counters={"reads.seconds.beside": 0.5}),
-        WorkerSample("b", overlap=UNCONFINED, counters={"memory.waits": 1}),
-    ],
-)
-def test_overlap_shows_the_workers_where_there_is_any(busy: WorkerSample) -> None:
-    left = WorkerSample("c", overlap=CONFINED, gone_at=1.0)
-    component = drawn(OverlapTable, collected(WorkerSample("a", overlap=UNCONFINED), busy, left))
-    assert component.source.data["worker"] == ["b"]
-    assert component.table.visible
-    assert component.heading.text == "<b>Compute beside communication and reads</b>"
 
 
 # ---- links ---------------------------------------------------------------------------------
