@@ -13,7 +13,6 @@ from dask_gpurt.dask_hooks.dashboard import Page, fill
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.dashboard.components import Component, Find
-from dask_gpurt.monitor.dashboard.traffic_views import TrafficHeat
 from dask_gpurt.monitor.dashboard.views import (
     MemoryOverTime,
     OverTime,
@@ -22,6 +21,7 @@ from dask_gpurt.monitor.dashboard.views import (
     SpillRates,
     State,
     TiersOfWorkers,
+    TrafficHeat,
     worker_select,
 )
 

@@ -15,13 +15,13 @@ from bokeh.models import Select
 from dask_gpurt.monitor.dashboard.components import ROW_PX
 from dask_gpurt.monitor.dashboard.pages import LAYOUT, PAGE, PARTS, pages
 from dask_gpurt.monitor.dashboard.sampler import SPILLED, Sampler, WorkerSample
-from dask_gpurt.monitor.dashboard.traffic_views import TrafficHeat
 from dask_gpurt.monitor.dashboard.views import (
     MemoryOverTime,
     ShuffleProgress,
     ShuffleTable,
     SpillRates,
     State,
+    TrafficHeat,
 )
 from dask_gpurt.observe.progress import Figures
 from dask_gpurt.topology.links import Link, Speed
