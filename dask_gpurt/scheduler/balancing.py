@@ -20,8 +20,8 @@ from dask_gpurt.placement import Headroom
 from dask_gpurt.scheduler.recovery import Recovery
 from dask_gpurt.scheduler.runs import sharing_outputs
 from dask_gpurt.shuffle.balance import Moves, OwnerCapacity, RunSizes, balanced
+from dask_gpurt.shuffle.messages import sizes_of_task
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.transferred import sizes_of_task
 
 logger = logging.getLogger(__name__)
 

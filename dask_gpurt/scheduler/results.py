@@ -38,9 +38,9 @@ from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleE
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.protocol import SEND_RESULTS_OP
 from dask_gpurt.scheduler.runs import IDLE_STATES, is_unfinished, owners_of
+from dask_gpurt.shuffle.messages import Transferred
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.spec import outputs_of
-from dask_gpurt.shuffle.transferred import Transferred
 
 #: Dask's stream operations by which a worker reports that it has computed and that it has released a result.
 REPORTS = ("task-finished", "release-worker-data")

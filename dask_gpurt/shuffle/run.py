@@ -28,14 +28,22 @@ from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing
 from dask_gpurt.exchange import Commit, Exchange, ExchangeClosed, PeerLost, Shard
 from dask_gpurt.exchange.calls import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from dask_gpurt.protocol import OWNERS_HANDLER, RECOVER_HANDLER, SEALED_OP
-from dask_gpurt.shuffle.messages import GONE, Message, Retire, RunInterrupted, Seal, error_of
+from dask_gpurt.shuffle.messages import (
+    GONE,
+    Message,
+    Retire,
+    RunInterrupted,
+    Seal,
+    Transferred,
+    error_of,
+    note_sizes,
+)
 from dask_gpurt.shuffle.offers import Offers, RetiredShares
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
 from dask_gpurt.shuffle.sealing import Sealing
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import RunSpec
-from dask_gpurt.shuffle.transferred import Transferred, note_sizes
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError
 from dask_gpurt.exchange import Exchange
-from dask_gpurt.shuffle.messages import GONE, RunInterrupted, Seal, Stale
+from dask_gpurt.shuffle.messages import GONE, RunInterrupted, Seal, Stale, Transferred
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.transferred import Transferred
 
 
 class Sealing:

@@ -18,7 +18,7 @@ from dask_gpurt.dask_hooks import Seam, SeamGroup
 from dask_gpurt.dask_hooks.worker import put_results
 from dask_gpurt.observe import Metrics
 from dask_gpurt.scheduler.results import REPORTS, SmallResults
-from dask_gpurt.shuffle.transferred import NOTE, Transferred
+from dask_gpurt.shuffle.messages import NOTE, Transferred
 from tests.helpers.in_process import on_cluster, until
 
 PARTS, ROWS = 6, 60

@@ -26,9 +26,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from dask_gpurt.exchange.incoming import ShardState
 from dask_gpurt.exchange.outgoing import Outbox
-from dask_gpurt.shuffle.messages import Retire
+from dask_gpurt.shuffle.messages import Retire, Transferred
 from dask_gpurt.shuffle.run import ShuffleRun
-from dask_gpurt.shuffle.transferred import Transferred
 from tests.helpers.allocations import failing_allocations, none_fails, nth_fails
 from tests.helpers.examples import examples
 from tests.helpers.exchange_processes import AttemptFailed, Message, Network, Process

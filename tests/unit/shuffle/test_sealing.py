@@ -12,10 +12,9 @@ import pytest
 from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedError
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.observe import Metrics
-from dask_gpurt.shuffle.messages import RunInterrupted, Seal, Stale
+from dask_gpurt.shuffle.messages import RunInterrupted, Seal, Stale, Transferred
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.sealing import Sealing, inputs_lost
-from dask_gpurt.shuffle.transferred import Transferred
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 #: Inputs 0 and 1, transferred on A and C; the outputs are owned by A and B.
