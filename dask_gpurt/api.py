@@ -11,8 +11,7 @@ from dask_gpurt import config
 from dask_gpurt.client import session
 from dask_gpurt.client.addresses import require_scheduler
 from dask_gpurt.client.session import is_enabled
-from dask_gpurt.observe.report import RuntimeReport
-from dask_gpurt.observe.tables import MemoryUsage
+from dask_gpurt.observe.report import MemoryUsage, RuntimeReport
 
 if TYPE_CHECKING:
     from dask_gpurt.client.explain.plan import Explanation

@@ -23,8 +23,7 @@ from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
-from dask_gpurt.observe.report import RuntimeReport
-from dask_gpurt.observe.tables import MemoryUsage
+from dask_gpurt.observe.report import MemoryUsage, RuntimeReport
 from dask_gpurt.protocol import NAME
 
 if TYPE_CHECKING:
