@@ -1,8 +1,10 @@
-"""Estimate the speeds of links from peers to this worker, from the scheduler's topology and from transfers.
+"""Know the links from peers to this worker by the scheduler's topology, and measure their bandwidth.
 
 The scheduler is asked for a link only when a shard may cross it, so that memory grows with the number of
 pairs of workers in use, not with that of all pairs. Transfers are also totalled by peer and path, for the
 worker's reports to the scheduler.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.topology import Link, Speed
+from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.estimate import WindowedRatio
 from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST
 
@@ -37,13 +39,6 @@ class PeerClass(StrEnum):
     SAME_WORKER = "same-worker"
     SAME_HOST = "same-host"
     OTHER_HOST = "other-host"
-
-
-class LinkEstimate(NamedTuple):
-    """Hold the class of a link and its speed estimated by the topology."""
-
-    link: Link
-    speed: Speed
 
 
 def _without_port(address: str) -> str:
@@ -83,7 +78,7 @@ class Links:
 
     def __init__(self, worker: WorkerServer):
         self._worker = worker
-        self._known: dict[str, LinkEstimate] = {}
+        self._known: dict[str, Link] = {}
         self._asked: dict[str, float] = {}
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
@@ -95,12 +90,12 @@ class Links:
         if peer == self._worker.address:
             return PeerClass.SAME_WORKER
         if (known := self._known.get(peer)) is not None:
-            near = known.link in WITHIN_HOST
+            near = known in WITHIN_HOST
         else:
             near = _without_port(peer) == _without_port(self._worker.address)
         return PeerClass.SAME_HOST if near else PeerClass.OTHER_HOST
 
-    async def learn(self, peer: str) -> LinkEstimate | None:
+    async def learn(self, peer: str) -> Link | None:
         """Return the link of a peer, waiting for the scheduler's reply; None if it is unknown there."""
         self._ask_soon([peer])
         if peer not in self._known and self._asking is not None:
@@ -131,8 +126,7 @@ class Links:
         with contextlib.suppress(OSError):  # if the scheduler comes back, peers are requested again
             answer = await self._worker.scheduler.gpurt_links(worker=self._worker.address, peers=peers)
             if answer is not None:  # None comes from a scheduler on which the runtime is off
-                for peer, (link, *figures) in answer.items():
-                    self._known[peer] = LinkEstimate(Link(link), Speed(*figures))
+                self._known.update({peer: Link(link) for peer, link in answer.items()})
 
     def forget(self, peers: Collection[str]) -> None:
         """Forget peers that have left."""
@@ -148,20 +142,20 @@ class Links:
 
     def observe(self, peer: str, nbytes: int, begin: float, end: float) -> None:
         """Add a completed transfer from a peer, in order of completion; times in seconds of any clock."""
-        if (known := self._known.get(peer)) is not None:
-            self._measured.setdefault(known.link, MeasuredBandwidth(known.speed)).observe(nbytes, begin, end)
+        if (link := self._known.get(peer)) is not None:
+            self._measured.setdefault(link, MeasuredBandwidth(SHIPPED[link])).observe(nbytes, begin, end)
 
     def is_measured(self, peer: str) -> bool:
         """Return whether any link of the same class as that of a peer has been measured."""
-        return peer in self._known and self._known[peer].link in self._measured
+        return self._known.get(peer) in self._measured
 
     def bandwidth_between_hosts(self, peer: str) -> float | None:
         """Return the estimated bytes per second from a peer on another host; None for any other peer."""
-        known = self._known.get(peer)
-        if known is None or known.link not in BETWEEN_HOSTS:
+        link = self._known.get(peer)
+        if link is None or link not in BETWEEN_HOSTS:
             return None
-        measured = self._measured.get(known.link)
-        return measured.bandwidth if measured else known.speed.bandwidth
+        measured = self._measured.get(link)
+        return measured.bandwidth if measured else SHIPPED[link].bandwidth
 
 
 class TransferTotals(NamedTuple):

@@ -66,8 +66,8 @@ class Peers:
         device, ticket = self._end.pools.devices.get(kind), reply["ticket"]
         link = staging = None
         if device is not None and not device.on_host:  # else read in place, or through comms
-            known = await self._end.links.learn(peer.address)
-            link, staging = known and known.link, (await self.path(peer, "host")).mapping
+            link = await self._end.links.learn(peer.address)
+            staging = (await self.path(peer, "host")).mapping
         found: Path = await self._end.offload(paths.choose, device, ticket, self._allowed, link, staging)
         found = self._held(found)
         if self._closed:  # `close` ran while this was being mapped, and did not retire it

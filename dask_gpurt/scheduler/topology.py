@@ -96,11 +96,10 @@ class SchedulerTopology:
             if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
 
-    def links(self, worker: str, peers: Sequence[str]) -> dict[str, Any]:
-        """Return class, bandwidth and latency of the link from each placed peer to a worker (handler)."""
+    def links(self, worker: str, peers: Sequence[str]) -> dict[str, str]:
+        """Return the class of link from each placed peer to a worker (handler)."""
         placed = [peer for peer in peers if self.topology.place(peer) and self.topology.place(worker)]
-        ways = {peer: self.topology.way(peer, worker) for peer in placed}
-        return {peer: (str(link), speed.bandwidth, speed.latency) for peer, (link, speed) in ways.items()}
+        return {peer: str(self.topology.link(peer, worker)) for peer in placed}
 
     def describe(self) -> dict[str, Any]:
         """Return the topology as plain values (handler)."""

@@ -41,7 +41,7 @@ class Worker:
         self.asked = Counter[str]()
 
     async def _links(self, worker: str, peers: list[str]) -> dict[str, Any]:
-        return {peer: (str(Link.TCP), 1e8, 1e-3) for peer in peers}
+        return dict.fromkeys(peers, str(Link.TCP))
 
     async def _gone(self, peers: list[str]) -> list[str]:
         return [] if self.reachable else peers
