@@ -67,6 +67,7 @@ __all__ = [
     "optimise",
     "reads_more_than_operands",
     "rebuild",
+    "rebuild_from",
     "replace_planning",
     "set_token",
     "settings",
@@ -297,10 +298,10 @@ def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
     change
         Takes an expression and returns its replacement, or the same expression.
     """
-    return _rebuilt(plan, lambda _, expr: change(expr))
+    return rebuild_from(plan, lambda _, expr: change(expr))
 
 
-def _rebuilt(plan: Expr, change: Callable[[Expr, Expr], Expr]) -> Expr:
+def rebuild_from(plan: Expr, change: Callable[[Expr, Expr], Expr]) -> Expr:
     """Rebuild a plan bottom up; the function takes each expression as it was and with replaced operands."""
     changed: dict[str, Expr] = {}
     for expr in _bottom_up(plan, _made_of):
@@ -407,7 +408,7 @@ def fuse_blockwise(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
         outside = [each for part in group for each in part.dependencies() if name_of(each) not in inside]
         return Fused(group, *outside)
 
-    return _rebuilt(plan, fused)
+    return rebuild_from(plan, fused)
 
 
 def _groups(plan: Expr) -> dict[str, list[str]]:

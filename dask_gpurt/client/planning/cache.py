@@ -35,6 +35,7 @@ from dask_gpurt.client.planning.catalogue.schema import Schema
 from dask_gpurt.client.planning.files import FileStates, has_version, source_of
 from dask_gpurt.client.planning.footers import FilesSeen
 from dask_gpurt.client.planning.fusing import fuse
+from dask_gpurt.client.planning.join_order.rule import JoinOrder
 from dask_gpurt.client.planning.keys import Plain, frozen, own
 from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
@@ -42,7 +43,6 @@ from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast
 from dask_gpurt.client.planning.rules.filters import Filters
-from dask_gpurt.client.planning.rules.join_order import JoinOrder
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.rules.row_choices import RowChoices

@@ -152,6 +152,7 @@ class Footer:
         in_pandas = _dtypes_in_pandas(schema)
         self._types = {each.name: (str(each.type), in_pandas.get(each.name)) for each in unique}
         self._leaves = _leaves_of(schema, metadata)
+        self._values: dict[Any, Values | None] = {}
 
     def type_of(self, column: Any) -> ColumnType | None:
         """Return the type of a column; None if the file has no such column, or several."""
@@ -233,6 +234,11 @@ class Footer:
 
         Columns with few values are stored as numbers of these in a dictionary.
         """
+        if column not in self._values:
+            self._values[column] = self._estimated(column)
+        return self._values[column]
+
+    def _estimated(self, column: Any) -> Values | None:
         leaf, *others = (self._leaves or {}).get(column, (None,))
         if leaf is None or others or leaf.is_nested:
             return None

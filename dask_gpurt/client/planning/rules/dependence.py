@@ -33,7 +33,7 @@ from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
 from dask.dataframe.dask_expr._repartition import Repartition
-from dask.dataframe.dask_expr._shuffle import SetIndexBlockwise, SortValues, _contains_index_name
+from dask.dataframe.dask_expr._shuffle import SetIndexBlockwise, SortValues
 from dask.dataframe.dask_expr.io.io import FromPandas, FusedIO
 
 from dask_gpurt.client.planning.operations import (
@@ -441,10 +441,11 @@ def _joins_by_name(expr: Any) -> bool:
     if (expr.operand("_npartitions"), expr.operand("broadcast")) != (None, None):
         return False
     keys = [(expr.left, expr.left_on), (expr.right, expr.right_on)]
-    given = [(side, on) for side, on in keys if on is not None]
     return not any(
-        _contains_index_name(side, on) or any(isinstance(each, Expr) for each in _listed(on))
-        for side, on in given
+        isinstance(key, Expr) or (key == index_of(side).name and key not in side.columns)
+        for side, on in keys
+        if on is not None
+        for key in _listed(on)
     )
 
 

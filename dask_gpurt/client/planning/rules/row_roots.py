@@ -14,7 +14,8 @@ Why it may be trusted
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 from dask.dataframe.dask_expr import _expr
@@ -150,33 +151,60 @@ def conjuncts(condition: Any) -> list[Any]:
     return [each for part in condition.operands for each in conjuncts(part)]
 
 
+def all_of(conditions: Sequence[Any]) -> Any:
+    """Return a condition that is true of the rows of which all conditions are.
+
+    Pandas has two kinds of booleans with nulls, for its own columns and those of Arrow, which do not go
+    together; a row for which a condition is null is left out.
+    """
+    nullable = {str(each._meta.dtype) for each in conditions} - {"bool"}
+    filled = [
+        _expr.Fillna(each, False) if str(each._meta.dtype) in nullable and len(nullable) > 1 else each
+        for each in conditions
+    ]
+    return reduce(_expr.And, filled)
+
+
 def columns_in(root: Any, condition: Any) -> set[Any] | None:
     """Return the columns of the root that a condition is on; None if it is on the root as a whole."""
-    found, seen, left = set[Any](), set[str](), [condition]
+    ends = [*ends_of(condition, lambda each: each is root or _is_column(root, each))]
+    return None if any(each is root for each in ends) else {each.operand("columns") for each in ends}
+
+
+def _is_column(root: Any, expr: Any) -> bool:
+    return type(expr) is _expr.Projection and expr.frame is root
+
+
+def ends_of(expr: Any, is_end: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield those parts of an expression on rows that are its ends, and look no further there."""
+    seen, left = set[str](), [expr]
     while left:
-        expr = left.pop()
-        if expr is root:
-            return None
-        if type(expr) is _expr.Projection and expr.frame is root:
-            found.add(expr.operand("columns"))
-        elif name_of(expr) not in seen:
-            seen.add(name_of(expr))
-            left.extend(each for each in expr.dependencies() if dimensions(each))
-    return found
+        each = left.pop()
+        if name_of(each) not in seen:
+            seen.add(name_of(each))
+            if is_end(each):
+                yield each
+            else:
+                left.extend(below for below in each.dependencies() if dimensions(below))
 
 
 def with_columns(root: Any, expr: Any, column_of: Callable[[Any], Any]) -> Any:
     """Return an expression on columns of the root with each of these replaced by another expression."""
+    return with_ends(
+        expr, lambda each: column_of(each.operand("columns")) if _is_column(root, each) else None
+    )
+
+
+def with_ends(expr: Any, instead: Callable[[Any], Any]) -> Any:
+    """Return an expression on rows with each part replaced for which a function does not return None."""
     made: dict[str, Any] = {}
 
     def moved(expr: Any) -> Any:
         if not isinstance(expr, Expr) or not dimensions(expr):
             return expr
         if (name := name_of(expr)) not in made:
-            if type(expr) is _expr.Projection and expr.frame is root:
-                made[name] = column_of(expr.operand("columns"))
-            else:
-                made[name] = type(expr)(*map(moved, expr.operands))
+            new = instead(expr)
+            made[name] = type(expr)(*map(moved, expr.operands)) if new is None else new
         return made[name]
 
     return moved(expr)

@@ -18,10 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.cache import EARLY_RULES
+from dask_gpurt.client.planning.join_order import costs, rule
+from dask_gpurt.client.planning.join_order.estimates import RowEstimates
+from dask_gpurt.client.planning.join_order.rule import JoinOrder
 from dask_gpurt.client.planning.reads import files_of, lower, read_of
-from dask_gpurt.client.planning.rules import Facts, PartitionSizes, join_order
-from dask_gpurt.client.planning.rules.join_order import JoinOrder
-from dask_gpurt.client.planning.rules.row_estimates import RowEstimates
+from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.clusters import canonical
@@ -73,14 +74,14 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Source:
     return lambda name: dd.read_parquet(folder / name)
 
 
-def tuned(result: Any, rule: Any = None) -> tuple[Any, Facts]:
-    """Return the tuned plan of a computation, changed by a rule, and its facts."""
+def tuned(result: Any, last: Any = None) -> tuple[Any, Facts]:
+    """Return the tuned plan of a computation, changed by another rule, and its facts."""
     facts = Facts(PartitionSizes(2, 2))
     plan = result.expr.finalize_compute()
     for each in EARLY_RULES:
         plan = each.apply(plan, facts)
     plan = SortOnce().apply(optimize_until(plan, "tuned-logical"), facts)
-    return plan if rule is None else rule.apply(plan, facts), facts
+    return plan if last is None else last.apply(plan, facts), facts
 
 
 def value_of(plan: Any) -> Any:
@@ -192,8 +193,8 @@ def built(source: Source, tree: Any) -> Any:
 def test_results_are_the_same_in_any_order(read: Source, tree: Any) -> None:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")
-        patch.setattr(join_order, "TO_JOIN", -9.0)  # the more bytes are joined the better, which changes most
-        patch.setattr(join_order, "WORTHWHILE", -1e9)
+        patch.setattr(costs, "TO_JOIN", -9.0)  # the more bytes are joined the better, which changes most
+        patch.setattr(rule, "WORTHWHILE", -1e9)
         expected = built(tables().__getitem__, tree)
         if len(expected) > MOST_ROWS:
             return
@@ -286,7 +287,7 @@ LARGE_FIRST: dict[str, tuple[Program, Any]] = {
 
 @pytest.mark.parametrize("name", LARGE_FIRST)
 def test_small_tables_are_joined_first(read: Source, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join_order, "WORTHWHILE", 1.0)
+    monkeypatch.setattr(rule, "WORTHWHILE", 1.0)
     program, order = LARGE_FIRST[name]
     result = program({table: read(table) for table in tables()})
     plan, facts = tuned(result, JoinOrder())

@@ -1,6 +1,6 @@
 """Make joins by columns of inner joins that look rows up by the index of the other side.
 
-Shared by :mod:`.join_order`: a lookup, or what a groupby returns, is a table like others then, and
+A lookup, or what a groupby returns, is a table like others then, and
 ``frame.merge(lookup, left_on="key", right_index=True)`` may be done earlier or later.
 
 What it does not reason about
@@ -20,26 +20,21 @@ from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._merge import Merge
 
 from dask_gpurt.client.planning.rules.dependence import numbered
-from dask_gpurt.client.planning.rules.needed_columns import listed, users_first
-from dask_gpurt.dask_hooks.planning import Expr, name_of
+from dask_gpurt.client.planning.rules.needed_columns import listed
+from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild_from
 
 
 def by_columns(plan: Expr) -> Expr:
     """Return a plan, whose results do not depend on partitions, with joins by columns in place of some."""
-    order = users_first(plan)
-    if not any(type(expr) is Merge and expr.right_index for expr in order):
+    if not any(type(expr) is Merge and expr.right_index for expr in plan.walk()):
         return plan
-    numbers, new = numbered(plan), dict[str, Any]()
-    for expr in reversed(order):
-        operands = [
-            new.get(name_of(each), each) if isinstance(each, Expr) else each for each in expr.operands
-        ]
-        same = all(one is other for one, other in zip(operands, expr.operands, strict=True))
-        made = expr if same else type(expr)(*operands)
-        is_lookup = type(expr) is Merge and name_of(expr.left) in numbers and _looks_up(expr)
-        new[name_of(expr)] = _by_column(made) if is_lookup else made
-    changed: Expr = new[name_of(plan)]
-    return changed
+    numbers = numbered(plan)
+
+    def change(old: Any, new: Any) -> Any:
+        is_lookup = type(old) is Merge and name_of(old.left) in numbers and _looks_up(old)
+        return _by_column(new) if is_lookup else new
+
+    return rebuild_from(plan, change)
 
 
 def _looks_up(join: Any) -> bool:

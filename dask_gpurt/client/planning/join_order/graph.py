@@ -1,7 +1,4 @@
-"""Find inner joins whose rows are only joined again, and describe them without an order.
-
-Shared by the parts of the rule :mod:`.join_order`, which says why the result is the same.
-"""
+"""Find inner joins whose rows are only joined again, and describe them without an order."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import pandas as pd
 from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._merge import Merge
 
-from dask_gpurt.client.planning.operations import is_of_pandas
+from dask_gpurt.client.planning.operations import dtypes_of, is_of_pandas
 from dask_gpurt.client.planning.rules.dependence import joins_columns
-from dask_gpurt.client.planning.rules.needed_columns import dimensions, keys_of_join, listed, names_in_join
-from dask_gpurt.client.planning.rules.row_roots import RowRoots, columns_in, with_columns
+from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, listed, names_in_join
+from dask_gpurt.client.planning.rules.row_roots import RowRoots, columns_in, ends_of, with_columns
 from dask_gpurt.dask_hooks.planning import name_of
 
 #: The most tables that are ordered together: the number of orders doubles with each.
@@ -51,9 +48,10 @@ class Table(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """Hold a condition on columns of stand-ins, and the tables that it is on."""
+    """Hold a condition on columns of stand-ins, and these; and the tables that it is on."""
 
     expr: Any
+    columns: frozenset[Column]
     tables: Tables
 
 
@@ -91,8 +89,14 @@ class JoinGraph:
         self.join = part.joins[0]
         self.tables = part.tables
         self._numbers = {name_of(table.stand_in): at for at, table in enumerate(part.tables)}
+        self._positions = {
+            (at, name): (at, position)
+            for at, table in enumerate(part.tables)
+            for position, name in enumerate(table.frame.columns)
+        }
         self.columns = {name: part.columns[name] for name in needed}
-        self.conditions = [Condition(each, self._tables_of(each)) for each in part.conditions]
+        self._shown = frozenset[Column]().union(*map(self._columns_in, self.columns.values()))
+        self.conditions = [self._condition(each) for each in part.conditions]
         self.keys: list[dict[int, Hashable]] = []
         for one, other in part.pairs:
             if not self._equate(one, other):
@@ -112,17 +116,6 @@ class JoinGraph:
         """Return the table and the label of a column."""
         return self._numbers[name_of(expr.frame)], expr.operand("columns")
 
-    def columns_in(self, expr: Any) -> Iterator[Any]:
-        """Yield the columns of stand-ins that an expression is made of."""
-        left, seen = [expr], set[str]()
-        while left:
-            each = left.pop()
-            if self.is_column(each):
-                yield each
-            elif name_of(each) not in seen:
-                seen.add(name_of(each))
-                left.extend(below for below in each.dependencies() if dimensions(below))
-
     def is_column(self, expr: Any) -> bool:
         """Return whether an expression is a column of a stand-in."""
         return type(expr) is _expr.Projection and name_of(expr.frame) in self._numbers and expr.ndim == 1
@@ -137,29 +130,26 @@ class JoinGraph:
         columns
             Those that are there, by default all: of keys that are equal one is enough to join by.
         """
-        later = [each.expr for each in self.conditions if not each.tables <= tables or len(tables) == 1]
-        found = {
-            self.column_of(column)
-            for expr in (*self.columns.values(), *later)
-            for column in self.columns_in(expr)
-        }
+        later = (each.columns for each in self.conditions if not each.tables <= tables or len(tables) == 1)
+        found = set(self._shown.union(*later))
         for keys in self.keys:
             own = [
                 each for each in keys.items() if each[0] in tables and (columns is None or each in columns)
             ]
             if keys.keys() - tables and not found.intersection(own):
                 found.update(own[:1])
-        return sorted((each for each in found if each[0] in tables), key=self._position)
+        return sorted((each for each in found if each[0] in tables), key=self._positions.__getitem__)
 
-    def _position(self, column: Column) -> tuple[int, int]:
-        return column[0], list(self.tables[column[0]].frame.columns).index(column[1])
+    def _columns_in(self, expr: Any) -> frozenset[Column]:
+        return frozenset(map(self.column_of, ends_of(expr, self.is_column)))
 
-    def _tables_of(self, expr: Any) -> Tables:
-        return frozenset(self.column_of(each)[0] for each in self.columns_in(expr))
+    def _condition(self, expr: Any) -> Condition:
+        columns = self._columns_in(expr)
+        return Condition(expr, columns, frozenset(table for table, _ in columns))
 
     def _equate(self, one: Any, other: Any) -> bool:
         """Make keys of two columns, and return whether each table has one of each kind still."""
-        if not are_comparable(one, other):
+        if not are_comparable(one.frame, one.operand("columns"), other.frame, other.operand("columns")):
             return False
         pair = {self.column_of(one), self.column_of(other)}
         joined = [keys for keys in self.keys if pair & keys.items()]
@@ -298,17 +288,17 @@ def _is_free(join: Any) -> bool:
     return (
         all(len({*frame.columns}) == len(frame.columns) for frame in frames)
         and len(keys[0]) == len(keys[1]) > 0
-        and all(
-            are_comparable(_expr.Projection(join.left, one), _expr.Projection(join.right, other))
-            for one, other in zip(*keys, strict=True)
-        )
+        and all(are_comparable(join.left, one, join.right, other) for one, other in zip(*keys, strict=True))
     )
 
 
-def are_comparable(one: Any, other: Any) -> bool:
-    """Return whether two columns have the same dtype, in which values that are equal are the same."""
-    dtype = one._meta.dtype
-    if bool(dtype != other._meta.dtype):
+def are_comparable(one: Any, name: Hashable, other: Any, other_name: Hashable) -> bool:
+    """Return whether columns of two frames have one dtype, in which equal values are the same."""
+    dtype, other_dtype = (
+        dtypes_of(frame)[list(frame.columns).index(label)]
+        for frame, label in ((one, name), (other, other_name))
+    )
+    if bool(dtype != other_dtype):
         return False
     if isinstance(dtype, np.dtype) and dtype.kind == "O":
         return not is_of_pandas(one)  # texts in cudf, and anything in pandas

@@ -1,0 +1,81 @@
+"""Decide in which order tables are joined, and say so."""
+
+from __future__ import annotations
+
+from dask.dataframe.dask_expr._merge import Merge
+
+from dask_gpurt.client.planning.join_order.building import ordered
+from dask_gpurt.client.planning.join_order.costs import Costs, Joined
+from dask_gpurt.client.planning.join_order.estimates import RowEstimates, UnknownSizeError
+from dask_gpurt.client.planning.join_order.graph import JoinFinder, JoinGraph, OrderError, Tree
+from dask_gpurt.client.planning.join_order.lookups import by_columns
+from dask_gpurt.client.planning.reads import parquet_reads
+from dask_gpurt.client.planning.rules import Facts
+from dask_gpurt.client.planning.rules.row_roots import RowRoots
+from dask_gpurt.client.planning.rules.table_sizes import independence_of
+from dask_gpurt.dask_hooks.planning import Expr, name_of, rebuild_from
+
+#: What an order may cost at most, of what that of the program costs, to be taken: estimates are not exact.
+WORTHWHILE = 0.8
+
+
+class JoinOrder:
+    """Join tables in the order in which the fewest bytes are joined and moved."""
+
+    def apply(self, plan: Expr, facts: Facts) -> Expr:
+        """Return a plan whose inner joins are ordered by sizes."""
+        if sum(type(expr) is Merge for expr in plan.walk()) < 2:
+            return plan
+        bare, dependent = facts.bare(plan)
+        if dependent:
+            self._leave(facts, plan, f"since results depend on partitions: {dependent}")
+            return plan
+        changed = bare = by_columns(bare)
+        try:
+            if not (orders := self._orders(bare, facts)):
+                return plan
+            known = independence_of(bare, facts.tables)
+        except OSError as error:  # a file has gone, which Dask finds out as it reads it
+            self._leave(facts, plan, f"since a table cannot be read: {error!r}")
+            return plan
+        if known is None:
+            self._leave(facts, plan, "since dtypes vary from file to file")
+            return plan
+        facts.tables.rely_on_dtypes(known)
+        for graph, tree in orders:  # the last joins first: their tables are as they were
+            changed = _with(changed, name_of(graph.join), ordered(graph, tree))
+        return changed
+
+    def _leave(self, facts: Facts, plan: Expr, why: str) -> None:
+        facts.note(self, name_of(plan), f"has its joins in the order of the program, {why}")
+
+    def _orders(self, plan: Expr, facts: Facts) -> list[tuple[JoinGraph, Tree]]:
+        """Return joins, and the orders in which their tables are joined, where these are others."""
+        found = []
+        roots, estimates = RowRoots(plan), RowEstimates(facts.tables)
+        blocksize = max((each.blocksize for each in parquet_reads(plan).values()), default=0)
+        finder = JoinFinder(roots)
+        for part in finder.parts():
+            name = name_of(part.joins[0])
+            try:
+                graph = finder.graph(part)
+                costs = Costs(graph, estimates, roots, facts.sizes.of(blocksize)[1])
+                now, best = costs.of_tree(graph.tree), costs.best()
+            except (OrderError, UnknownSizeError) as error:
+                facts.note(self, name, f"is joined in the order of the program: {error}")
+                continue
+            text = f"{len(graph.tables)} tables, which costs about {_mib(now)}, by sizes {_mib(best)}"
+            is_worthwhile = best.cost <= now.cost * WORTHWHILE
+            end = "ordered by sizes" if is_worthwhile else "left in the order of the program"
+            facts.note(self, name, f"joins {text}: {end}", done=is_worthwhile)
+            if is_worthwhile:
+                found.append((graph, best.tree))
+        return found
+
+
+def _with(plan: Expr, name: str, expr: Expr) -> Expr:
+    return rebuild_from(plan, lambda old, new: expr if name_of(old) == name else new)
+
+
+def _mib(plan: Joined) -> str:
+    return f"{plan.cost / 2**20:.1f} MiB"
