@@ -164,9 +164,9 @@ def has_kinds(expr: Any, kinds: str) -> bool:
 
 def _fits(value: Any, dtype: Any) -> bool:
     """Return whether a column keeps its dtype if values of it are replaced by another one."""
+    if pd.api.types.is_bool_dtype(dtype):
+        return isinstance(value, (bool, np.bool_))
     if isinstance(dtype, np.dtype):
-        if dtype.kind == "b":
-            return isinstance(value, (bool, np.bool_))
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             return False
         if dtype.kind in "iu":

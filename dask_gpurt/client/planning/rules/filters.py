@@ -69,6 +69,7 @@ from dask_gpurt.client.planning.rules.row_roots import (
     Conditions,
     Place,
     RowRoots,
+    all_of,
     columns_in,
     conjuncts,
     with_columns,
@@ -392,7 +393,7 @@ class _Plan(RowRoots):
 
         def filtered(frame: Any, conditions: list[Any]) -> Any:
             made = [renewed(each) for each in conditions]
-            return _expr.Filter(renewed(frame), reduce(_expr.And, made)) if made else renewed(frame)
+            return _expr.Filter(renewed(frame), all_of(made)) if made else renewed(frame)
 
         for expr in reversed(self.order):
             name = name_of(expr)

@@ -297,6 +297,12 @@ LATE: dict[str, Callable[[Any, Any], Any]] = {
         .pipe(where, lambda rows: (rows.day == 2) & rows.name.isin(["a", "b"]))
         .twice.sum()
     ),
+    "two kinds of booleans with nulls": lambda large, small: (
+        large.merge(small, on="key")
+        .pipe(where, lambda rows: rows.s.str.contains("1|2"))
+        .pipe(where, lambda rows: rows.s != "s2")
+        .more.sum()
+    ),
     "a suffix": lambda large, small: (
         large.merge(small, on="key").pipe(where, lambda rows: rows.x_y > 1).more.sum()
     ),
