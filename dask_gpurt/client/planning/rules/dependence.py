@@ -6,14 +6,16 @@ A result is the same if each operation of the plan is one of these, with the gua
 - a *join* on columns whose dtypes do not vary, or on the index of groups. It finds the same rows, in no
   order, however they are divided;
 - an *aggregation* of Dask's own whose value does not depend on the order of rows;
-- *rows one below the other*: concatenations, sorts, and repartitions into a single partition.
+- *rows one below the other*: concatenations, sorts, and repartitions into a single partition;
+- anything else, also functions of the user, *on a single partition* whose rows, labels and order are fixed,
+  such as sorted groups; arithmetic of two of them by their labels, in any order.
 
 No operation may have categorical data. Which labels and which order the rows of the result have is followed
 through the plan, too: if they depend on partitions, so does the result.
 
 What it does not reason about
     Functions of the user, other libraries, and operations without a guarantee, which all depend on partitions
-    for it; how likely it is that a result would differ; results that stay on the cluster.
+    for it unless there is one; how likely it is that a result would differ; results that stay on the cluster.
 Why it may be trusted
     Each guarantee has a test with rows divided at random (``tests/unit/client/planning/test_operations.py``).
 The figure
@@ -31,6 +33,7 @@ from typing import Any, NamedTuple, cast
 from dask._expr import Expr, _ExprSequence
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
+from dask.dataframe.dask_expr._cumulative import CumulativeAggregations
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
 from dask.dataframe.dask_expr._repartition import Repartition
 from dask.dataframe.dask_expr._shuffle import SetIndexBlockwise, SortValues
@@ -78,6 +81,11 @@ _COUNTS = (_reductions.Count, _reductions.Len, _reductions.Size, _groupby.Count,
 _COUNTS_BY_NAME = frozenset(["count", "size"])
 #: Operations on several rows that leave them their labels.
 _KEEPING_LABELS = (Concat, SortValues, Repartition, _reductions.NLargest, _reductions.DropDuplicates)
+#: Operations that make one partition of single ones, without a look at these to find out how many.
+_ON_ONE = (
+    *(_expr.Blockwise, _expr.MaybeAlignPartitions, _expr.OpAlignPartitions, _expr.Head, _expr.Tail),
+    CumulativeAggregations,
+)
 #: Expressions of Delayed objects, whose results may be anything.
 _WITHOUT_META = (_expr._DelayedExpr, _expr.DelayedsExpr)
 #: Subclasses by other libraries may do anything.
@@ -214,6 +222,22 @@ def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> d
 
 def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None) -> _Rows | None:
     """Describe the rows of an expression, given those of its inputs; None if they depend on partitions."""
+    found = _rows_by_guarantees(expr, inputs, files)
+    return _rows_of_one(expr, inputs) if found is None and inputs else found
+
+
+def _rows_of_one(expr: Any, inputs: list[_Rows]) -> _Rows | None:
+    """Describe what an operation of Dask's own makes of the same single partitions."""
+    none, order = frozenset[str](), max(rows.order for rows in inputs)
+    is_on_same = not any(rows.sources or rows.labels or rows.columns.varying for rows in inputs)
+    is_known = isinstance(expr, _ON_ONE) and type(expr).__module__.partition(".")[0] in _LIBRARIES
+    if not is_on_same or not is_known or has_categories(expr):
+        return None
+    is_by_labels = isinstance(expr, _expr.OpAlignPartitions)
+    return _Rows(none, none, _Labels.VALUES, order, Columns()) if is_by_labels or not order else None
+
+
+def _rows_by_guarantees(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None) -> _Rows | None:
     if type(expr).__module__.partition(".")[0] not in _LIBRARIES and type(expr) not in _OF_RULES:
         return None
     if inputs and is_on_rows(expr):

@@ -219,6 +219,27 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
         .groupby("label")
         .none.sum()
     ),
+    "quotient of groups of which some are missing": lambda large, small: (
+        large[large.key > 9].groupby("key").value.sum() / large.groupby("key").value.sum()
+    ).sum(),
+    "running sum of groups": lambda large, small: (
+        large.groupby("key", sort=True).value.sum().cumsum().reset_index()
+    ),
+    "a function on rows of groups": lambda large, small: (
+        large.groupby("key", sort=True)
+        .value.sum()
+        .reset_index()
+        .apply(lambda row: row.key * row.value, axis=1, meta=("x", float))
+        .to_frame()
+    ),
+    "differences of sorted groups": lambda large, small: (
+        large.groupby(["key", "number"], sort=True)
+        .value.sum()
+        .to_frame()
+        .sort_values("value")
+        .diff()
+        .shift(1)
+    ),
 }
 
 
@@ -256,6 +277,12 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "first duplicate": lambda large, small: large[["key", "name"]].drop_duplicates(subset=["name"]),
     "a user's reduction": lambda large, small: large.value.reduction(len, aggregate=sum, meta=int),
     "sample": lambda large, small: large[["key"]].sample(frac=0.5, random_state=1),
+    "a function on rows of groups in no fixed order": lambda large, small: (
+        large.groupby("name", sort=False).value.sum().map_partitions(lambda part: part.cumsum())
+    ),
+    "a function on joined rows": lambda large, small: (
+        small.merge(large, on="key").repartition(npartitions=1).map_partitions(lambda part: part.tail(1))
+    ),
     "eval": lambda large, small: large.eval("value = value - value.mean()").groupby("key").value.max(),
     "where": lambda large, small: large[["key"]].where(lambda part: part > part.mean()).key.sum(),
     "mask": lambda large, small: large[["key"]].mask(lambda part: part > part.mean()).key.sum(),
