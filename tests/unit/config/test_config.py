@@ -357,12 +357,13 @@ def test_preload_file_names_the_hook_for_every_role() -> None:
 
 def test_version_is_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["dynamic"] == ["version"]
+    assert project["project"]["dynamic"] == ["readme", "version"]
     attribute = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
     assert attribute == "dask_gpurt._version.__version__"
     assert pkgutil.resolve_name(attribute) is dask_gpurt.__version__
     recipe = yaml.safe_load((ROOT / "conda/recipe/recipe.yaml").read_text())
     assert recipe["context"]["version"] == dask_gpurt.__version__
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == dask_gpurt.__version__
 
 
 def test_a_setting_that_no_process_reads_is_said_once(

@@ -102,9 +102,9 @@ def _literals() -> Iterator[str]:
 # ---- README --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["-m dask_gpurt demo", "-m pytest"])
-def test_the_two_commands_stand_there(command: str) -> None:
-    line = f'python -m pip install -e ".[test]" && python {command}'
+@pytest.mark.parametrize(("extra", "command"), [("demo", "-m dask_gpurt demo"), ("test", "-m pytest")])
+def test_the_two_commands_stand_there(extra: str, command: str) -> None:
+    line = f'python -m pip install -e ".[{extra}]" && python {command}'
     assert [block.splitlines() for block in blocks(text("README.md"), "console")].count([line]) == 1
 
 
