@@ -83,6 +83,11 @@ without_compiler() {
         grep -q "the interposer was not built" doctor
 }
 
+# The sdist and the wheel, in an environment without the tree.
+release_files() {
+    ci/release_files.sh "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+}
+
 # In an environment of its own, which tests nothing else.
 docs_site() (
     environment "$scratch/docs" && ci/docs.sh "$scratch/site"
@@ -95,6 +100,7 @@ readers() {
     step "mypy" mypy --strict dask_gpurt
     step "import contract" lint-imports
     step "install without a compiler" without_compiler
+    step "sdist and wheel" release_files
     if [ "$SITE" ]; then step "documentation" docs_site; fi
 }
 
