@@ -12,6 +12,7 @@ from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup
 _EXTENSION = "distributed.shuffle._scheduler_plugin:ShuffleSchedulerPlugin."
 _RUNS = "distributed.shuffle._worker_plugin:_ShuffleRunManager."
 _PLUGIN = "distributed.shuffle._worker_plugin:ShuffleWorkerPlugin."
+_ENGINE = "dask.dataframe.io.parquet.arrow:ArrowDatasetEngine."
 _EXPR = "dask.dataframe.dask_expr."
 _CORE = "distributed.shuffle._core:"
 _TASKS = "dask._task_spec:"
@@ -261,6 +262,29 @@ PLANNING = SeamGroup(
     without="each query is planned anew, and no tasks are fused, as with Dask",
 )
 #: How a client gets the results of a computation, and the task that puts the partitions of one together.
+#: How a task reads a Parquet file for pandas: which of it is replaced, to read dictionaries.
+DICTIONARY_READS = SeamGroup(
+    "dictionaries in files",
+    (
+        Seam(
+            _ENGINE + "read_partition",
+            "cls fs pieces columns index dtype_backend categories partitions filters schema kwargs",
+        ),
+        Seam(
+            _ENGINE + "_read_table",
+            "cls path_or_frag fs row_groups columns schema filters partitions partition_keys kwargs",
+        ),
+        Seam(
+            _ENGINE + "_arrow_table_to_pandas",
+            "cls arrow_table categories dtype_backend convert_string kwargs",
+        ),
+        Seam(
+            "dask.dataframe.io.parquet.core:ParquetFunctionWrapper.__init__",
+            "self engine fs meta columns index dtype_backend kwargs common_kwargs",
+        ),
+    ),
+    without="the strings of keys are read one by one",
+)
 RESULTS_FOR_CLIENTS = SeamGroup(
     "results for clients",
     (
@@ -395,6 +419,7 @@ PARTS = (
     *REQUIRED,
     READS,
     PLANNING,
+    DICTIONARY_READS,
     RESULTS_FOR_CLIENTS,
     RUN_LOOKUP,
     RESULTS,

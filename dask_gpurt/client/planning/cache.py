@@ -42,6 +42,7 @@ from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_to_stay
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast
+from dask_gpurt.client.planning.rules.coded_groups import CodedGroups
 from dask_gpurt.client.planning.rules.filters import Filters
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
@@ -92,7 +93,7 @@ EARLY_RULES: tuple[Rule, ...] = (RowChoices(), Unequal(), UsedAggregates(), Filt
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (
     *(UsedAssignments(), SortOnce(), SkipFiles(), JoinOrder()),
-    *(Broadcast(), PartitionSize(), LocalGroups(), WholeGroups()),
+    *(Broadcast(), PartitionSize(), LocalGroups(), WholeGroups(), CodedGroups()),
 )
 
 

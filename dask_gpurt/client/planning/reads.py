@@ -21,11 +21,13 @@ from dask.utils import parse_bytes
 from fsspec.implementations.local import LocalFileSystem as FsspecFiles
 from pyarrow.fs import LocalFileSystem as ArrowFiles
 
+from dask_gpurt.dask_hooks.dictionary_reads import with_dictionaries
 from dask_gpurt.dask_hooks.planning import is_sequence, keys_of
 
 __all__ = [
     "LOWERED",
     "CheckedRead",
+    "CodedRead",
     "FewerPartitions",
     "ParquetRead",
     "count_columns",
@@ -267,6 +269,30 @@ def local_files(expr: Expr) -> list[str]:
     """Return all files on file systems of this host that an expression reads."""
     reads = (read for read in map(read_of, expr.walk()) if read is not None and is_local(read))
     return sorted({path for read in reads for path in files_of(read)})
+
+
+class CodedRead(FusedIO):
+    """Read the files of a table, with some columns as categories.
+
+    The operands are the read and the names of the columns. Whatever takes the rows has to know: to Dask they
+    have the dtypes of the read.
+    """
+
+    _parameters = ["_expr", "coded"]
+
+    @property
+    def _fusion_buckets(self) -> list[Any]:
+        inner = self.operands[0]
+        return inner._fusion_buckets if isinstance(inner, FusedIO) else [[at] for at in inner._partitions]
+
+    def _divisions(self) -> Any:
+        return self.operands[0]._divisions()
+
+    def _task(self, name: Key, index: int) -> Task:
+        read: Any = read_of(self)
+        parts = [read._plan["parts"][at] for at in self._fusion_buckets[index]]
+        pieces = [piece for part in parts for piece in (part if isinstance(part, list) else [part])]
+        return Task(name, with_dictionaries(read, self.operands[1]), pieces, _data_producer=True)
 
 
 class CheckedRead(FusedIO):
