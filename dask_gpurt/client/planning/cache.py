@@ -46,6 +46,7 @@ from dask_gpurt.client.planning.rules.coded_groups import CodedGroups
 from dask_gpurt.client.planning.rules.filters import Filters
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
+from dask_gpurt.client.planning.rules.renaming import Renaming
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
 from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
 from dask_gpurt.client.planning.rules.sorting import SortOnce
@@ -89,7 +90,7 @@ from dask_gpurt.observe.methods import Choices
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
 
 #: The rules for plans as users write them, before Dask simplifies these, in the order of application.
-EARLY_RULES: tuple[Rule, ...] = (RowChoices(), Unequal(), UsedAggregates(), Filters())
+EARLY_RULES: tuple[Rule, ...] = (*(RowChoices(), Unequal(), UsedAggregates(), Renaming(), Filters()),)
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (
     *(UsedAssignments(), SortOnce(), SkipFiles(), JoinOrder()),

@@ -519,6 +519,40 @@ def test_a_query_reads_the_columns_that_are_needed(read: Callable[[str], Any]) -
         assert set(table.columns) <= {"x", "n", "s"}
 
 
+def set_columns(frame: Any, labels: list[Any]) -> Any:
+    frame = frame.copy()
+    frame.columns = labels
+    return frame
+
+
+#: How programs name columns, and whether these names follow from the old ones.
+NAMES: dict[str, tuple[Callable[[Any], Any], bool]] = {
+    "a function": (lambda small: small.rename(columns=str.upper), True),
+    "labels": (lambda small: set_columns(small, ["a", "label", "c", "key", "x"]), True),
+    "a label that occurs twice": (lambda small: set_columns(small, ["a", "a", "c", "d", "e"]), False),
+    "numbers": (lambda small: set_columns(small, [0, 1, 2, 3, 4]), False),
+    "a function that makes one name of several": (
+        lambda small: small.rename(columns=lambda name: name[:1] if name < "m" else "k"),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_are_named_by_a_mapping(read: Callable[[str], Any], name: str) -> None:
+    program, is_changed = NAMES[name]
+    renamed, expected = program(read("small")), program(tables()["small"])
+    plan, facts = ruled(renamed)
+    assert any(note.rule == "Renaming" for note in facts.notes) == is_changed
+    pd.testing.assert_frame_equal(value_of(plan), value_of(computation(renamed)))
+    if is_changed:
+        label = expected.columns[1]
+        plan = optimize_until(ruled(renamed[label].count())[0], "simplified-logical")
+        (table,) = plan.find_operations(ReadParquet)
+        assert table.columns == ["x"]
+        assert value_of(plan) == expected[label].count()
+
+
 @pytest.mark.parametrize(
     "text",
     ["n > @limit", "n.abs() > 1", "index > 1", "flag == 1", "d == '2020-01-01'", "key + n > 3", "n ** 2 > 3"],
