@@ -66,7 +66,7 @@ class _Attribute:
 class _Item:
     """Access an item of a mapping, such as a server's handler."""
 
-    def __init__(self, mapping: MutableMapping[str, Any], key: str):
+    def __init__(self, mapping: MutableMapping[Any, Any], key: Any):
         self.mapping, self.key = mapping, key
 
     def read(self) -> Any:
@@ -239,7 +239,7 @@ class PatchSet:
         patch = _Patch(_Item(mapping, key), self._layer)
         self._install(patch, patch.function(mapping[key], wrap))
 
-    def add_item(self, mapping: MutableMapping[str, Any], key: str, value: Any) -> None:
+    def add_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Set an item of a mapping; restoring brings back the previous item, if any."""
         patch = _Patch(_Item(mapping, key), self._layer)
         patch.install(value)

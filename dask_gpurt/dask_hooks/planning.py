@@ -34,7 +34,13 @@ from dask.dataframe.dask_expr._repartition import RepartitionSize
 from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FromMap, FusedIO
 from dask.delayed import Delayed
-from dask.tokenize import TokenizationError, _tokenize_deterministic, tokenize
+from dask.tokenize import (
+    TokenizationError,
+    _tokenize_deterministic,
+    normalize_object,
+    normalize_token,
+    tokenize,
+)
 from dask.typing import Key
 from dask.utils import methodcaller
 from fsspec.config import conf as fsspec_options
@@ -537,6 +543,20 @@ def replace_planning(
     PLANNING.require()
     patches.replace_all(wraps)
     patches.add_item(vars(parquet), PLANNING["_CACHED_PLAN_SIZE"].attribute, file_plans)
+    patches.add_item(normalize_token._lookup, type, _token_of_class)
+
+
+#: What Dask hashes of a class of its own, as a part of the name of each expression.
+_TOKENS_OF_CLASSES: dict[type, Any] = {}
+
+
+def _token_of_class(kind: type) -> Any:
+    """Return what Dask hashes of a class; its own are pickled once, and not for each expression."""
+    if (found := _TOKENS_OF_CLASSES.get(kind)) is None:
+        found = normalize_object(kind)
+        if str(kind.__module__).partition(".")[0] in ("dask", "dask_cudf", "dask_gpurt"):
+            _TOKENS_OF_CLASSES[kind] = found
+    return found
 
 
 def _where_own(owner: type, replacement: Replacement, original: Callable[[Any], Any]) -> Callable[[Any], Any]:

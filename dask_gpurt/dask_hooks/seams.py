@@ -221,6 +221,8 @@ PLANNING = SeamGroup(
         Seam("dask._expr:_ExprSequence"),
         Seam("dask._task_spec:convert_legacy_graph"),
         Seam("dask.tokenize:_tokenize_deterministic", "args kwargs"),
+        Seam("dask.tokenize:normalize_token"),
+        Seam("dask.tokenize:normalize_object", "o"),
         Seam(_EXPR + "_expr:Isin"),
         Seam(_EXPR + "_expr:Literal"),
         Seam(_EXPR + "_expr:_DelayedExpr"),

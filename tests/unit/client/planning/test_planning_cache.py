@@ -19,8 +19,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask.base import collections_to_expr
-from dask.dataframe.dask_expr._expr import Filter
+from dask.dataframe.dask_expr._expr import Filter, Projection
 from dask.dataframe.dask_expr._merge import Merge
+from dask.tokenize import tokenize
 from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt import dask_hooks
@@ -349,3 +350,26 @@ def test_operands_that_python_takes_for_equal_have_different_keys() -> None:
     assert frozen({"a": [1]}) == frozen({"a": [1]}) != frozen([("a", [1])])
     assert frozen(lambda: 0) is None
     assert frozen([pd.Series([1])]) is None
+
+
+class _Own: ...
+
+
+def test_classes_of_dask_are_pickled_once_for_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds, pickled = [Projection, _Own], list[object]()
+    expected = [tokenize(kind) for kind in kinds]
+    original = dask.tokenize._normalize_pickle
+
+    def counting(value: object) -> tuple[object, ...]:
+        pickled.append(value)
+        return original(value)
+
+    monkeypatch.setattr(dask.tokenize, "_normalize_pickle", counting)
+    planner = Planner()
+    planner.cache.install()
+    try:
+        assert [[tokenize(kind) for kind in kinds] for _ in range(3)] == [expected] * 3
+    finally:
+        planner.cache.remove()
+    assert pickled.count(Projection) <= 1
+    assert pickled.count(_Own) == 3
