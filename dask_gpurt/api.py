@@ -161,10 +161,10 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsa
         A printable table. ``to_pandas()`` returns a frame with the same names of tiers.
 
         By tier, in bytes: ``capacity`` is the size of the tier. It holds ``partitions``, pulled ``shards``,
-        and ``reservations``; ``headroom`` is the rest. In addition to these there are ``published``, the
-        shards in the exchange pools, ``cudf``, the bytes that cudf has spilled itself, and ``unmanaged``,
-        the other memory of the process. On workers without a GPU the tiers are ``memory``, ``shared memory``
-        (that of the pools), and ``disk``.
+        and ``reservations``; ``headroom`` is the rest, which ``cached`` ranges of files use until it is
+        needed. In addition to these there are ``published``, the shards in the exchange pools, ``cudf``, the
+        bytes that cudf has spilled itself, and ``unmanaged``, the other memory of the process. On workers
+        without a GPU the tiers are ``memory``, ``shared memory`` (that of the pools), and ``disk``.
 
         By prefix: ``bytes`` is the size of the ``partitions`` made by tasks with a ``prefix``. The ``kind``
         may also be ``shards`` or ``reservations``, which is then the prefix too. Memory shared by several

@@ -115,6 +115,8 @@ class Settings:
     enabled: bool = _setting(values.boolean)
     client: bool = _setting(values.boolean)
     takeover: bool | str = _setting(values.takeover)
+    #: 0 if nothing is kept.
+    cache: Size | int | None = _setting(values.size_or_off)
     exchange: ExchangeSettings = _section(ExchangeSettings)
     shuffle: ShuffleSettings = _section(ShuffleSettings)
     memory: MemorySettings = _section(MemorySettings)

@@ -120,6 +120,15 @@ def size_or_none(key: str, value: object) -> Size | int | None:
     return size_or_auto(key, value)
 
 
+def size_or_off(key: str, value: object) -> Size | int | None:
+    # YAML reads a bare `off` as False.
+    if str(value).strip().lower() in ("off", "false"):
+        return 0
+    if str(value).strip().lower() == "auto":
+        return None
+    return Size.parse(value, key=key, expected=f"'auto', 'off', {_A_SIZE}")
+
+
 def nbytes(key: str, value: object) -> int:
     size = Size.parse(value, key=key, expected=_BYTES)
     if size.bytes is None:

@@ -5,21 +5,27 @@ Dask collects them as it plans a read: paths, sizes, statistics and a checksum.
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial, wraps
 from typing import Any
 
 from dask._expr import Expr
+from dask._task_spec import Task
 from dask.dataframe.dask_expr._expr import Literal
 from dask.dataframe.dask_expr.io import parquet
+from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
+from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 from dask.tokenize import TokenizationError, tokenize
+from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.implementations.local import LocalFileSystem
 from pyarrow.fs import FileInfo
 
 from dask_gpurt.dask_hooks.patch import Method, PatchSet
-from dask_gpurt.dask_hooks.seams import READS
+from dask_gpurt.dask_hooks.seams import READ_PARQUET, READS
 
 #: Operands in which an expression caches facts about files; its name follows from the files themselves.
 OF_FILES = frozenset({"_dataset_info_cache", "_pq_length_stats"})
@@ -165,6 +171,114 @@ def _renewed(fragment: Any) -> Any:
     # Made of a copy, since packing empties a wrapper, which other threads may use.
     unpickle, packed = parquet.FragmentWrapper(fragment.fragment, fragment._filesystem).__reduce__()
     return unpickle(*packed)
+
+
+# ---- reads through other files --------------------------------------------------------------------
+
+#: The file systems of Arrow that tell one version of a file from another, and the modules that have them.
+ARROW_STORES = frozenset({"s3", "gcs", "abfs"})
+_ARROW_STORES = (b"pyarrow._s3fs", b"pyarrow._gcsfs", b"pyarrow._azurefs")
+
+
+def read_through(
+    patches: PatchSet,
+    fsspec: Callable[[Any, Callable[[Any], Any]], Any],
+    arrow: Callable[[Any, Any, Callable[[Any], Any]], Any],
+) -> None:
+    """Have tasks read Parquet files that are not local in another way, unless by an engine of the user.
+
+    Parameters
+    ----------
+    fsspec
+        Called with a file system, and a function that reads by the file system that it is given.
+    arrow
+        Called with the fragment of a file on a store, in Dask's wrapper, the columns, and a function that
+        reads a fragment, in a wrapper or not.
+
+    Raises
+    ------
+    UnsupportedError
+        If a reader differs from the known one.
+    """
+
+    def by_fsspec(read: Method) -> Method:
+        @wraps(read)
+        def reading(self: Any, part: Any) -> Any:
+            if self.engine is not ArrowDatasetEngine or is_local(self.fs):
+                return read(self, part)
+            return fsspec(self.fs, lambda files: read(_with_files(self, files), part))
+
+        return reading
+
+    def by_arrow(read: Method) -> Method:
+        @wraps(read)
+        def reading(fragment_wrapper: Any, filters: Any, columns: Any, schema: Any) -> Any:
+            def of(fragment: Any) -> Any:
+                return read(fragment, filters, columns, schema)
+
+            wrapper = _renewed(fragment_wrapper)
+            if type(wrapper) is not parquet.FragmentWrapper:  # of another worker of this process
+                return of(wrapper)
+            is_stored = wrapper.fragment.filesystem.type_name in ARROW_STORES
+            return arrow(wrapper, columns, of) if is_stored else of(wrapper)
+
+        return reading
+
+    patches.replace_all({READ_PARQUET: by_fsspec, READS["_fragment_to_table"]: by_arrow})
+
+
+def is_local(files: Any) -> bool:
+    """Return whether a file system of fsspec, as Dask has it in a read, is this host's."""
+    return isinstance(files, (LocalFileSystem, ArrowFSWrapper))
+
+
+def _with_files(reader: Any, files: Any) -> Any:
+    found = copy.copy(reader)
+    found.fs = files
+    return found
+
+
+#: A row group of a file, by path and number; all of the file if the number is None.
+Piece = tuple[str, int | None]
+
+
+def pieces_read(spec: Any) -> list[Piece]:
+    """Return what a task reads of Parquet files that are not on this host. In some microseconds."""
+    found: list[Piece] = []
+    left = [spec]
+    while left:
+        node = left.pop()
+        if isinstance(node, Task):
+            if type(node.func) is ParquetFunctionWrapper:
+                found += _pieces_of_parts(node.func.fs, node.args[0])
+            elif node.has_subgraph():
+                left += [each for each in node.args[0].values() if each.data_producer]
+            else:
+                left += node.args
+                left += node.kwargs.values()
+        elif type(node) is parquet.FragmentWrapper:
+            if (path := _remote_path(node)) is not None:
+                found.append((path, None))
+        elif type(node) in (list, tuple):  # of several files
+            left += node
+    return found
+
+
+def _pieces_of_parts(files: Any, parts: Any) -> Iterator[Piece]:
+    if not is_local(files):
+        for part in parts if isinstance(parts, list) else (parts,):
+            path, groups, *_ = part["piece"]
+            yield from ((path, group) for group in groups or (None,))
+
+
+def _remote_path(wrapper: Any) -> str | None:
+    """Return the path of a file on a store of Arrow's file systems; None if it is elsewhere."""
+    if wrapper._fragment is not None:
+        is_remote = wrapper._fragment.filesystem.type_name in ARROW_STORES
+        return wrapper._fragment.path if is_remote else None
+    _, path, files, *_ = wrapper._fragment_packed
+    # Unpickling a file system makes a client of the store, and takes long.
+    return path if any(module in files for module in _ARROW_STORES) else None
 
 
 # ---- pickling -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from distributed.stealing import WorkStealing
 
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError
 from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, Wrap, guarded
-from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, RESULTS, RETIREMENT, STEALING
+from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, READ_PLACES, RESULTS, RETIREMENT, STEALING
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerState, SchedulerTask, WorkerState
 
 
@@ -50,6 +50,10 @@ class Overrides:
             Returns the replacement of a method by its name.
         """
         self._put(PLACEMENT, state, ours)
+
+    def reads(self, state: SchedulerState, ours: Callable[[str], Method]) -> None:
+        """Replace the choice of a worker for tasks that read files; see :meth:`scheduler`."""
+        self._put(READ_PLACES, state, ours)
 
     def stealing(self, extension: Any, ours: Callable[[str], Method]) -> None:
         """Replace the choice of a worker that steals a task; see :meth:`scheduler`."""

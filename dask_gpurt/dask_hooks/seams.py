@@ -337,6 +337,15 @@ PLACEMENT = SeamGroup(
     ),
     without="Dask chooses workers by the methods that differ",
 )
+#: The choices of the scheduler that send reads to where their files are cached.
+READ_PLACES = SeamGroup(
+    "places of reads",
+    (
+        Seam(_STATE + "decide_worker_non_rootish", "self ts"),
+        Seam(_STATE + "is_rootish", "self ts"),
+    ),
+    without="reads go to any worker, whatever it has kept of their files",
+)
 #: The state of the scheduler that placement reads.
 PLACEMENT_STATE = SeamGroup(
     "load of workers",
@@ -416,7 +425,7 @@ DASHBOARD = SeamGroup(
 #: The groups that every process of a cluster needs. All check all of them, to come to the same verdict.
 REQUIRED = (GRAPHS, SCHEDULER_SHUFFLES, WORKER_SHUFFLES, WORKER, EXPRESSIONS)
 #: The groups that are needed only if Dask's choices are replaced.
-CHOICES = (PLACEMENT, PLACEMENT_STATE, STEALING)
+CHOICES = (PLACEMENT, READ_PLACES, PLACEMENT_STATE, STEALING)
 PARTS = (
     *REQUIRED,
     READS,

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 from dask_gpurt.memory.tiers import Tier
 
 #: Kinds of bytes that count against a tier's capacity: data of keys, pulled shards, reservations. The other
-#: kinds do not: published shards in the exchange pool, bytes that a library has spilled itself, and all other
-#: memory of the process or on the device.
+#: kinds do not: cached ranges of files, published shards in the exchange pool, bytes that a library has
+#: spilled itself, and all other memory of the process or on the device.
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
+#: Ranges of files that tasks have read; whoever needs the memory gets it.
+CACHED = "cached"
 #: Named after the only library that does so.
 SPILLED_BY_LIBRARY = "cudf"
-KINDS = (PARTITIONS, SHARDS, RESERVATIONS, "published", SPILLED_BY_LIBRARY, "unmanaged")
+KINDS = (PARTITIONS, SHARDS, RESERVATIONS, CACHED, "published", SPILLED_BY_LIBRARY, "unmanaged")
 #: The most task prefixes that a worker reports separately, and the name for the sum of the others.
 MAX_PREFIXES, OTHERS = 50, "(others)"
 
@@ -212,6 +214,11 @@ class ClusterMemory:
             room = FreeMemory(live[1], below, capacity[str(live[0])])
             self._rooms[worker] = room
         return room
+
+    def has_cached(self, worker: str) -> bool:
+        """Return whether a worker has cached ranges of files."""
+        cells = self._cells.get(worker, {})
+        return any(cells.get((str(tier), CACHED)) for tier in (Tier.DEVICE, Tier.HOST))
 
     def workers(self) -> list[str]:
         """Return the workers that have reported, sorted."""

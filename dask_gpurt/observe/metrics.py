@@ -258,6 +258,12 @@ METRICS: Mapping[str, Metric] = {
             "programs.left", "operations of fused tasks that were left to cudf, of those that are known"
         ),
         # ---- reads
+        _counter(
+            "reads.bytes.{source}",
+            "bytes that tasks read of Parquet files on remote file systems: from the `cache`, or the `store`",
+            Unit.BYTES,
+        ),
+        _counter("reads.replaced", "reads made once more since a file was replaced while it was read"),
         _counter("reads.aside", "tasks that left their slot to another task while they read or wrote files"),
         _counter("reads.streams", "reads of Parquet files on a CUDA stream of their own"),
         _counter(

@@ -26,6 +26,7 @@ from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
 from dask_gpurt.observe.methods import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.placement import LedgerHeadroom
+from dask_gpurt.placement.reads import ReadPlaces
 from dask_gpurt.protocol import (
     CLIENTS_TOPIC,
     CLUSTER_REPORT_HANDLER,
@@ -143,6 +144,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.clients.begin()
             self.place(self.settings.placement.enabled)
             self._undo.callback(self.place, False)
+            if self.settings.cache != 0:
+                self._undo.callback(self.read_places.unbind)
+                self.read_places.bind()
             self._undo.callback(self.workers.silent.close)
             self._undo.push_async_callback(self.workers.off)
             await self.workers.on()
@@ -174,6 +178,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.places = SchedulerTopology(self.scheduler)
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
         self.placement: SchedulerPlacement | None = None
+        self.read_places = ReadPlaces(
+            self.scheduler,
+            self.cluster_memory.has_cached,
+            lambda name, why: self.metrics.fallback(Fallback.PLACEMENT, why, name),
+        )
         token = uuid.uuid4().hex
         self.reports = ClusterReports(self.scheduler, self.metrics, token)
         silent = SilentWorkers(self.scheduler, self.metrics)
@@ -319,6 +328,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.placement.submitted()
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
+        self.read_places.transition(key, finish, kwargs.get("worker"))
         self.shuffles.transition(key, finish, kwargs.get("worker"), kwargs.get("metadata"))
 
     async def memory(self, by: str = "tier") -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.worker.colocation import ALONE_VARIABLE
 from dask_gpurt.worker.data import WorkerData
+from dask_gpurt.worker.kept_ranges import KeptRanges
 from dask_gpurt.worker.layers import Layer
 from dask_gpurt.worker.lookups import RunLookup
 from dask_gpurt.worker.overlap import WorkerOverlap
@@ -233,6 +234,10 @@ class GpurtWorkerPlugin(WorkerPlugin):
             )
             self.data.install()
             undo.push_async_callback(self._give_data_back)
+        if settings.cache != 0 and self.tiers.device.on_host:
+            kept = KeptRanges(worker, self.tiers.ranges, self.metrics)
+            undo.callback(kept.uninstall)
+            kept.install()
         undo.callback(self.reads.uninstall)
         self.reads.install()
         undo.callback(self.programs.uninstall)

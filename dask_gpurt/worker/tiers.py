@@ -16,7 +16,7 @@ from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 from tornado.ioloop import PeriodicCallback
 
-from dask_gpurt.config import Settings
+from dask_gpurt.config import Settings, Size
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import Allocator, Pinning
 from dask_gpurt.device.base import DeviceFiles, Guard, files_of, no_fence, workers_of_device
@@ -26,7 +26,7 @@ from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
 from dask_gpurt.memory.host import HostTier
-from dask_gpurt.memory.ledger import PARTITIONS, SPILLED_BY_LIBRARY, Ledger
+from dask_gpurt.memory.ledger import CACHED, PARTITIONS, SPILLED_BY_LIBRARY, Ledger
 from dask_gpurt.memory.peer_copies import COPIES_BYTES, COPIES_OF_LIMIT
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.policy import next_use
@@ -34,6 +34,7 @@ from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.threads import in_thread, is_exiting
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.topology.detect import memory_of_host, nvml_library
 from dask_gpurt.worker.reports import MemoryReporter
 
@@ -46,6 +47,9 @@ DISK_POLL_INTERVAL_S = 2.0
 #: The share of its memory limit above which a process drops the mapped pages of peers' pools at each poll, so
 #: that they do not count as its own memory.
 DROP_PAGES_FROM = 0.5
+
+#: The most of the live tier that cached ranges of files have by default.
+CACHE_SHARE = 0.5
 
 
 class WorkerBuffer(TieredBuffer):
@@ -109,10 +113,13 @@ class WorkerTiers:
             ledger=self.ledger,
             metrics=metrics,
             priority_of=self._priority_of,
-            changed=self.reporter.changed,
+            changed=self._changed,
             beside=self._beside,
         )
         self.tiered_buffer.relieve = self._relieve_soon
+        self._host_tier = self.tiered_buffer.host_tier
+        #: Ranges of files that tasks have read, in what the live tier in host memory has left.
+        self.ranges = RangeCache(self._left_for_ranges, partial(self.ledger.set, self._host_tier, CACHED))
         self._seen = threading.local()
         self._guard: Guard | None = None
         self._relieving = False
@@ -217,6 +224,17 @@ class WorkerTiers:
         """Return the bytes by which the live tier in host memory has to shrink. From any thread."""
         return max(0, self.pools.host_pages() + self._dask_bytes() - self._spare)
 
+    def _left_for_ranges(self) -> int:
+        """Return the bytes that ranges of files may have now. From any thread."""
+        live, asked = self.limits.live(self._host_tier), self.settings.cache
+        most = asked.of(self.memory_limit) if isinstance(asked, Size) else int(CACHE_SHARE * live)
+        return max(0, min(most, self.ledger.headroom(self._host_tier) - self._beside()))
+
+    def _changed(self) -> None:
+        """Report a change of the ledger, and give way to it. From any thread."""
+        self.ranges.fit()
+        self.reporter.changed()
+
     def _dask_bytes(self) -> int:
         """Return the bytes in host memory of data that Dask keeps, if the runtime leaves them to it."""
         fast = None if self.settings.memory.tiers else getattr(self.worker.data, "fast", None)
@@ -298,6 +316,7 @@ class WorkerTiers:
     def _managed_on_host(self) -> int:
         device = self.ledger.used(Tier.DEVICE) if self.tiered_buffer.host_tier is Tier.DEVICE else 0
         cells = sum(self.ledger.cell(Tier.HOST, kind) for kind in (PARTITIONS, SPILLED_BY_LIBRARY))
+        cells += self.ranges.nbytes
         return device + cells + self.ledger.used(Tier.PINNED)
 
     def _pressure(self, process: int) -> int:
@@ -314,7 +333,8 @@ class WorkerTiers:
         try:
             # First reduce the process by mapped pages and unused pool memory, which need no spilling.
             self.pools.drop_pages()
-            if self._pressure(self.worker.monitor.get_process_memory()):
+            if pressure := self._pressure(self.worker.monitor.get_process_memory()):
+                self.ranges.release(pressure)
                 self.pools.trim()
             process = self.worker.monitor.get_process_memory()
             if too_much := max(self.tiered_buffer.reservations.overshoot(), self._pressure(process)):

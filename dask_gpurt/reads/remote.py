@@ -1,0 +1,263 @@
+"""Read files of remote file systems, of fsspec and of Arrow, through a cache of byte ranges.
+
+A file is known by what its store says of its contents, an entity tag or a generation. It is asked each time
+that a task opens the file, and once more if bytes were fetched. Only a file that was the same before and
+after is kept. If it was replaced in between, the read is made once more without the cache.
+
+Decisions and their figures: ``docs/decisions/reads.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.spec import AbstractBufferedFile
+
+from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.ranges import RangeCache, Ranges
+
+#: What stores call that which is another one for each contents of a file.
+VERSIONS = ("ETag", "etag", "generation")
+#: Requests at a time for one file, and the most bytes of one: more than the latency of a store is worth.
+REQUESTS, BYTES_OF_A_REQUEST = 8, 8 << 20
+#: The largest hole between chunks that is read with them, as Dask sets it for Arrow's own reads.
+HOLE_BYTES = 4 << 20
+
+
+class Source(NamedTuple):
+    """Give access to an open file of a store.
+
+    Attributes
+    ----------
+    file, version
+        Identify the file, and its contents as it was opened.
+    fetch
+        Returns the bytes from a first one to before a last one.
+    version_now
+        Asks the store for the present version; None if there is no such file.
+    """
+
+    file: Hashable
+    version: Hashable
+    size: int
+    fetch: Callable[[int, int], bytes]
+    version_now: Callable[[], Hashable | None]
+    close: Callable[[], None]
+
+
+def version_of(known: Mapping[Any, Any]) -> Hashable | None:
+    """Return what identifies the contents of a file among what its store says of it; None if nothing does.
+
+    A weak tag, of HTTP, may be the same for other bytes.
+    """
+    named = {_text(name): value for name, value in known.items()}
+    tags = ((name, _text(named.get(name) or "")) for name in VERSIONS)
+    return next(((name, tag) for name, tag in tags if tag and not tag.startswith("W/")), None)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def of_fsspec(files: Any, opened: Any) -> Source | None:
+    """Return a file that fsspec has opened; None if its versions are not known."""
+
+    def fetch(start: int, stop: int) -> bytes:
+        opened.seek(start)
+        return bytes(opened.read(stop - start))
+
+    def version_now() -> Hashable | None:
+        files.invalidate_cache()  # listings, which have what was true when they were made
+        with contextlib.suppress(FileNotFoundError):
+            return version_of(files.info(opened.path))
+        return None
+
+    if not isinstance(opened, AbstractBufferedFile) or not opened.size:
+        return None
+    version, file = version_of(opened.details), (hash(files), opened.path)
+    found = Source(file, version, opened.size, fetch, version_now, opened.close)
+    return None if version is None else found
+
+
+def of_arrow(files: Any, path: str) -> Source | None:
+    """Open a file of one of Arrow's file systems; return None if its versions are not known."""
+
+    def version_now() -> Hashable | None:
+        with contextlib.suppress(FileNotFoundError), files.open_input_file(path) as again:
+            return version_of(again.metadata())
+        return None
+
+    opened = files.open_input_file(path)
+    # The settings of a file system, such as its endpoint, are in its pickle only.
+    version, file = version_of(opened.metadata()), (hash(pickle.dumps(files)), path)
+    fetch = lambda start, stop: opened.read_at(stop - start, start)  # noqa: E731
+    found = Source(file, version, opened.size(), fetch, version_now, opened.close)
+    return None if version is None else found
+
+
+class CachedFile(io.RawIOBase):
+    """Read a file from the cache, and what is not there from its store."""
+
+    def __init__(self, source: Source, cache: RangeCache, metrics: Metrics):
+        self.source, self._cache, self._metrics = source, cache, metrics
+        self._fetched = Ranges()
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.source.size}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> Any:
+        stop = self.source.size if size is None or size < 0 else min(self._at + size, self.source.size)
+        found = list(self._parts(self._at, stop)) if stop > self._at else []
+        self._at = max(self._at, stop)
+        return found[0] if len(found) == 1 else b"".join(found)
+
+    def _parts(self, start: int, stop: int) -> Iterator[memoryview]:
+        for part in self._cache.parts(self.source.file, self.source.version, start, stop):
+            if part.data is not None:
+                self._metrics.add("reads.bytes.{source}", part.stop - part.start, "cache")
+                yield part.data
+                continue
+            for gap in self._fetched.gaps(part.start, part.stop):
+                self._take(gap.start, gap.stop, self.source.fetch(gap.start, gap.stop))
+            yield from (
+                own.data for own in self._fetched.parts(part.start, part.stop) if own.data is not None
+            )
+
+    def _take(self, start: int, stop: int, data: bytes) -> None:
+        if len(data) != stop - start:
+            raise OSError(f"{self.source.file}: {len(data)} bytes instead of {stop - start}")
+        self._fetched.put(start, data)
+        self._metrics.add("reads.bytes.{source}", len(data), "store")
+
+    def fetch_ahead(self, wanted: Iterable[tuple[int, int]]) -> None:
+        """Fetch ranges that will be read, as far as they are not here, with several requests at a time."""
+        requests = [
+            (at, min(at + BYTES_OF_A_REQUEST, gap.stop))
+            for start, stop in wanted
+            for part in self._cache.parts(self.source.file, self.source.version, start, stop)
+            if part.data is None
+            for gap in self._fetched.gaps(part.start, part.stop)
+            for at in range(gap.start, gap.stop, BYTES_OF_A_REQUEST)
+        ]
+        with ThreadPoolExecutor(REQUESTS, "gpurt-fetch") as threads:
+            answers = threads.map(lambda request: self.source.fetch(*request), requests)
+            for request, data in zip(requests, answers, strict=True):
+                self._take(*request, data)
+
+    @property
+    def was_replaced(self) -> bool:
+        """Return whether bytes may be of another file that has taken the place of this one."""
+        return bool(self._fetched.pieces) and self.source.version_now() != self.source.version
+
+    def keep(self) -> None:
+        """Keep what was fetched."""
+        self._cache.keep(self.source.file, self.source.version, self._fetched.pieces)
+
+
+class Reading:
+    """Read files through the cache for one call of a reader.
+
+    Parameters
+    ----------
+    metrics
+        Counts the bytes from the cache and from the store, and reads of files that were replaced.
+    """
+
+    def __init__(self, cache: RangeCache, metrics: Metrics):
+        self._cache, self._metrics = cache, metrics
+        self._opened: list[CachedFile] = []
+
+    def open(self, source: Source) -> CachedFile:
+        """Open a file through the cache."""
+        self._opened.append(opened := CachedFile(source, self._cache, self._metrics))
+        return opened
+
+    def fragment(self, fragment: Any, columns: Iterable[str] | None) -> Any:
+        """Return a fragment that reads a file of Arrow's file systems through the cache.
+
+        Arrow reads a file of Python with one request at a time, so the chunks of columns are fetched first.
+        """
+        if (source := of_arrow(fragment.filesystem, fragment.path)) is None:
+            return fragment
+        file = self.open(source)
+        file.fetch_ahead(joined(chunks(pq.read_metadata(file), columns)))
+        file.seek(0)
+        return fragment.format.make_fragment(file, partition_expression=fragment.partition_expression)
+
+    def run(self, read: Callable[[], Any], plainly: Callable[[], Any]) -> Any:
+        """Return what a reader returns that opens files here; what ``plainly`` does if any was replaced."""
+        try:
+            try:
+                result = read()
+            except Exception:  # bytes of two files may be anything
+                if not any(file.was_replaced for file in self._opened):
+                    raise
+            else:
+                if not any(file.was_replaced for file in self._opened):
+                    for file in self._opened:
+                        file.keep()
+                    return result
+        finally:
+            for file in self._opened:
+                file.source.close()
+        self._metrics.add("reads.replaced")
+        return plainly()
+
+
+class CachedFiles(DirFileSystem):  # type: ignore[misc]  # untyped
+    """Open the files of another file system of fsspec through a cache; all else is that file system's."""
+
+    cachable = False
+
+    def __init__(self, files: Any, reading: Reading):
+        super().__init__("", files, "", asynchronous=getattr(files, "asynchronous", False))
+        self._reading = reading
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        """Open a file through the cache, if it is read and its store tells its version."""
+        if mode != "rb":
+            return self.fs.open(path, mode, **options)
+        self.fs.invalidate_cache()  # listings, which have what was true when they were made
+        opened = self.fs.open(path, mode, **{"cache_type": "none", **options})
+        source = of_fsspec(self.fs, opened)
+        return opened if source is None else self._reading.open(source)
+
+
+def chunks(footer: pq.FileMetaData, columns: Iterable[str] | None) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a file that have the chunks of some columns; of all columns if None."""
+    wanted = None if columns is None else set(columns)
+    for group in map(footer.row_group, range(footer.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            names = chunk.path_in_schema.split(".")  # of columns and fields, which may have dots themselves
+            if wanted is None or any(".".join(names[:stop]) in wanted for stop in range(1, len(names) + 1)):
+                start = chunk.dictionary_page_offset or chunk.data_page_offset
+                yield start, start + chunk.total_compressed_size
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join ranges as Arrow does that are to be read together: it reads small holes, too."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1] + HOLE_BYTES:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found

@@ -1,0 +1,147 @@
+"""Test that workers keep what they read of files of an object store, and that reads go there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import pandas as pd
+import pyarrow.fs as pa_fs
+import pytest
+from distributed import Client
+
+import dask_gpurt
+from benchmarks.reads.store import serve
+from dask_gpurt.memory.tiers import Tier
+from tests.helpers.clusters import cluster
+
+pytest.importorskip("s3fs")
+
+FILES, ROWS = 12, 500
+MIB = 1 << 20
+WAYS = ("fsspec", "arrow")
+
+
+class Bucket:
+    """Hold a table in a store."""
+
+    def __init__(self, folder: Path, port: int):
+        self.folder = folder / "table"
+        self._port = port
+        self.folder.mkdir()
+
+    def write(self, number: int, value: int) -> None:
+        """Write or replace a file; all have the same size, and the same time of modification."""
+        path, new = self.folder / f"{number}.parquet", self.folder / ".new"
+        frame = pd.DataFrame({"x": [value] * ROWS, "y": range(ROWS)})
+        frame.to_parquet(new, compression=None)
+        os.utime(new, (1e9, 1e9))
+        assert not path.exists() or path.stat().st_size == new.stat().st_size
+        new.replace(path)
+
+    def table(self, way: str) -> Any:
+        """Return the table. Listings are not kept, as in other programs than this one."""
+        if way == "arrow":
+            store = pa_fs.S3FileSystem(
+                endpoint_override=f"127.0.0.1:{self._port}",
+                scheme="http",
+                access_key="k",
+                secret_key="s",
+                region="us-east-1",
+            )
+            return dd.read_parquet("bucket/table", filesystem=store)
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{self._port}"}
+        return dd.read_parquet("s3://bucket/table", storage_options=options | {"use_listings_cache": False})
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[Bucket]:
+    server = serve(tmp_path)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    bucket = Bucket(tmp_path, server.server_port)
+    for number in range(FILES):
+        bucket.write(number, number + 1)
+    yield bucket
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    # Workers that are idle for a moment would steal reads.
+    with dask.config.set({"distributed.scheduler.work-stealing": False}), cluster("pandas", 4) as client:
+        yield client
+
+
+def from_store(client: Client) -> int:
+    """Return the bytes that tasks have read from the store, since the last call."""
+
+    def counted(dask_worker: Any) -> int:
+        metrics = dask_worker.plugins["gpurt"].metrics
+        total = metrics.total("reads.bytes.{source}").get(("store",), 0)
+        before, metrics.before = getattr(metrics, "before", 0), total
+        return int(total - before)
+
+    return sum(client.run(counted).values())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_query_reads_nothing_from_the_store(client: Client, bucket: Bucket, way: str) -> None:
+    expected = sum(range(1, FILES + 1)) * ROWS
+    from_store(client)
+    assert bucket.table(way).x.sum().compute() == expected
+    first = from_store(client)
+    assert first >= FILES * ROWS * 8 / 4  # at most, values are stored by a dictionary
+    # A query of its own that reads the same column, so that results of the first are of no use.
+    assert bucket.table(way).x.max().compute() == FILES
+    assert from_store(client) == 0
+    memory = dask_gpurt.memory_usage(client).to_pandas()
+    assert memory.cached.sum() >= first
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_of_the_same_size_and_time_is_read_anew(client: Client, bucket: Bucket, way: str) -> None:
+    for value in (100, 200, 300):
+        bucket.write(3, value)
+        assert bucket.table(way).x.max().compute() == value
+
+
+def test_the_cache_gives_way_to_reservations_at_once(client: Client) -> None:
+    def sizes(dask_worker: Any) -> list[int]:
+        tiers, found = dask_worker.plugins["gpurt"].tiers, []
+        tiers.ranges.keep("file", 0, {0: bytes(MIB), MIB: bytes(MIB)})
+        found.append(tiers.ranges.nbytes)
+        reservations = tiers.tiered_buffer.reservations
+        assert reservations.try_reserve("key", tiers.limits.device - MIB, Tier.DEVICE)
+        found.append(tiers.ranges.nbytes)
+        reservations.cancel("key")
+        return found
+
+    for before, after in client.run(sizes).values():
+        assert before >= 2 * MIB
+        assert after <= MIB
+
+
+def test_the_cache_of_a_killed_worker_is_read_elsewhere(bucket: Bucket) -> None:
+    expected = sum(range(1, FILES + 1)) * ROWS
+    with cluster("pandas", 2) as client:
+        assert bucket.table("fsspec").x.sum().compute() == expected
+        pid = next(iter(client.run(os.getpid).values()))
+        bucket.write(0, 1)
+        os.kill(pid, signal.SIGKILL)
+        assert (bucket.table("fsspec").x + 1).sum().compute() == expected + FILES * ROWS
+
+
+def test_nothing_is_kept_if_it_is_off(bucket: Bucket) -> None:
+    with cluster("pandas", 1, cache="off") as client:
+        assert bucket.table("fsspec").x.max().compute() == FILES
+        assert from_store(client) == 0
+        assert dask_gpurt.memory_usage(client).to_pandas().cached.sum() == 0
