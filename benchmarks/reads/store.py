@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -25,6 +27,8 @@ class Store(BaseHTTPRequestHandler):
     folder: Path
     rate: float
     latency: float
+    #: What has been asked for so far; the path ``/requests`` tells it.
+    requests: Iterator[int]
 
     def log_message(self, *_: object) -> None:
         """Log nothing."""
@@ -35,6 +39,10 @@ class Store(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send a listing, or an object or a range of it."""
+        number = next(self.requests)
+        if self.path == "/requests":
+            self._send(200, str(number).encode())
+            return
         time.sleep(self.latency)
         url = urlsplit(self.path)
         query = {name: value for name, (value, *_) in parse_qs(url.query, True).items()}
@@ -126,7 +134,9 @@ def serve(folder: Path, rate: float = 1e12, latency: float = 0.0, port: int = 0)
     latency
         Seconds before the first byte of an answer.
     """
-    handler = type("Served", (Store,), {"folder": folder, "rate": rate, "latency": latency})
+    handler = type(
+        "Served", (Store,), {"folder": folder, "rate": rate, "latency": latency, "requests": count()}
+    )
     return ThreadingHTTPServer(("127.0.0.1", port), handler)
 
 
