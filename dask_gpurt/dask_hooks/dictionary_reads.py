@@ -31,7 +31,7 @@ def reads_all(read: Any) -> bool:
         return False
     given = function.common_kwargs
     chosen = [given.get(name) for name in ("filters", "partitions", "categories", "arrow_to_pandas")]
-    return not any([*chosen, *given.get("read", {}).values(), function.index])
+    return not any([*chosen, *given.get("read", {}).values()])
 
 
 def with_dictionaries(read: Any, columns: Sequence[str]) -> Any:

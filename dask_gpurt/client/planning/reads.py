@@ -286,7 +286,7 @@ class CodedRead(FusedIO):
         return inner._fusion_buckets if isinstance(inner, FusedIO) else [[at] for at in inner._partitions]
 
     def _divisions(self) -> Any:
-        return self.operands[0]._divisions()
+        return self.operands[0].divisions  # of the partitions that are read
 
     def _task(self, name: Key, index: int) -> Task:
         read: Any = read_of(self)
@@ -314,7 +314,7 @@ class CheckedRead(FusedIO):
         return int(self.operands[0].npartitions)
 
     def _divisions(self) -> Any:
-        return self.operands[0]._divisions()
+        return self.operands[0].divisions  # of the partitions that are read
 
     def _task(self, name: Key, index: int) -> Task:
         inner, check, checked, known = self.operands

@@ -159,6 +159,21 @@ def test_words_of_files_that_differ_are_grouped(files: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "result",
+    [
+        lambda rows: rows.partitions[[0, 2]].groupby("word").key.sum(),
+        lambda rows: rows[rows.value > 5].groupby("word").key.sum(),
+        lambda rows: rows.groupby("word").size(),
+        lambda rows: rows.groupby(["key", "word"], sort=True).value.sum(),
+    ],
+)
+@pytest.mark.parametrize("index", [None, False])
+def test_words_of_files_are_read_as_numbers(files: Path, result: Any, index: bool | None) -> None:
+    pd.read_parquet(files / "1.parquet").to_parquet(files / "1.parquet", index=index)
+    assert has(check(result(dd.read_parquet(files))), CodedRead)
+
+
+@pytest.mark.parametrize(
     ("result", "reason"),
     [
         (lambda rows: rows.groupby(rows.key + 1).value.sum(), "other than columns"),
