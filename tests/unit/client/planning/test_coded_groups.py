@@ -14,13 +14,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from dask._expr import optimize_until
+from dask.dataframe.dispatch import concat
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.client.planning.reads import CodedRead, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.coded_groups import CodedChunk, CodedGroups
-from dask_gpurt.dask_hooks.dictionary_reads import is_supported
+from dask_gpurt.dask_hooks.dictionary_reads import is_supported, with_dictionaries
 from tests.helpers.examples import examples
 
 KEYS = {
@@ -154,6 +155,9 @@ def test_words_of_files_that_differ_are_grouped(files: Path) -> None:
     frame.to_parquet(files / "1.parquet", index=False)
     table = dd.read_parquet(files)
     assert has(check(table.groupby("word").agg({"value": "sum", "key": "count"})), CodedRead)
+    whole = with_dictionaries(table.expr, ["word"])(table.expr._plan["parts"])
+    parts = concat([table.expr._io_func(part) for part in table.expr._plan["parts"]])
+    pd.testing.assert_frame_equal(whole.astype({"word": parts.word.dtype}), parts)
     pd.DataFrame({"word": [None], "key": [1.5], "value": [None]}).to_parquet(files / "2.parquet", index=False)
     check(dd.read_parquet(files).groupby("word").key.sum())
 
