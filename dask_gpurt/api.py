@@ -11,7 +11,8 @@ from dask_gpurt import config
 from dask_gpurt.client import session
 from dask_gpurt.client.addresses import require_scheduler
 from dask_gpurt.client.session import is_enabled
-from dask_gpurt.observe.report import MemoryUsage, RuntimeReport
+from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.tables import MemoryUsage
 
 if TYPE_CHECKING:
     from dask_gpurt.client.explain.plan import Explanation

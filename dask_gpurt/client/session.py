@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 import weakref
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
-from dask_gpurt.observe.report import MemoryUsage, RuntimeReport
+from dask_gpurt.observe.report import RuntimeReport
+from dask_gpurt.observe.tables import MemoryUsage
 from dask_gpurt.protocol import NAME
 
 if TYPE_CHECKING:
@@ -229,6 +231,15 @@ class Sessions:
                 lowering.leave()
                 self.results.remove()
 
+    def with_rules(self, query: Mapping[str, Any]) -> dict[str, Any]:
+        """Add what rules did to a computation, and why they left it, where this process has planned it."""
+        notes = self.planning.noted(query["names"]) if "planning" in vars(self) else ()
+        by_done = {
+            done: list(dict.fromkeys(f"{note.rule} {note.text}" for note in notes if note.done is done))
+            for done in (True, False)
+        }
+        return {**query, "applied": by_done[True], "left": by_done[False]}
+
     def store_at(self, setting: str) -> Store | None:
         """Return the store of a setting ``gpurt.planning.store``; None if it has no place."""
         with self._stores_lock:
@@ -324,7 +335,12 @@ async def ask_report(client: Client, connect: bool) -> RuntimeReport:
     here = SESSIONS.metrics.snapshot()
     counters = combine([reply["counters"], here["counters"]])
     return RuntimeReport.of(
-        {**reply, "counters": counters, "fallbacks": {**here["fallbacks"], **reply["fallbacks"]}}
+        {
+            **reply,
+            "counters": counters,
+            "fallbacks": {**here["fallbacks"], **reply["fallbacks"]},
+            "queries": [SESSIONS.with_rules(query) for query in reply.get("queries", ())],
+        }
     )
 
 

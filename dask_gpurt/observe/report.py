@@ -5,16 +5,18 @@ Reports behave as mappings, and the memory usage as a sequence of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from html import escape
 from typing import Any
 
 import pandas as pd
 from dask.utils import format_bytes, format_time
 
 from dask_gpurt.observe.metrics import Unit, UnknownMetricError, find
-from dask_gpurt.observe.shown_tiers import Row, shown_metric, shown_tiers
+from dask_gpurt.observe.shown_tiers import shown_metric
+from dask_gpurt.observe.tables import PrintedTable, Queries
 
 
 class _Plain(Mapping[str, Any]):
@@ -29,7 +31,7 @@ class _Plain(Mapping[str, Any]):
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple, PrintedTable)) else value
 
 
 class _Record(_Plain):
@@ -57,6 +59,9 @@ class _Record(_Plain):
 
     def _names(self) -> tuple[str, ...]:
         return self._fields()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +236,8 @@ class RuntimeReport(_Record):
         The reports of workers, by address.
     departed
         The workers that have left since the runtime was switched on, the latest 100.
+    queries
+        The last computations: time, tasks, bytes, and what rules did and left.
     """
 
     enabled: bool = False
@@ -240,6 +247,7 @@ class RuntimeReport(_Record):
     fallbacks: Fallbacks = field(default_factory=Fallbacks)
     workers: Mapping[str, WorkerReport] = field(default_factory=dict)
     departed: tuple[DepartedWorker, ...] = ()
+    queries: Queries = Queries(())
 
     @classmethod
     def of(cls, reply: Mapping[str, Any]) -> RuntimeReport:
@@ -250,6 +258,7 @@ class RuntimeReport(_Record):
             "workers": {address: WorkerReport.of(one) for address, one in reply["workers"].items()},
             # A scheduler with another version may not send this.
             "departed": tuple(DepartedWorker.of(one) for one in reply.get("departed", ())),
+            "queries": Queries(tuple(reply.get("queries", ()))),
         }
         return cls(**cls._known(typed))
 
@@ -273,6 +282,9 @@ class RuntimeReport(_Record):
             for name, value in sorted(counters.items())
         ]
         return pd.DataFrame(rows, columns=["worker", "metric", "value", "unit"])
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + (self.queries.to_html() if self.queries else "")
 
     @property
     def devices(self) -> set[str]:
@@ -322,64 +334,3 @@ def _readable(name: str, value: float) -> str:
             return format_time(value)
         case _:
             return f"{value:,.0f}"
-
-
-# ---- memory ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class MemoryUsage(Sequence[Row]):
-    """Hold the memory usage of each worker, by tier.
-
-    Parameters
-    ----------
-    rows
-        Mappings by column, as sent by the scheduler.
-    columns
-        The names of the columns in order, even if there are no rows.
-    shared_memory
-        Capacity of the exchange pool in bytes, by worker without a GPU. Their tiers have other display
-        names, see :mod:`~dask_gpurt.observe.shown_tiers`.
-    enabled
-        Whether the runtime is on.
-    """
-
-    rows: tuple[Row, ...]
-    columns: tuple[str, ...]
-    shared_memory: Mapping[str, int] = field(default_factory=dict)
-    enabled: bool = True
-
-    def __getitem__(self, item: Any) -> Any:
-        return self.rows[item]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
-
-    def to_pandas(self, *, names: str = "shown") -> pd.DataFrame:
-        """Return a frame of bytes.
-
-        Parameters
-        ----------
-        names
-            ``"shown"`` for the display names of tiers, ``"metrics"`` for their names in metrics.
-        """
-        if names not in ("shown", "metrics"):
-            raise ValueError(f"names={names!r}: expected 'shown' or 'metrics'")
-        rows = self.rows if names == "metrics" else shown_tiers(self.rows, self.shared_memory)
-        return pd.DataFrame(list(rows), columns=list(self.columns))
-
-    def __repr__(self) -> str:
-        if not self.enabled:
-            return "<MemoryUsage: the runtime is off>"
-        if not self.rows:
-            return "<MemoryUsage: no rows>"
-        frame = self.to_pandas()
-        if "cudf" in frame and not (frame["tier"] == "device").any():
-            frame = frame.drop(columns="cudf")
-        for column in frame.columns.difference(["worker", "tier", "kind", "prefix"]):
-            frame[column] = [format_bytes(int(nbytes)) for nbytes in frame[column]]
-        count = frame["worker"].nunique()
-        return f"<MemoryUsage of {count} worker{'' if count == 1 else 's'}\n{frame.to_string(index=False)}>"

@@ -53,6 +53,7 @@ from dask_gpurt.protocol import (
 )
 from dask_gpurt.scheduler.clients import Clients
 from dask_gpurt.scheduler.placement import SchedulerPlacement
+from dask_gpurt.scheduler.queries import queries
 from dask_gpurt.scheduler.reports import ClusterReports
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.silence import SilentWorkers
@@ -170,7 +171,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         await self._undo.aclose()
 
     def _prepare(self, settings: config.Settings) -> None:
-        self.settings = settings
+        self.settings, self.began = settings, time()
         self.metrics = Metrics()
         self.clients = Clients(self.scheduler, self.metrics)
         self.cluster_memory = ClusterMemory()
@@ -407,7 +408,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         connect
             Have the workers detect the paths to all of their peers first.
         """
-        return {"takeover": self.settings.takeover, **await self.reports.collect(connect)}
+        return {
+            "takeover": self.settings.takeover,
+            **await self.reports.collect(connect),
+            "queries": queries(self.scheduler, self.began),
+        }
 
 
 def _forget_plans() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,3 +126,22 @@ def test_a_client_that_cannot_switch_it_on_does_not_stay_the_current_one(
         dask_gpurt.enable(client.scheduler.address)
     assert [one.status for one in opened] == ["closed"]
     assert default_client() is before
+
+
+def test_computations_are_listed_with_what_rules_did_and_left(client: Client) -> None:
+    frame = dd.from_pandas(pd.DataFrame({"key": [*range(50)] * 9, "value": 1}), npartitions=6)
+    began = time.time()
+    assert len(frame.groupby("key").value.sum(split_out=3).compute()) == 50
+    assert client.submit(sum, [1, 2]).result() == 3
+    found = dask_gpurt.report(client).queries
+    groups, plain = [query for query in found if query["began"] >= began]
+    assert groups["tasks"] > 6
+    assert 0 < groups["seconds"] <= time.time() - began
+    assert groups["bytes"] > 0
+    assert "shuffle-transfer" in groups["names"][0] or groups["steps"]
+    assert [note for note in groups["left"] if note.startswith("PartitionSize ")]
+    assert plain["tasks"] == 1
+    assert plain["applied"] == plain["left"] == []
+    for shown in (repr(found), found.to_html(), dask_gpurt.report(client)._repr_html_()):
+        assert "PartitionSize" in shown
+    assert dask_gpurt.report(client).to_dict()["queries"][-1]["tasks"] == 1

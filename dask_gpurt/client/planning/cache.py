@@ -23,12 +23,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+
+from dask.core import flatten
 
 from dask_gpurt.client.planning.catalogue.describing import Describer, names_index
 from dask_gpurt.client.planning.catalogue.schema import Schema
@@ -40,7 +42,7 @@ from dask_gpurt.client.planning.keys import Plain, frozen, own
 from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_to_stay
-from dask_gpurt.client.planning.rules import Facts, PartitionSizes, Rule
+from dask_gpurt.client.planning.rules import Facts, Note, PartitionSizes, Rule
 from dask_gpurt.client.planning.rules.broadcast import Broadcast
 from dask_gpurt.client.planning.rules.coded_groups import CodedGroups
 from dask_gpurt.client.planning.rules.filters import Filters
@@ -75,6 +77,7 @@ from dask_gpurt.dask_hooks.planning import (
     is_computation,
     is_of_dataframes,
     is_sequence,
+    keys_of,
     name_of,
     operands_of,
     reads_more_than_operands,
@@ -83,6 +86,7 @@ from dask_gpurt.dask_hooks.planning import (
     settings,
     token_of,
 )
+from dask_gpurt.dask_hooks.results import apart, results_of
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.methods import Choices
 
@@ -199,6 +203,8 @@ class PlanningCache:
         )
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
         self._tokens: LRU[str] = LRU(TOKENS_LIMIT)
+        #: What rules have noted of computations, by the name in the keys of their results.
+        self._noted: LRU[tuple[Note, ...]] = LRU(PLANS_LIMIT)
 
     def install(self) -> None:
         """Replace Dask's planning, if this version of Dask is supported. Idempotent."""
@@ -325,6 +331,18 @@ class PlanningCache:
         finally:
             self._watching.reset(token)
 
+    def _note(self, plan: Expr, notes: tuple[Note, ...]) -> None:
+        """Keep what rules have noted of a plan. The partitions of its result may be what is computed."""
+        result = next(iter(results_of(plan)), plan)
+        for each in (result, apart(result)):
+            key = None if each is None else next(flatten(keys_of(each)), None)
+            if key is not None:
+                self._noted.put(key[0] if isinstance(key, tuple) else key, notes)
+
+    def noted(self, names: Iterable[str]) -> tuple[Note, ...]:
+        """Return what rules have noted of a computation with these names of tasks; () if it is not known."""
+        return next((notes for name in names if (notes := self._noted.get(name)) is not None), ())
+
     def optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
         """Optimise an expression as Dask's function does, or find its plan."""
         planner, local = self._current(), runs_locally()
@@ -336,7 +354,11 @@ class PlanningCache:
 
         def plan_anew() -> Expr:
             found = original(expr, stage) if facts is None else self._by_rules(original, expr, stage, facts)
-            return fuse(found) if fused else found
+            if fused:
+                found = fuse(found)
+                if facts is not None:
+                    self._note(found, tuple(facts.notes))
+            return found
 
         if fused and (watch := self._watching.get()) is not None:
             began = time.perf_counter()
