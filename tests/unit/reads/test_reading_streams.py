@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import pytest
@@ -19,27 +17,42 @@ from tests.helpers.far_device import FarDevice
 Arguments = tuple[Any, ...]
 
 
-class Execution:
-    """Stand in for a task that reads, and for the reads and the device of its worker."""
+class Read(NamedTuple):
+    """Stand in for what a library's read returns, and note the arguments that it got."""
 
-    def __init__(self, *, is_reading: bool = True, has_streams: bool = True, error: Exception | None = None):
-        self.is_reading, self.error = is_reading, error
+    arguments: Arguments
+    columns: tuple[str, ...] = ("a", "b")
+
+
+class Execution:
+    """Stand in for a task that reads, and for the reads, the device and the stream of its worker."""
+
+    stream = "own stream"
+
+    def __init__(
+        self,
+        *,
+        is_reading: bool = True,
+        has_streams: bool = True,
+        error: Exception | None = None,
+        foreign: Exception | None = None,
+    ):
+        self.is_reading, self.error, self.foreign = is_reading, error, foreign
         self.reads = self
         self.streams = self if has_streams else None
         self.told: list[str] = []
-        self.inside = False
+        self.joined: list[tuple[str, ...]] = []
         self.counted = 0
 
-    def reading(self) -> Any:
+    def beside(self) -> Execution:
         if self.error:
             raise self.error
-        return self._body()
+        return self
 
-    @contextmanager
-    def _body(self) -> Iterator[tuple[str, str]]:
-        self.inside = True
-        yield "own stream", "own memory"
-        self.inside = False
+    def join(self, columns: tuple[str, ...]) -> None:
+        if self.foreign:
+            raise self.foreign
+        self.joined.append(columns)
 
     def count_stream(self) -> None:
         self.counted += 1
@@ -60,22 +73,20 @@ def test_tasks_read_beside_compute_on_a_gpu_unless_the_settings_say_otherwise(
 
 
 def read(execution: Any, *args: Any, monkeypatch: pytest.MonkeyPatch, **kwargs: Any) -> Arguments:
-    """Read in a task; return the arguments that the library gets, and whether the body is open meanwhile."""
+    """Read in a task; return the arguments that the library got last."""
 
-    def read_parquet(
-        options: Any, stream: Any = None, mr: Any = None, parquet_metadatas: Any = None
-    ) -> Arguments:
-        return options, stream, mr, parquet_metadatas, execution is not None and execution.inside
+    def read_parquet(options: Any, stream: Any = None, mr: Any = None, parquet_metadatas: Any = None) -> Read:
+        return Read((options, stream, mr, parquet_metadatas))
 
     monkeypatch.setattr(reading._thread, "execution", execution)
-    found: Arguments = reading._on_own_stream(read_parquet)(*args, **kwargs)
-    return found
+    found: Read = reading._on_own_stream(read_parquet)(*args, **kwargs)
+    return found.arguments
 
 
 def test_a_read_beside_compute_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(execution := Execution(), "options", parquet_metadatas="known", monkeypatch=monkeypatch)
-    assert found == ("options", "own stream", "own memory", "known", True)
-    assert not execution.inside
+    assert found == ("options", "own stream", None, "known")
+    assert execution.joined == [("a", "b")]
     assert execution.counted == 1
     assert not execution.told
 
@@ -86,17 +97,21 @@ def test_a_read_beside_compute_has_a_stream_of_its_own(monkeypatch: pytest.Monke
     ids=["outside tasks", "outside readers", "no streams"],
 )
 def test_other_reads_are_left_alone(execution: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read(execution, "options", monkeypatch=monkeypatch) == ("options", None, None, None, False)
+    assert read(execution, "options", monkeypatch=monkeypatch) == ("options", None, None, None)
 
 
 @pytest.mark.parametrize("given", [{"stream": "given"}, {"mr": "given"}])
 def test_a_given_stream_or_resource_is_used(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = read(Execution(), "options", monkeypatch=monkeypatch, **given)
-    assert found == ("options", given.get("stream"), given.get("mr"), None, False)
+    assert found == ("options", given.get("stream"), given.get("mr"), None)
 
 
-def test_without_a_stream_of_its_own_a_read_uses_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    execution = Execution(error=MemoryError("no stream"))
-    assert read(execution, "options", monkeypatch=monkeypatch) == ("options", None, None, None, False)
-    assert execution.told == ["no stream"]
+@pytest.mark.parametrize("reason", [{"error": MemoryError("none")}, {"foreign": TypeError("none")}])
+def test_without_a_stream_of_its_own_a_read_uses_the_users(
+    reason: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if what was read on one is not of the library's allocator, and so could not be freed safely."""
+    execution = Execution(**reason)
+    assert read(execution, "options", monkeypatch=monkeypatch) == ("options", None, None, None)
+    assert execution.told == ["none"]
     assert not execution.counted
