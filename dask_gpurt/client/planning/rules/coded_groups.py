@@ -93,8 +93,9 @@ class CodedGroups:
             read = frame if coded is None else frame.substitute(root, coded)
             how = "" if coded is None else f", read as {coded.npartitions} tables"
             facts.note(self, name_of(expr), f"is grouped by numbers for its keys{how}", done=True)
-            chunk: Any = CodedChunk
-            return lowered.substitute_parameters({"frame": chunk(read, *lowered.frame.operands[1:])})
+            # Others may come behind it, where groups are grouped again.
+            found: Any = next(each for each in lowered.walk() if type(each) is _groupby.GroupByChunk)
+            return lowered.substitute(found, CodedChunk(read, *found.operands[1:]))  # type: ignore[no-untyped-call]
 
         return rebuild(plan, change)
 
