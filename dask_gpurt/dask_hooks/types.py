@@ -9,14 +9,7 @@ differs.
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-    Collection,
-    Mapping,
-    MutableMapping,
-    Reversible,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Reversible, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -140,7 +133,7 @@ class WorkerServer(Protocol):
     @property
     def address(self) -> str: ...
     @property
-    def threads(self) -> MutableMapping[Key, int]: ...  # the thread of a task that has run
+    def threads(self) -> Mapping[Key, int]: ...  # the thread of a task that has run
     @property
     def active_threads(self) -> Mapping[int, Key]: ...  # the task of a thread that is running one
     @property

@@ -5,7 +5,6 @@ Decisions and their figures: ``docs/decisions/overlap.md`` and ``docs/decisions/
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -128,8 +127,6 @@ class WorkerReads:
         self.turns = ComputeSlots(worker.state.nthreads, partial(has_left_pool, worker), metrics)
         #: Tasks that have started before, and so run without turns.
         self._without_turn: set[WorkerTask] = set()
-        #: The rows of the dashboard's task stream that running tasks have.
-        self._rows: set[int] = set()
 
     def install(self) -> None:
         """Apply to all tasks that start from now on. On the event loop."""
@@ -180,26 +177,14 @@ class WorkerReads:
     async def execute(self, key: Key, *, stimulus_id: str) -> StateMachineEvent:
         """Run a task, and track its reads."""
         execution = _Execution(key, self, *self._reads_and_writes(self._worker.state.tasks[key]), Turn(key))
-        token, row = _handed_over.set(execution), self._take_row()
+        token = _handed_over.set(execution)
         try:
             return await self._execute(key, stimulus_id=stimulus_id)
         finally:
             _handed_over.reset(token)
-            self._rows.discard(row)
-            if key in self._worker.threads:
-                self._worker.threads[key] = row
             self._leave_slot(self._aside.end(key))
             self._learn(execution)
             self._give_pool_back()
-
-    def _take_row(self) -> int:
-        """Return the first free row of the task stream, which has one for each thread that a task ran in.
-
-        The pool has more threads than tasks run at once, and any of them takes the next task.
-        """
-        row = next(row for row in itertools.count() if row not in self._rows)
-        self._rows.add(row)
-        return row
 
     def _reads_and_writes(self, task: WorkerTask) -> tuple[bool, bool]:
         """Return whether a task begins by calling a reader, and whether it ends by calling a writer."""

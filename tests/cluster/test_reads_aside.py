@@ -159,21 +159,6 @@ def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, b
     run()
 
 
-def test_the_task_stream_has_a_row_for_each_task_at_once(files: str) -> None:
-    """Not for each thread of the pool, which is wider."""
-
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        rows = set[int]()
-        for _ in range(6):
-            futures = client.compute(dd.read_parquet(files).to_delayed(optimize_graph=False))
-            await client.gather(futures)
-            rows.update(worker.state.threads[future.key] for future in futures)
-        assert rows <= {0, 1}
-
-    run()
-
-
 def test_a_task_that_starts_beside_a_read_waits_until_the_reader_has_ended(files: str) -> None:
     """So it may wait for an event that the reader sets later, as if it had started only then."""
 
