@@ -43,6 +43,7 @@ from distributed.worker_state_machine import (
 from dask_gpurt import config
 from dask_gpurt.exchange.incoming import IncomingShard
 from dask_gpurt.observe import Metrics
+from dask_gpurt.placement.reads import ReadPlaces
 from dask_gpurt.protocol import (
     ACCEPTED_OP,
     CONFIRM_RESULTS_OP,
@@ -288,6 +289,7 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
     def __init__(self, scheduler: Any, settings: config.Settings):
         self.scheduler, self.settings, self.metrics = scheduler, settings, Metrics()
         self.placement = None
+        self.read_places = ReadPlaces(scheduler, lambda worker: False, lambda name, why: None)
         self.workers = Workers(scheduler, b"", TOKEN, SilentWorkers(scheduler, self.metrics))
         headroom: Any = None  # only needed for balancing
         self.shuffles = SchedulerShuffles(scheduler, settings, self.metrics, self.workers, headroom)
