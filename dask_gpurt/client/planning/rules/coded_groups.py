@@ -118,8 +118,8 @@ def _why_by_keys(expr: Any) -> str | None:
         used = [column for *_, column in expr.spec]
         is_known = all(isinstance(name, str) and name in BY_NAME for _, name, _ in expr.spec)
     else:
-        used = listed(expr.operand("_slice"))
         is_known = type(expr) in SINGLE
+        used = listed(expr.operand("_slice")) if is_known else []  # variances have no such operand
     if not is_known:
         return "an aggregation may use other than groups"
     return "a key is aggregated" if set(used) & set(keys) else None

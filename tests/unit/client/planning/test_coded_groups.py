@@ -186,6 +186,7 @@ def test_words_of_files_are_read_as_numbers(files: Path, result: Any, index: boo
         (lambda rows: rows.groupby("word").key.mean(), "nulls are a group"),
         (lambda rows: rows.groupby("word").agg({"key": "list"}), "other than groups"),
         (lambda rows: rows.groupby("word").key.nunique(), "other than groups"),
+        (lambda rows: rows.groupby("key", dropna=True).value.var(), "other than groups"),
         (lambda rows: rows.groupby("word").agg({"word": "count"}), "a key is aggregated"),
         (lambda rows: rows.astype({"word": "category"}).groupby("word").key.sum(), "integers and strings"),
         (lambda rows: rows[rows.word == "a"].groupby("word").key.sum(), "word is read as strings"),
