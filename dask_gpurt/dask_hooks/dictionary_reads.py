@@ -84,9 +84,8 @@ class Dictionaries(ArrowDatasetEngine):
         # A file whose values are all null may have another type.
         types = dict(zip(arrow_table.schema.names, arrow_table.schema.types, strict=True))
         names = [name for name in how["dictionaries"] if pa.types.is_dictionary(types.get(name, pa.null()))]
-        plain = arrow_table.drop_columns(names)
-        index = pd.RangeIndex(len(arrow_table))
-        frame: pd.DataFrame = convert(plain) if plain.num_columns else pd.DataFrame(index=index)
+        # Without columns as well there are rows, and their index if the file has it as a range.
+        frame: pd.DataFrame = convert(arrow_table.drop_columns(names))
         for name in names:
             column = arrow_table.select([name]).unify_dictionaries().column(name).combine_chunks()
             words = pa.table({name: column.dictionary}).replace_schema_metadata(arrow_table.schema.metadata)

@@ -177,6 +177,13 @@ def test_words_of_files_are_read_as_numbers(files: Path, result: Any, index: boo
     assert has(check(result(dd.read_parquet(files))), CodedRead)
 
 
+def test_a_file_without_rows_may_have_its_index_as_a_range(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"word": ["b", "a"] * 10, "other": 1}, index=pd.Index([3, 1] * 10, name="key"))
+    for at, rows in enumerate([frame, frame[:0].set_index(pd.RangeIndex(0, name="key")), frame]):
+        rows.to_parquet(tmp_path / f"{at}.parquet")
+    assert has(check(dd.read_parquet(tmp_path).groupby("word").size()), CodedRead)
+
+
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
