@@ -25,9 +25,10 @@ def float_dtype(dtype: Any) -> Any:
 
 def sum_of_floats(grouped: Any, column: Any) -> Any:
     """Return the sums of a column by group; of a series if the column is None."""
-    sums = (grouped if column is None else grouped[column]).sum()
-    dtype = float_dtype(sums.dtype)
-    return sums if dtype is None else sums.astype(dtype)
+    numbers = grouped if column is None else grouped[column]
+    if float_dtype((grouped.obj if column is None else grouped.obj[column]).dtype) is None:
+        return numbers.sum()
+    return numbers.count() * numbers.mean()  # sums of large integers wrap around, too
 
 
 def sum_of_squared_floats(grouped: Any, column: Any) -> Any:

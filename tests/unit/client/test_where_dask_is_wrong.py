@@ -173,6 +173,8 @@ INTEGERS = pd.DataFrame(
         "large": _random.integers(10**6, 2 * 10**6, 9000),
         "null": pd.array(np.where(_random.random(9000) < 0.1, None, 70_000), dtype="Int32"),
         "x": _random.random(9000),
+        "huge": _random.integers(10**15, 5 * 10**15, 9000),
+        "unsigned": _random.integers(0, 2**64, 9000, dtype="uint64"),
     }
 )
 OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
@@ -181,6 +183,9 @@ OF_INTEGERS: dict[str, Callable[[Any], Any]] = {
     "variances by another series": lambda frame: frame.large.groupby(frame.k % 2).std(ddof=0),
     "variances beside sums": lambda frame: frame.groupby("k").agg(
         {"large": ["std", "sum"], "small": ["var", "max"], "null": "std", "x": ["var", "sum"], "byte": "var"}
+    ),
+    "variances of values whose sums wrap around": lambda frame: frame.groupby("k").agg(
+        {"huge": ["var", "std"], "unsigned": "var"}
     ),
     "variances of a series": lambda frame: frame.groupby("k").medium.agg(["var", "sum", "std"]),
     "covariances": lambda frame: frame.groupby("k")[["medium", "large"]].cov(),
