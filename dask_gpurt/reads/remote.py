@@ -66,22 +66,25 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def of_fsspec(files: Any, opened: Any) -> Source | None:
-    """Return a file that fsspec has opened; None if its versions are not known."""
+def of_fsspec(opened: Any) -> Source | None:
+    """Return a file that fsspec has opened; None if its versions are not known.
+
+    Its path is that of the file system that it belongs to, which others may open it by, as one of a folder.
+    """
 
     def fetch(start: int, stop: int) -> bytes:
         opened.seek(start)
         return bytes(opened.read(stop - start))
 
     def version_now() -> Hashable | None:
-        files.invalidate_cache()  # listings, which have what was true when they were made
+        opened.fs.invalidate_cache()  # listings, which have what was true when they were made
         with contextlib.suppress(FileNotFoundError):
-            return version_of(files.info(opened.path))
+            return version_of(opened.fs.info(opened.path))
         return None
 
     if not isinstance(opened, AbstractBufferedFile) or not opened.size:
         return None
-    version, file = version_of(opened.details), (hash(files), opened.path)
+    version, file = version_of(opened.details), (hash(opened.fs), opened.path)
     found = Source(file, version, opened.size, fetch, version_now, opened.close)
     return None if version is None else found
 
@@ -237,7 +240,7 @@ class CachedFiles(DirFileSystem):  # type: ignore[misc]  # untyped
             return self.fs.open(path, mode, **options)
         self.fs.invalidate_cache()  # listings, which have what was true when they were made
         opened = self.fs.open(path, mode, **{"cache_type": "none", **options})
-        source = of_fsspec(self.fs, opened)
+        source = of_fsspec(opened)
         return opened if source is None else self._reading.open(source)
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import dask
 import dask.dataframe as dd
+import fsspec
 import pandas as pd
 import pyarrow.fs as pa_fs
 import pytest
 from distributed import Client
+from fsspec.implementations.dirfs import DirFileSystem
 
 import dask_gpurt
 from benchmarks.reads.store import serve
@@ -25,7 +27,7 @@ pytest.importorskip("s3fs")
 
 FILES, ROWS = 12, 500
 MIB = 1 << 20
-WAYS = ("fsspec", "arrow")
+WAYS = ("fsspec", "folder", "arrow")
 
 
 class Bucket:
@@ -57,7 +59,11 @@ class Bucket:
             )
             return dd.read_parquet("bucket/table", filesystem=store)
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{self._port}"}
-        return dd.read_parquet("s3://bucket/table", storage_options=options | {"use_listings_cache": False})
+        options |= {"use_listings_cache": False}
+        if way == "folder":
+            folder = DirFileSystem("bucket", fs=fsspec.filesystem("s3", **options))
+            return dd.read_parquet("table", filesystem=folder)
+        return dd.read_parquet("s3://bucket/table", storage_options=options)
 
 
 @pytest.fixture
