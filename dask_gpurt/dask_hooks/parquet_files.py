@@ -183,7 +183,7 @@ _ARROW_STORES = (b"pyarrow._s3fs", b"pyarrow._gcsfs", b"pyarrow._azurefs")
 def read_through(
     patches: PatchSet,
     fsspec: Callable[[Any, Callable[[Any], Any]], Any],
-    arrow: Callable[[Any, Any, Callable[[Any], Any]], Any],
+    arrow: Callable[[Any, Any, Any, Any, Callable[[Any], Any]], Any],
 ) -> None:
     """Have tasks read Parquet files that are not local in another way, unless by an engine of the user.
 
@@ -192,8 +192,8 @@ def read_through(
     fsspec
         Called with a file system, and a function that reads by the file system that it is given.
     arrow
-        Called with the fragment of a file on a store, in Dask's wrapper, the columns, and a function that
-        reads a fragment, in a wrapper or not.
+        Called with the fragment of a file on a store, in Dask's wrapper, the filters, the columns, the
+        schema, and a function that reads a fragment, in a wrapper or not.
 
     Raises
     ------
@@ -220,7 +220,7 @@ def read_through(
             if type(wrapper) is not parquet.FragmentWrapper:  # of another worker of this process
                 return of(wrapper)
             is_stored = wrapper.fragment.filesystem.type_name in ARROW_STORES
-            return arrow(wrapper, columns, of) if is_stored else of(wrapper)
+            return arrow(wrapper, filters, columns, schema, of) if is_stored else of(wrapper)
 
         return reading
 

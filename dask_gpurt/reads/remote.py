@@ -193,17 +193,24 @@ class Reading:
         self._opened.append(opened := CachedFile(source, self._cache, self._metrics))
         return opened
 
-    def fragment(self, fragment: Any, columns: Iterable[str] | None) -> Any:
+    def fragment(self, fragment: Any, filters: Any, columns: Iterable[str] | None, schema: Any) -> Any:
         """Return a fragment that reads a file of Arrow's file systems through the cache.
 
-        Arrow reads a file of Python with one request at a time, so the chunks of columns are fetched first.
+        Arrow reads a file of Python with one request at a time, so the chunks of columns are fetched first,
+        of the row groups that may have rows for the filters.
         """
         if (source := of_arrow(fragment.filesystem, fragment.path)) is None:
             return fragment
         file = self.open(source)
-        file.fetch_ahead(joined(chunks(pq.read_metadata(file), columns)))
+        footer = pq.read_metadata(file)
         file.seek(0)
-        return fragment.format.make_fragment(file, partition_expression=fragment.partition_expression)
+        found = fragment.format.make_fragment(file, partition_expression=fragment.partition_expression)
+        groups: Iterable[int] = range(footer.num_row_groups)
+        if filters is not None:
+            wanted = pq.filters_to_expression(filters) if isinstance(filters, list) else filters
+            groups = [group.id for group in found.subset(wanted, schema=schema).row_groups]
+        file.fetch_ahead(joined(chunks(footer, columns, groups)))
+        return found
 
     def run(self, read: Callable[[], Any], plainly: Callable[[], Any]) -> Any:
         """Return what a reader returns that opens files here; what ``plainly`` does if any was replaced."""
@@ -244,10 +251,12 @@ class CachedFiles(DirFileSystem):  # type: ignore[misc]  # untyped
         return opened if source is None else self._reading.open(source)
 
 
-def chunks(footer: pq.FileMetaData, columns: Iterable[str] | None) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of a file that have the chunks of some columns; of all columns if None."""
+def chunks(
+    footer: pq.FileMetaData, columns: Iterable[str] | None, groups: Iterable[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of a file with the chunks of columns in row groups; of all columns if None."""
     wanted = None if columns is None else set(columns)
-    for group in map(footer.row_group, range(footer.num_row_groups)):
+    for group in map(footer.row_group, groups):
         for chunk in map(group.column, range(group.num_columns)):
             names = chunk.path_in_schema.split(".")  # of columns and fields, which may have dots themselves
             if wanted is None or any(".".join(names[:stop]) in wanted for stop in range(1, len(names) + 1)):

@@ -61,10 +61,12 @@ class KeptRanges:
             return read(files)
         return reading.run(partial(read, remote().CachedFiles(files, reading)), partial(read, files))
 
-    def _arrow(self, wrapper: Any, columns: Any, read: Callable[[Any], Any]) -> Any:
+    def _arrow(
+        self, wrapper: Any, filters: Any, columns: Any, schema: Any, read: Callable[[Any], Any]
+    ) -> Any:
         if (reading := self._reading()) is None:
             return read(wrapper)
-        through = lambda: read(reading.fragment(wrapper.fragment, columns))  # noqa: E731
+        through = lambda: read(reading.fragment(wrapper.fragment, filters, columns, schema))  # noqa: E731
         return reading.run(through, partial(read, wrapper))
 
 

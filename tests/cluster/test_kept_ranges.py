@@ -47,7 +47,7 @@ class Bucket:
         assert not path.exists() or path.stat().st_size == new.stat().st_size
         new.replace(path)
 
-    def table(self, way: str) -> Any:
+    def table(self, way: str, **given: Any) -> Any:
         """Return the table. Listings are not kept, as in other programs than this one."""
         if way == "arrow":
             store = pa_fs.S3FileSystem(
@@ -57,13 +57,13 @@ class Bucket:
                 secret_key="s",
                 region="us-east-1",
             )
-            return dd.read_parquet("bucket/table", filesystem=store)
+            return dd.read_parquet("bucket/table", filesystem=store, **given)
         options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{self._port}"}
         options |= {"use_listings_cache": False}
         if way == "folder":
             folder = DirFileSystem("bucket", fs=fsspec.filesystem("s3", **options))
-            return dd.read_parquet("table", filesystem=folder)
-        return dd.read_parquet("s3://bucket/table", storage_options=options)
+            return dd.read_parquet("table", filesystem=folder, **given)
+        return dd.read_parquet("s3://bucket/table", storage_options=options, **given)
 
 
 @pytest.fixture
@@ -118,6 +118,16 @@ def test_a_file_of_the_same_size_and_time_is_read_anew(client: Client, bucket: B
     for value in (100, 200, 300):
         bucket.write(3, value)
         assert bucket.table(way).x.max().compute() == value
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_row_groups_without_rows_for_the_filters_are_not_read(
+    client: Client, bucket: Bucket, way: str
+) -> None:
+    pd.DataFrame({"x": range(200_000)}).to_parquet(bucket.folder / "0.parquet", row_group_size=10_000)
+    from_store(client)
+    assert len(bucket.table(way, filters=[("x", "==", 100_000)]).compute()) == 1
+    assert from_store(client) < (bucket.folder / "0.parquet").stat().st_size / 2
 
 
 def test_the_cache_gives_way_to_reservations_at_once(client: Client) -> None:
