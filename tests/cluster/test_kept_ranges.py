@@ -35,7 +35,7 @@ class Bucket:
 
     def __init__(self, folder: Path, port: int):
         self.folder = folder / "table"
-        self._port = port
+        self.port = port
         self.folder.mkdir()
 
     def write(self, number: int, value: int) -> None:
@@ -51,14 +51,14 @@ class Bucket:
         """Return the table. Listings are not kept, as in other programs than this one."""
         if way == "arrow":
             store = pa_fs.S3FileSystem(
-                endpoint_override=f"127.0.0.1:{self._port}",
+                endpoint_override=f"127.0.0.1:{self.port}",
                 scheme="http",
                 access_key="k",
                 secret_key="s",
                 region="us-east-1",
             )
             return dd.read_parquet("bucket/table", filesystem=store, **given)
-        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{self._port}"}
+        options = {"key": "k", "secret": "s", "endpoint_url": f"http://127.0.0.1:{self.port}"}
         options |= {"use_listings_cache": False}
         if way == "folder":
             folder = DirFileSystem("bucket", fs=fsspec.filesystem("s3", **options))
@@ -161,3 +161,12 @@ def test_nothing_is_kept_if_it_is_off(bucket: Bucket) -> None:
         assert bucket.table("fsspec").x.max().compute() == FILES
         assert from_store(client) == 0
         assert dask_gpurt.memory_usage(client).to_pandas().cached.sum() == 0
+
+
+def test_files_of_web_servers_are_not_kept(client: Client, bucket: Bucket) -> None:
+    before = dask_gpurt.memory_usage(client).to_pandas().cached.sum()
+    url = f"http://127.0.0.1:{bucket.port}/bucket/table/3.parquet"
+    for value in (100, 200):
+        bucket.write(3, value)
+        assert dd.read_parquet(url).x.max().compute() == value
+    assert dask_gpurt.memory_usage(client).to_pandas().cached.sum() == before
