@@ -96,7 +96,7 @@ class Queries(PrintedTable):
     columns: tuple[str, ...] = ("began", "seconds", "tasks", "computing", "bytes", "steps", "applied", "left")
 
     def _title(self) -> str:
-        return f"Queries: {len(self)}"
+        return f"Queries: {len(self)}" if self.rows else "Queries"
 
     def _format(self, column: str) -> Any:
         if column == "began":
