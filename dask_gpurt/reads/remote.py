@@ -14,6 +14,7 @@ import io
 import pickle
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
@@ -37,14 +38,14 @@ class Source(NamedTuple):
     Attributes
     ----------
     file, version
-        Identify the file, and its contents as it was opened.
+        Identify the file, by its store and its path, and its contents as it was opened.
     fetch
         Returns the bytes from a first one to before a last one.
     version_now
         Asks the store for the present version; None if there is no such file.
     """
 
-    file: Hashable
+    file: tuple[Hashable, str]
     version: Hashable
     size: int
     fetch: Callable[[int, int], bytes]
@@ -84,7 +85,7 @@ def of_fsspec(opened: Any) -> Source | None:
 
     if not isinstance(opened, AbstractBufferedFile) or not opened.size:
         return None
-    version, file = version_of(opened.details), (hash(opened.fs), opened.path)
+    version, file = version_of(opened.details), (opened.fs, opened.path)
     found = Source(file, version, opened.size, fetch, version_now, opened.close)
     return None if version is None else found
 
@@ -97,10 +98,12 @@ def of_arrow(files: Any, path: str) -> Source | None:
             return version_of(again.metadata())
         return None
 
+    def fetch(start: int, stop: int) -> bytes:
+        return bytes(opened.read_at(stop - start, start))
+
     opened = files.open_input_file(path)
-    # The settings of a file system, such as its endpoint, are in its pickle only.
-    version, file = version_of(opened.metadata()), (hash(pickle.dumps(files)), path)
-    fetch = lambda start, stop: opened.read_at(stop - start, start)  # noqa: E731
+    # The settings of a file system, such as its endpoint, are in its pickle only, and secrets too.
+    version, file = version_of(opened.metadata()), (sha256(pickle.dumps(files)).digest(), path)
     found = Source(file, version, opened.size(), fetch, version_now, opened.close)
     return None if version is None else found
 
@@ -146,7 +149,7 @@ class CachedFile(io.RawIOBase):
 
     def _take(self, start: int, stop: int, data: bytes) -> None:
         if len(data) != stop - start:
-            raise OSError(f"{self.source.file}: {len(data)} bytes instead of {stop - start}")
+            raise OSError(f"{self.source.file[1]}: {len(data)} bytes instead of {stop - start}")
         self._fetched.put(start, data)
         self._metrics.add("reads.bytes.{source}", len(data), "store")
 

@@ -66,7 +66,10 @@ class KeptRanges:
     ) -> Any:
         if (reading := self._reading()) is None:
             return read(wrapper)
-        through = lambda: read(reading.fragment(wrapper.fragment, filters, columns, schema))  # noqa: E731
+
+        def through() -> Any:
+            return read(reading.fragment(wrapper.fragment, filters, columns, schema))
+
         return reading.run(through, partial(read, wrapper))
 
 
