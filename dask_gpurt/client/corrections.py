@@ -22,8 +22,7 @@ from dask_gpurt.dask_hooks.expr import (
     replace_divisions,
     replace_merge,
     replace_null_groups,
-    replace_simplified_casts,
-    replace_simplified_filters,
+    replace_simplified,
     replace_variances,
     with_dtypes,
 )
@@ -126,7 +125,7 @@ def _keep_other_operands(is_usable: Callable[[], bool], patches: PatchSet) -> No
             return None
         return original(expr, parent, dependents)
 
-    replace_simplified_filters(patches, simplified)
+    replace_simplified(patches, "Filter", simplified)
 
 
 def _square_floats(is_usable: Callable[[], bool], patches: PatchSet) -> None:
@@ -156,7 +155,7 @@ def _check_after_casts(is_usable: Callable[[], bool], patches: PatchSet) -> None
     def simplified(original: Callable[..., Any], cast: Any, parent: Any, dependents: Any) -> Any:
         return None if reads_cast(parent, cast) and is_usable() else original(cast, parent, dependents)
 
-    replace_simplified_casts(patches, simplified)
+    replace_simplified(patches, "AsType", simplified)
 
 
 def _float_dtypes(variance: Any) -> Any:

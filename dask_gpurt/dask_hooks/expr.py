@@ -77,7 +77,7 @@ __all__ = [
     "replace_lowering",
     "replace_merge",
     "replace_null_groups",
-    "replace_simplified_filters",
+    "replace_simplified",
     "task_of",
 ]
 
@@ -245,36 +245,22 @@ def replace_null_groups(patches: PatchSet, keywords: Replacement) -> None:
     patches.replace_all(dict.fromkeys(steps, _instead(keywords)), cached=False)
 
 
-def replace_simplified_filters(patches: PatchSet, simplified: Replacement) -> None:
-    """Replace how an operation with a filter as an operand is simplified.
+def replace_simplified(patches: PatchSet, kind: str, simplified: Replacement) -> None:
+    """Replace how an operation is simplified together with one that uses it.
 
     Parameters
     ----------
+    kind
+        The name of the operation's class: ``Filter`` or ``AsType``.
     simplified
-        Called as ``simplified(original, filter, parent, dependents)``; returns another parent, or None.
+        Called as ``simplified(original, expr, parent, dependents)``; returns another parent, or None.
 
     Raises
     ------
     UnsupportedError
         If Dask has no such method.
     """
-    patches.replace_all({_seam("Filter._simplify_up"): _instead(simplified)})
-
-
-def replace_simplified_casts(patches: PatchSet, simplified: Replacement) -> None:
-    """Replace how an operation on a frame with other dtypes is simplified.
-
-    Parameters
-    ----------
-    simplified
-        Called as ``simplified(original, cast, parent, dependents)``; returns another parent, or None.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such method.
-    """
-    patches.replace_all({_seam("AsType._simplify_up"): _instead(simplified)})
+    patches.replace_all({_seam(f"{kind}._simplify_up"): _instead(simplified)})
 
 
 def reads_cast(parent: Any, cast: Any) -> bool:
