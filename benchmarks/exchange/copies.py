@@ -51,7 +51,7 @@ def _batch(copies: Sequence[Copy], stream: Any, *, overlap: bool) -> None:
 
 def ways() -> dict[str, Start]:
     """Return the contenders by name."""
-    from dask_gpurt.device.cuda_copies import copy_on_device
+    from dask_gpurt.device.cuda_memory import copy_on_device
 
     return {
         "one call": lambda copies, stream: _batch(copies, stream, overlap=False),

@@ -33,8 +33,7 @@ import click
 from benchmarks.common.commandline import split_list, write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.placement import GatedPlacement, candidates, gate
-from dask_gpurt.placement.available import IdleWorkerFilter
-from dask_gpurt.placement.candidates import CandidateSelector
+from dask_gpurt.placement.candidates import CandidateSelector, IdleWorkerFilter
 from dask_gpurt.placement.cost import Candidate, Routes
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.strategy import Placement

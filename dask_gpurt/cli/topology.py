@@ -14,8 +14,7 @@ from rich.table import Table
 
 from dask_gpurt.cli.cluster import connected
 from dask_gpurt.topology import SHIPPED, Link, Speed
-from dask_gpurt.topology.detect import discover, nvml_missing, visible_devices
-from dask_gpurt.topology.hosts import Gpu, Host
+from dask_gpurt.topology.hosts import Gpu, Host, discover, nvml_missing, visible_devices
 from dask_gpurt.topology.links import OF_GPUS
 
 

@@ -22,7 +22,7 @@ from dask_gpurt.client.addresses import require_package
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.memory.ledger import KINDS
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
-from dask_gpurt.observe.methods import METHOD_TOPIC, Choices
+from dask_gpurt.observe.counting import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
 from dask_gpurt.observe.tables import MemoryUsage

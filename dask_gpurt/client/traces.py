@@ -14,8 +14,7 @@ from typing import Any, Self
 from distributed import Client, default_client
 
 from dask_gpurt.client import session
-from dask_gpurt.monitor.chrome_trace import chrome_trace
-from dask_gpurt.monitor.trace import ProcessTrace, Trace
+from dask_gpurt.monitor.trace import ProcessTrace, Trace, chrome_trace
 from dask_gpurt.observe.recording import RING_EVENTS, Event
 from dask_gpurt.observe.report import RuntimeReport
 

@@ -44,9 +44,16 @@ from dask_gpurt.device.base import (
     workers_of_device,
 )
 from dask_gpurt.device.copies import Copy, DeviceSpan, fillings, runs
-from dask_gpurt.device.cuda_copies import copy_on_device
-from dask_gpurt.device.cuda_guard import ResourceGuard
-from dask_gpurt.device.cuda_memory import StreamBeside, behind, bounce_buffers, copy_async, cut, is_pageable
+from dask_gpurt.device.cuda_memory import (
+    ResourceGuard,
+    StreamBeside,
+    behind,
+    bounce_buffers,
+    copy_async,
+    copy_on_device,
+    cut,
+    is_pageable,
+)
 from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_FREE,
@@ -68,7 +75,7 @@ from dask_gpurt.device.staging import (
     STAGING_THREADS,
     Staging,
 )
-from dask_gpurt.topology.detect import host_id
+from dask_gpurt.topology.hosts import host_id
 
 
 class CudaMapping:

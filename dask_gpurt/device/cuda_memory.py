@@ -1,15 +1,16 @@
-"""Allocate and copy GPU memory in batches, and wait for copies.
+"""Allocate and copy GPU memory in batches, wait for copies, and spill where allocations fail.
 
 Each CUDA call releases the GIL and has to reacquire it. On a host of H200s, starting 256 copies in 256 calls
 took 1.0 ms in the only thread of a process, and 185 ms beside six busy threads; one call for all of them took
 1.0 and 2.3 ms.
 
-Decisions and their figures: ``docs/decisions/overlap.md``.
+Decisions and their figures: ``docs/decisions/overlap.md`` and ``docs/decisions/memory.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
 from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.base import PAGE, Fence
-from dask_gpurt.device.copies import Copy, DeviceSpan
+from dask_gpurt.device.copies import Copy, DeviceSpan, grid_of
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.device.staging import BounceBuffers
 
@@ -142,3 +143,196 @@ def _free_on_users_stream(columns: Iterable[Any]) -> None:
                     raise TypeError(f"the memory of a column is of {type(buffer).__name__}")
                 buffer.reserve(0, DEFAULT_STREAM)
         _free_on_users_stream(column.children())
+
+
+# ---- failed allocations that spill and retry ---------------------------------------------------------
+#
+# Any library can set the current resource of a device. An engine of cudf-polars does so when it starts and
+# when it gets new options, and leaves its resource in place. So the guard checks again and again whether
+# the current resource is guarded, and at the end it leaves the resource that it has found last.
+
+
+class GuardedResource(rmm.mr.FailureCallbackResourceAdaptor):  # type: ignore[misc]
+    """Call back when the resource below cannot allocate, and count what it allocates.
+
+    Attributes
+    ----------
+    below
+        The resource that was the current one.
+    held, since
+        Count the bytes allocated so far, and since the last :meth:`ResourceGuard.peak`.
+    """
+
+    guard: ResourceGuard
+    below: Any
+    held: Any
+    since: Any
+
+    @classmethod
+    def over(cls, below: Any, guard: ResourceGuard) -> GuardedResource:
+        """Guard a resource."""
+        held = rmm.mr.StatisticsResourceAdaptor(below)
+        since = rmm.mr.StatisticsResourceAdaptor(held)
+        since.push_counters()
+        resource = cls(since, guard.on_failure)
+        resource.guard, resource.below, resource.held, resource.since = guard, below, held, since
+        return resource
+
+    def allocated(self) -> int:
+        """Return the bytes that are allocated through it."""
+        return int(self.held.allocation_counts.current_bytes)
+
+    def peak(self) -> int:
+        """Return the peak bytes since the last call, relative to those held at that time."""
+        since = self.since.pop_counters()
+        self.since.push_counters()
+        return int(since.peak_bytes)
+
+
+class ResourceGuard:
+    """Guard the current resource of a device.
+
+    Parameters
+    ----------
+    index
+        The device.
+    short
+        Called with the requested bytes, in the allocating thread; returns whether to retry.
+    """
+
+    def __init__(self, index: int, short: Callable[[int], bool]):
+        self._index = index
+        self._short = short
+        self.removed = False
+        #: The resource in use, and earlier ones from which memory is still allocated.
+        self._resources: list[GuardedResource] = []
+        self.renew()
+
+    def on_failure(self, nbytes: int) -> bool:
+        """Return whether to retry a failed allocation: never after the end, under another's resource."""
+        return not self.removed and self._short(nbytes)
+
+    def renew(self) -> None:
+        """Guard the current resource, unless it is guarded. On the event loop: this calls nothing of CUDA.
+
+        An engine of cudf-polars sets its resource on the event loop too, so not between the two steps here.
+        """
+        if self.removed:
+            return
+        current = rmm.mr.get_per_device_resource(self._index)
+        top = next((each for each in _with_upstreams(current) if self._is_own(each)), None)
+        if top is None:
+            top = GuardedResource.over(current, self)
+            rmm.mr.set_per_device_resource(self._index, top)
+        # Do not keep the resources of engines that have ended, with their pools.
+        earlier = [each for each in self._resources if each is not top and each.allocated()]
+        self._resources = [top, *earlier]
+
+    def _is_own(self, resource: Any) -> bool:
+        return isinstance(resource, GuardedResource) and resource.guard is self
+
+    def remove(self) -> None:
+        """Stop, and leave the resource that the guard has found last as the current one.
+
+        A resource that another library has put on top stays, with the inactive guard below it.
+        """
+        self.removed = True
+        current = found = rmm.mr.get_per_device_resource(self._index)
+        while isinstance(current, GuardedResource) and current.guard.removed:
+            current = current.below
+        if current is not found:
+            rmm.mr.set_per_device_resource(self._index, current)
+        self._resources = []
+
+    def allocated(self) -> int:
+        """Return the bytes that user code has allocated since the begin and still holds."""
+        return sum(resource.allocated() for resource in self._resources)
+
+    def peak(self) -> int:
+        """Return the peak bytes since the last call; of several resources, at most the sum of their peaks."""
+        return sum(resource.peak() for resource in self._resources)
+
+
+def _with_upstreams(resource: Any) -> Iterator[Any]:
+    """Yield a resource, and those that it allocates from, as far as they are known in Python."""
+    while resource is not None:
+        yield resource
+        resource = getattr(resource, "upstream_mr", None)
+
+
+# ---- many copies in one kernel -----------------------------------------------------------------------
+#
+# cudaMemcpyBatchAsync takes 5 µs of the calling thread per copy, even of a few bytes, and each copy waits
+# for kernels of other streams to make room. One kernel waits once, and takes 1 µs per copy, to list the
+# ranges. It gets them as its parameter, so that they need no copy of their own.
+
+
+#: Copies per launch. Parameters have at most 4 KiB on all GPUs, 32,764 bytes since compute capability 7.0.
+CAPACITIES = 168, 1360
+THREADS = 256
+KERNEL = r"""
+typedef unsigned long long u64;
+
+struct Copy { u64 to, at, nbytes; };
+struct Copies { Copy all[CAPACITY]; };
+
+// Both addresses have the same remainder by the size of a word. Bytes before the first whole word of the
+// target and after the last one are copied one at a time.
+template <typename Word>
+__device__ void copy_words(const Copy& copy) {
+    const u64 first = blockIdx.x * (u64)blockDim.x + threadIdx.x, step = gridDim.x * (u64)blockDim.x;
+    const u64 misaligned = (0 - copy.to) % sizeof(Word);
+    const u64 before = misaligned < copy.nbytes ? misaligned : copy.nbytes;
+    const u64 words = (copy.nbytes - before) / sizeof(Word), aligned = words * sizeof(Word);
+    Word* to = (Word*)(copy.to + before);
+    const Word* at = (const Word*)(copy.at + before);
+    for (u64 word = first; word < words; word += step) to[word] = at[word];
+    for (u64 byte = first; byte < copy.nbytes - aligned; byte += step) {
+        const u64 skipped = byte < before ? byte : byte + aligned;
+        ((char*)copy.to)[skipped] = ((const char*)copy.at)[skipped];
+    }
+}
+
+// Blocks with the same y share a copy.
+extern "C" __global__ void copy_ranges(const __grid_constant__ Copies copies) {
+    const Copy& copy = copies.all[blockIdx.y];
+    const u64 apart = copy.to ^ copy.at;
+    if (apart % 16 == 0) copy_words<uint4>(copy);
+    else if (apart % 8 == 0) copy_words<u64>(copy);
+    else if (apart % 4 == 0) copy_words<unsigned>(copy);
+    else copy_words<unsigned char>(copy);
+}
+"""
+
+
+def copy_on_device(copies: Sequence[Copy], stream: Any) -> None:
+    """Start copies within the memory of the current device, in the order of a cupy stream.
+
+    Ranges must not overlap. A single copy is left to CUDA.
+
+    Raises
+    ------
+    RuntimeError
+        If CUDA reports an error.
+    """
+    copies = [copy for copy in copies if copy.nbytes]
+    if len(copies) < 2:
+        copy_async(copies, stream.ptr)
+        return
+    for start in range(0, len(copies), CAPACITIES[-1]):
+        part = copies[start : start + CAPACITIES[-1]]
+        capacity = next(most for most in CAPACITIES if len(part) <= most)
+        ranges = np.zeros(1, _parameter(capacity))
+        ranges["all"][0, : len(part)] = part
+        _kernel(capacity)(grid_of(part, THREADS), (THREADS,), (ranges,), stream=stream)
+
+
+@cache
+def _parameter(capacity: int) -> np.dtype[Any]:
+    """Return the type of the kernel's parameter: cupy passes arrays of one element by value."""
+    return np.dtype([("all", np.uint64, (capacity, 3))])
+
+
+@cache
+def _kernel(capacity: int) -> Any:
+    return cupy.RawKernel(KERNEL, "copy_ranges", options=("--std=c++17", f"-DCAPACITY={capacity}"))

@@ -39,7 +39,7 @@ from dask_gpurt.device.pool import (
     Ticket,
 )
 from dask_gpurt.device.staging import BOUNCE_BUFFER_BYTES, FILE_BUFFERS
-from dask_gpurt.topology.detect import host_id
+from dask_gpurt.topology.hosts import host_id
 
 SHM = "/dev/shm"
 #: A pool starts with a header page that has a random token, by which a peer recognises the right file.

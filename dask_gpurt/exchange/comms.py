@@ -21,9 +21,8 @@ from dask_gpurt.device.base import direct_comms
 from dask_gpurt.device.libraries import is_device_buffer
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange.compression import CODECS_MISSING, Codec, Compressor, codecs
-from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard
-from dask_gpurt.exchange.paths import COMMS
+from dask_gpurt.exchange.paths import COMMS, Endpoint
 from dask_gpurt.exchange.shard import PeerLost, RunKey
 from dask_gpurt.observe import Fallback
 from dask_gpurt.protocol import FETCH_HANDLER

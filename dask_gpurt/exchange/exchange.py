@@ -21,15 +21,13 @@ from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import PoolFull
-from dask_gpurt.exchange.calls import Calls, off_on
+from dask_gpurt.exchange.calls import Calls, is_exiting, off_on
 from dask_gpurt.exchange.comms import Comms
-from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.incoming import IncomingShard, Landing, ShardState
 from dask_gpurt.exchange.links import IN_PLACE, Links, Traffic
 from dask_gpurt.exchange.outgoing import PoolHooks
-from dask_gpurt.exchange.paths import Path
-from dask_gpurt.exchange.peers import Peers
+from dask_gpurt.exchange.paths import Endpoint, Path, Peers
 from dask_gpurt.exchange.pools import Pools, PoolUsers
 from dask_gpurt.exchange.pulling import Puller
 from dask_gpurt.exchange.requests import PeerRequests
@@ -38,7 +36,6 @@ from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Sh
 from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table
 from dask_gpurt.memory.peer_copies import Loan
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.threads import is_exiting
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.progress import RecentRuns
 from dask_gpurt.protocol import (

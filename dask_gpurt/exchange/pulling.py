@@ -11,8 +11,8 @@ from typing import Any
 
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.comms import Comms
-from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
+from dask_gpurt.exchange.paths import Endpoint
 from dask_gpurt.exchange.shard import ExchangeClosed
 from dask_gpurt.memory.waits import WaitLine
 

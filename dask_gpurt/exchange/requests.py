@@ -12,8 +12,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.outgoing import ROOM_RETRY_INTERVAL_S, Outbox
+from dask_gpurt.exchange.paths import Endpoint
 from dask_gpurt.exchange.runs import UnclaimedShards
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
 from dask_gpurt.memory.waits import WaitLine

@@ -8,7 +8,7 @@ counts the bytes of each tier by what they are for, and in an :class:`AdmissionQ
 from dask_gpurt.memory.admission import AdmissionQueue
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.lower_tiers import LowerTiers
-from dask_gpurt.memory.policy import order
+from dask_gpurt.memory.spilling import order
 from dask_gpurt.memory.store import TieredBuffer
 
 __all__ = ["AdmissionQueue", "Ledger", "LowerTiers", "TieredBuffer", "order"]

@@ -13,7 +13,7 @@ never wait. A request is admitted
 
 A request waits because running ones may free memory. A task that waits for a result, an event or a lock does
 not, and may wait for the very task that waits here, which Dask would have started. So it does not count (see
-``worker/idle.py``). It keeps its reservation, and counts again when it goes on.
+``worker/tasks.py``). It keeps its reservation, and counts again when it goes on.
 
 No request waits forever. Requests wait in order of arrival. While the oldest one waits, either nothing is
 running, and rule 2 admits it at its next retry, or its time runs out, and rule 3 does. It retries whenever a

@@ -4,10 +4,10 @@ Tasks read live objects, which are on the device, or in host memory for host obj
 The lower tiers (pinned memory, host memory, disk) hold serialised objects. The components are
 
 - :mod:`~dask_gpurt.memory.entries`: the table of all entries, under one lock,
-- :mod:`~dask_gpurt.memory.spilling` and :mod:`~dask_gpurt.memory.unspilling`: moves down and up,
+- :mod:`~dask_gpurt.memory.spilling` and :mod:`~dask_gpurt.memory.spilling`: moves down and up,
 - :mod:`~dask_gpurt.memory.reading`: reads in the lower tiers, without a move,
 - :mod:`~dask_gpurt.memory.reservations`: memory reserved before it is allocated,
-- :mod:`~dask_gpurt.memory.policy`: the order of eviction.
+- :mod:`~dask_gpurt.memory.spilling`: the order of eviction.
 
 Moves block, so they run in threads.
 """
@@ -28,12 +28,11 @@ from dask_gpurt.memory.disk import CorruptFile
 from dask_gpurt.memory.entries import Entry, EntryTable, ExternalRef, Priority, label_of
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.lower_tiers import LowerTier
-from dask_gpurt.memory.reading import BufferAndMemo, EntryReader
+from dask_gpurt.memory.reading import BufferAndMemo, EntryReader, Unspiller
 from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.spilling import Spiller
 from dask_gpurt.memory.tiers import Limits, Tier
-from dask_gpurt.memory.unspilling import Unspiller
 from dask_gpurt.observe import Metrics
 
 #: The objects that the current coroutine is sending; `TieredBuffer` returns these copies to it.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -152,4 +156,304 @@ def plain(process: ProcessTrace) -> dict[str, Any]:
         "process": process.process,
         "events": len(process.events),
         "lost events": process.lost,
+    }
+
+
+# ---- the Trace Event Format --------------------------------------------------------------------------
+#
+# The format is specified in
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each server is a process
+# with a track for each of its threads. Perfetto's requirements hold: slices of a track are nested, and each
+# flow has one begin and one end, in this order, inside slices.
+#
+# Steps are timed on their thread. Tasks are timed by Dask, from their submission to a thread, so a step may
+# extend beyond its task by the delay until the thread starts; the task is then widened. Coroutine tasks,
+# and copies that were started together, may overlap on one thread, which then gets several tracks.
+
+
+#: Maximum number of flows in a trace; the rest are only counted.
+MAX_FLOWS = 100_000
+#: Track numbers reserved for each process.
+TRACKS_PER_PROCESS = 1000
+
+
+def chrome_trace(trace: Trace) -> dict[str, Any]:
+    """Return a trace as JSON-serialisable values, with times in microseconds since its first event.
+
+    ``otherData`` reports what is missing from the trace: lost events, flows without one of their ends,
+    workers that did not answer.
+    """
+    first = min((event.at for process in trace.processes.values() for event in process.events), default=0.0)
+    flows = _Flows()
+    written: list[dict[str, Any]] = []
+    ordered = sorted(trace.processes.items(), key=lambda item: (item[0] != SCHEDULER, item[0]))
+    for number, (address, process) in enumerate(ordered, start=1):
+        written += _Process(number, address, process, first, flows).written()
+    written += flows.written()
+    written.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
+    return {
+        "traceEvents": written,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "written by": "dask-gpurt",
+            "time of the first event": trace.began + first,
+            "lost events": trace.lost,
+            "workers that did not answer": dict(trace.unanswered),
+            "flows": dict(flows.counts),
+            "processes": {address: plain(process) for address, process in ordered},
+        },
+    }
+
+
+@dataclass(eq=False)
+class _Slice:
+    """Hold a slice of a track, in integer nanoseconds."""
+
+    event: Event
+    begin: int
+    end: int
+    track: int = 0
+
+
+class _Process:
+    """Convert the events of one server, and collect the ends of flows in them."""
+
+    def __init__(self, number: int, address: str, process: ProcessTrace, first: float, flows: _Flows):
+        self._number = number
+        self._address = address
+        self._process = process
+        self._first = first
+        self._flows = flows
+        self._tracks: dict[tuple[int, int], int] = {}
+
+    def written(self) -> Iterator[dict[str, Any]]:
+        by_thread: defaultdict[int, list[Event]] = defaultdict(list)
+        for event in self._process.events:
+            by_thread[event.thread].append(event)
+        for thread, events in by_thread.items():
+            yield from self._thread(thread, events)
+        for which, event in enumerate(
+            e for events in by_thread.values() for e in events if e.kind == Kind.WAIT
+        ):
+            yield from self._wait(event, str(which))
+        yield from self._names()
+
+    def _names(self) -> Iterator[dict[str, Any]]:
+        name = self._process.name
+        label = self._address if name in ("", self._address) else f"{name} ({self._address})"
+        yield self._metadata("process_name", 0, name=label if self._address != SCHEDULER else SCHEDULER)
+        yield self._metadata("process_sort_index", 0, sort_index=self._number)
+        for (thread, lane), track in self._tracks.items():
+            named = self._process.threads.get(thread, f"thread {thread}")
+            yield self._metadata("thread_name", track, name=f"{named} ({lane + 1})" if lane else named)
+            yield self._metadata("thread_sort_index", track, sort_index=track)
+
+    def _metadata(self, what: str, track: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": self._number, "tid": track, "args": args}
+
+    def _track(self, thread: int, lane: int) -> int:
+        new = self._number * TRACKS_PER_PROCESS + len(self._tracks) + 1
+        return self._tracks.setdefault((thread, lane), new)
+
+    def _nanoseconds(self, at: float) -> int:
+        return max(0, math.floor((at - self._first) * 1e9))
+
+    # ---- events of a thread ------------------------------------------------------------
+
+    def _thread(self, thread: int, events: list[Event]) -> Iterator[dict[str, Any]]:
+        slices = [
+            _Slice(event, self._nanoseconds(event.at), self._nanoseconds(event.at + event.seconds))
+            for event in events
+            if event.kind == Kind.SPAN
+        ]
+        widen_tasks(slices)
+        for lane, nested in enumerate(in_lanes(slices)):
+            for one in nested:
+                one.track = self._track(thread, lane)
+                yield self._slice(one)
+        enclosing = _Enclosing(slices)
+        for event in events:
+            at = self._nanoseconds(event.at)
+            if event.kind == Kind.MARK:
+                yield {
+                    **self._common(event, "i", at),
+                    "s": "t",
+                    "tid": self._track(thread, 0),
+                    "args": _finite(event.args),
+                }
+            elif event.kind in (Kind.SENT, Kind.READ):
+                self._flows.add(event.kind, event.args["shard"], self._number, enclosing.at(at), at)
+        for one in slices:
+            if one.event.step == "pull" and "shard" in one.event.args:
+                self._flows.add("pulled", one.event.args["shard"], self._number, one, one.begin)
+
+    def _slice(self, one: _Slice) -> dict[str, Any]:
+        event = one.event
+        args = _finite(event.args) | ({"task": event.task} if event.task else {})
+        return {
+            **self._common(event, "X", one.begin),
+            "dur": (one.end - one.begin) / 1000,
+            "tid": one.track,
+            "args": args,
+        }
+
+    def _common(self, event: Event, phase: str, at: int) -> dict[str, Any]:
+        category = TASK if event.step == TASK else event.kind
+        return {"ph": phase, "name": title(event), "cat": str(category), "ts": at / 1000, "pid": self._number}
+
+    # ---- events without a thread -------------------------------------------------------
+
+    def _wait(self, event: Event, id: str) -> Iterator[dict[str, Any]]:
+        begin, end = self._nanoseconds(event.at), self._nanoseconds(event.at + event.seconds)
+        args = _finite(event.args) | ({"task": event.task} if event.task else {})
+        yield {**self._common(event, "b", begin), "id2": {"local": id}, "tid": 0, "args": args}
+        yield {**self._common(event, "e", end), "id2": {"local": id}, "tid": 0}
+
+
+def widen_tasks(slices: Iterable[_Slice]) -> None:
+    """Widen the tasks of one thread to contain their steps, without making adjacent tasks overlap."""
+    tasks = sorted((one for one in slices if one.event.step == TASK), key=lambda one: one.begin)
+    by_key: defaultdict[str, list[_Slice]] = defaultdict(list)
+    for task in tasks:
+        by_key[task.event.task].append(task)
+    inner: dict[_Slice, tuple[int, int]] = {}
+    for step in slices:
+        if step.event.step == TASK or not (executions := by_key.get(step.event.task)):
+            continue
+        task = min(executions, key=lambda one: max(one.begin - step.begin, step.end - one.end, 0))
+        begin, end = inner.get(task, (step.begin, step.end))
+        inner[task] = min(begin, step.begin), max(end, step.end)
+    apart = [(one, other) for one, other in itertools.pairwise(tasks) if one.end <= other.begin]
+    for task, (begin, end) in inner.items():
+        task.begin, task.end = min(task.begin, begin), max(task.end, end)
+    for before, after in apart:
+        if before.end > after.begin:
+            # Cut between the last step of the first task and the first step of the second, if possible.
+            _, least = inner.get(before, (before.begin, before.begin))
+            most, _ = inner.get(after, (after.end, after.end))
+            cut = max(least, min((before.end + after.begin) // 2, most))
+            if before.begin <= cut <= after.end:
+                before.end, after.begin = min(before.end, cut), max(after.begin, cut)
+
+
+def in_lanes(slices: Iterable[_Slice]) -> list[list[_Slice]]:
+    """Distribute slices over the fewest lanes in which they are nested (greedily)."""
+    lanes: list[list[_Slice]] = []
+    open_ends: list[list[int]] = []
+    for one in sorted(slices, key=lambda one: (one.begin, -one.end, one.event.step != TASK)):
+        for lane, ends in zip(lanes, open_ends, strict=True):
+            while ends and ends[-1] <= one.begin:
+                ends.pop()
+            if not ends or ends[-1] >= one.end:
+                lane.append(one)
+                ends.append(one.end)
+                break
+        else:
+            lanes.append([one])
+            open_ends.append([one.end])
+    return lanes
+
+
+class _Enclosing:
+    """Find the innermost slice of a thread that contains an instant."""
+
+    def __init__(self, slices: Iterable[_Slice]):
+        self._slices = sorted(
+            (one for one in slices if one.event.step != TASK), key=lambda one: (one.begin, -one.end)
+        )
+        self._begins = [one.begin for one in self._slices]
+
+    def at(self, moment: int) -> _Slice | None:
+        # Steps are nested only a few levels deep, so only the last slices that have begun need checking.
+        last = bisect_right(self._begins, moment)
+        for one in reversed(self._slices[max(0, last - 64) : last]):
+            if one.end >= moment:
+                return one
+        return None
+
+
+# ---- flows ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _End:
+    """Hold one end of a flow: an instant inside a slice."""
+
+    process: int
+    slice: _Slice
+    at: int
+
+
+@dataclass
+class _Shard:
+    """Hold the events of one shard: offered by its producer, pulled by its owner, and read for outputs."""
+
+    sent: _End | None = None
+    pulled: _End | None = None
+    read: list[_End] = field(default_factory=list)
+
+
+class _Flows:
+    """Pair the events of shards into flows from the producer to each read, via the pull if there is one.
+
+    Attributes
+    ----------
+    counts
+        Numbers of flows: ``written``; with an end ``missing`` from the trace; ``backwards`` in time because
+        of inexact clocks; and ``left out`` beyond :data:`MAX_FLOWS`.
+    """
+
+    def __init__(self) -> None:
+        self._shards: defaultdict[str, _Shard] = defaultdict(_Shard)
+        self.counts = Counter({"written": 0, "missing": 0, "backwards": 0, "left out": 0})
+
+    def add(self, what: str, shard: str, process: int, around: _Slice | None, at: int) -> None:
+        """Add an event of a shard; without an enclosing slice it cannot be the end of a flow."""
+        if around is None:
+            self.counts["missing"] += 1
+            return
+        end = _End(process, around, at)
+        match what:
+            case Kind.SENT:
+                self._shards[shard].sent = end
+            case "pulled":
+                self._shards[shard].pulled = end
+            case _:
+                self._shards[shard].read.append(end)
+
+    def written(self) -> Iterator[dict[str, Any]]:
+        """Yield the two ends of each flow."""
+        for shard, moments in self._shards.items():
+            for begin, end in self._pairs(moments):
+                at = max(begin.at, end.at)
+                if at > end.slice.end:
+                    self.counts["backwards"] += 1
+                elif self.counts["written"] >= MAX_FLOWS:
+                    self.counts["left out"] += 1
+                else:
+                    self.counts["written"] += 1
+                    common = {"name": "shard", "cat": "shard", "id": self.counts["written"]}
+                    args = {"args": {"shard": shard}}
+                    yield {"ph": "s", **common, **_place(begin, begin.at), **args}
+                    yield {"ph": "f", "bp": "e", **common, **_place(end, at), **args}
+
+    def _pairs(self, moments: _Shard) -> Iterator[tuple[_End, _End]]:
+        source = moments.pulled or moments.sent
+        if moments.sent is None or not (moments.read or moments.pulled):
+            self.counts["missing"] += 1
+        if moments.sent is not None and moments.pulled is not None:
+            yield moments.sent, moments.pulled
+        if source is not None:
+            yield from ((source, read) for read in moments.read)
+
+
+def _place(end: _End, at: int) -> dict[str, Any]:
+    return {"ts": at / 1000, "pid": end.process, "tid": end.slice.track}
+
+
+def _finite(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with non-finite floats as strings, since JSON has no infinity."""
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in args.items()
     }

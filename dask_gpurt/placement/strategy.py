@@ -14,8 +14,7 @@ from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, allowed_worke
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.available import AvailableWorkers, IdleWorkerFilter
-from dask_gpurt.placement.candidates import CandidateSelector
+from dask_gpurt.placement.candidates import AvailableWorkers, CandidateSelector, IdleWorkerFilter
 from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Estimates, Headroom
 from dask_gpurt.topology import Topology

@@ -23,9 +23,9 @@ from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics, prometheus
-from dask_gpurt.observe.methods import METHOD_TOPIC
+from dask_gpurt.observe.counting import METHOD_TOPIC
 from dask_gpurt.observe.metrics import Server
-from dask_gpurt.placement import LedgerHeadroom
+from dask_gpurt.placement import GatedPlacement, LedgerHeadroom, Placement
 from dask_gpurt.placement.reads import ReadPlaces
 from dask_gpurt.protocol import (
     CLIENTS_TOPIC,
@@ -51,9 +51,7 @@ from dask_gpurt.protocol import (
     TOKEN_HANDLER,
     is_off,
 )
-from dask_gpurt.scheduler.clients import Clients
-from dask_gpurt.scheduler.placement import SchedulerPlacement
-from dask_gpurt.scheduler.queries import queries
+from dask_gpurt.scheduler.clients import Clients, queries
 from dask_gpurt.scheduler.reports import ClusterReports
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.silence import SilentWorkers
@@ -176,9 +174,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.clients = Clients(self.scheduler, self.metrics)
         self.cluster_memory = ClusterMemory()
         self._memory_reported = asyncio.Event()
-        self.places = SchedulerTopology(self.scheduler)
+        self.places = SchedulerTopology(self.scheduler, self._placed)
         self.tracing = SchedulerTracing(self.scheduler, self.metrics)
-        self.placement: SchedulerPlacement | None = None
+        self.placement: GatedPlacement | None = None
         self.read_places = ReadPlaces(
             self.scheduler,
             self.cluster_memory.has_cached,
@@ -193,7 +191,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             settings,
             self.metrics,
             self.workers,
-            LedgerHeadroom(self.cluster_memory, self.scheduler.workers),
+            self._headroom(),
         )
 
     def _listen(self) -> None:
@@ -278,7 +276,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self.cluster_memory.apply(worker, message)
             self._memory_reported.set()
             if self.placement is not None:
-                self.placement.memory_changed(worker)
+                self.placement.on_memory_reported(worker)
 
     def lost(self, worker: str, keys: list[Key]) -> None:
         """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""
@@ -301,7 +299,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.workers.remove(worker)
         self.places.remove(worker)
         if self.placement is not None:
-            self.placement.remove(worker)
+            self.placement.on_worker_removed(worker)
 
     # ---- placement -----------------------------------------------------------------------
 
@@ -309,11 +307,19 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Switch placement on or off; while it is off, Dask chooses the workers of tasks."""
         if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
-            self.placement = SchedulerPlacement(self.scheduler, topology, self.cluster_memory, self.metrics)
-            self.placement.install()
+            placement = Placement(self.scheduler, topology, self._headroom(), self.metrics)
+            self.placement = GatedPlacement(placement, self.scheduler, topology, self.metrics)
+            self.placement.bind()
         elif not on and self.placement is not None:
-            self.placement.uninstall()
+            self.placement.unbind()
             self.placement = None
+
+    def _headroom(self) -> LedgerHeadroom:
+        return LedgerHeadroom(self.cluster_memory, self.scheduler.workers)
+
+    def _placed(self, worker: str) -> None:
+        if self.placement is not None:
+            self.placement.on_place_changed(worker)
 
     def _knows_loads(self) -> bool:
         try:
@@ -326,7 +332,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def update_graph(self, scheduler: SchedulerServer, *, client: str, tasks: list[Key], **_: Any) -> None:
         self.clients.computes(client, tasks)
         if self.placement is not None:
-            self.placement.submitted()
+            self.placement.on_graph()
 
     def transition(self, key: Key, start: str, finish: str, *_: Any, **kwargs: Any) -> None:
         self.read_places.transition(key, finish, kwargs.get("worker"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dask_gpurt.config.values import PATHS
@@ -33,10 +33,17 @@ LINKS_OF_PATH = dict(
 
 
 class SchedulerTopology:
-    """Keep a :class:`Topology` in step with the workers of a scheduler."""
+    """Keep a :class:`Topology` in step with the workers of a scheduler.
 
-    def __init__(self, scheduler: SchedulerServer):
+    Parameters
+    ----------
+    moved
+        Called with a worker that has reported its place.
+    """
+
+    def __init__(self, scheduler: SchedulerServer, moved: Callable[[str], None]):
         self._scheduler = scheduler
+        self._moved = moved
         self.topology = Topology()
         self._hosts: dict[str, Host] = {}
         self._asked: set[str] = set()
@@ -61,6 +68,7 @@ class SchedulerTopology:
             reported = Place(**place)
             self.topology.add(worker, reported)
             self._ask_soon(reported.host, name)
+            self._moved(worker)
 
     def _ask_soon(self, host: str, name: str) -> None:
         if not self.topology.described(host) and host not in self._asked:

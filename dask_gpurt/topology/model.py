@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from dask_gpurt.topology.estimate import PairOverrides, SpeedEstimate
-from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, Speed
+from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, PairOverrides, Speed, SpeedEstimate
 
 #: Maximum number of pairs with their own speed: enough for those of a slow host or cable, not for all pairs.
 MAX_PAIRS = 1024

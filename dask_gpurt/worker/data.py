@@ -37,8 +37,8 @@ from dask_gpurt.memory.peer_copies import PeerCopies
 from dask_gpurt.memory.store import serving
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.protocol import LOST_KEYS_OP
+from dask_gpurt.worker import Layer
 from dask_gpurt.worker.dependents_first import DependentsFirst
-from dask_gpurt.worker.layers import Layer
 from dask_gpurt.worker.tasks import TaskRunner
 from dask_gpurt.worker.tiers import WorkerTiers
 

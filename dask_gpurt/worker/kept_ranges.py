@@ -18,7 +18,7 @@ from dask_gpurt.dask_hooks.parquet_files import read_through
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.ranges import RangeCache
-from dask_gpurt.worker.layers import Layer
+from dask_gpurt.worker import Layer
 
 
 class KeptRanges:

@@ -31,12 +31,12 @@ from dask_gpurt.dask_hooks.worker import call_scheduler, call_soon, is_closing, 
 from dask_gpurt.device import Streams
 from dask_gpurt.device.discover import kinds
 from dask_gpurt.exchange import Exchange, ExchangeClosed
+from dask_gpurt.exchange.calls import in_thread, is_exiting
 from dask_gpurt.exchange.exchange import TRIM_INTERVAL_S
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.frames.registry import import_backends, warm_up, warm_up_operators
 from dask_gpurt.memory.budget import most_in_flight
 from dask_gpurt.memory.peer_copies import PeerCopies
-from dask_gpurt.memory.threads import in_thread, is_exiting
 from dask_gpurt.observe import Fallback, Metrics, prometheus
 from dask_gpurt.observe.metrics import Server
 from dask_gpurt.protocol import (
@@ -61,10 +61,10 @@ from dask_gpurt.protocol import (
 )
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.run import ShuffleRun
+from dask_gpurt.worker import Layer
 from dask_gpurt.worker.colocation import ALONE_VARIABLE
 from dask_gpurt.worker.data import WorkerData
 from dask_gpurt.worker.kept_ranges import KeptRanges
-from dask_gpurt.worker.layers import Layer
 from dask_gpurt.worker.lookups import RunLookup
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms

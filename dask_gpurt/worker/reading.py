@@ -45,8 +45,8 @@ from dask_gpurt.reads.policy import (
     ThreadTime,
 )
 from dask_gpurt.reads.turns import ComputeSlots, Turn
-from dask_gpurt.topology.detect import nvml_library, visible_devices
-from dask_gpurt.worker.layers import Layer
+from dask_gpurt.topology.hosts import nvml_library, visible_devices
+from dask_gpurt.worker import Layer
 
 #: Environment variable of kvikio and libcudf; libcudf reads it once, at its first read of a file.
 NTHREADS = "KVIKIO_NTHREADS"

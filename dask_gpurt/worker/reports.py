@@ -24,8 +24,7 @@ from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.progress import RecentRuns
 from dask_gpurt.protocol import HOST_HANDLER, MEMORY_METRIC, MEMORY_OP, PLACE_OP, TRAFFIC_OP, is_off
-from dask_gpurt.topology.detect import discover, host_name, nvml_missing, own_place, visible_devices
-from dask_gpurt.topology.hosts import Host
+from dask_gpurt.topology.hosts import Host, discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.model import Place
 
 #: Changes within this interval are sent in one message, in seconds.

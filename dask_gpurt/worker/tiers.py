@@ -22,6 +22,7 @@ from dask_gpurt.device import Allocator, Pinning
 from dask_gpurt.device.base import DeviceFiles, Guard, files_of, no_fence, workers_of_device
 from dask_gpurt.device.host import few_left
 from dask_gpurt.device.libraries import spilled_by_libraries
+from dask_gpurt.exchange.calls import in_thread, is_exiting
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
@@ -29,13 +30,12 @@ from dask_gpurt.memory.host import HostTier
 from dask_gpurt.memory.ledger import CACHED, PARTITIONS, SPILLED_BY_LIBRARY, Ledger
 from dask_gpurt.memory.peer_copies import COPIES_BYTES, COPIES_OF_LIMIT
 from dask_gpurt.memory.pinned import BlockPool, PinnedTier
-from dask_gpurt.memory.policy import next_use
+from dask_gpurt.memory.spilling import next_use
 from dask_gpurt.memory.store import TieredBuffer
-from dask_gpurt.memory.threads import in_thread, is_exiting
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.ranges import RangeCache
-from dask_gpurt.topology.detect import memory_of_host, nvml_library
+from dask_gpurt.topology.hosts import memory_of_host, nvml_library
 from dask_gpurt.worker.reports import MemoryReporter
 
 logger = logging.getLogger(__name__)

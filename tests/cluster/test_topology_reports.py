@@ -15,7 +15,7 @@ from dask_gpurt.cli import main
 from dask_gpurt.exchange.links import Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.scheduler.topology import SchedulerTopology
-from dask_gpurt.topology import SHIPPED, Link, Place, detect
+from dask_gpurt.topology import SHIPPED, Link, Place, hosts
 from dask_gpurt.topology.hosts import Host
 from dask_gpurt.worker.reports import TopologyReporter
 from tests.helpers.in_process import all_placed, on_cluster, placed_apart, places, topology, until
@@ -38,12 +38,12 @@ def test_workers_say_where_they_are_and_one_says_what_the_host_has() -> None:
         await all_placed(scheduler)
         here = topology(scheduler).place(a.address)
         assert here is not None
-        assert here.host == detect.here()
+        assert here.host == hosts.here()
         assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
         assert len(asked) <= 1
         told = await client.scheduler.gpurt_topology()
         assert set(told["workers"]) == set(scheduler.workers)
-        assert list(told["hosts"]) == [detect.host_name()]
+        assert list(told["hosts"]) == [hosts.host_name()]
 
     run()
 
@@ -156,7 +156,7 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
     class Scheduler:
         workers: dict[str, Any] = {}
 
-    picture = SchedulerTopology(Scheduler())
+    picture = SchedulerTopology(Scheduler(), lambda worker: None)
     picture.traffic("x", [("y", "comms", 10**9, 100.0, 1)])  # their places are unknown
     for worker in "xy":
         picture.topology.add(worker, Place(f"host of {worker}"))

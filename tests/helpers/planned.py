@@ -22,7 +22,7 @@ from dask_gpurt.client.planning.rules.broadcast import Broadcast
 from dask_gpurt.client.planning.rules.partition_size import PartitionSize
 from dask_gpurt.client.planning.store import Store
 from dask_gpurt.observe import MethodChoice, Metrics
-from dask_gpurt.observe.methods import Choices
+from dask_gpurt.observe.counting import Choices
 
 #: Columns of :func:`tables`; every frame has all of them, in its own order.
 COLUMNS = ("key", "small", "ratio", "name", "kind", "when", "count", "flag", "text")

@@ -88,7 +88,7 @@ from dask_gpurt.dask_hooks.planning import (
 )
 from dask_gpurt.dask_hooks.results import apart, results_of
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
-from dask_gpurt.observe.methods import Choices
+from dask_gpurt.observe.counting import Choices
 
 #: The sizes of the caches. The 22 queries of TPC-H create 7,000 expressions.
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024

@@ -9,7 +9,7 @@ from typing import Any
 
 from dask.typing import Key
 
-from dask_gpurt.memory.policy import EvictionCandidate, choose
+from dask_gpurt.memory.spilling import EvictionCandidate, choose
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.topology import Link, Speed
 
@@ -219,7 +219,7 @@ class RuntimeTiers(Tiers):
     """Spill like the runtime: evict the keys with the latest next use first.
 
     A key is evicted to the first lower tier with room for it, and stays there until it is read; see
-    :mod:`dask_gpurt.memory.policy`.
+    :mod:`dask_gpurt.memory.spilling`.
 
     Parameters
     ----------

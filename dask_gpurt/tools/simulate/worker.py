@@ -37,7 +37,7 @@ from distributed.worker_state_machine import (
 )
 
 from dask_gpurt.memory.admission import FETCH, SEND, TASK, Admission, MemoryEstimator, MemoryRequest
-from dask_gpurt.memory.policy import next_use
+from dask_gpurt.memory.spilling import next_use
 from dask_gpurt.tools.simulate.clock import Clock
 from dask_gpurt.tools.simulate.network import Network
 from dask_gpurt.tools.simulate.shuffles import VirtualShuffles

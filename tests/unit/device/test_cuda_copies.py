@@ -104,7 +104,7 @@ def test_bytes_arrive_wherever_they_lie(source: str, target: str, count: int) ->
 def test_a_kernel_copies_ranges_of_any_alignment(count: int, alignment: int) -> None:
     import cupy
 
-    from dask_gpurt.device.cuda_copies import copy_on_device
+    from dask_gpurt.device.cuda_memory import copy_on_device
 
     random = np.random.default_rng(count)
     slot = 8 * KIB

@@ -13,8 +13,8 @@ from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import calls, compression
 from dask_gpurt.exchange.calls import Calls
 from dask_gpurt.exchange.comms import Comms
-from dask_gpurt.exchange.endpoint import Endpoint
 from dask_gpurt.exchange.links import Links, Traffic
+from dask_gpurt.exchange.paths import Endpoint
 from dask_gpurt.exchange.shard import Peer, PeerLost
 from dask_gpurt.observe import Metrics
 from dask_gpurt.topology import Link

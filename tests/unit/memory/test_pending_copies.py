@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dask_gpurt.device.base import Fence
-from dask_gpurt.memory import spilling, unspilling
+from dask_gpurt.memory import reading, spilling
 from dask_gpurt.memory.serialize import Frames, Raw, raw_frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
@@ -60,7 +60,7 @@ def device() -> PendingDevice:
 @pytest.fixture
 def tiered_buffer(tmp_path: Path, device: PendingDevice, monkeypatch: pytest.MonkeyPatch) -> TieredBuffer:
     """Return a tiered buffer with the device above pinned memory."""
-    monkeypatch.setattr(unspilling, "owned", lambda value: {id(value): 10 * KIB})
+    monkeypatch.setattr(reading, "owned", lambda value: {id(value): 10 * KIB})
     return new_tiered_buffer(str(tmp_path), Limits(100 * KIB, 1 << 20, 0, 0), device=device)
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.monitor.chrome_trace import chrome_trace
-from dask_gpurt.monitor.trace import SCHEDULER, ProcessTrace, Trace
+from dask_gpurt.monitor.trace import SCHEDULER, ProcessTrace, Trace, chrome_trace
 from dask_gpurt.observe.recording import TASK, Event, Kind
 from tests.helpers.trace_format import around, check, flows, slices
 

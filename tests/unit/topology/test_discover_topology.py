@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.topology import Link, Place, Topology, detect
+from dask_gpurt.topology import Link, Place, Topology, hosts
 from dask_gpurt.topology.hosts import Host
 from tests.helpers.fake_nvml import FakeGpu, FakeNvml, cut_up, pcie_only, switched
 
 
 def host(library: FakeNvml) -> Host:
-    return detect.discover(library)
+    return hosts.discover(library)
 
 
 def links(found: Host) -> list[list[str]]:
@@ -119,9 +119,9 @@ def test_the_first_visible_device_counts(visible: str | None, index: int | None)
 
 def test_a_process_without_gpu_is_on_the_host() -> None:
     found = host(switched())
-    place = detect.own_place(found, "0", on_gpu=False, rdma=True)
-    assert place == Place(detect.here())
-    assert detect.own_place(found, "1", on_gpu=True, rdma=True).device == FakeGpu(1).uuid
+    place = hosts.own_place(found, "0", on_gpu=False, rdma=True)
+    assert place == Place(hosts.here())
+    assert hosts.own_place(found, "1", on_gpu=True, rdma=True).device == FakeGpu(1).uuid
 
 
 # ---- the operating system ------------------------------------------------------------
@@ -142,7 +142,7 @@ def sys(tmp_path: Path) -> Path:
 
 
 def test_numa_nodes(sys: Path) -> None:
-    assert detect.numa_nodes(sys) == {0: {0, 1, 4}, 1: {2, 3}}
+    assert hosts.numa_nodes(sys) == {0: {0, 1, 4}, 1: {2, 3}}
 
 
 @pytest.fixture
@@ -172,16 +172,16 @@ def test_the_memory_of_a_gpu_that_is_a_node_of_its_own_is_not_the_hosts(
     coherent: Path, gpus: list[FakeGpu], kilobytes: int
 ) -> None:
     total = psutil.virtual_memory().total
-    assert detect.memory_of_host(FakeNvml(gpus), coherent) == total - kilobytes * 1024
+    assert hosts.memory_of_host(FakeNvml(gpus), coherent) == total - kilobytes * 1024
 
 
 def test_without_nvml_all_memory_is_the_hosts(coherent: Path) -> None:
-    assert detect.memory_of_host(None, coherent) == psutil.virtual_memory().total
+    assert hosts.memory_of_host(None, coherent) == psutil.virtual_memory().total
 
 
 def test_only_devices_for_rdma_that_are_up_count(sys: Path, tmp_path: Path) -> None:
-    assert detect.nics(sys) == ("mlx5_0",)
-    with_rdma, without = Host("a", nics=detect.nics(sys)), Host("b", nics=detect.nics(tmp_path / "nothing"))
+    assert hosts.nics(sys) == ("mlx5_0",)
+    with_rdma, without = Host("a", nics=hosts.nics(sys)), Host("b", nics=hosts.nics(tmp_path / "nothing"))
     assert with_rdma.place("a", None, rdma=True).rdma
     assert not with_rdma.place("a", None, rdma=False).rdma
     assert not without.place("b", None, rdma=True).rdma
@@ -205,6 +205,6 @@ def test_nvlink_domains_are_apart_and_without_gaps(cables: set[frozenset[int]]) 
 def test_pynvml_has_what_is_asked_of_it() -> None:
     pynvml = pytest.importorskip("pynvml")
     # Not what is asked of distributed.diagnostics.nvml.
-    asked = set(re.findall(r"(?<!\bnvml\.)\b(?:nvml[A-Z]|NVML|c_nvml)\w+", Path(detect.__file__).read_text()))
+    asked = set(re.findall(r"(?<!\bnvml\.)\b(?:nvml[A-Z]|NVML|c_nvml)\w+", Path(hosts.__file__).read_text()))
     assert len(asked) > 10
     assert {name for name in asked if not hasattr(pynvml, name)} == set()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
-from dask_gpurt.topology.estimate import (
+from dask_gpurt.topology.links import (
     OVERRIDE_FACTOR,
     WINDOW_S,
 )

@@ -17,8 +17,7 @@ from rich.console import Console
 from dask_gpurt.cli import main
 from dask_gpurt.cli import topology as command
 from dask_gpurt.topology import Link
-from dask_gpurt.topology.detect import discover
-from dask_gpurt.topology.hosts import Gpu, Host
+from dask_gpurt.topology.hosts import Gpu, Host, discover
 from tests.helpers.fake_nvml import cut_up, pcie_only, switched
 
 

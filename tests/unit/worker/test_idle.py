@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.worker import idle
-from dask_gpurt.worker.idle import IdleTasks
+from dask_gpurt.worker import tasks as worker_tasks
+from dask_gpurt.worker.tasks import IdleTasks
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "IDLE_S", 0.1)
+    monkeypatch.setattr(worker_tasks, "IDLE_S", 0.1)
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def is_ever_idle(tasks: IdleTasks, looks: int = 60) -> bool:
 def test_a_task_that_waits_for_an_event_is_idle_and_one_that_computes_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(idle, "HELPING_CORES", 1e9)  # whatever this process does
+    monkeypatch.setattr(worker_tasks, "HELPING_CORES", 1e9)  # whatever this process does
     with running(threading.Event.wait) as worker:
         tasks = IdleTasks(worker, lambda key: False)
         assert not tasks.is_idle("task"), "it may just have begun to wait"
@@ -65,7 +65,7 @@ def test_a_task_that_waits_for_an_event_is_idle_and_one_that_computes_is_not(
 
 
 def test_a_task_that_reads_or_has_helpers_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "HELPING_CORES", 0.0)  # however busy this machine is
+    monkeypatch.setattr(worker_tasks, "HELPING_CORES", 0.0)  # however busy this machine is
     with running(threading.Event.wait) as worker:
         assert not is_ever_idle(IdleTasks(worker, lambda key: True))
         with running(compute):
@@ -78,8 +78,8 @@ def test_a_task_that_waits_for_the_cluster_is_idle_whatever_else_the_process_doe
     def sync(over: threading.Event) -> None:
         over.wait()
 
-    monkeypatch.setattr(idle, "sync", sync)
-    monkeypatch.setattr(idle, "HELPING_CORES", 0.0)
+    monkeypatch.setattr(worker_tasks, "sync", sync)
+    monkeypatch.setattr(worker_tasks, "HELPING_CORES", 0.0)
     with running(sync) as worker, running(compute):
         assert is_ever_idle(IdleTasks(worker, lambda key: False), 10_000)
 
