@@ -23,15 +23,8 @@ def directory() -> Path:
 def alone(path: Path, timeout_s: float) -> Iterator[None]:
     """Lock a file against other processes, between reading and replacing it.
 
-    Parameters
-    ----------
-    timeout_s
-        How long to wait for another process, which may be stopped.
-
-    Raises
-    ------
-    TimeoutError
-        If another process still has the lock.
+    ``timeout_s``: how long to wait for another process, which may be stopped.
+    Raises TimeoutError if another process still has the lock.
     """
     import fcntl  # only on systems that the runtime supports
 

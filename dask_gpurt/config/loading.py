@@ -127,16 +127,9 @@ def _looks_like_gpurt(name: str) -> bool:
 def load(config: Mapping[str, Any] | None = None) -> Settings:
     """Return the settings.
 
-    Parameters
-    ----------
-    config
-        A Dask configuration, nested as in a yaml file; by default ``dask.config``. Missing settings have
-        their defaults.
-
-    Raises
-    ------
-    ConfigError
-        For the first of the :func:`problems`.
+    ``config``: a Dask configuration, nested as in a yaml file; by default ``dask.config``. Missing settings
+    have their defaults.
+    Raises ConfigError for the first of the :func:`problems`.
     """
     settings, found = _judge(config)
     if settings is None:
@@ -173,10 +166,7 @@ def say_if_without_effect() -> None:
 def takeover() -> bool | str:
     """Return the setting ``gpurt.takeover`` only, which clients read for each shuffle.
 
-    Raises
-    ------
-    ConfigError
-        If its value is invalid.
+    Raises ConfigError if its value is invalid.
     """
     default = _DEFAULTS["gpurt"]["takeover"]
     return parse_takeover("gpurt.takeover", dask.config.get("gpurt.takeover", default))
@@ -185,10 +175,7 @@ def takeover() -> bool | str:
 def partition_sizes() -> tuple[int | None, int | None]:
     """Return ``gpurt.planning.partition-size`` and ``broadcast-size``, which clients read for each plan.
 
-    Raises
-    ------
-    ConfigError
-        If a value is invalid.
+    Raises ConfigError if a value is invalid.
     """
     defaults = _DEFAULTS["gpurt"]["planning"]
     partition, broadcast = (
@@ -201,15 +188,7 @@ def partition_sizes() -> tuple[int | None, int | None]:
 def load_over(base: Mapping[str, Any]) -> Settings:
     """Return the settings of this process, with ``base`` in place of the defaults.
 
-    Parameters
-    ----------
-    base
-        The section ``gpurt`` of another process's configuration.
-
-    Raises
-    ------
-    ConfigError
-        As :func:`load`.
+    ``base``: the section ``gpurt`` of another process's configuration.
     """
 
     return load({"gpurt": dask.config.merge(base, set_here())})

@@ -36,12 +36,8 @@ _QUANTITY = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)
 class Size:
     """Hold an amount of memory: a number of bytes, or a fraction of a total that is known later.
 
-    Parameters
-    ----------
-    bytes
-        The absolute size, at least 1.
-    fraction
-        The fraction of the total, above 0 and at most 1.
+    ``bytes``: the absolute size, at least 1.
+    ``fraction``: the fraction of the total, above 0 and at most 1.
     """
 
     bytes: int | None = None
@@ -59,19 +55,10 @@ class Size:
     def parse(cls, value: object, *, key: str = "size", expected: str = _A_SIZE) -> Size:
         """Parse a size as written by a user.
 
-        Parameters
-        ----------
-        value
-            A number of bytes, or a string such as ``"2 GiB"`` or ``"30%"``.
-        key
-            The setting to name in an error.
-        expected
-            The description of valid values in an error.
-
-        Raises
-        ------
-        ConfigError
-            If the value is not a size, is less than one byte, or is more than 100%.
+        ``value``: a number of bytes, or a string such as ``"2 GiB"`` or ``"30%"``.
+        ``key``: the setting to name in an error.
+        ``expected``: the description of valid values in an error.
+        Raises ConfigError if the value is not a size, is less than one byte, or is more than 100%.
         """
         try:
             if isinstance(value, (int, float)) and not isinstance(value, bool):

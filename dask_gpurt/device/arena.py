@@ -96,12 +96,8 @@ class Arena:
     First fit keeps the blocks at the low end, so that the memory behind the range is touched only as far as
     needed.
 
-    Parameters
-    ----------
-    capacity
-        Bytes in the range, rounded down to whole units.
-    unit
-        Offsets and sizes of blocks are multiples of this many bytes.
+    ``capacity``: bytes in the range, rounded down to whole units.
+    ``unit``: offsets and sizes of blocks are multiples of this many bytes.
     """
 
     def __init__(self, capacity: int, unit: int = ALIGNMENT):

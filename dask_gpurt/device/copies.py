@@ -63,13 +63,9 @@ def runs(sources: Sequence[Any], into: Sequence[list[Any]]) -> list[Copy]:
     because each CUDA call releases the GIL and has to reacquire it. Only buffers of the same allocation are
     merged: separate allocations may be adjacent too, but no copy may cross from one to the other.
 
-    Parameters
-    ----------
-    sources
-        Buffers. Those with the same ``owner`` are parts of one allocation.
-    into
-        The pieces for each buffer. Views of one array, or with the same ``owner``, are parts of one
-        allocation. Gaps of less than 256 bytes between parts must be padding, since they are overwritten.
+    ``sources``: buffers. Those with the same ``owner`` are parts of one allocation.
+    ``into``: the pieces for each buffer. Views of one array, or with the same ``owner``, are parts of one
+    allocation. Gaps of less than 256 bytes between parts must be padding, since they are overwritten.
     """
     found: list[Copy] = []
     before: tuple[Any, Any] = None, None
@@ -91,10 +87,7 @@ def runs(sources: Sequence[Any], into: Sequence[list[Any]]) -> list[Copy]:
 def fillings(buffers: Sequence[Any], scattered: Sequence[list[np.ndarray]]) -> list[Copy]:
     """Plan copies of pieces of host memory into buffers.
 
-    Parameters
-    ----------
-    scattered
-        The pieces for each buffer, in order.
+    ``scattered``: the pieces for each buffer, in order.
     """
     found: list[Copy] = []
     for buffer, pieces in zip(buffers, scattered, strict=True):

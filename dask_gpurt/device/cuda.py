@@ -99,10 +99,7 @@ class CudaMapping:
 class CudaPool:
     """Allocate blocks from device memory of a fixed size.
 
-    Raises
-    ------
-    NoMemoryForPool
-        If CUDA has none left.
+    Raises NoMemoryForPool if CUDA has none left.
     """
 
     #: Always 0, since all memory is allocated up front.
@@ -429,10 +426,7 @@ def _allocator(resource: Any) -> str:
 def prioritise(stream: Any, priority: int) -> None:
     """Change the priority of later work on a stream.
 
-    Raises
-    ------
-    PriorityError
-        If the driver does not support it, as before CUDA 11.7.
+    Raises PriorityError if the driver does not support it, as before CUDA 11.7.
     """
     value = cudaStreamAttrValue()
     value.priority = priority

@@ -35,12 +35,7 @@ At = tuple[Buffer, int]
 class CudaFiles:
     """Write buffers of a GPU to files. Thread-safe; see :class:`~dask_gpurt.device.base.DeviceFiles`.
 
-    Parameters
-    ----------
-    refused
-        Called with the reason once kvikio cannot be used.
-    with_kvikio
-        Whether to try kvikio.
+    ``refused``: called with the reason once kvikio cannot be used.
     """
 
     def __init__(self, device: CudaStreams, refused: Callable[[str], None], *, with_kvikio: bool = True):

@@ -52,10 +52,7 @@ class CudaStreams(Protocol):
 def copy_async(copies: Sequence[Copy], stream: int) -> None:
     """Start copies in stream order; the stream must not be a default stream of CUDA.
 
-    Raises
-    ------
-    RuntimeError
-        If CUDA reports an error.
+    Raises RuntimeError if CUDA reports an error.
     """
     copies = [copy for copy in copies if copy.nbytes]
     if len(copies) < 2 or runtime.driverGetVersion() < BATCHES_SINCE:
@@ -155,12 +152,8 @@ def _free_on_users_stream(columns: Iterable[Any]) -> None:
 class GuardedResource(rmm.mr.FailureCallbackResourceAdaptor):  # type: ignore[misc]
     """Call back when the resource below cannot allocate, and count what it allocates.
 
-    Attributes
-    ----------
-    below
-        The resource that was the current one.
-    held, since
-        Count the bytes allocated so far, and since the last :meth:`ResourceGuard.peak`.
+    ``below``: the resource that was the current one.
+    ``held``, ``since``: count the bytes allocated so far, and since the last :meth:`ResourceGuard.peak`.
     """
 
     guard: ResourceGuard
@@ -192,12 +185,7 @@ class GuardedResource(rmm.mr.FailureCallbackResourceAdaptor):  # type: ignore[mi
 class ResourceGuard:
     """Guard the current resource of a device.
 
-    Parameters
-    ----------
-    index
-        The device.
-    short
-        Called with the requested bytes, in the allocating thread; returns whether to retry.
+    ``short``: called with the requested bytes, in the allocating thread; returns whether to retry.
     """
 
     def __init__(self, index: int, short: Callable[[int], bool]):
@@ -310,10 +298,7 @@ def copy_on_device(copies: Sequence[Copy], stream: Any) -> None:
 
     Ranges must not overlap. A single copy is left to CUDA.
 
-    Raises
-    ------
-    RuntimeError
-        If CUDA reports an error.
+    Raises RuntimeError if CUDA reports an error.
     """
     copies = [copy for copy in copies if copy.nbytes]
     if len(copies) < 2:

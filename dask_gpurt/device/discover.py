@@ -13,10 +13,7 @@ from dask_gpurt.device.host import HostDevice
 def discover(memory_limit: int) -> dict[str, Device]:
     """Return the devices by kind: the host, and the GPU of this process if there is one.
 
-    Parameters
-    ----------
-    memory_limit
-        The worker's limit of host memory in bytes.
+    ``memory_limit``: the worker's limit of host memory in bytes.
     """
     devices: dict[str, Device] = {"host": HostDevice(memory_limit)}
     if "cuda" in kinds():

@@ -57,12 +57,8 @@ _NO_MEMORY = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 class HostMapping:
     """Map shared memory of this or another process.
 
-    Parameters
-    ----------
-    fd
-        An open file of ``nbytes`` bytes behind a header page; it may be closed afterwards.
-    nbytes
-        Bytes in the pool.
+    ``fd``: an open file of ``nbytes`` bytes behind a header page; it may be closed afterwards.
+    ``nbytes``: bytes in the pool.
     """
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = False):
@@ -94,10 +90,7 @@ class HostMapping:
 class HostPool(HostMapping):
     """Allocate blocks from an unnamed file in shared memory.
 
-    Parameters
-    ----------
-    nbytes
-        The capacity. System memory is allocated only as blocks need it.
+    ``nbytes``: the capacity. System memory is allocated only as blocks need it.
     """
 
     shrinks = True
@@ -262,10 +255,7 @@ def _up(offset: int) -> int:
 class HostDevice:
     """Use the CPU and host memory.
 
-    Parameters
-    ----------
-    memory_limit
-        The worker's memory limit in bytes.
+    ``memory_limit``: the worker's memory limit in bytes.
     """
 
     kind = "host"

@@ -27,13 +27,9 @@ _COLLECTIONS, MAX_CONTENTS = frozenset({dict, list, tuple}), 1000
 class Library(NamedTuple):
     """Describe a library.
 
-    Attributes
-    ----------
-    roots
-        Returns the allocations that an object refers to, without touching the memory; None for objects that
-        it does not know.
-    same_on_host
-        Whether its "dask" serializers make the same frames and headers as those for the device.
+    ``roots``: returns the allocations that an object refers to, without touching the memory; None for objects
+    that it does not know.
+    ``same_on_host``: whether its "dask" serializers make the same frames and headers as those for the device.
     """
 
     roots: Callable[[Any], Iterator[Root] | None]

@@ -38,14 +38,9 @@ FILE_BUFFERS = 8
 class Chunk(NamedTuple):
     """Describe a part of a file that fits into a bounce buffer.
 
-    Parameters
-    ----------
-    nbytes
-        The size, at most :data:`BOUNCE_BUFFER_BYTES`.
-    at
-        The page-aligned offset in the file.
-    fill
-        Starts to copy the content into the given memory, and returns the fence of the copy.
+    ``nbytes``: the size, at most :data:`BOUNCE_BUFFER_BYTES`.
+    ``at``: the page-aligned offset in the file.
+    ``fill``: starts to copy the content into the given memory, and returns the fence of the copy.
     """
 
     nbytes: int
@@ -56,12 +51,8 @@ class Chunk(NamedTuple):
 class BounceBuffers:
     """Hold bounce buffers for each thread, since page faults of new ones would take longer than filling them.
 
-    Parameters
-    ----------
-    allocate
-        Returns this many bytes of page-aligned host memory.
-    nbytes
-        Bytes of a buffer, a multiple of the size of a page.
+    ``allocate``: returns this many bytes of page-aligned host memory.
+    ``nbytes``: bytes of a buffer, a multiple of the size of a page.
     """
 
     def __init__(self, number: int, allocate: Callable[[int], np.ndarray], nbytes: int = BOUNCE_BUFFER_BYTES):
@@ -109,17 +100,9 @@ def _write(fd: int, fence: Fence, memory: np.ndarray, at: int) -> None:
 def read_pages(fd: int, memory: np.ndarray, at: int, least: int) -> None:
     """Read from a page-aligned offset of a file into memory.
 
-    Parameters
-    ----------
-    memory
-        Whole pages.
-    least
-        The least number of bytes to read; the rest may be beyond the end of the file.
-
-    Raises
-    ------
-    EOFError
-        If the file has fewer.
+    ``memory``: whole pages.
+    ``least``: the least number of bytes to read; the rest may be beyond the end of the file.
+    Raises EOFError if the file has fewer.
     """
     filled = 0
     while filled < least:
@@ -146,14 +129,10 @@ STAGED_FROM_BYTES = 1 << 20
 class Staging:
     """Copy through bounce buffers. Thread-safe.
 
-    Parameters
-    ----------
-    start
-        Starts a copy between the device and a bounce buffer, after earlier copies of the calling thread, and
-        returns its fence.
-    buffers
-        The bounce buffers of each thread. With at least two, one is copied by the device while the other one
-        is copied by the host.
+    ``start``: starts a copy between the device and a bounce buffer, after earlier copies of the calling
+    thread, and returns its fence.
+    ``buffers``: the bounce buffers of each thread. With at least two, one is copied by the device while the
+    other one is copied by the host.
     """
 
     def __init__(
@@ -170,17 +149,9 @@ class Staging:
     def to_host(self, copies: Sequence[Copy], order: Callable[[], None], keep: object) -> Fence:
         """Start to copy from the device to the host.
 
-        Parameters
-        ----------
-        order
-            Called in each thread that copies, to order its copies after other work of the device.
-        keep
-            Objects that own the memory. They are kept until all is copied, or has failed.
-
-        Returns
-        -------
-        Fence
-            When it has passed, or raised an error of a copy, no copy is in flight.
+        ``order``: called in each thread that copies, to order its copies after other work of the device.
+        ``keep``: objects that own the memory. They are kept until all is copied, or has failed.
+        When the fence has passed, or raised an error of a copy, no copy is in flight.
         """
         return self._share_out(self._move_to_host, copies, order, keep)
 

@@ -69,22 +69,13 @@ class Calls:
     ) -> Any:
         """Call a handler of the worker at an address, with retries; return its reply.
 
-        Parameters
-        ----------
-        op
-            The name of the handler, which has to be idempotent.
-        check
-            Raises if the reply is no longer needed. Called while waiting and before each retry.
-        awaited_by
-            Returns the run that currently waits for the reply, if any.
-
-        Raises
-        ------
-        PeerLost
-            If the worker has left, is closing, or could not be reached in :data:`MAX_CALLS` calls; or if it
-            is silent and a run waits for it. It may have received the message, or still receive it.
-        ExchangeClosed
-            If :meth:`close` was called and ``check`` does not raise.
+        ``op``: the name of the handler, which has to be idempotent.
+        ``check``: raises if the reply is no longer needed. Called while waiting and before each retry.
+        ``awaited_by``: returns the run that currently waits for the reply, if any.
+        Raises PeerLost if the worker has left, is closing, or could not be reached in :data:`MAX_CALLS`
+        calls; or if it is silent and a run waits for it. It may have received the message, or still receive
+        it.
+        Raises ExchangeClosed if :meth:`close` was called and ``check`` does not raise.
         """
         pause = FIRST_PAUSE_S
         for number in range(1, MAX_CALLS + 1):
@@ -114,14 +105,10 @@ class Calls:
     ) -> Any:
         """Call a handler once; see :meth:`call`.
 
-        Raises
-        ------
-        PeerLost
-            If the worker leaves during the call, fails to reply because it is closing, or is silent.
-        ExchangeClosed
-            If :meth:`close` was called and ``check`` does not raise.
-        OSError
-            If the connection breaks.
+        Raises PeerLost if the worker leaves during the call, fails to reply because it is closing, or is
+        silent.
+        Raises ExchangeClosed if :meth:`close` was called and ``check`` does not raise.
+        Raises OSError if the connection breaks.
         """
         if address in self._removed:
             if await self.has_left(address):  # Dask would try to connect for 30 s

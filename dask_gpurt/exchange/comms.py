@@ -31,10 +31,7 @@ from dask_gpurt.protocol import FETCH_HANDLER
 class Comms:
     """Fetch shards from peers, and serve the fetches of peers.
 
-    Parameters
-    ----------
-    compression
-        Whether to compress shards sent to another host: "auto" or "off".
+    ``compression``: whether to compress shards sent to another host: "auto" or "off".
     """
 
     def __init__(self, endpoint: Endpoint, compression: str):
@@ -56,17 +53,9 @@ class Comms:
     async def fetch(self, incoming: IncomingShard) -> dict[str, Any]:
         """Fetch a shard from its producer.
 
-        Returns
-        -------
-        dict
-            The reply, for :meth:`unpacked`.
-
-        Raises
-        ------
-        PeerLost
-            If the producer no longer has the shard, or has left.
-        ExchangeClosed
-            If the shard is no longer needed.
+        Returns the reply, for :meth:`unpacked`.
+        Raises PeerLost if the producer no longer has the shard, or has left.
+        Raises ExchangeClosed if the shard is no longer needed.
         """
         peer = incoming.shard.producer.address
         packing = await self._packing(peer, incoming.device)
@@ -166,18 +155,10 @@ class Comms:
         If possible, the block in the pool is sent without a copy, since it is not reused before the peer has
         released it.
 
-        Parameters
-        ----------
-        packing
-            The bandwidth of the link and the codecs of the peer; None to disable compression.
-        staged_for
-            The address of the peer if it maps this worker's pool in host memory, else None.
-
-        Returns
-        -------
-        dict
-            Under "staged" the place of the sections in that pool; otherwise under "data" the sections, or
-            a single buffer if compressed. Also the "codec", and the "seconds" it took.
+        ``packing``: the bandwidth of the link and the codecs of the peer; None to disable compression.
+        ``staged_for``: the address of the peer if it maps this worker's pool in host memory, else None.
+        Returns, under "staged", the place of the sections in that pool; otherwise, under "data", the
+        sections, or a single buffer if compressed. Also the "codec", and the "seconds" it took.
         """
         start = perf_counter()
         key = (run[0], run[1])

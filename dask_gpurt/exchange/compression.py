@@ -42,12 +42,8 @@ SAMPLE_PIECES, SAMPLE_PIECE_BYTES = 16, 2**16
 class Codec:
     """Compress buffers of a device with a codec of Dask. Thread-safe; its methods block.
 
-    Parameters
-    ----------
-    name
-        Dask's name of the codec, which peers use too.
-    to_host
-        Copies a buffer of the device to host memory.
+    ``name``: Dask's name of the codec, which peers use too.
+    ``to_host``: copies a buffer of the device to host memory.
     """
 
     def __init__(self, name: str, to_host: Callable[[Buffer], bytearray | memoryview]):
@@ -73,10 +69,7 @@ class Codec:
     def decompress(self, packed: Any, sizes: Sequence[int]) -> list[np.ndarray]:
         """Decompress bytes, and split them into sections of the given sizes.
 
-        Raises
-        ------
-        ValueError
-            If the result does not have the total size.
+        Raises ValueError if the result does not have the total size.
         """
         whole = np.frombuffer(compressions[self.name].decompress(packed), np.uint8)
         if whole.nbytes != sum(sizes):
@@ -99,14 +92,9 @@ def codecs(to_host: Callable[[Buffer], bytearray | memoryview]) -> dict[str, Cod
 class Sample:
     """Describe the performance of a codec on a run.
 
-    Parameters
-    ----------
-    codec
-        The name of the codec.
-    ratio
-        Compressed by uncompressed bytes, above 0.
-    compress_rate, decompress_rate
-        Uncompressed bytes per second of one thread.
+    ``codec``: the name of the codec.
+    ``ratio``: compressed by uncompressed bytes, above 0.
+    ``compress_rate``, ``decompress_rate``: uncompressed bytes per second of one thread.
     """
 
     codec: str
@@ -134,14 +122,9 @@ class Sample:
 def compression_pays(bandwidth: float, ratio: float, compress_rate: float, decompress_rate: float) -> bool:
     """Return whether bytes arrive clearly earlier with compression.
 
-    Parameters
-    ----------
-    bandwidth
-        Bytes per second of the link.
-    ratio
-        Compressed by uncompressed bytes.
-    compress_rate, decompress_rate
-        Uncompressed bytes per second.
+    ``bandwidth``: bytes per second of the link.
+    ``ratio``: compressed by uncompressed bytes.
+    ``compress_rate``, ``decompress_rate``: uncompressed bytes per second.
     """
     return (
         Sample("", ratio, compress_rate, decompress_rate).seconds_per_byte(bandwidth)
@@ -215,17 +198,9 @@ class Compressor:
         The first shard of a run serves as its sample, and each compressed shard updates it. While the sample
         is taken, other shards of the run block, those of other runs do not.
 
-        Parameters
-        ----------
-        bandwidth
-            Bytes per second of the link.
-        codecs
-            The codecs that the peer has too.
-
-        Returns
-        -------
-        tuple or None
-            The codec and the compressed bytes.
+        ``bandwidth``: bytes per second of the link.
+        ``codecs``: the codecs that the peer has too.
+        Returns the codec and the compressed bytes.
         """
         nbytes = sum(section.nbytes for section in sections)
         tried = {codec.name: codec for codec in codecs}

@@ -61,10 +61,7 @@ COPY_THREADS = 4
 class Exchange:
     """Publish, receive and release shards: one worker's end of all transfers.
 
-    Parameters
-    ----------
-    tiered_buffer
-        The destination of pulled shards.
+    ``tiered_buffer``: the destination of pulled shards.
     """
 
     def __init__(
@@ -134,10 +131,7 @@ class Exchange:
     def run_begins(self, run: RunKey, unclaimed: Callable[[str], None] | None = None) -> None:
         """Note that a run starts to publish and to receive on this worker.
 
-        Parameters
-        ----------
-        unclaimed
-            See :meth:`UnclaimedShards.begins`.
+        ``unclaimed``: see :meth:`UnclaimedShards.begins`.
         """
         self._publishing.add(run)
         self._receiving.begins(run)
@@ -194,10 +188,7 @@ class Exchange:
     async def path(self, shard: Shard) -> Path:
         """Return the path along which an offered shard will be read.
 
-        Raises
-        ------
-        PeerLost
-            If its producer has left.
+        Raises PeerLost if its producer has left.
         """
         return await self.peers.path(shard.producer, shard.device)
 
@@ -206,12 +197,8 @@ class Exchange:
     ) -> IncomingShard:
         """Accept an offered shard, and start to pull it unless it can be read in place. Does not block.
 
-        Raises
-        ------
-        ExchangeClosed
-            If the run has ended here, or on the producer, which may have reused the block.
-        PeerLost
-            If the producer has left.
+        Raises ExchangeClosed if the run has ended here, or on the producer, which may have reused the block.
+        Raises PeerLost if the producer has left.
         """
         if not self._receiving.takes_from(shard.producer, run):
             address = shard.producer.address
@@ -248,10 +235,7 @@ class Exchange:
     def discard(self, incoming_shards: Iterable[IncomingShard]) -> None:
         """Release incoming shards that are no longer needed, those being read with their last reader. Blocks.
 
-        Raises
-        ------
-        Exception
-            The first error, after an attempt to release each of them.
+        Raises Exception: the first error, after an attempt to release each of them.
         """
         errors: list[Exception] = []
         for incoming in incoming_shards:
@@ -410,10 +394,7 @@ class Exchange:
     def lend(self, nbytes: int) -> Loan:
         """Lend a block of the device's pool for the copy of an object that a peer fetches. Blocks.
 
-        Raises
-        ------
-        PoolFull
-            If the pool has no room, or is being closed.
+        Raises PoolFull if the pool has no room, or is being closed.
         """
         with ExitStack() as ending:
             try:
@@ -428,10 +409,7 @@ class Exchange:
     def stop(self, timeout_s: float = 0.0) -> bool:
         """End all transfers, and wait for tasks that use memory of the pools. Blocks.
 
-        Returns
-        -------
-        bool
-            Whether no task uses the pools any more.
+        Returns whether no task uses the pools any more.
         """
         self.closed = True
         self._users.close()

@@ -45,12 +45,8 @@ SMALLEST_BLOCK = 2**16
 class HostFull(PoolFull):
     """The host has no memory for a block that its pool has room for, and waiting is futile.
 
-    Parameters
-    ----------
-    nbytes
-        The requested size.
-    advice
-        The message.
+    ``nbytes``: the requested size.
+    ``advice``: the message.
     """
 
     def __init__(self, nbytes: int, advice: str):
@@ -65,12 +61,9 @@ class HostFull(PoolFull):
 class HostRoom:
     """Ask the workers of a host to make room for a producer of this one.
 
-    Parameters
-    ----------
-    give_back
-        Returns the memory of free blocks of this worker's pool, and the bytes still in use. Blocks.
-    drain
-        Asks the owners of this worker's published blocks to copy them; must not block.
+    ``give_back``: returns the memory of free blocks of this worker's pool, and the bytes still in use.
+    Blocks.
+    ``drain``: asks the owners of this worker's published blocks to copy them; must not block.
     """
 
     def __init__(
@@ -102,12 +95,8 @@ class HostRoom:
     def ask(self, nbytes: int) -> None:
         """Start a round for a block of this many bytes. From any thread; does not block.
 
-        Raises
-        ------
-        HostFull
-            If waiting is futile, but smaller blocks might fit.
-        SharedMemoryFull
-            If waiting is futile and the block is small.
+        Raises HostFull if waiting is futile, but smaller blocks might fit.
+        Raises SharedMemoryFull if waiting is futile and the block is small.
         """
         now = time.monotonic()
         if now - self._last_round > ROUND_FORGOTTEN_S:

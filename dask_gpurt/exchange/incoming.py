@@ -47,14 +47,10 @@ class ShardState(Enum):
 class IncomingShard:
     """Track a shard that was offered to this worker. Thread-safe.
 
-    Parameters
-    ----------
-    path
-        The path to its bytes, which the caller has held; it is let go when the producer's block is released.
-    release
-        Called once, from any thread, when the producer may reuse the block.
-    failed
-        Called with the error if the bytes cannot be read, to fail the run.
+    ``path``: the path to its bytes, which the caller has held; it is let go when the producer's block is
+    released.
+    ``release``: called once, from any thread, when the producer may reuse the block.
+    ``failed``: called with the error if the bytes cannot be read, to fail the run.
     """
 
     _keys = itertools.count()
@@ -130,15 +126,8 @@ class IncomingShard:
     def staying(self, check: Callable[[], None]) -> Iterator[bool]:
         """Keep the bytes in place while the body runs. Blocks until a move in flight has ended.
 
-        Yields
-        ------
-        bool
-            Whether the bytes have landed.
-
-        Raises
-        ------
-        ExchangeClosed
-            If the run is over.
+        Yields whether the bytes have landed.
+        Raises ExchangeClosed if the run is over.
         """
         while True:
             check()
@@ -257,10 +246,7 @@ def reading(
 ) -> Iterator[list[tuple[Buffer, dict[str, Any]]]]:
     """Yield the bytes of sections, each with its memo, and keep them in place while the body runs. Blocks.
 
-    Raises
-    ------
-    ExchangeClosed
-        If the run is over.
+    Raises ExchangeClosed if the run is over.
     """
     with ExitStack() as stack:
         incoming_shards = {incoming for incoming, _ in wanted}
@@ -300,12 +286,7 @@ def drop_pages(read: Iterable[IncomingShard]) -> None:
 class Landing:
     """Store pulled shards by key. Thread-safe; not for the event loop.
 
-    Parameters
-    ----------
-    tiered_buffer
-        The tiers.
-    main
-        The kind of device that holds their top tier.
+    ``main``: the kind of device that holds their top tier.
     """
 
     def __init__(self, tiered_buffer: TieredBuffer, main: str, metrics: Metrics):
@@ -323,17 +304,9 @@ class Landing:
     ) -> None:
         """Store the bytes of a shard, live or in a lower tier.
 
-        Parameters
-        ----------
-        sources
-            The bytes of each section, mapped or in memory of this process.
-        bring
-            Copies them into buffers of ``device``; may raise MemoryError.
-
-        Raises
-        ------
-        OSError
-            If no tier has room.
+        ``sources``: the bytes of each section, mapped or in memory of this process.
+        ``bring``: copies them into buffers of ``device``; may raise MemoryError.
+        Raises OSError if no tier has room.
         """
         home = self._home(device.kind)
         priority = (math.inf, min(shard.places(), default=0))
@@ -362,12 +335,8 @@ class Landing:
         They have to take at most half of the tier. If an object had to be evicted for them, they would be
         stored in a lower tier instead (see :meth:`put`).
 
-        Parameters
-        ----------
-        nbytes
-            Bytes of the shards together.
-        coming
-            Bytes of those that have not landed yet.
+        ``nbytes``: bytes of the shards together.
+        ``coming``: bytes of those that have not landed yet.
         """
         reservations, home = self._tiered_buffer.reservations, self._home(kind)
         return reservations.leaves_half(nbytes, home) and (not coming or reservations.has_room(coming, home))

@@ -46,16 +46,11 @@ class _Publication:
 class PoolHooks:
     """Hold what the pools of a worker ask of its exchange. All are called from any thread; none may block.
 
-    Attributes
-    ----------
-    retains
-        Returns whether blocks of a run may be read again. Called under an outbox's lock, as ``yields`` is.
-    yields
-        Returns whether retained blocks of a run are reused even if the pool has other room.
-    ask_for_room
-        Called from waiting producers with the owners whose shards fill the pool.
-    ask_host
-        Called from waiting producers with the size of a block that the host has no memory for.
+    ``retains``: returns whether blocks of a run may be read again. Called under an outbox's lock, as
+    ``yields`` is.
+    ``yields``: returns whether retained blocks of a run are reused even if the pool has other room.
+    ``ask_for_room``: called from waiting producers with the owners whose shards fill the pool.
+    ``ask_host``: called from waiting producers with the size of a block that the host has no memory for.
     """
 
     retains: Callable[[RunKey], bool] = _never
@@ -71,11 +66,6 @@ class Outbox:
     needed: if a reader is lost, they can be offered to another one. Once a run has read all of its outputs
     on this worker, its retained blocks are reused before the pool grows, since memory that is touched for the
     first time is slower.
-
-    Parameters
-    ----------
-    pool
-        The pool that blocks are allocated from.
     """
 
     def __init__(self, pool: Pool, hooks: PoolHooks, metrics: Metrics):
@@ -136,10 +126,7 @@ class Outbox:
     ) -> int:
         """Publish the blocks of a shard to the owner of a share; return the id of the shard.
 
-        Parameters
-        ----------
-        is_copy
-            Whether these are copies of published blocks, made for this owner.
+        ``is_copy``: whether these are copies of published blocks, made for this owner.
         """
         entry = _Publication(run, tuple(blocks), {share: owner}, is_copy)
         with self._changed:
@@ -164,19 +151,10 @@ class Outbox:
     def wait_for_room(self, nbytes: int, seen: int, check: Callable[[], None]) -> None:
         """Ask for room, and block until a block is freed or it is time to retry.
 
-        Parameters
-        ----------
-        nbytes
-            Size of the block that did not fit.
-        seen
-            The value of ``room.wakes`` before the failed attempt.
-        check
-            Raises if the run is over.
-
-        Raises
-        ------
-        PoolFull
-            If the block is larger than the whole pool.
+        ``nbytes``: size of the block that did not fit.
+        ``seen``: the value of ``room.wakes`` before the failed attempt.
+        ``check``: raises if the run is over.
+        Raises PoolFull if the block is larger than the whole pool.
         """
         if nbytes > self.pool.capacity:
             raise PoolFull(nbytes)
@@ -200,10 +178,7 @@ class Outbox:
     def release(self, shards: Iterable[tuple[int, int]]) -> None:
         """Release shards on behalf of their owners.
 
-        Parameters
-        ----------
-        shards
-            Pairs of a shard and the share that no longer needs it; unknown pairs are ignored.
+        ``shards``: pairs of a shard and the share that no longer needs it; unknown pairs are ignored.
         """
         with self._changed:
             for shard, share in shards:

@@ -33,18 +33,11 @@ THROUGH_HOST = "through-host"
 class Path:
     """Describe a path along which shards of a peer are read.
 
-    Attributes
-    ----------
-    name
-        "local", "shared-memory", "cuda-ipc", "through-host" or "comms".
-    mapping
-        The peer's pool; None if its bytes come through a comm or through host memory.
-    in_place
-        Whether shards are read in the peer's pool, without a copy.
-    reason
-        Why a better path is not possible.
-    staging
-        The peer's pool in host memory, into which it copies shards on request.
+    ``name``: "local", "shared-memory", "cuda-ipc", "through-host" or "comms".
+    ``mapping``: the peer's pool; None if its bytes come through a comm or through host memory.
+    ``in_place``: whether shards are read in the peer's pool, without a copy.
+    ``reason``: why a better path is not possible.
+    ``staging``: the peer's pool in host memory, into which it copies shards on request.
     """
 
     name: str
@@ -86,18 +79,11 @@ def choose(
 ) -> Path:
     """Return the best path from a peer's pool that is possible. Blocks while mapping.
 
-    Parameters
-    ----------
-    device
-        This worker's device of the kind of the pool; None if it has none.
-    ticket
-        The ticket of the peer's pool; None if it has none.
-    allowed
-        The setting ``gpurt.exchange.paths``.
-    link
-        The class of link between the two workers; None if unknown.
-    staging
-        The peer's pool in host memory, if this worker maps it.
+    ``device``: this worker's device of the kind of the pool; None if it has none.
+    ``ticket``: the ticket of the peer's pool; None if it has none.
+    ``allowed``: the setting ``gpurt.exchange.paths``.
+    ``link``: the class of link between the two workers; None if unknown.
+    ``staging``: the peer's pool in host memory, if this worker maps it.
     """
     if device is None or ticket is None:
         return Path(COMMS, None, False, "one of the two workers has no such device")
@@ -125,10 +111,7 @@ class HeldMapping:
     - If the mapping is not retired at the last ``let_go``, it stays open for the next shard.
     - If a late message offers a shard after the mapping was retired, ``hold`` fails and the shard is refused.
 
-    Parameters
-    ----------
-    close_soon
-        Closes the mapping in a thread, where that may block.
+    ``close_soon``: closes the mapping in a thread, where that may block.
     """
 
     def __init__(self, mapping: Mapping, close_soon: Callable[[Callable[[], None]], None]):
@@ -197,12 +180,8 @@ class Peers:
 
     A path belongs to one incarnation of a peer: after a restart at the same address, the pool is a new one.
 
-    Parameters
-    ----------
-    allowed
-        The setting ``gpurt.exchange.paths``.
-    close_soon
-        Closes a mapping in a thread.
+    ``allowed``: the setting ``gpurt.exchange.paths``.
+    ``close_soon``: closes a mapping in a thread.
     """
 
     def __init__(
@@ -220,10 +199,7 @@ class Peers:
     async def path(self, peer: Peer, kind: str) -> Path:
         """Return the path from a peer's pool.
 
-        Raises
-        ------
-        PeerLost
-            If that incarnation of the peer has left or was replaced.
+        Raises PeerLost if that incarnation of the peer has left or was replaced.
         """
         task = self._found.get((peer, kind))
         if task is None or (task.done() and (task.cancelled() or task.exception())):

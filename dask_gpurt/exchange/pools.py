@@ -31,12 +31,8 @@ class NoSuchDevice(RuntimeError):
 class Pools:
     """Hold the devices by kind, and the published blocks in the pool of each. Thread-safe.
 
-    Parameters
-    ----------
-    size
-        The setting ``gpurt.exchange.pool``; None for an automatic size.
-    memory_limit
-        The worker's limit of host memory in bytes.
+    ``size``: the setting ``gpurt.exchange.pool``; None for an automatic size.
+    ``memory_limit``: the worker's limit of host memory in bytes.
     """
 
     def __init__(self, size: Size | None, memory_limit: int, metrics: Metrics):
@@ -70,10 +66,7 @@ class Pools:
     def outbox(self, kind: str) -> Outbox:
         """Return the published blocks of a device, creating its pool on first use. Blocks.
 
-        Raises
-        ------
-        ConfigError
-            If there is no memory for the pool.
+        Raises ConfigError if there is no memory for the pool.
         """
         with self._lock:
             if kind not in self._outboxes:
@@ -105,10 +98,7 @@ class Pools:
     def size_for(self, device: Device) -> int:
         """Return the size in bytes that a pool of a device gets when it is created.
 
-        Raises
-        ------
-        ConfigError
-            As :meth:`claim`.
+        Raises ConfigError as :meth:`claim`.
         """
         claim = self.claim(device)
         if claim.asked is not None:
@@ -118,10 +108,7 @@ class Pools:
     def claim(self, device: Device) -> Claim:
         """Return the claim of a device's pool to the memory that it is part of.
 
-        Raises
-        ------
-        ConfigError
-            If the setting exceeds the free memory.
+        Raises ConfigError if the setting exceeds the free memory.
         """
         limits = device.pool_limits()
         # On a worker with a GPU, the setting applies to the GPU only.
@@ -271,10 +258,7 @@ class PoolUsers:
     def using(self) -> Iterator[None]:
         """Keep the pools during the body.
 
-        Raises
-        ------
-        ExchangeClosed
-            If they are being closed.
+        Raises ExchangeClosed if they are being closed.
         """
         with self._left:
             if self._closed:

@@ -23,12 +23,8 @@ _NOT_RECORDED = contextlib.nullcontext()
 class Puller:
     """Pull shards out of mapped pools, in threads, or through Dask's comms.
 
-    Parameters
-    ----------
-    inflight
-        The bytes in flight beyond which no further pull begins. The last one may exceed them.
-    changed
-        Called on the event loop whenever a pull starts or ends.
+    ``inflight``: the bytes in flight beyond which no further pull begins. The last one may exceed them.
+    ``changed``: called on the event loop whenever a pull starts or ends.
     """
 
     def __init__(

@@ -87,13 +87,9 @@ class UnclaimedShards:
     def answers(self, owner: str, unclaimed: Mapping[Published, RunKey], now: float) -> None:
         """Note the answer of an owner that was asked for room.
 
-        Parameters
-        ----------
-        unclaimed
-            The shards that are published for it, each with its run, if it holds none; else none of them. Some
-            may just be on their way.
-        now
-            The time in seconds.
+        ``unclaimed``: the shards that are published for it, each with its run, if it holds none; else none of
+        them. Some may just be on their way.
+        ``now``: the time in seconds.
         """
         before, since = self._unclaimed.pop(owner, (unclaimed, now))
         still = {shard: run for shard, run in unclaimed.items() if shard in before}

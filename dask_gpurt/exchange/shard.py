@@ -45,13 +45,9 @@ class Attempt(NamedTuple):
 
     Later attempts compare greater, even across workers.
 
-    Attributes
-    ----------
-    dispatch
-        The ``run_id`` of the transfer task, which Dask's scheduler increments each time it sends the task to
-        a worker.
-    retry
-        Orders the attempts of one dispatch, all of which run on one worker.
+    ``dispatch``: the ``run_id`` of the transfer task, which Dask's scheduler increments each time it sends
+    the task to a worker.
+    ``retry``: orders the attempts of one dispatch, all of which run on one worker.
     """
 
     dispatch: int
@@ -62,14 +58,10 @@ class Attempt(NamedTuple):
 class Section:
     """Describe rows that were packed into one block.
 
-    Attributes
-    ----------
-    partitions, offsets
-        The output partitions in it, and the rows at which they start, followed by the number of rows.
-    offset, nbytes
-        Its place in the pool.
-    header
-        The table backend's description of its layout.
+    ``partitions``, ``offsets``: the output partitions in it, and the rows at which they start, followed by
+    the number of rows.
+    ``offset``, ``nbytes``: its place in the pool.
+    ``header``: the table backend's description of its layout.
     """
 
     partitions: tuple[int, ...]
@@ -89,21 +81,13 @@ class Section:
 class Shard:
     """Describe the rows of one input partition for one share, or a part of them.
 
-    Attributes
-    ----------
-    id
-        Unique within an incarnation of the producer.
-    producer
-        The exchange whose pool holds it.
-    device
-        The kind of device of that pool.
-    share
-        The share that it is offered for, which has some or all of the outputs in its sections.
-    source, attempt, part
-        The input partition, the attempt at it, and the number of the shard within the attempt and share.
-        Outputs are assembled in the order of source, part and section.
-    sections
-        Usually one; several if outputs are to be read separately.
+    ``id``: unique within an incarnation of the producer.
+    ``producer``: the exchange whose pool holds it.
+    ``device``: the kind of device of that pool.
+    ``share``: the share that it is offered for, which has some or all of the outputs in its sections.
+    ``source``, ``attempt``, ``part``: the input partition, the attempt at it, and the number of the shard
+    within the attempt and share. Outputs are assembled in the order of source, part and section.
+    ``sections``: usually one; several if outputs are to be read separately.
     """
 
     id: int
@@ -138,12 +122,8 @@ class Shard:
 class Commit:
     """Complete an attempt for one share, even if there are no shards for it.
 
-    Attributes
-    ----------
-    source, attempt
-        The input partition, and the attempt that has published all of its shards.
-    empty
-        What an output without rows looks like, pickled, if only inputs know.
+    ``source``, ``attempt``: the input partition, and the attempt that has published all of its shards.
+    ``empty``: what an output without rows looks like, pickled, if only inputs know.
     """
 
     share: int

@@ -47,13 +47,10 @@ _registered: dict[str, RootsOf] = {}
 def register(library: str, roots: RootsOf) -> None:
     """Account for the objects of a library.
 
-    Parameters
-    ----------
-    library
-        The name of its top module.
-    roots
-        Returns the address and the bytes of each allocation that an object of the library refers to, or None
-        for objects that it does not know. It must not copy or touch the memory: it runs on the event loop.
+    ``library``: the name of its top module.
+    ``roots``: returns the address and the bytes of each allocation that an object of the library refers to,
+    or None for objects that it does not know. It must not copy or touch the memory: it runs on the event
+    loop.
     """
     _registered[library] = roots
 
@@ -61,11 +58,8 @@ def register(library: str, roots: RootsOf) -> None:
 def owned(value: Any) -> Roots:
     """Return the root allocations that an object keeps alive.
 
-    Parameters
-    ----------
-    value
-        Frames, series, indexes and arrays of known libraries are walked, also inside dicts, lists and
-        tuples. Any other object counts as one allocation of the size that Dask estimates.
+    ``value``: frames, series, indexes and arrays of known libraries are walked, also inside dicts, lists and
+    tuples. Any other object counts as one allocation of the size that Dask estimates.
     """
     roots: Roots = {}
     try:
@@ -344,10 +338,7 @@ _RESERVED = Label(RESERVATIONS)
 class LiveAccount:
     """Account for live objects and reservations, counting shared memory once. Not thread-safe.
 
-    Parameters
-    ----------
-    ledger
-        Updated with each change. Shared memory is charged to the oldest key that owns it.
+    ``ledger``: updated with each change. Shared memory is charged to the oldest key that owns it.
     """
 
     def __init__(self, limits: Limits, ledger: Ledger):

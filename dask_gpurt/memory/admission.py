@@ -74,10 +74,7 @@ class MemoryEstimator:
     def learn(self, prefix: str, inputs: int, peak: int) -> None:
         """Add a completed task.
 
-        Parameters
-        ----------
-        inputs, peak
-            Bytes of its inputs, and its peak memory besides them.
+        ``inputs``, ``peak``: bytes of its inputs, and its peak memory besides them.
         """
         self._runs.setdefault((prefix, inputs > 0), deque(maxlen=RUNS_REMEMBERED)).append((inputs, peak))
 
@@ -117,12 +114,7 @@ class Admission:
 
     Times are in seconds of any monotonic clock.
 
-    Parameters
-    ----------
-    patience
-        Seconds for which a request waits as the oldest one, before it is admitted without room.
-    line
-        Where requests wait.
+    ``patience``: seconds for which a request waits as the oldest one, before it is admitted without room.
     """
 
     def __init__(
@@ -144,12 +136,8 @@ class Admission:
     ) -> bool:
         """Admit a request, or queue it for a later retry; return whether it is admitted.
 
-        Parameters
-        ----------
-        fits
-            Whether there is room for it.
-        is_idle
-            Returns whether a running request waits for something itself.
+        ``fits``: whether there is room for it.
+        ``is_idle``: returns whether a running request waits for something itself.
         """
         if not (fits and self._may_pass(request)) and self._running:
             if self.first in (None, request) and all([is_idle(other) for other in self._running]):
@@ -201,12 +189,8 @@ class Admission:
 class AdmissionQueue:
     """Queue the memory requests of a worker, by the rules of :class:`Admission`. On the event loop.
 
-    Parameters
-    ----------
-    has_seceded
-        Returns whether a task has seceded, or is no longer known.
-    is_idle
-        Returns whether a running task has been waiting for something.
+    ``has_seceded``: returns whether a task has seceded, or is no longer known.
+    ``is_idle``: returns whether a running task has been waiting for something.
     """
 
     def __init__(
@@ -236,10 +220,7 @@ class AdmissionQueue:
     async def wait(self, request: MemoryRequest, reserve: Callable[[MemoryRequest], Awaitable[bool]]) -> None:
         """Wait until a request is admitted.
 
-        Parameters
-        ----------
-        reserve
-            Reserves room for the request if there is any, and returns whether there was.
+        ``reserve``: reserves room for the request if there is any, and returns whether there was.
         """
         began = None
 

@@ -48,14 +48,9 @@ LEAST_OF_AUTOMATIC = 1 / 32
 class Claim:
     """Claim a part of a memory.
 
-    Parameters
-    ----------
-    setting
-        The setting of its size, to name in errors.
-    asked
-        The bytes that are set; None for an automatic size.
-    automatic
-        The most bytes of an automatic size.
+    ``setting``: the setting of its size, to name in errors.
+    ``asked``: the bytes that are set; None for an automatic size.
+    ``automatic``: the most bytes of an automatic size.
     """
 
     setting: str
@@ -77,12 +72,8 @@ class Claim:
 class Memory:
     """Describe a memory and those parts of it that no setting changes.
 
-    Parameters
-    ----------
-    name
-        What it is, for errors.
-    taken
-        The bytes that are taken anyway, by what takes them.
+    ``name``: what it is, for errors.
+    ``taken``: the bytes that are taken anyway, by what takes them.
     """
 
     name: str
@@ -99,10 +90,7 @@ class Memory:
 
         Each automatic size gets its least; the rest goes to the first of them.
 
-        Raises
-        ------
-        ConfigError
-            If the sizes that are set do not fit together, or leave too little for the others.
+        Raises ConfigError if the sizes that are set do not fit together, or leave too little for the others.
         """
         claims = list(claims)
         found = {claim.setting: claim.least for claim in claims}
@@ -144,15 +132,10 @@ class Memory:
 def host_memory(limit: int, process: int = 0, pause: float | bool = False, buffers: int = 0) -> Memory:
     """Describe the memory of a worker's process.
 
-    Parameters
-    ----------
-    process
-        The bytes of its process without data.
-    pause
-        ``distributed.worker.memory.pause``.
-    buffers
-        Bytes of buffers for copies and files. They are part of what tasks have, as are pages of peers' pools
-        while they are read.
+    ``process``: the bytes of its process without data.
+    ``pause``: ``distributed.worker.memory.pause``.
+    ``buffers``: bytes of buffers for copies and files. They are part of what tasks have, as are pages of
+    peers' pools while they are read.
     """
     tasks = min(limit, max(int(limit * (1 - pause if pause else TASKS_SHARE)), buffers))
     process = min(process, int(PROCESS_SHARE * (limit - tasks)))
@@ -162,12 +145,8 @@ def host_memory(limit: int, process: int = 0, pause: float | bool = False, buffe
 def gpu_memory(total: int, copies: int = 0, *, integrated: bool = False) -> Memory:
     """Describe the memory of a GPU, or this worker's part of it.
 
-    Parameters
-    ----------
-    copies
-        Bytes of copies that are made for peers.
-    integrated
-        Whether it is the host's memory too.
+    ``copies``: bytes of copies that are made for peers.
+    ``integrated``: whether it is the host's memory too.
     """
     taken = {"kernels": int(KERNELS_SHARE * total), "copies for peers": copies}
     return Memory("the one memory of the host and its GPU" if integrated else "the device", total, taken)
@@ -182,16 +161,10 @@ def most_in_flight(asked: int, host: Memory) -> int:
 class Shares:
     """Describe how a worker's memory is shared out.
 
-    Parameters
-    ----------
-    limits
-        The limits of the tiers.
-    pool, shared_memory
-        The bytes of the exchange pool of the device on which the worker computes, and of the one in shared
-        memory that a worker with a GPU has too.
-    spare
-        The bytes of host memory that no tier has. As far as the pool there has more pages, the live tier in
-        host memory has to shrink.
+    ``pool``, ``shared_memory``: the bytes of the exchange pool of the device on which the worker computes,
+    and of the one in shared memory that a worker with a GPU has too.
+    ``spare``: the bytes of host memory that no tier has. As far as the pool there has more pages, the live
+    tier in host memory has to shrink.
     """
 
     limits: Limits
@@ -214,30 +187,16 @@ def share_out(
 ) -> Shares:
     """Share out a worker's memory, by the settings of this package, of Dask and of dask-cuda.
 
-    Parameters
-    ----------
-    pool
-        The exchange pool of the device on which the worker computes.
-    host
-        The memory of the worker's process.
-    gpu
-        The memory of its GPU; None if the worker computes in host memory, which is then its device tier.
-    given_device
-        The limit set through dask-cuda, if any.
-    target
-        ``distributed.worker.memory.target``.
-    disk_free
-        Free bytes in the file system of the spill directory.
-    shared_memory
-        The most bytes of the pool in shared memory on a worker with a GPU.
-    integrated
-        Whether the GPU shares the host's memory. Then all tiers but the disk share it, and there is no tier
-        for copies of GPU data in host memory.
-
-    Raises
-    ------
-    ConfigError
-        If sizes that are set do not fit together into the memory that they are part of.
+    ``pool``: the exchange pool of the device on which the worker computes.
+    ``host``: the memory of the worker's process.
+    ``gpu``: the memory of its GPU; None if the worker computes in host memory, which is then its device tier.
+    ``given_device``: the limit set through dask-cuda, if any.
+    ``target``: ``distributed.worker.memory.target``.
+    ``disk_free``: free bytes in the file system of the spill directory.
+    ``shared_memory``: the most bytes of the pool in shared memory on a worker with a GPU.
+    ``integrated``: whether the GPU shares the host's memory. Then all tiers but the disk share it, and there
+    is no tier for copies of GPU data in host memory.
+    Raises ConfigError if sizes that are set do not fit together into the memory that they are part of.
     """
     kept = int(host.total * (target or 1))
     beside = Claim("the exchange pool in shared memory", None, shared_memory)

@@ -106,12 +106,8 @@ def write_from_device(
 ) -> list[Span]:
     """Write device buffers to a file, behind its host buffers, each aligned to a page.
 
-    Parameters
-    ----------
-    parts
-        Pairs of a buffer and its offset.
-    ordered
-        Whether pending work on the device may still write the buffers.
+    ``parts``: pairs of a buffer and its offset.
+    ``ordered``: whether pending work on the device may still write the buffers.
     """
     if not parts:
         return []
@@ -142,15 +138,8 @@ def extent(spans: Sequence[Span]) -> tuple[int, int]:
 def read(fd: int, path: str, spans: Sequence[Span], into: np.ndarray | None = None) -> list[np.ndarray]:
     """Read adjacent buffers into one allocation of host memory.
 
-    Parameters
-    ----------
-    into
-        Page-aligned memory of the size that :func:`extent` returns; by default newly allocated.
-
-    Raises
-    ------
-    CorruptFile
-        If the file is truncated or a checksum does not match.
+    ``into``: page-aligned memory of the size that :func:`extent` returns; by default newly allocated.
+    Raises CorruptFile if the file is truncated or a checksum does not match.
     """
     if not spans:
         return []
@@ -217,14 +206,9 @@ class DiskTier(MutableMapping[str, Frames]):
     Deleting a key takes effect immediately. Its file is removed in a thread of the tier: unlinking a large
     file is too slow for the event loop, or under a lock.
 
-    Parameters
-    ----------
-    directory
-        The parent of that directory.
-    capacity
-        The most bytes of files; None for as many as the file system has room for.
-    device_files
-        Moves buffers between files and the device.
+    ``directory``: the parent of that directory.
+    ``capacity``: the most bytes of files; None for as many as the file system has room for.
+    ``device_files``: moves buffers between files and the device.
     """
 
     reads_block = True

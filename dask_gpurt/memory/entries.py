@@ -45,26 +45,17 @@ class ExternalRef(NamedTuple):
 class Entry:
     """Describe one key of a tiered buffer.
 
-    Attributes
-    ----------
-    value
-        The object, while it is live.
-    last_used
-        Time of the last use, on the table's clock.
-    priority
-        Eviction priority of an object that is not an input of Dask's tasks, in place of their priorities.
-    name
-        The name of its copy in a lower tier.
-    holders
-        Number of users of the live object; it must not be spilled while there are any.
-    moving
-        Whether it is being moved between tiers.
-    readers, doomed
-        Number of readers of its copies in lower tiers, and the copies to delete after the last reader.
-    immovable
-        Whether serialising it has failed.
-    foreign
-        Refers to the object while it is in another mapping.
+    ``value``: the object, while it is live.
+    ``last_used``: time of the last use, on the table's clock.
+    ``priority``: eviction priority of an object that is not an input of Dask's tasks, in place of their
+    priorities.
+    ``name``: the name of its copy in a lower tier.
+    ``holders``: number of users of the live object; it must not be spilled while there are any.
+    ``moving``: whether it is being moved between tiers.
+    ``readers``, ``doomed``: number of readers of its copies in lower tiers, and the copies to delete after
+    the last reader.
+    ``immovable``: whether serialising it has failed.
+    ``foreign``: refers to the object while it is in another mapping.
     """
 
     key: Key
@@ -96,21 +87,12 @@ class StoredCopy(NamedTuple):
 class EntryTable:
     """Hold the entries by key, the lower tiers, and the memory accounts. Thread-safe.
 
-    Parameters
-    ----------
-    changed
-        Called after each change of the ledger; must not block.
-    beside
-        Returns the bytes by which others reduce the live tier in host memory; must not block.
-
-    Attributes
-    ----------
-    lock
-        Guards the entries and the account. Re-entrant.
-    stopped_moving
-        Condition on that lock, notified when a move ends.
-    host_tiers
-        The live tiers in host memory; copies of their objects in lower tiers can be read in place.
+    ``changed``: called after each change of the ledger; must not block.
+    ``beside``: returns the bytes by which others reduce the live tier in host memory; must not block.
+    ``lock``: guards the entries and the account. Re-entrant.
+    ``stopped_moving``: condition on that lock, notified when a move ends.
+    ``host_tiers``: the live tiers in host memory; copies of their objects in lower tiers can be read in
+    place.
     """
 
     def __init__(

@@ -158,10 +158,8 @@ class MemoryTier(MutableMapping[str, Frames]):
 class HostTier(MemoryTier):
     """Map keys to pageable memory, one array for each buffer.
 
-    Parameters
-    ----------
-    capacity
-        The most bytes of buffers. With 0 there is no such tier: it also refuses objects without bytes.
+    ``capacity``: the most bytes of buffers. With 0 there is no such tier: it also refuses objects without
+    bytes.
     """
 
     def __init__(self, capacity: int):

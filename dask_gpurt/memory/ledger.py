@@ -36,14 +36,9 @@ class Label(NamedTuple):
 class FreeMemory(NamedTuple):
     """Describe the free memory of a worker.
 
-    Parameters
-    ----------
-    free
-        Free bytes in its live tier; may be negative.
-    below
-        Free bytes in its lower tiers.
-    live
-        Capacity of its live tier in bytes.
+    ``free``: free bytes in its live tier; may be negative.
+    ``below``: free bytes in its lower tiers.
+    ``live``: capacity of its live tier in bytes.
     """
 
     free: float
@@ -239,10 +234,7 @@ class ClusterMemory:
     def rows(self, workers: Iterable[str] | None = None) -> list[dict[str, Any]]:
         """Return a row for each worker and tier: capacity, headroom, and the bytes of each kind.
 
-        Parameters
-        ----------
-        workers
-            Workers that have reported; by default all of them.
+        ``workers``: workers that have reported; by default all of them.
         """
         return [
             self._row(worker, str(tier), self._capacity[worker][str(tier)])

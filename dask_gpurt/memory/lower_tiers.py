@@ -30,10 +30,7 @@ class LowerTier(Protocol):
     object must not be deleted while it is read; :meth:`EntryTable.retain` ensures that. Names are never
     reused.
 
-    Attributes
-    ----------
-    reads_block
-        Whether reads wait for I/O, so that concurrent reads are faster.
+    ``reads_block``: whether reads wait for I/O, so that concurrent reads are faster.
     """
 
     reads_block: bool
@@ -46,17 +43,9 @@ class LowerTier(Protocol):
     def put(self, name: str, frames: Frames, device: Device, /, *, ordered: bool) -> Fence:
         """Start to store an object; its buffers have to stay valid until the returned fence has passed.
 
-        Parameters
-        ----------
-        device
-            The device of buffers that are not in host memory.
-        ordered
-            Whether pending work on the device may still write the buffers.
-
-        Raises
-        ------
-        NoRoom
-            If the object does not fit; then nothing of it is stored.
+        ``device``: the device of buffers that are not in host memory.
+        ``ordered``: whether pending work on the device may still write the buffers.
+        Raises NoRoom if the object does not fit; then nothing of it is stored.
         """
         ...
 
@@ -98,12 +87,9 @@ class LowerTier(Protocol):
 class LowerTiers:
     """Store serialised objects, by tier and name. Thread-safe.
 
-    Parameters
-    ----------
-    device
-        The device of buffers that are not in host memory.
-    host_has_room
-        Returns whether this many bytes more fit into the host tier, which live objects use too.
+    ``device``: the device of buffers that are not in host memory.
+    ``host_has_room``: returns whether this many bytes more fit into the host tier, which live objects use
+    too.
     """
 
     def __init__(
@@ -125,23 +111,11 @@ class LowerTiers:
     ) -> tuple[Tier, Fence]:
         """Start to store an object in the first tier below ``above`` that has room.
 
-        Parameters
-        ----------
-        label
-            The label of its bytes in the ledger.
-        ordered
-            Whether pending work on the device may still write the buffers.
-
-        Returns
-        -------
-        tuple
-            The tier, and the fence of the copy. The buffers of ``frames`` have to stay valid until the fence
-            has passed.
-
-        Raises
-        ------
-        NoRoom
-            If no tier has room, with the reason for each tier.
+        ``label``: the label of its bytes in the ledger.
+        ``ordered``: whether pending work on the device may still write the buffers.
+        Returns the tier, and the fence of the copy. The buffers of ``frames`` have to stay valid until the
+        fence has passed.
+        Raises NoRoom if no tier has room, with the reason for each tier.
         """
         why: list[str] = []
         for tier, store in self._tiers.items():
@@ -165,10 +139,7 @@ class LowerTiers:
     def get(self, tier: Tier, name: str, *, to_device: bool = False) -> Frames:
         """Return an object; it may refer to the tier's memory, so it must not be discarded while it is read.
 
-        Parameters
-        ----------
-        to_device
-            Whether to read buffers of the device directly to it, if the tier can.
+        ``to_device``: whether to read buffers of the device directly to it, if the tier can.
         """
         store = self._tiers[tier]
         return store.to_device(name) if to_device else store[name]
@@ -181,10 +152,7 @@ class LowerTiers:
     def parts(self, wanted: Sequence[tuple[PartOf, bool]]) -> list[Scattered]:
         """Return buffers, which may refer to the tiers' memory; files are read concurrently.
 
-        Parameters
-        ----------
-        wanted
-            Buffers, each with whether to read it directly to the device, if the tier can.
+        ``wanted``: buffers, each with whether to read it directly to the device, if the tier can.
         """
         if not any(self._tiers[tier].reads_block for (tier, _, _), _ in wanted):
             return [self._part(part) for part in wanted]

@@ -65,12 +65,9 @@ class OneBuffer:
 class PeerCopies:
     """Copy objects on a device into blocks of one allocation, which is made for the first of them.
 
-    Parameters
-    ----------
-    limit
-        The bytes that objects may take on the device.
-    lend
-        Lends a block of another pool, for objects that do not fit. Blocks; raises PoolFull if it has no room.
+    ``limit``: the bytes that objects may take on the device.
+    ``lend``: lends a block of another pool, for objects that do not fit. Blocks; raises PoolFull if it has no
+    room.
     """
 
     def __init__(self, device: Device, limit: int, lend: Callable[[int], Loan], metrics: Metrics):

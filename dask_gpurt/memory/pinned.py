@@ -77,22 +77,12 @@ class Slab:
 class BlockPool:
     """Allocate blocks of equal size from slabs of memory. Thread-safe.
 
-    Parameters
-    ----------
-    capacity
-        Bytes, rounded down to whole blocks.
-    block
-        Bytes in a block, a multiple of 256.
-    register
-        Called with the whole area of each slab. The first slab is registered at once, in a thread. Without
-        it, there is one slab, of which the system provides pages as they are touched.
-    failed
-        Called once, in any thread, if a slab cannot be made; then there will be no more slabs.
-
-    Attributes
-    ----------
-    error
-        The error that has ended the registration of further slabs.
+    ``capacity``: bytes, rounded down to whole blocks.
+    ``block``: bytes in a block, a multiple of 256.
+    ``register``: called with the whole area of each slab. The first slab is registered at once, in a thread.
+    Without it, there is one slab, of which the system provides pages as they are touched.
+    ``failed``: called once, in any thread, if a slab cannot be made; then there will be no more slabs.
+    ``error``: the error that has ended the registration of further slabs.
     """
 
     def __init__(
@@ -132,15 +122,8 @@ class BlockPool:
 
         Blocks while another slab is made, if the present ones are too full.
 
-        Returns
-        -------
-        list of numpy.ndarray
-            Runs of blocks with ``nbytes`` in total; the last one is trimmed.
-
-        Raises
-        ------
-        NoRoom
-            If there are not enough free blocks.
+        Returns runs of blocks with ``nbytes`` in total; the last one is trimmed.
+        Raises NoRoom if there are not enough free blocks.
         """
         # Other threads may have taken the room of a new slab before this one does.
         while (pieces := self._allocate(nbytes)) is None:

@@ -118,12 +118,8 @@ class EntryReader:
         This is for objects that are read once. They stay in their tier; buffers are copied only if the device
         needs that, with room reserved for the copies.
 
-        Parameters
-        ----------
-        wanted
-            Pairs of a key and the number of a buffer.
-        reserved
-            The key under which the reader has reserved room, which includes the copies.
+        ``wanted``: pairs of a key and the number of a buffer.
+        ``reserved``: the key under which the reader has reserved room, which includes the copies.
         """
         table = self._table
         found: dict[tuple[Key, int], BufferAndMemo] = {}

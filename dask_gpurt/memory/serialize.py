@@ -35,12 +35,8 @@ class NotMovable(Exception):
 class Frames:
     """Hold a serialised object.
 
-    Attributes
-    ----------
-    header
-        Metadata to deserialise the object from its buffers.
-    buffers
-        The memory of its arrays.
+    ``header``: metadata to deserialise the object from its buffers.
+    ``buffers``: the memory of its arrays.
     """
 
     header: bytes
@@ -55,12 +51,8 @@ class Frames:
 class Raw:
     """Hold opaque bytes: the sections of a shard.
 
-    Attributes
-    ----------
-    buffers
-        Device buffers, or arrays of bytes in host memory.
-    memos
-        A memo for each buffer, in which its readers cache derived data while it stays in place.
+    ``buffers``: device buffers, or arrays of bytes in host memory.
+    ``memos``: a memo for each buffer, in which its readers cache derived data while it stays in place.
     """
 
     buffers: list[Any]
@@ -78,10 +70,7 @@ def on_device(buffer: Scattered) -> bool:
 def to_frames(value: Any) -> Frames:
     """Serialise an object; the buffers are views of its memory.
 
-    Raises
-    ------
-    NotMovable
-        If the object cannot be serialised, or would be deserialised to a different type.
+    Raises NotMovable if the object cannot be serialised, or would be deserialised to a different type.
     """
     if isinstance(value, Raw):
         return raw_frames(value.buffers)
@@ -132,10 +121,7 @@ def _device_frames(value: Any) -> Frames:
 def from_frames(frames: Frames, to_device: Callable[[Scattered], Any]) -> Any:
     """Deserialise an object, into new memory.
 
-    Parameters
-    ----------
-    to_device
-        Copies the pieces of a buffer to the device.
+    ``to_device``: copies the pieces of a buffer to the device.
     """
     if frames.header == _RAW:
         return Raw([to_device(pieces) for pieces in frames.buffers])

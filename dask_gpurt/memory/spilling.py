@@ -25,15 +25,10 @@ from dask_gpurt.observe import Fallback
 class EvictionCandidate:
     """Describe an object that could be spilled.
 
-    Attributes
-    ----------
-    nbytes
-        Bytes that spilling it frees.
-    needed
-        The soonest scheduler priority among the tasks of this worker that need it (in Dask, smaller tuples
-        run sooner); None if no task does.
-    used
-        Time of its last use, on a monotonic clock.
+    ``nbytes``: bytes that spilling it frees.
+    ``needed``: the soonest scheduler priority among the tasks of this worker that need it (in Dask, smaller
+    tuples run sooner); None if no task does.
+    ``used``: time of its last use, on a monotonic clock.
     """
 
     key: Key
@@ -49,15 +44,7 @@ _DONE = frozenset({"memory", "released", "forgotten", "error", "cancelled"})
 def next_use(task: Any) -> tuple[Any, ...] | None:
     """Return the soonest priority among the tasks of this worker that still need a result.
 
-    Parameters
-    ----------
-    task
-        The ``TaskState`` of the result in the worker's state machine; None if there is none.
-
-    Returns
-    -------
-    tuple or None
-        A priority of Dask's; None if no task needs the result.
+    ``task``: the ``TaskState`` of the result in the worker's state machine; None if there is none.
     """
     if task is None:
         return None
@@ -89,14 +76,11 @@ def choose(candidates: Iterable[EvictionCandidate], nbytes: int) -> list[Evictio
 class _Spill:
     """Track an object that is being copied to a lower tier.
 
-    Attributes
-    ----------
-    last_used
-        The entry's value when the copy started: if it changes, the object was used, and the copy is dropped.
-    frames
-        The source of the copy, kept until the copy has ended. Serialisation may have allocated it: cudf
-        compacts the columns of a slice. Such memory is freed in the order of the user's stream, and the copy
-        runs on another one, so a kernel could write there while the copy reads.
+    ``last_used``: the entry's value when the copy started: if it changes, the object was used, and the copy
+    is dropped.
+    ``frames``: the source of the copy, kept until the copy has ended. Serialisation may have allocated it:
+    cudf compacts the columns of a slice. Such memory is freed in the order of the user's stream, and the copy
+    runs on another one, so a kernel could write there while the copy reads.
     """
 
     entry: Entry
@@ -114,11 +98,8 @@ class Spiller:
     Each call starts all of its copies before it waits for the first, so that it waits for a busy device only
     once.
 
-    Parameters
-    ----------
-    priority_of
-        Returns the soonest scheduler priority among the tasks of this worker that need a key; None if there
-        are none. Called from any thread.
+    ``priority_of``: returns the soonest scheduler priority among the tasks of this worker that need a key;
+    None if there are none. Called from any thread.
     """
 
     def __init__(self, table: EntryTable, priority_of: Callable[[Key], Priority]):

@@ -52,20 +52,11 @@ class TieredBuffer(MutableMapping[Key, Any]):
     :meth:`__getitem__` of a key that is not live blocks for a copy. To avoid that, call :meth:`hold` for the
     key first, in a thread that may block.
 
-    Parameters
-    ----------
-    priority_of
-        Returns the soonest scheduler priority among the tasks of this worker that need a key; None if there
-        are none. Called from any thread.
-    changed
-        Called after each change of the ledger; must not block.
-    beside
-        Returns the bytes by which others reduce the live tier in host memory; must not block.
-
-    Attributes
-    ----------
-    reservations
-        Reserves memory of the live tiers before it is allocated.
+    ``priority_of``: returns the soonest scheduler priority among the tasks of this worker that need a key;
+    None if there are none. Called from any thread.
+    ``changed``: called after each change of the ledger; must not block.
+    ``beside``: returns the bytes by which others reduce the live tier in host memory; must not block.
+    ``reservations``: reserves memory of the live tiers before it is allocated.
     """
 
     def __init__(
@@ -115,12 +106,8 @@ class TieredBuffer(MutableMapping[Key, Any]):
     ) -> None:
         """Store a live object, which uses up the reservation of its key.
 
-        Parameters
-        ----------
-        kind
-            Keys of kinds other than partitions are hidden when iterating.
-        priority
-            Its eviction priority, if it is not an input of tasks.
+        ``kind``: keys of kinds other than partitions are hidden when iterating.
+        ``priority``: its eviction priority, if it is not an input of tasks.
         """
         table, label = self._table, label_of(key, kind)
         roots = self.reservations.measured(key, value)
@@ -138,10 +125,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
     ) -> Tier:
         """Store a serialised object directly in a tier below its home; return that tier. Blocks.
 
-        Raises
-        ------
-        NoRoom
-            If all lower tiers are full.
+        Raises NoRoom if all lower tiers are full.
         """
         table, label = self._table, label_of(key, kind)
         name = table.new_name()
@@ -158,10 +142,8 @@ class TieredBuffer(MutableMapping[Key, Any]):
     ) -> None:
         """Take over a key that another mapping has on disk.
 
-        Parameters
-        ----------
-        take, delete
-            Remove the key from the other mapping: ``take`` returns its object, ``delete`` does not.
+        ``take``, ``delete``: remove the key from the other mapping: ``take`` returns its object, ``delete``
+        does not.
         """
         table = self._table
         with table.lock:
@@ -229,10 +211,7 @@ class TieredBuffer(MutableMapping[Key, Any]):
     def hold(self, keys: Iterable[Key]) -> list[Entry]:
         """Make keys live and prevent their eviction; unknown keys are ignored. Blocks.
 
-        Returns
-        -------
-        list
-            The held entries, for :meth:`release`.
+        Returns the held entries, for :meth:`release`.
         """
         with self._table.lock:
             held = self._known(keys)

@@ -22,12 +22,8 @@ class Tier(StrEnum):
 class NoRoom(Exception):
     """A tier cannot take an object.
 
-    Parameters
-    ----------
-    tier, nbytes
-        The tier, and the bytes that were to be stored.
-    reason
-        The reason, if it is not just that the tier is full.
+    ``tier``, ``nbytes``: the tier, and the bytes that were to be stored.
+    ``reason``: the reason, if it is not just that the tier is full.
     """
 
     def __init__(self, tier: Tier, nbytes: int, reason: str = ""):

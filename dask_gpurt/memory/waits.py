@@ -67,19 +67,12 @@ class Line(Generic[R]):
 class WaitLine(Line[R]):
     """Let threads, and coroutines of one event loop, wait in line.
 
-    Parameters
-    ----------
-    what
-        What they wait for, in words.
-    lines
-        All lines of a worker, for the description of its waits: :attr:`Metrics.lines`. They hold it weakly.
-
-    Attributes
-    ----------
-    changed
-        The lock of the line and of what it is for; reentrant. Coroutines need it only where threads wait too.
-    wakes
-        The number of wake-ups so far.
+    ``what``: what they wait for, in words.
+    ``lines``: all lines of a worker, for the description of its waits: :attr:`Metrics.lines`. They hold it
+    weakly.
+    ``changed``: the lock of the line and of what it is for; reentrant. Coroutines need it only where threads
+    wait too.
+    ``wakes``: the number of wake-ups so far.
     """
 
     def __init__(self, what: str, lines: MutableSet[Any]) -> None:
@@ -118,10 +111,7 @@ class WaitLine(Line[R]):
     def reserve_or_wait(self, request: R, attempt: Callable[[], bool], retry_s: float) -> None:
         """Block until an attempt succeeds. Attempts are made under the lock.
 
-        Raises
-        ------
-        LineClosed
-            If the line is closed before.
+        Raises LineClosed if the line is closed before.
         """
         with self.changed:
             try:
@@ -134,12 +124,8 @@ class WaitLine(Line[R]):
     def wait(self, request: R, seen: int, retry_s: float, ask: Callable[[], Any]) -> None:
         """Block until the next wake-up, at most ``retry_s`` seconds; return at once if it has been.
 
-        Parameters
-        ----------
-        seen
-            The value of ``wakes`` before the attempt that failed.
-        ask
-            Called, under the lock, before it blocks.
+        ``seen``: the value of ``wakes`` before the attempt that failed.
+        ``ask``: called, under the lock, before it blocks.
         """
         with self.changed:
             self._join(request)
@@ -155,10 +141,7 @@ class WaitLine(Line[R]):
     ) -> None:
         """Wait until an attempt succeeds; then wake the first of the others. On the event loop.
 
-        Raises
-        ------
-        LineClosed
-            If the line is closed before.
+        Raises LineClosed if the line is closed before.
         """
         try:
             while True:

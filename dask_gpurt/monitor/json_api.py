@@ -57,10 +57,7 @@ class Page(NamedTuple):
     def of(cls, given: Mapping[str, str]) -> Page:
         """Parse the arguments of a request.
 
-        Raises
-        ------
-        Refused
-            If an argument is unknown or invalid.
+        Raises Refused if an argument is unknown or invalid.
         """
         for name, text in given.items():
             if name not in cls._fields:
@@ -84,12 +81,7 @@ class Page(NamedTuple):
 class JsonApi:
     """Answer requests from the state of a scheduler's runtime. On the event loop.
 
-    Parameters
-    ----------
-    runtime
-        The scheduler's plugin, switched on.
-    shuffles
-        The last shuffles, running and past.
+    ``shuffles``: the last shuffles, running and past.
     """
 
     def __init__(self, runtime: GpurtSchedulerPlugin, shuffles: ShuffleLog):

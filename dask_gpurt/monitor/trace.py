@@ -22,12 +22,8 @@ SCHEDULER = "scheduler"
 class ProcessTrace:
     """Hold the recording of one server.
 
-    Attributes
-    ----------
-    events
-        With times in seconds since the begin of the trace.
-    lost
-        Events that were overwritten before they were taken, or were taken but did not arrive.
+    ``events``: with times in seconds since the begin of the trace.
+    ``lost``: events that were overwritten before they were taken, or were taken but did not arrive.
     """
 
     name: str = ""
@@ -43,12 +39,10 @@ class ProcessTrace:
     def receive(self, recording: float, arrived: int, taken: int, lost: int) -> None:
         """Count arrived events, to determine how many were lost.
 
-        Parameters
-        ----------
-        recording
-            The begin of the recording, which identifies it: a worker restarted at its address has another.
-        taken, lost
-            Numbers of events of the recording that were taken so far, and that were overwritten.
+        ``recording``: the begin of the recording, which identifies it: a worker restarted at its address has
+        another.
+        ``taken``, ``lost``: numbers of events of the recording that were taken so far, and that were
+        overwritten.
         """
         if recording != self._recording:
             self._recording, self._received, self._lost_before = recording, 0, self.lost
@@ -62,16 +56,10 @@ class ProcessTrace:
 class StepSummary(NamedTuple):
     """Summarise a step of one process.
 
-    Attributes
-    ----------
-    process
-        Its address, or "scheduler".
-    step
-        The name of the step; for tasks their prefix.
-    seconds, longest
-        Total duration, and the longest single duration.
-    nbytes
-        Bytes moved, if known.
+    ``process``: its address, or "scheduler".
+    ``step``: the name of the step; for tasks their prefix.
+    ``seconds``, ``longest``: total duration, and the longest single duration.
+    ``nbytes``: bytes moved, if known.
     """
 
     process: str
@@ -86,16 +74,11 @@ class StepSummary(NamedTuple):
 class Trace:
     """Hold the trace of a cluster.
 
-    Attributes
-    ----------
-    began
-        Begin of the trace, in seconds since the epoch.
-    processes
-        By address; the scheduler's key is :data:`SCHEDULER`.
-    unanswered
-        Workers that did not answer, or left before their last events were collected, with the reason.
-    left_out
-        Events dropped because the trace had reached its limit.
+    ``began``: begin of the trace, in seconds since the epoch.
+    ``processes``: by address; the scheduler's key is :data:`SCHEDULER`.
+    ``unanswered``: workers that did not answer, or left before their last events were collected, with the
+    reason.
+    ``left_out``: events dropped because the trace had reached its limit.
     """
 
     began: float = 0.0
@@ -396,11 +379,8 @@ class _Shard:
 class _Flows:
     """Pair the events of shards into flows from the producer to each read, via the pull if there is one.
 
-    Attributes
-    ----------
-    counts
-        Numbers of flows: ``written``; with an end ``missing`` from the trace; ``backwards`` in time because
-        of inexact clocks; and ``left out`` beyond :data:`MAX_FLOWS`.
+    ``counts``: numbers of flows: ``written``; with an end ``missing`` from the trace; ``backwards`` in time
+    because of inexact clocks; and ``left out`` beyond :data:`MAX_FLOWS`.
     """
 
     def __init__(self) -> None:

@@ -21,12 +21,8 @@ from dask_gpurt.observe.recording import MARKED, STEPS, Recording
 class Metrics:
     """Count metrics and fallbacks of one process. Thread-safe.
 
-    Attributes
-    ----------
-    recording
-        Also receives steps, faults and fallbacks while a trace is taken; None otherwise.
-    lines
-        What waits in line in this process. Each says in its ``repr`` for what, and for how long.
+    ``recording``: also receives steps, faults and fallbacks while a trace is taken; None otherwise.
+    ``lines``: what waits in line in this process. Each says in its ``repr`` for what, and for how long.
     """
 
     def __init__(self) -> None:
@@ -39,19 +35,10 @@ class Metrics:
     def add(self, name: str, amount: float = 1, *labels: str) -> None:
         """Add to a counter.
 
-        Parameters
-        ----------
-        name
-            The name in :data:`METRICS`: ``exchange.bytes.{path}``.
-        amount
-            In the unit of the metric.
-        labels
-            The value of each label, in the order of :attr:`Metric.all_labels`.
-
-        Raises
-        ------
-        UnknownMetricError
-            If the table has no such counter, or the number of labels differs.
+        ``name``: the name in :data:`METRICS`: ``exchange.bytes.{path}``.
+        ``amount``: in the unit of the metric.
+        ``labels``: the value of each label, in the order of :attr:`Metric.all_labels`.
+        Raises UnknownMetricError if the table has no such counter, or the number of labels differs.
         """
         _require(name, Kind.COUNTER, labels)
         with self._lock:
@@ -69,10 +56,8 @@ class Metrics:
     def seconds(self, name: str, subject: int | None = None) -> Iterator[None]:
         """Add the duration of the body to a counter of seconds, and record it as a step of this thread.
 
-        Parameters
-        ----------
-        subject
-            The number of the input or output, for the trace: see :data:`~dask_gpurt.observe.recording.STEPS`.
+        ``subject``: the number of the input or output, for the trace: see
+        :data:`~dask_gpurt.observe.recording.STEPS`.
         """
         recording = self.recording  # a recording that starts during the body has not seen its begin
         step = None if recording is None else STEPS.get(name)
@@ -89,12 +74,7 @@ class Metrics:
     def fallback(self, what: Fallback, reason: str, *labels: str) -> None:
         """Count an operation that was left to Dask or done in a lesser way; log the first occurrence.
 
-        Parameters
-        ----------
-        what
-            The kind of fallback.
-        labels
-            The value of each label of the id.
+        ``labels``: the value of each label of the id.
         """
         filled, text = what.filled(*labels)
         with self._lock:
@@ -158,14 +138,9 @@ METHOD_TOPIC = "gpurt-shuffle-methods"
 class MethodChoice(Enum):
     """Identify a choice of the shuffle method by a stable id and a human-readable text.
 
-    Parameters
-    ----------
-    id
-        The last part of the metrics ``shuffle.taken.{why}`` and ``shuffle.left.{why}``.
-    taken
-        Whether the shuffle goes through the runtime.
-    text
-        The reason, as a clause.
+    ``id``: the last part of the metrics ``shuffle.taken.{why}`` and ``shuffle.left.{why}``.
+    ``taken``: whether the shuffle goes through the runtime.
+    ``text``: the reason, as a clause.
     """
 
     DEFAULT = "default", True, "no method is set"
@@ -204,10 +179,7 @@ class Choices:
 
     A plan that another process has made is used without choosing again; then the recorded ones are reported.
 
-    Parameters
-    ----------
-    report
-        Called with the name of an expression and the choice for it.
+    ``report``: called with the name of an expression and the choice for it.
     """
 
     def __init__(self, report: Callable[[str, MethodChoice], None]):

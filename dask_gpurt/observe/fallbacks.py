@@ -23,12 +23,8 @@ class Fallback(Enum):
 
     ``{label}`` in both stands for a value that is filled in when the fallback is counted.
 
-    Parameters
-    ----------
-    id
-        The room and the subject.
-    text
-        The behaviour of the fallback, as a clause.
+    ``id``: the room and the subject.
+    ``text``: the behaviour of the fallback, as a clause.
     """
 
     SHUFFLE_UNSUPPORTED_FRAMES = "shuffle.unsupported-frames", "shuffles stay with Dask"
@@ -127,10 +123,7 @@ class Fallback(Enum):
     def filled(self, *labels: str) -> tuple[str, str]:
         """Return the id and the text with the values of the labels filled in.
 
-        Raises
-        ------
-        ValueError
-            If the numbers of values and labels differ.
+        Raises ValueError if the numbers of values and labels differ.
         """
         names = re.findall(r"\{(\w+)\}", self.id)
         values = dict(zip(names, labels, strict=True))

@@ -49,20 +49,12 @@ class UnknownMetricError(KeyError):
 class Metric:
     """Declare a metric.
 
-    Parameters
-    ----------
-    name
-        Dotted; ``{label}`` stands for the value of a label: ``exchange.bytes.{path}``. Reports use the name
-        with the values filled in: ``exchange.bytes.comms``.
-    kind, unit
-        The kind and the unit of its values.
-    help
-        Its meaning, as a noun phrase.
-    exported
-        The name for Prometheus, without the prefix that :meth:`family` adds and without the suffix ``_total``
-        of counters; by default derived from ``name`` and ``unit``.
-    finer
-        Labels besides those in ``name``. Prometheus shows them; reports sum over them.
+    ``name``: dotted; ``{label}`` stands for the value of a label: ``exchange.bytes.{path}``. Reports use the
+    name with the values filled in: ``exchange.bytes.comms``.
+    ``help``: its meaning, as a noun phrase.
+    ``exported``: the name for Prometheus, without the prefix that :meth:`family` adds and without the suffix
+    ``_total`` of counters; by default derived from ``name`` and ``unit``.
+    ``finer``: labels besides those in ``name``. Prometheus shows them; reports sum over them.
     """
 
     name: str
@@ -101,10 +93,7 @@ class Metric:
     def family(self, server: Server, namespace: str = "dask") -> str:
         """Return the name on a server's Prometheus page.
 
-        Parameters
-        ----------
-        namespace
-            Dask's setting ``distributed.dashboard.prometheus.namespace``.
+        ``namespace``: Dask's setting ``distributed.dashboard.prometheus.namespace``.
         """
         suffix = "total" if self.kind is Kind.COUNTER else ""
         return "_".join(filter(None, (namespace, server, self.prometheus, suffix)))
@@ -370,10 +359,7 @@ READINGS: Mapping[str, Metric] = {
 def find(filled: str) -> Metric:
     """Return the metric of a name with the values of its labels filled in.
 
-    Raises
-    ------
-    UnknownMetricError
-        If the name matches no metric in :data:`METRICS`.
+    Raises UnknownMetricError if the name matches no metric in :data:`METRICS`.
     """
     if filled in METRICS:
         return METRICS[filled]

@@ -24,18 +24,12 @@ STEPS = ("splitting", "packing", "assembling")
 class Figures:
     """Hold the figures of one worker in one run, or their sum over workers.
 
-    Attributes
-    ----------
-    offered_bytes, offered_shards
-        Shards published for owners, including this worker.
-    received_bytes, received_shards
-        Shards accepted from producers, including this worker.
-    splitting, packing, assembling
-        Thread time in seconds; packing includes waits for room.
-    outputs, rows
-        Output partitions assembled here, and their rows.
-    largest, largest_rows
-        The output with the most rows, and its number of rows; -1 before the first output.
+    ``offered_bytes``, ``offered_shards``: shards published for owners, including this worker.
+    ``received_bytes``, ``received_shards``: shards accepted from producers, including this worker.
+    ``splitting``, ``packing``, ``assembling``: thread time in seconds; packing includes waits for room.
+    ``outputs``, ``rows``: output partitions assembled here, and their rows.
+    ``largest``, ``largest_rows``: the output with the most rows, and its number of rows; -1 before the first
+    output.
     """
 
     offered_bytes: int = 0
@@ -124,11 +118,8 @@ class RunProgress:
     def for_dask(self, pools: Iterable[Mapping[str, int]]) -> dict[str, Any]:
         """Return the figures that Dask's page of shuffles reads.
 
-        Parameters
-        ----------
-        pools
-            The exchange pools, which all runs of the worker share: shown as Dask's buffer for comms. There is
-            none for the disk, since spilled data are written at once.
+        ``pools``: the exchange pools, which all runs of the worker share: shown as Dask's buffer for comms.
+        There is none for the disk, since spilled data are written at once.
         """
         figures, pools = self.snapshot(), list(pools)
         shards = max(1, figures["offered_shards"])

@@ -84,18 +84,10 @@ def register(
 ) -> Callable[[], None]:
     """Export metrics on the page of a Dask server. A no-op without prometheus-client.
 
-    Parameters
-    ----------
-    server
-        A Dask worker or scheduler, of this kind.
-    readings
-        Returns the :data:`~dask_gpurt.observe.metrics.READINGS` each time the page is requested, on the event
-        loop.
-
-    Returns
-    -------
-    function
-        Stops the export; idempotent.
+    ``server``: a Dask worker or scheduler, of this kind.
+    ``readings``: returns the :data:`~dask_gpurt.observe.metrics.READINGS` each time the page is requested, on
+    the event loop.
+    Returns a function that stops the export; idempotent.
     """
     try:
         from prometheus_client import REGISTRY

@@ -45,16 +45,10 @@ class Kind(StrEnum):
 class Event(NamedTuple):
     """Hold one event of a process.
 
-    Attributes
-    ----------
-    at, seconds
-        Begin, by :func:`time.perf_counter` of its process, and duration.
-    thread
-        The number of its thread, :func:`threading.get_ident`.
-    task
-        The key of the task that ran on the thread; empty if there was none.
-    args
-        Details, as JSON-serialisable values.
+    ``at``, ``seconds``: begin, by :func:`time.perf_counter` of its process, and duration.
+    ``thread``: the number of its thread, :func:`threading.get_ident`.
+    ``task``: the key of the task that ran on the thread; empty if there was none.
+    ``args``: details, as JSON-serialisable values.
     """
 
     kind: str
@@ -109,14 +103,9 @@ MARKED = frozenset(
 class Batch(NamedTuple):
     """Hold events taken from a ring.
 
-    Attributes
-    ----------
-    lost
-        Events dropped from the ring so far before they were taken.
-    taken
-        Events taken so far, including this batch.
-    more
-        Whether the ring has more events.
+    ``lost``: events dropped from the ring so far before they were taken.
+    ``taken``: events taken so far, including this batch.
+    ``more``: whether the ring has more events.
     """
 
     events: list[Event]
@@ -129,10 +118,7 @@ class Batch(NamedTuple):
 class Recording:
     """Keep the last events of a process. Thread-safe and non-blocking.
 
-    Parameters
-    ----------
-    ranges
-        Emits NVTX ranges around steps; None to emit none.
+    ``ranges``: emits NVTX ranges around steps; None to emit none.
     """
 
     def __init__(self, capacity: int = RING_EVENTS, ranges: Ranges | None = None):
@@ -225,10 +211,7 @@ def _task() -> str:
 class Ranges:
     """Emit NVTX ranges around steps, named after the step and the prefix of its task: ``pack (shuffle)``.
 
-    Parameters
-    ----------
-    push, pop
-        ``nvtx.push_range`` and ``nvtx.pop_range``.
+    ``push``, ``pop``: ``nvtx.push_range`` and ``nvtx.pop_range``.
     """
 
     def __init__(self, push: Callable[..., Any], pop: Callable[..., Any]):

@@ -27,13 +27,9 @@ _TIER_LABELS = ("tier", "from", "to")
 def shown_tiers(rows: Iterable[Row], shared_memory: Mapping[str, int]) -> Iterator[Row]:
     """Yield the rows of workers and tiers with display names.
 
-    Parameters
-    ----------
-    rows
-        Rows with the names of metrics, for each worker and tier, or for each prefix of tasks in a tier. The
-        tiers of a worker must be adjacent.
-    shared_memory
-        Capacity of the exchange pool in bytes, by worker without a GPU.
+    ``rows``: rows with the names of metrics, for each worker and tier, or for each prefix of tasks in a tier.
+    The tiers of a worker must be adjacent.
+    ``shared_memory``: capacity of the exchange pool in bytes, by worker without a GPU.
     """
     rows = list(rows)
     beside: dict[str, Row] = {row["worker"]: row for row in rows if row["tier"] == "host"}

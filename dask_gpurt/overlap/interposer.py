@@ -87,10 +87,7 @@ class _Shared(ctypes.Structure):
 def library() -> Path:
     """Return the path of the interposer.
 
-    Raises
-    ------
-    NotLoadedError
-        If it was not built, or its path cannot be in ``LD_PRELOAD``.
+    Raises NotLoadedError if it was not built, or its path cannot be in ``LD_PRELOAD``.
     """
     here = Path(__file__).parent
     for suffix in EXTENSION_SUFFIXES:
@@ -106,12 +103,8 @@ def library() -> Path:
 def with_preload(preloads: str, path: Path) -> str:
     """Return a value for ``LD_PRELOAD`` with the interposer appended.
 
-    Parameters
-    ----------
-    preloads
-        The present value: paths separated by spaces or colons.
-    path
-        The path of the interposer; an earlier occurrence is removed.
+    ``preloads``: the present value: paths separated by spaces or colons.
+    ``path``: the path of the interposer; an earlier occurrence is removed.
     """
     others = [name for name in re.split(r"[\s:]+", preloads) if name and name != str(path)]
     return ":".join([*others, str(path)])
@@ -128,10 +121,7 @@ def name_id(name: str) -> int:
 class Interposer:
     """Access the interposer in this process.
 
-    Raises
-    ------
-    NotLoadedError
-        If the process has no interposer, or one of another version.
+    Raises NotLoadedError if the process has no interposer, or one of another version.
     """
 
     def __init__(self) -> None:

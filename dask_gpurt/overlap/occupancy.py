@@ -28,16 +28,10 @@ class CapError(ValueError):
 class DeviceLimits:
     """Hold the limits of a device and of each of its SMs.
 
-    Parameters
-    ----------
-    blocks, threads, registers
-        The most that an SM holds.
-    shared
-        Shared memory of an SM in bytes.
-    reserved
-        Shared memory that CUDA reserves for each block, in bytes.
-    opt_in
-        The most shared memory of a block that has opted in to more than 48 KiB, in bytes.
+    ``blocks``, ``threads``, ``registers``: the most that an SM holds.
+    ``shared``: shared memory of an SM in bytes.
+    ``reserved``: shared memory that CUDA reserves for each block, in bytes.
+    ``opt_in``: the most shared memory of a block that has opted in to more than 48 KiB, in bytes.
     """
 
     sms: int
@@ -52,10 +46,7 @@ class DeviceLimits:
 def check(cap: int, limits: DeviceLimits | None = None) -> None:
     """Check that a cap is possible on a device; without limits, on any device.
 
-    Raises
-    ------
-    CapError
-        If the cap is 0, or more than an SM holds.
+    Raises CapError if the cap is 0, or more than an SM holds.
     """
     most = limits.blocks if limits else HIGHEST_CAP
     if not 1 <= cap <= most:
@@ -69,12 +60,8 @@ def check(cap: int, limits: DeviceLimits | None = None) -> None:
 class Caps:
     """Hold residency caps, the most blocks of a kernel on an SM; None for no cap.
 
-    Parameters
-    ----------
-    default
-        The cap of kernels without a cap of their own.
-    kernels
-        Caps by mangled name, or by the id of a :class:`LaunchedKernel`.
+    ``default``: the cap of kernels without a cap of their own.
+    ``kernels``: caps by mangled name, or by the id of a :class:`LaunchedKernel`.
     """
 
     default: int | None = None
@@ -85,20 +72,13 @@ class Caps:
 class LaunchedKernel:
     """Describe a kernel that was launched while caps were set.
 
-    Parameters
-    ----------
-    name
-        The mangled name, truncated if long; empty with a driver before CUDA 12.3.
-    id
-        A hash of the whole name.
-    registers
-        Registers per thread.
-    shared
-        Static shared memory per block, in bytes.
-    launches, capped
-        The number of its launches, and how many of them were changed.
-    refused
-        Whether the driver rejected a launch with more shared memory. Such a kernel is then left alone.
+    ``name``: the mangled name, truncated if long; empty with a driver before CUDA 12.3.
+    ``id``: a hash of the whole name.
+    ``registers``: registers per thread.
+    ``shared``: static shared memory per block, in bytes.
+    ``launches``, ``capped``: the number of its launches, and how many of them were changed.
+    ``refused``: whether the driver rejected a launch with more shared memory. Such a kernel is then left
+    alone.
     """
 
     name: str
@@ -132,10 +112,7 @@ class Launches(Protocol):
 class Residency:
     """Cap the residency of the kernels that this process launches.
 
-    Parameters
-    ----------
-    device
-        The ordinal of the device whose limits apply.
+    ``device``: the ordinal of the device whose limits apply.
     """
 
     def __init__(self, launches: Launches, device: int = 0):
@@ -147,10 +124,8 @@ class Residency:
     def apply(self, caps: Caps) -> None:
         """Set caps for all later launches. Setting the same caps again is cheap.
 
-        Raises
-        ------
-        CapError
-            If a cap is 0 or more than an SM holds, or for more than 1024 names. Nothing is changed.
+        Raises CapError if a cap is 0 or more than an SM holds, or for more than 1024 names. Nothing is
+        changed.
         """
         with self._lock:
             if caps != self._written:

@@ -36,11 +36,8 @@ class TableError(ValueError):
 class Measurement:
     """Compare a workload beside a shuffle under a cap with the same without.
 
-    Parameters
-    ----------
-    ratio, error
-        The mean over all rounds of the time under the cap as a share of the time without, and its standard
-        error.
+    ``ratio``, ``error``: the mean over all rounds of the time under the cap as a share of the time without,
+    and its standard error.
     """
 
     workload: str
@@ -74,12 +71,8 @@ class KernelCap:
 class OverlapTable:
     """Hold the caps of a device's kernels, and the measurements behind them.
 
-    Parameters
-    ----------
-    device
-        The model.
-    versions
-        Versions of the libraries that launched the kernels, for people who read the table.
+    ``device``: the model.
+    ``versions``: versions of the libraries that launched the kernels, for people who read the table.
     """
 
     device: str
@@ -110,15 +103,10 @@ def kernel_caps(
 ) -> tuple[KernelCap, ...]:
     """Return the caps of kernels.
 
-    Parameters
-    ----------
-    caps
-        The cap of each workload that is faster under one.
-    launched
-        The names of the kernels that each workload launches, by id. One that several of them launch gets the
-        mildest cap, and none if a workload has none.
-    shuffle
-        The kernels of shuffles, which get no cap.
+    ``caps``: the cap of each workload that is faster under one.
+    ``launched``: the names of the kernels that each workload launches, by id. One that several of them launch
+    gets the mildest cap, and none if a workload has none.
+    ``shuffle``: the kernels of shuffles, which get no cap.
     """
     names = {id: name for of in launched.values() for id, name in of.items()}
     found = []
@@ -142,10 +130,7 @@ def path_of(device: str) -> Path:
 def read(path: Path) -> OverlapTable:
     """Read a table.
 
-    Raises
-    ------
-    TableError
-        If there is none, or it cannot be read.
+    Raises TableError if there is none, or it cannot be read.
     """
     try:
         values = json.loads(path.read_bytes())

@@ -238,10 +238,7 @@ class CandidateSelector:
     def for_task(self, ts: SchedulerTask, valid: Collection[WorkerState] | None) -> list[Candidate]:
         """Return the costs of a task on holders of its inputs and, if it would wait there, on an idler one.
 
-        Parameters
-        ----------
-        valid
-            The running workers that the task may run on; None for all running workers.
+        ``valid``: the running workers that the task may run on; None for all running workers.
         """
         allowed = self._state.running if valid is None else valid
         demand = self._estimates.demand(ts)
@@ -305,10 +302,7 @@ class CandidateSelector:
         Empty if none of these has free memory. Results of siblings will be needed together, so away from its
         sibling the cost includes the time to move its result there.
 
-        Parameters
-        ----------
-        open_to
-            The workers that accept root tasks now.
+        ``open_to``: the workers that accept root tasks now.
         """
         ws = self._available.least_loaded_of(open_to)
         if ws is None:

@@ -24,22 +24,12 @@ MIN_LOOKUPS, LOOKUPS_PER_ROUTE, MAX_LOOKUPS = 1_000, 50, 50_000
 class Candidate(NamedTuple):
     """Describe a worker that may run a task, and the cost there.
 
-    Parameters
-    ----------
-    worker
-        Its address.
-    waiting
-        Seconds until earlier tasks leave a thread free.
-    moving
-        Seconds to move the task's inputs to the worker.
-    fits
-        Whether its inputs and its result fit into memory.
-    load
-        The worker's tasks per thread; breaks ties of the cost.
-    held
-        The bytes that it holds; breaks ties of cost and load.
-    missing
-        The bytes of inputs that it lacks.
+    ``waiting``: seconds until earlier tasks leave a thread free.
+    ``moving``: seconds to move the task's inputs to the worker.
+    ``fits``: whether its inputs and its result fit into memory.
+    ``load``: the worker's tasks per thread; breaks ties of the cost.
+    ``held``: the bytes that it holds; breaks ties of cost and load.
+    ``missing``: the bytes of inputs that it lacks.
     """
 
     worker: str
@@ -69,10 +59,7 @@ def rank(candidate: Candidate) -> tuple[bool, float, float, float, str]:
 def best(candidates: Iterable[Candidate]) -> Candidate:
     """Return the best candidate.
 
-    Raises
-    ------
-    ValueError
-        If there is none.
+    Raises ValueError if there is none.
     """
     return min(candidates, key=rank)
 
@@ -80,10 +67,7 @@ def best(candidates: Iterable[Candidate]) -> Candidate:
 def waiting(work: float, tasks: int, threads: int) -> float:
     """Return the time until a thread is free, in seconds.
 
-    Parameters
-    ----------
-    work
-        The work of all tasks on the worker, in seconds.
+    ``work``: the work of all tasks on the worker, in seconds.
     """
     if tasks < threads:
         return 0.0
@@ -96,12 +80,8 @@ def waiting(work: float, tasks: int, threads: int) -> float:
 class Route(NamedTuple):
     """Describe how fast bytes get from one worker to another.
 
-    Parameters
-    ----------
-    latency
-        Time before the first byte, in seconds.
-    seconds_per_byte
-        Time for each byte, in seconds.
+    ``latency``: time before the first byte, in seconds.
+    ``seconds_per_byte``: time for each byte, in seconds.
     """
 
     latency: float = 0.0
@@ -111,14 +91,9 @@ class Route(NamedTuple):
 class End(NamedTuple):
     """Describe one end of a route.
 
-    Parameters
-    ----------
-    worker
-        The address of the worker.
-    host, nvlink
-        Its host, and its NVLink domain; None if it has none.
-    kind
-        A number that all workers share whose routes to other hosts are the same.
+    ``worker``: the address of the worker.
+    ``host``, ``nvlink``: its host, and its NVLink domain; None if it has none.
+    ``kind``: a number that all workers share whose routes to other hosts are the same.
     """
 
     worker: str
@@ -133,10 +108,7 @@ class Routes:
     A large cluster has far more pairs of workers than tasks, or than room in a cache. But between hosts, only
     a link that is known to differ from the others of its class makes a route special.
 
-    Parameters
-    ----------
-    topology
-        The source of speeds. It learns continuously, so routes expire after some lookups.
+    ``topology``: the source of speeds. It learns continuously, so routes expire after some lookups.
     """
 
     def __init__(self, topology: Topology):

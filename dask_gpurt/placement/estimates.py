@@ -54,14 +54,7 @@ class LedgerHeadroom:
 class InputRef(NamedTuple):
     """Refer to an input of a task.
 
-    Parameters
-    ----------
-    ts
-        Its ``TaskState`` on the scheduler.
-    nbytes
-        Its size.
-    source
-        The one of them that is assumed to send it.
+    ``source``: the one of them that is assumed to send it.
     """
 
     ts: SchedulerTask
@@ -73,10 +66,8 @@ class InputRef(NamedTuple):
 class Demand(NamedTuple):
     """Describe what a task needs on any worker. Computed once for all candidates.
 
-    Parameters
-    ----------
-    working_set
-        The bytes of its inputs and its result, which must be live on its worker at the same time.
+    ``working_set``: the bytes of its inputs and its result, which must be live on its worker at the same
+    time.
     """
 
     inputs: Sequence[InputRef]

@@ -62,12 +62,8 @@ def usual_task(prefixes: Iterable[TaskPrefix]) -> UsualTask | None:
 def links_differ(seconds: Sequence[float], usual: UsualTask | None) -> bool:
     """Return whether links differ enough to matter for the usual task.
 
-    Parameters
-    ----------
-    seconds
-        Transfer times of the usual task's result over links between workers.
-    usual
-        The usual task. If None, any difference of links counts.
+    ``seconds``: transfer times of the usual task's result over links between workers.
+    ``usual``: the usual task. If None, any difference of links counts.
     """
     if not seconds:
         return False
@@ -87,12 +83,7 @@ class GatedPlacement:
     when a memory report or a graph arrives after a worker has joined, moved or left, or at least
     ``RECHECK_S`` after the last check.
 
-    Parameters
-    ----------
-    placement
-        The placement to bind and unbind; it receives the events.
-    clock
-        Returns the time in seconds.
+    ``clock``: returns the time in seconds.
     """
 
     def __init__(

@@ -34,12 +34,9 @@ class Placement:
     Simulations may pass a bare ``SchedulerState`` whose class has a ``__dict__`` and
     ``transitions(recommendations, stimulus_id)``.
 
-    Parameters
-    ----------
-    state
-        Dask's ``SchedulerState``. Its extension ``stealing`` is bound too, if present.
-    topology
-        The places of workers. It may learn them before or after Dask does, see :meth:`on_place_changed`.
+    ``state``: Dask's ``SchedulerState``. Its extension ``stealing`` is bound too, if present.
+    ``topology``: the places of workers. It may learn them before or after Dask does, see
+    :meth:`on_place_changed`.
 
     Examples
     --------

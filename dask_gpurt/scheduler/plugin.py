@@ -80,13 +80,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     worker without the runtime. Each part pushes a callback that switches it off. The callbacks run in reverse
     order, all of them even if one fails.
 
-    Parameters
-    ----------
-    settings
-        The section ``gpurt`` of the process that switches the runtime on. Settings of the scheduler's or a
-        worker's own configuration take precedence.
-    observer
-        Called once the runtime is on; its result is called when the runtime is switched off.
+    ``settings``: the section ``gpurt`` of the process that switches the runtime on. Settings of the
+    scheduler's or a worker's own configuration take precedence.
+    ``observer``: called once the runtime is on; its result is called when the runtime is switched off.
     """
 
     name = NAME
@@ -392,10 +388,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def gone(self, peers: list[str], closing: bool = False) -> list[str]:
         """Return which of these workers have left.
 
-        Parameters
-        ----------
-        closing
-            Include workers that are closing.
+        ``closing``: include workers that are closing.
         """
         workers = self.scheduler.workers
         return [
@@ -409,10 +402,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Return a report on the whole cluster, for ``dask gpurt doctor`` and users.
 
-        Parameters
-        ----------
-        connect
-            Have the workers detect the paths to all of their peers first.
+        ``connect``: have the workers detect the paths to all of their peers first.
         """
         return {
             "takeover": self.settings.takeover,

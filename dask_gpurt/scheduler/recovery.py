@@ -45,12 +45,8 @@ MAX_REPAIR_DELAY_S, REPAIR_POLL_INTERVAL_S = 0.25, 0.02
 class Recovery:
     """Repair the runs of a scheduler.
 
-    Parameters
-    ----------
-    retries
-        How many times in a row a run is repaired before its shuffle restarts.
-    begin_again
-        Restarts a whole shuffle; takes its id and the reason.
+    ``retries``: how many times in a row a run is repaired before its shuffle restarts.
+    ``begin_again``: restarts a whole shuffle; takes its id and the reason.
     """
 
     def __init__(
@@ -113,10 +109,7 @@ class Recovery:
     def sealed(self, id: ShuffleId, run_id: int, epoch: int, worker: str) -> None:
         """Seal an epoch: its barrier reports that all owners have received every shard.
 
-        Parameters
-        ----------
-        worker
-            The worker that runs the barrier. This message precedes the end of the task on its stream.
+        ``worker``: the worker that runs the barrier. This message precedes the end of the task on its stream.
         """
         owners = self._runs.current_owners(id, run_id)
         if owners is None or owners.seal(epoch) or owners.sealed:
@@ -139,13 +132,10 @@ class Recovery:
     ) -> None:
         """Repair a loss that a worker reports, unless the report is of a stale epoch (handler).
 
-        Parameters
-        ----------
-        producers
-            The workers that held the lost shards. Those that have left or are closing are to blame.
-        unreachable
-            A worker that does not answer; its unfinished outputs are given to other workers. So are those of
-            silent workers among the producers.
+        ``producers``: the workers that held the lost shards. Those that have left or are closing are to
+        blame.
+        ``unreachable``: a worker that does not answer; its unfinished outputs are given to other workers. So
+        are those of silent workers among the producers.
         """
         owners = self._runs.current_owners(id, run_id)
         if owners is None or owners.epoch != epoch:
@@ -291,10 +281,7 @@ class Recovery:
 
         Empty if no barrier waits any more, if a loss is pending, or if other tasks read one of the shuffles.
 
-        Parameters
-        ----------
-        shuffles
-            An active shuffle and all that share its outputs, such as the other side of a join.
+        ``shuffles``: an active shuffle and all that share its outputs, such as the other side of a join.
         """
         if self._runs.sharing(next(iter(shuffles))) != set(shuffles):  # another one runs by Dask's own p2p
             return {}
@@ -394,14 +381,10 @@ class Recovery:
     ) -> None:
         """Give outputs to workers, and rerun the barriers of their shuffles.
 
-        Parameters
-        ----------
-        shuffles
-            The shuffles that share the outputs: tasks of a join read both sides on one worker.
-        lost, idle
-            The outputs to give away: those that are needed now, and those that may be needed again.
-        loss
-            The loss to repair; None if outputs move for another reason.
+        ``shuffles``: the shuffles that share the outputs: tasks of a join read both sides on one worker.
+        ``lost``, ``idle``: the outputs to give away: those that are needed now, and those that may be needed
+        again.
+        ``loss``: the loss to repair; None if outputs move for another reason.
         """
         exhausted = [
             shuffle for shuffle in shuffles if loss is not None and self._is_exhausted(shuffle, loss)
@@ -444,10 +427,7 @@ class Recovery:
     def _impossible(self, workers: list[str], exhausted: Collection[ShuffleId]) -> str | None:
         """Return why runs cannot be repaired; None if they can.
 
-        Parameters
-        ----------
-        exhausted
-            The shuffles without repairs left.
+        ``exhausted``: the shuffles without repairs left.
         """
         if not workers:
             return "no worker is left for its outputs"

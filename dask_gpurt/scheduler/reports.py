@@ -36,10 +36,7 @@ Snapshot = Mapping[str, Any]
 class ClusterReports:
     """Collect the workers' reports, and keep the counters of workers that leave.
 
-    Parameters
-    ----------
-    token
-        The token that the workers' plugins were given.
+    ``token``: the token that the workers' plugins were given.
     """
 
     def __init__(self, scheduler: SchedulerServer, metrics: Metrics, token: str):
@@ -88,11 +85,8 @@ class ClusterReports:
     def known(self) -> dict[str, Any]:
         """Return a report from what is known of the workers, without querying them.
 
-        Returns
-        -------
-        dict
-            As in :meth:`collect`, but each worker has only ``counters`` and ``fallbacks``, and workers
-            without a heartbeat yet are left out.
+        As :meth:`collect`, but each worker has only ``counters`` and ``fallbacks``, and workers
+        without a heartbeat yet are left out.
         """
         heard = {worker: self._heard(worker) for worker in self._states}
         return self._report({worker: dict(known) for worker, known in heard.items() if known})
@@ -100,10 +94,7 @@ class ClusterReports:
     async def collect(self, connect: bool) -> dict[str, Any]:
         """Query all workers, and return the report of the cluster as plain values.
 
-        Parameters
-        ----------
-        connect
-            Have the workers detect the paths to all of their peers first.
+        ``connect``: have the workers detect the paths to all of their peers first.
         """
         asked = dict(self._states)
         answers = await asyncio.gather(*(self._ask(worker, connect) for worker in asked))

@@ -49,12 +49,7 @@ REPORTS = ("task-finished", "release-worker-data")
 class RetainedResults:
     """Keep results of runs on the scheduler, and end a run once none of its outputs is needed.
 
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    ended
-        Called with each shuffle that ends.
+    ``ended``: called with each shuffle that ends.
     """
 
     def __init__(self, scheduler: SchedulerServer, ended: Callable[[ShuffleId], None]):
@@ -122,10 +117,7 @@ class RetainedResults:
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
         """Track the state of a task, and end its run once none of the run's outputs is needed.
 
-        Parameters
-        ----------
-        worker
-            The worker that ran the task, if it is in memory now.
+        ``worker``: the worker that ran the task, if it is in memory now.
         """
         if finish == "memory" and key in self._producers:
             self._producers[key] = worker
@@ -196,12 +188,7 @@ def _client(shuffle: ShuffleId) -> str:
 class SmallResults:
     """Send results of transfers and barriers from the scheduler to the workers that need them next.
 
-    Parameters
-    ----------
-    scheduler
-        Dask's scheduler.
-    ready
-        The workers with the runtime.
+    ``ready``: the workers with the runtime.
     """
 
     def __init__(self, scheduler: SchedulerServer, ready: Collection[str], metrics: Metrics):

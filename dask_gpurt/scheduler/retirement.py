@@ -36,10 +36,7 @@ Track = Callable[..., Coroutine[Any, Any, Any]]
 class Retirement:
     """Delay the removal of workers that retire until they are evacuated.
 
-    Parameters
-    ----------
-    recovery
-        Moves outputs, and knows what a worker has transferred.
+    ``recovery``: moves outputs, and knows what a worker has transferred.
     """
 
     def __init__(self, scheduler: SchedulerServer, recovery: Recovery, metrics: Metrics):

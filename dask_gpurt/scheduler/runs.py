@@ -52,10 +52,7 @@ def _allowed(scheduler: SchedulerServer, barrier: Key) -> Collection[str] | None
 def require_allowed(scheduler: SchedulerServer, shuffle: ShuffleId) -> None:
     """Check that a worker of the cluster may run the outputs of a shuffle, paused or not.
 
-    Raises
-    ------
-    P2PConsistencyError
-        If there is none: a run would assign outputs to workers that do not exist.
+    Raises P2PConsistencyError if there is none: a run would assign outputs to workers that do not exist.
     """
     task = scheduler.tasks[barrier_key(shuffle)]
     if (allowed := _allowed(scheduler, task.key)) is not None and not allowed:
@@ -79,11 +76,8 @@ def is_unfinished(task: SchedulerTask) -> bool:
 def needed_outputs(barrier: SchedulerTask, outputs: Iterable[int]) -> set[int]:
     """Return the subset of outputs that are unfinished, or have no task yet.
 
-    Parameters
-    ----------
-    barrier
-        The barrier task of the shuffle. Several graphs may share a shuffle, so an output may have several
-        tasks, or none yet.
+    ``barrier``: the barrier task of the shuffle. Several graphs may share a shuffle, so an output may have
+    several tasks, or none yet.
     """
     needed, others = set[int | None](), set[int | None]()
     for task, output in outputs_of(barrier):

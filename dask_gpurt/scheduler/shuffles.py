@@ -152,10 +152,8 @@ class SchedulerShuffles:
     ) -> None:
         """Track the state of a task.
 
-        Parameters
-        ----------
-        worker, metadata
-            The worker that ran the task and the metadata that it sent, if the task is in memory now.
+        ``worker``, ``metadata``: the worker that ran the task and the metadata that it sent, if the task is
+        in memory now.
         """
         self.recovery.transition(key, finish, worker)
         self.abandoning.transition(key, finish)

@@ -54,10 +54,7 @@ class SilentWorkers:
 
         While the scheduler's own event loop is busy, it reads no heartbeats; it does between the two looks.
 
-        Parameters
-        ----------
-        patience_s
-            The seconds that are too long; by default those of a run that waits for the worker.
+        ``patience_s``: the seconds that are too long; by default those of a run that waits for the worker.
         """
         if (state := self._scheduler.workers.get(worker)) is None:
             return False

@@ -58,12 +58,8 @@ class Silent(Exception):
 class Switch:
     """Run one transition from off to on, and one back to off.
 
-    Parameters
-    ----------
-    on
-        Switches on. If it raises, it has undone everything.
-    off
-        Switches off, even if it raises.
+    ``on``: switches on. If it raises, it has undone everything.
+    ``off``: switches off, even if it raises.
     """
 
     def __init__(self, on: SwitchAction, off: SwitchAction):
@@ -103,19 +99,9 @@ class Switch:
 class Workers:
     """Keep the plugin on all workers of a scheduler, including workers that join later.
 
-    Parameters
-    ----------
-    plugin
-        The pickled worker plugin.
-    token
-        Identifies this scheduler plugin in messages of its worker plugins.
-
-    Attributes
-    ----------
-    token, silent
-        As given.
-    unreachable
-        The workers that were silent, or did not answer, when the runtime was switched off.
+    ``plugin``: the pickled worker plugin.
+    ``token``: identifies this scheduler plugin in messages of its worker plugins.
+    ``unreachable``: the workers that were silent, or did not answer, when the runtime was switched off.
     """
 
     def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str, silent: SilentWorkers):
@@ -137,10 +123,7 @@ class Workers:
 
         A plugin asks again if its connection broke before the reply.
 
-        Parameters
-        ----------
-        plugin
-            Identifies the plugin among those that the worker has received.
+        ``plugin``: identifies the plugin among those that the worker has received.
         """
         if not self._wanted or token != self.token:
             if token == self.token:
@@ -189,12 +172,8 @@ class Workers:
     async def require(self) -> None:
         """Check that the runtime can work on all workers; replaces nothing there.
 
-        Raises
-        ------
-        UnsupportedError
-            If it cannot on some, with the reason for one of them.
-        RuntimeError
-            If a worker does not answer.
+        Raises UnsupportedError if it cannot on some, with the reason for one of them.
+        Raises RuntimeError if a worker does not answer.
         """
         replies = await self._call_all({"op": "run", **question()})
         _raise_first(replies)
@@ -207,12 +186,8 @@ class Workers:
     async def on(self) -> None:
         """Switch on all workers, and from now on every worker that joins.
 
-        Raises
-        ------
-        Exception
-            If a worker fails to switch on; the worker's exception.
-        RuntimeError
-            If a worker does not answer.
+        Raises Exception if a worker fails to switch on; the worker's exception.
+        Raises RuntimeError if a worker does not answer.
         """
         self._wanted = True
         self._scheduler.worker_plugins[NAME] = self._plugin
@@ -223,10 +198,7 @@ class Workers:
     async def off(self) -> None:
         """Switch all workers off.
 
-        Raises
-        ------
-        RuntimeError
-            If workers do not answer or fail to switch off; all others are off.
+        Raises RuntimeError if workers do not answer or fail to switch off; all others are off.
         """
         self._wanted = False
         if self._scheduler.worker_plugins.get(NAME) == self._plugin:

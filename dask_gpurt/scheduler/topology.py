@@ -35,10 +35,7 @@ LINKS_OF_PATH = dict(
 class SchedulerTopology:
     """Keep a :class:`Topology` in step with the workers of a scheduler.
 
-    Parameters
-    ----------
-    moved
-        Called with a worker that has reported its place.
+    ``moved``: called with a worker that has reported its place.
     """
 
     def __init__(self, scheduler: SchedulerServer, moved: Callable[[str], None]):

@@ -45,15 +45,8 @@ class SchedulerTracing:
     async def begin(self, token: str) -> dict[str, Any]:
         """Begin a trace on all servers (handler).
 
-        Returns
-        -------
-        dict
-            ``time``: that of the beginning, in seconds since the epoch.
-
-        Raises
-        ------
-        RuntimeError
-            If another trace is being recorded.
+        Returns ``time``: that of the beginning, in seconds since the epoch.
+        Raises RuntimeError if another trace is being recorded.
         """
         if self._recorder.token not in (None, token):
             raise RuntimeError(
@@ -67,11 +60,8 @@ class SchedulerTracing:
     async def take(self, token: str, limit: int) -> dict[str, Any]:
         """Return the next events of all servers (handler).
 
-        Returns
-        -------
-        dict
-            The batch of each worker by address, and the scheduler's under "scheduler". A worker that does not
-            answer has an ``error``.
+        Returns the batch of each worker by address, and the scheduler's under "scheduler". A worker that does
+        not answer has an ``error``.
         """
         own = await asyncio.to_thread(packed, self._recorder.begin(token), limit)
         names = {worker: str(state.name) for worker, state in self._scheduler.workers.items()}

@@ -19,12 +19,9 @@ def question() -> dict[str, bytes]:
 def objection(subject: str, reply: tuple[str | None, str | None]) -> str | None:
     """Return why the runtime cannot work in the process that gave a reply; None if it can.
 
-    Parameters
-    ----------
-    subject
-        The process: its role and address.
-    reply
-        The version of the package that it has loaded, or None, and what keeps the runtime from working there.
+    ``subject``: the process: its role and address.
+    ``reply``: the version of the package that it has loaded, or None, and what keeps the runtime from working
+    there.
     """
     found, reason = reply
     if found == __version__:

@@ -36,10 +36,7 @@ async def ask_all(
 async def make_room(scheduler: SchedulerServer, host: str) -> dict[str, int | None]:
     """Make the workers of a host return memory behind their pools.
 
-    Returns
-    -------
-    dict
-        The bytes that each worker still uses; None if it does not tell in time.
+    Returns the bytes that each worker still uses; None if it does not tell in time.
     """
     workers = [worker for worker, state in scheduler.workers.items() if state.host == host]
     replies = await ask_all(scheduler, workers, MAKE_ROOM_HANDLER, ROOM_TIMEOUT_S)

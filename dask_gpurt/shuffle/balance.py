@@ -35,14 +35,10 @@ SLACK = 1.03
 class InputSizes(NamedTuple):
     """Report the sizes of outputs in one input.
 
-    Attributes
-    ----------
-    nbytes
-        Packed bytes of all outputs.
-    heavy
-        Bytes of the outputs far above the mean, at most :data:`MAX_HEAVY` of them.
-    whole
-        Whether the worker still has all blocks that it published in the run, and could offer them again.
+    ``nbytes``: packed bytes of all outputs.
+    ``heavy``: bytes of the outputs far above the mean, at most :data:`MAX_HEAVY` of them.
+    ``whole``: whether the worker still has all blocks that it published in the run, and could offer them
+    again.
     """
 
     nbytes: int
@@ -53,12 +49,8 @@ class InputSizes(NamedTuple):
     def of(cls, sections: Iterable[Section], outputs: int, *, whole: bool = True) -> InputSizes:
         """Compute the sizes from the packed sections of an input.
 
-        Parameters
-        ----------
-        sections
-            All sections of the input. Rows of the same section count as equally large.
-        outputs
-            The number of outputs that the input was split for.
+        ``sections``: all sections of the input. Rows of the same section count as equally large.
+        ``outputs``: the number of outputs that the input was split for.
         """
         total, found = 0, Counter[int]()
         for section in sections:
@@ -115,14 +107,8 @@ class RunSizes:
 class OwnerCapacity(NamedTuple):
     """Describe the capacity of a worker.
 
-    Attributes
-    ----------
-    worker
-        The address.
-    threads
-        The number of outputs assembled in parallel.
-    room
-        The most bytes that it can take in addition to its present outputs.
+    ``threads``: the number of outputs assembled in parallel.
+    ``room``: the most bytes that it can take in addition to its present outputs.
     """
 
     worker: str
@@ -133,10 +119,7 @@ class OwnerCapacity(NamedTuple):
 class Moves(NamedTuple):
     """Assign new owners to outputs.
 
-    Attributes
-    ----------
-    before, after
-        The heaviest load without and with the moves, in bytes of one thread.
+    ``before``, ``after``: the heaviest load without and with the moves, in bytes of one thread.
     """
 
     to: dict[int, str]
@@ -149,12 +132,8 @@ def balanced(
 ) -> Moves:
     """Return few moves of outputs that make the heaviest load lighter; none unless the gain is large enough.
 
-    Parameters
-    ----------
-    nbytes
-        Bytes of each output, summed over both sides of a join.
-    capacities
-        The capacities of all owners, and of other workers that may become owners.
+    ``nbytes``: bytes of each output, summed over both sides of a join.
+    ``capacities``: the capacities of all owners, and of other workers that may become owners.
     """
     loads = _loads(nbytes, owners, capacities)
     before, best = _heaviest(loads), _lower_bound(loads)

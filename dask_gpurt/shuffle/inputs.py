@@ -122,10 +122,7 @@ class Inputs(Generic[T]):
     def seal(self, succeeded: Mapping[int, Attempt]) -> set[int]:
         """Close the list of shards if all inputs are complete; otherwise return the incomplete ones.
 
-        Parameters
-        ----------
-        succeeded
-            The successful attempt at each input.
+        ``succeeded``: the successful attempt at each input.
         """
         missing = {source for source, attempt in succeeded.items() if not self._has(source, attempt)}
         if not missing:

@@ -159,16 +159,10 @@ def join_in_pieces(
 ) -> Any:
     """Join two frames on columns, in as few pieces as memory allows.
 
-    Parameters
-    ----------
-    join
-        Joins a left and a right frame.
-    sides
-        The left and the right frame; the list is emptied, to free their memory for the result.
-    probe
-        The side that may be split; None for neither.
-    make_room, on_split
-        See :func:`~dask_gpurt.shuffle.splitting.split_and_retry`.
+    ``join``: joins a left and a right frame.
+    ``sides``: the left and the right frame; the list is emptied, to free their memory for the result.
+    ``probe``: the side that may be split; None for neither.
+    ``make_room``, ``on_split``: see :func:`~dask_gpurt.shuffle.splitting.split_and_retry`.
     """
 
     def joined(piece: Any) -> Any:

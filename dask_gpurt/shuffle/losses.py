@@ -26,18 +26,11 @@ MOVED = "moved"
 class Loss:
     """Collect reported losses until they are repaired together.
 
-    Attributes
-    ----------
-    reason, since
-        The first report, and its time in seconds.
-    outputs
-        Outputs to be received again.
-    gone, unreachable
-        Workers that have left, and workers that cannot be reached or are silent.
-    missing
-        Reported outputs and transfer tasks.
-    culprits
-        The workers to blame: gone, unreachable or closing.
+    ``reason``, ``since``: the first report, and its time in seconds.
+    ``outputs``: outputs to be received again.
+    ``gone``, ``unreachable``: workers that have left, and workers that cannot be reached or are silent.
+    ``missing``: reported outputs and transfer tasks.
+    ``culprits``: the workers to blame: gone, unreachable or closing.
     """
 
     reason: str
@@ -106,12 +99,8 @@ class PendingLosses(Generic[S]):
 class Contribution(NamedTuple):
     """Describe what a worker has transferred in a run.
 
-    Attributes
-    ----------
-    run_id, epoch
-        The run, and the epoch of its owners.
-    transfers
-        The transfer tasks that the worker has run.
+    ``run_id``, ``epoch``: the run, and the epoch of its owners.
+    ``transfers``: the transfer tasks that the worker has run.
     """
 
     run_id: int
@@ -122,10 +111,7 @@ class Contribution(NamedTuple):
 def common_owners(outputs: Iterable[int], owners: Sequence[Mapping[int, str]]) -> dict[int, str]:
     """Return the owners of outputs; none unless all shuffles that share the outputs agree.
 
-    Parameters
-    ----------
-    owners
-        The owner of each output, for each shuffle.
+    ``owners``: the owner of each output, for each shuffle.
     """
     found = {output: owners[0][output] for output in outputs}
     agree = all(of.get(output) == owner for of in owners for output, owner in found.items())
@@ -154,10 +140,7 @@ class ConsecutiveRuns:
     def begins(self, shuffle: str, outputs: Iterable[Key]) -> None:
         """Count a run.
 
-        Parameters
-        ----------
-        outputs
-            The keys of the outputs that are not in memory.
+        ``outputs``: the keys of the outputs that are not in memory.
         """
         self._runs[shuffle] += 1
         self._wait_for(shuffle, outputs)
@@ -209,10 +192,7 @@ class ConsecutiveLosses(ConsecutiveRuns):
     def is_new(self, shuffle: str, workers: Collection[str], missing: Iterable[Hashable]) -> bool:
         """Return whether a loss has not been counted.
 
-        Parameters
-        ----------
-        missing
-            Outputs and inputs that are missing.
+        ``missing``: outputs and inputs that are missing.
         """
         if not self._lost[shuffle].issuperset(workers):
             return True
@@ -238,10 +218,7 @@ class ConsecutiveLosses(ConsecutiveRuns):
     def takes_part(self, worker: str, shuffles: Iterable[str] | None = None) -> None:
         """Note that a worker, or a new one at its address, takes part again, so that losing it is a new loss.
 
-        Parameters
-        ----------
-        shuffles
-            The shuffles that it takes part in; None for all.
+        ``shuffles``: the shuffles that it takes part in; None for all.
         """
         for shuffle in self._lost if shuffles is None else shuffles:
             self._lost[shuffle].discard(worker)

@@ -90,10 +90,7 @@ class Transferred(int):
     def of_task(cls, task: SchedulerTask, run_id: int) -> Transferred | None:
         """Return the result of a task in memory from its metadata; None if that is missing or stale.
 
-        Parameters
-        ----------
-        run_id
-            The expected run.
+        ``run_id``: the expected run.
         """
         if task.state != "memory" or (note := (task.metadata or {}).get(NOTE)) is None:
             return None

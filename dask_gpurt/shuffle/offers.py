@@ -23,16 +23,11 @@ from dask_gpurt.shuffle.messages import GONE, Retire
 class Offers:
     """Queue offers by owner, and deliver them. On the event loop.
 
-    Parameters
-    ----------
-    deliver
-        Sends a message to an owner; raises one of ``GONE`` if the owner is unreachable.
-    unreachable
-        Called with the owner and the error in that case, to reassign its outputs; raises if the run is over.
-    keeps
-        Returns whether a share is still valid.
-    failed
-        Called with any other error.
+    ``deliver``: sends a message to an owner; raises one of ``GONE`` if the owner is unreachable.
+    ``unreachable``: called with the owner and the error in that case, to reassign its outputs; raises if the
+    run is over.
+    ``keeps``: returns whether a share is still valid.
+    ``failed``: called with any other error.
     """
 
     def __init__(
@@ -97,21 +92,11 @@ class Offers:
 class RetiredShares:
     """Ask former owners to release the shares that this worker has published. On the event loop.
 
-    Parameters
-    ----------
-    keeps
-        Returns whether a share is still valid.
-    deliver
-        Sends a message to an owner; raises one of ``GONE`` if the owner is unreachable.
-    is_open
-        Returns whether the run has neither failed nor been closed.
-    failed
-        Called with any other error.
-
-    Attributes
-    ----------
-    asked
-        Shares that their former owners are being asked to release.
+    ``keeps``: returns whether a share is still valid.
+    ``deliver``: sends a message to an owner; raises one of ``GONE`` if the owner is unreachable.
+    ``is_open``: returns whether the run has neither failed nor been closed.
+    ``failed``: called with any other error.
+    ``asked``: shares that their former owners are being asked to release.
     """
 
     def __init__(

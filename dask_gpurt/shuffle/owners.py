@@ -18,16 +18,10 @@ from dataclasses import dataclass, replace
 class Share:
     """List outputs that one worker receives together.
 
-    Attributes
-    ----------
-    id
-        Unique within a run; increases with each new share.
-    owner
-        The address of the worker.
-    outputs
-        In ascending order; outputs that move to another share are removed.
-    sealed
-        Whether the barrier has found the share complete, so that nothing more is sent for it.
+    ``id``: unique within a run; increases with each new share.
+    ``owner``: the address of the worker.
+    ``outputs``: in ascending order; outputs that move to another share are removed.
+    ``sealed``: whether the barrier has found the share complete, so that nothing more is sent for it.
     """
 
     id: int
@@ -41,12 +35,8 @@ class Owners(dict[int, str]):
 
     The scheduler modifies it, and sends copies to the workers; the one with the greatest epoch is the newest.
 
-    Attributes
-    ----------
-    epoch
-        Incremented each time that outputs are moved or have to be sealed again.
-    left
-        Ids of shares whose owners have left; nothing reads the shards published for them.
+    ``epoch``: incremented each time that outputs are moved or have to be sealed again.
+    ``left``: ids of shares whose owners have left; nothing reads the shards published for them.
     """
 
     epoch: int
@@ -58,10 +48,8 @@ class Owners(dict[int, str]):
     def begin(cls, worker_for: Mapping[int, str], wanted: Collection[int] | None = None) -> Owners:
         """Assign the outputs of a new run.
 
-        Parameters
-        ----------
-        wanted
-            The outputs to receive; None for all. Other outputs are moved to a share once they are needed.
+        ``wanted``: the outputs to receive; None for all. Other outputs are moved to a share once they are
+        needed.
         """
         self = cls(worker_for)
         self.epoch, self.shares, self.left, self._issued = 0, {}, frozenset(), 0
@@ -86,12 +74,8 @@ class Owners(dict[int, str]):
     ) -> None:
         """Move outputs to new shares.
 
-        Parameters
-        ----------
-        to
-            The new owners, which may equal the current ones.
-        idle
-            New owners of outputs that are in no share because they are not needed now.
+        ``to``: the new owners, which may equal the current ones.
+        ``idle``: new owners of outputs that are in no share because they are not needed now.
         """
         self.epoch += 1
         self.update(idle or {})
@@ -142,15 +126,8 @@ class Owners(dict[int, str]):
 def deal(outputs: Iterable[int], workers: Sequence[str], owned: Mapping[str, int]) -> dict[int, str]:
     """Distribute outputs among workers, neighbours together, since a shard is one range of sorted rows.
 
-    Parameters
-    ----------
-    owned
-        The number of outputs that each worker already has to assemble; workers with fewer get more.
-
-    Returns
-    -------
-    dict
-        The worker for each output.
+    ``owned``: the number of outputs that each worker already has to assemble; workers with fewer get more.
+    Returns the worker for each output.
     """
     given = dict.fromkeys(workers, 0)
     outputs = sorted(outputs)

@@ -30,11 +30,8 @@ class NotReceived(Exception):
 class _Received:
     """Hold the received shards of a share.
 
-    Attributes
-    ----------
-    outputs
-        The outputs still to be read. Each maps the incoming shards that have rows of it to the section and
-        the position within the section of those rows.
+    ``outputs``: the outputs still to be read. Each maps the incoming shards that have rows of it to the
+    section and the position within the section of those rows.
     """
 
     inputs: Inputs[IncomingShard] = field(default_factory=Inputs)
@@ -47,12 +44,8 @@ class Receiver:
     The shards of an output are released only once the scheduler has accepted the result of the task that
     assembled it, so that a task that fails after reading, or whose result is refused, can be retried.
 
-    Parameters
-    ----------
-    check
-        Raises if the run is over.
-    failed
-        Called with an accepted shard and the error if its bytes cannot be read.
+    ``check``: raises if the run is over.
+    ``failed``: called with an accepted shard and the error if its bytes cannot be read.
     """
 
     def __init__(
@@ -126,10 +119,7 @@ class Receiver:
     async def receive(self, offers: Iterable[Shard | Commit]) -> None:
         """Handle the offers of a producer; repeated and stale ones are ignored.
 
-        Raises
-        ------
-        ExchangeClosed
-            If the run is over.
+        Raises ExchangeClosed if the run is over.
         """
         for offer in offers:
             self._check()
@@ -199,11 +189,8 @@ class Receiver:
     def lose(self, shard: Shard) -> tuple[list[IncomingShard], list[int]]:
         """Handle the loss of a shard.
 
-        Returns
-        -------
-        tuple
-            The incoming shards that are useless without it, and the outputs that have to be received again.
-            The outputs are empty before the seal, since the barrier then reports the input as missing.
+        Returns the incoming shards that are useless without it, and the outputs that have to be received
+        again. The outputs are empty before the seal, since the barrier then reports the input as missing.
         """
         with self._lock:
             if (received := self._shares.get(shard.share)) is None:
@@ -223,15 +210,8 @@ class Receiver:
     def assemble(self, partition: int, key: Key) -> Any:
         """Assemble an output from the rows of all inputs, in the order of inputs.
 
-        Parameters
-        ----------
-        key
-            The calling task.
-
-        Raises
-        ------
-        NotReceived
-            If the share of the output is not sealed, or its shards have been released.
+        ``key``: the calling task.
+        Raises NotReceived if the share of the output is not sealed, or its shards have been released.
         """
         with self._lock:
             # Read the seal and the shards under one lock: the event loop changes both together when it moves

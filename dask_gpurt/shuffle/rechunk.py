@@ -23,10 +23,7 @@ BOXES_IN_POOL = 4
 class RechunkSpec(RunSpec):
     """Describe a rechunk of an array, or of an independent part of it.
 
-    Attributes
-    ----------
-    old, new
-        The sizes of the chunks along each axis.
+    ``old``, ``new``: the sizes of the chunks along each axis.
     """
 
     old: Chunks

@@ -56,12 +56,8 @@ EVACUATION_STEP_S = 10.0
 class ShuffleRun:
     """Run a worker's part of a shuffle.
 
-    Parameters
-    ----------
-    run_id
-        Unique on the scheduler; increases with each run.
-    owners
-        The owner of each output partition when the run starts on this worker.
+    ``run_id``: unique on the scheduler; increases with each run.
+    ``owners``: the owner of each output partition when the run starts on this worker.
     """
 
     def __init__(
@@ -296,15 +292,9 @@ class ShuffleRun:
 
         Waits for at most ``EVACUATION_STEP_S``.
 
-        Parameters
-        ----------
-        epoch
-            The epoch since which this worker owns no output that is needed.
-
-        Returns
-        -------
-        int | None
-            The number of shards that are yet to be copied. None if the run has ended: it has withdrawn them.
+        ``epoch``: the epoch since which this worker owns no output that is needed.
+        Returns the number of shards that are yet to be copied. None if the run has ended: it has withdrawn
+        them.
         """
         with contextlib.suppress(TimeoutError, ShuffleClosedError):
             async with asyncio.timeout(EVACUATION_STEP_S):

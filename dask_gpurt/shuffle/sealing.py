@@ -20,21 +20,12 @@ from dask_gpurt.shuffle.owners import Owners
 class Sealing:
     """Seal the shares of a run, and report inputs that are missing. On the event loop.
 
-    Parameters
-    ----------
-    run
-        The run, for messages.
-    owners
-        Returns the current owners of the run, as far as this worker knows.
-    deliver
-        Sends a seal to a worker; returns the inputs it is missing. Raises one of ``GONE`` if the worker is
-        unreachable.
-    recover
-        Asks the scheduler to recover from a loss; takes the reason and the arguments of its handler.
-    catch_up
-        Fetches the current owners.
-    check
-        Raises if the run is over.
+    ``owners``: returns the current owners of the run, as far as this worker knows.
+    ``deliver``: sends a seal to a worker; returns the inputs it is missing. Raises one of ``GONE`` if the
+    worker is unreachable.
+    ``recover``: asks the scheduler to recover from a loss; takes the reason and the arguments of its handler.
+    ``catch_up``: fetches the current owners.
+    ``check``: raises if the run is over.
     """
 
     def __init__(
@@ -58,16 +49,9 @@ class Sealing:
     async def seal(self, results: Sequence[Transferred]) -> int:
         """Seal all shares; return the epoch in which they are sealed.
 
-        Parameters
-        ----------
-        results
-            The successful attempt at each input.
-
-        Raises
-        ------
-        RunInterrupted
-            When shards are missing or the owners have changed: the barrier has to run again, after the
-            missing inputs have been transferred again.
+        ``results``: the successful attempt at each input.
+        Raises RunInterrupted when shards are missing or the owners have changed: the barrier has to run
+        again, after the missing inputs have been transferred again.
         """
         epoch = self._owners().epoch
         try:

@@ -36,14 +36,9 @@ R = TypeVar("R")
 class _Published:
     """Record a successful attempt.
 
-    Attributes
-    ----------
-    outputs
-        The outputs that the input was split for.
-    shards
-        The shards as first offered, one for each block in the pool.
-    empty
-        See :class:`~dask_gpurt.exchange.shard.Commit`.
+    ``outputs``: the outputs that the input was split for.
+    ``shards``: the shards as first offered, one for each block in the pool.
+    ``empty``: see :class:`~dask_gpurt.exchange.shard.Commit`.
     """
 
     source: int
@@ -61,16 +56,10 @@ LEAST_DIVIDED_BYTES = 1 << 20
 class Sender:
     """Publish the shards of input partitions.
 
-    Parameters
-    ----------
-    owners
-        The owner of each output when the run starts.
-    offer
-        Called with an owner and a published shard or a commit for it, in the calling thread.
-    check
-        Raises if the run is over.
-    progress
-        Counts the shards and bytes offered.
+    ``owners``: the owner of each output when the run starts.
+    ``offer``: called with an owner and a published shard or a commit for it, in the calling thread.
+    ``check``: raises if the run is over.
+    ``progress``: counts the shards and bytes offered.
     """
 
     def __init__(
@@ -99,15 +88,7 @@ class Sender:
 
         Blocks while the exchange pool is full.
 
-        Parameters
-        ----------
-        dispatch
-            Orders attempts at this input across workers; see :class:`~dask_gpurt.exchange.Attempt`.
-
-        Returns
-        -------
-        Attempt
-            The attempt, which has succeeded.
+        ``dispatch``: orders attempts at this input across workers; see :class:`~dask_gpurt.exchange.Attempt`.
         """
         attempt = Attempt(dispatch, next(self._retries))
         ready = self.spec.input(data, source, self.exchange)
@@ -186,10 +167,7 @@ class Sender:
     def renew(self, owners: Owners) -> list[tuple[str, Shard | Commit]]:
         """Switch to new owners. On the event loop.
 
-        Returns
-        -------
-        list
-            The offers of published attempts to the owners of new shares, each with the owner.
+        Returns the offers of published attempts to the owners of new shares, each with the owner.
         """
         with self._lock:
             before, self.owners = self.owners, owners

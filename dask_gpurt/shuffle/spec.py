@@ -90,10 +90,7 @@ class Assembler(Protocol):
     def assemble(self, parts: Sequence[Part], empty: bytes | None) -> tuple[Any, Packer]:
         """Assemble an output; return it with the packer whose fence guards the reads.
 
-        Parameters
-        ----------
-        empty
-            See :meth:`Input.empty`.
+        ``empty``: see :meth:`Input.empty`.
         """
         ...
 
@@ -102,10 +99,7 @@ class Assembler(Protocol):
 class RunSpec(DaskShuffleSpec[int]):
     """Describe a shuffle of any kind of data.
 
-    Attributes
-    ----------
-    npartitions
-        The number of outputs, wanted or not.
+    ``npartitions``: the number of outputs, wanted or not.
     """
 
     npartitions: int
@@ -129,10 +123,7 @@ class RunSpec(DaskShuffleSpec[int]):
     def input(self, data: Any, source: int, tables: FrameBackends) -> Input:
         """Validate an input, and return it ready to be split.
 
-        Raises
-        ------
-        ValueError
-            If the input does not have the columns or the shape of the collection.
+        Raises ValueError if the input does not have the columns or the shape of the collection.
         """
 
     @abstractmethod
@@ -181,28 +172,19 @@ class RunSpec(DaskShuffleSpec[int]):
 class ShuffleSpec(RunSpec):
     """Describe a shuffle of dataframes by a column of output partition numbers.
 
-    Attributes
-    ----------
-    column
-        Holds the output partition of each row.
-    meta
-        The pickled empty output partition. Only workers unpickle it, since it may need a GPU, which the
-        scheduler may not have.
-    columns
-        The column labels of every input partition, including ``column``.
-    drop_column, ignore_index
-        Whether to drop ``column`` and the index from the outputs.
-    order_by
-        The column that the outputs will be sorted by; None if unknown.
-    computation
-        The name of the only computation that this shuffle is part of; None if several may share it.
-    device
-        The kind of device that a worker needs to assemble outputs.
-    is_open
-        Whether categories are unknown in ``meta``, so that outputs without rows have those of an input.
-    any_columns
-        Whether inputs may lack columns, which are missing values in outputs with rows of others, or have
-        more, which are left out.
+    ``column``: holds the output partition of each row.
+    ``meta``: the pickled empty output partition. Only workers unpickle it, since it may need a GPU, which the
+    scheduler may not have.
+    ``columns``: the column labels of every input partition, including ``column``.
+    ``drop_column``, ``ignore_index``: whether to drop ``column`` and the index from the outputs.
+    ``order_by``: the column that the outputs will be sorted by; None if unknown.
+    ``computation``: the name of the only computation that this shuffle is part of; None if several may share
+    it.
+    ``device``: the kind of device that a worker needs to assemble outputs.
+    ``is_open``: whether categories are unknown in ``meta``, so that outputs without rows have those of an
+    input.
+    ``any_columns``: whether inputs may lack columns, which are missing values in outputs with rows of others,
+    or have more, which are left out.
     """
 
     column: str
@@ -311,12 +293,8 @@ def _output(spec: DataFrameShuffleSpec, names: Sequence[Any], *, ignore_index: b
 class FrameInput:
     """Split an input partition of a shuffle.
 
-    Attributes
-    ----------
-    frame
-        The partition with its output partition numbers, or with a way to compute them.
-    data
-        The partition alone.
+    ``frame``: the partition with its output partition numbers, or with a way to compute them.
+    ``data``: the partition alone.
     """
 
     spec: ShuffleSpec
@@ -369,13 +347,7 @@ def _described(frame: Any, but: str, *, index: bool) -> tuple[list[Any], list[An
 
 @dataclass(frozen=True)
 class FrameAssembler:
-    """Assemble output partitions of a shuffle.
-
-    Attributes
-    ----------
-    meta
-        The empty output partition.
-    """
+    """Assemble output partitions of a shuffle."""
 
     spec: ShuffleSpec
     tables: FrameBackends

@@ -37,26 +37,14 @@ def split_and_retry(
 
     Each part is started only when its result is requested, so that no two results need to exist at once.
 
-    Parameters
-    ----------
-    work
-        Called with a part; must be restartable after an error.
-    halve
-        Returns the halves of a part, in order; fewer than two if it cannot be split.
-    make_room
-        Spills everything evictable; called after each lack of memory.
-    on_split
-        Called with the error when a part is split for lack of memory.
-    short
-        The error by which ``work`` reports lack of memory without side effects; any other is raised.
-    too_large
-        Errors for which a part is split immediately and any number of times, because more room would not
-        help.
-
-    Raises
-    ------
-    MemoryError
-        The error of ``work`` for a part that cannot be split further.
+    ``work``: called with a part; must be restartable after an error.
+    ``halve``: returns the halves of a part, in order; fewer than two if it cannot be split.
+    ``make_room``: spills everything evictable; called after each lack of memory.
+    ``on_split``: called with the error when a part is split for lack of memory.
+    ``short``: the error by which ``work`` reports lack of memory without side effects; any other is raised.
+    ``too_large``: errors for which a part is split immediately and any number of times, because more room
+    would not help.
+    Raises MemoryError: the error of ``work`` for a part that cannot be split further.
     """
     waiting = [(whole, 0)]
     while waiting:

@@ -29,18 +29,10 @@ Devices = frozenset[str]
 class Gpu:
     """Describe a GPU or a MIG instance.
 
-    Parameters
-    ----------
-    id
-        Its UUID, "GPU-…" or "MIG-…".
-    index
-        The index of the GPU in PCI bus order; a MIG instance has the index of its GPU.
-    name
-        The product name.
-    parent
-        For a MIG instance, the UUID of its GPU.
-    fabric
-        An id of the NVLink domain, if the domain spans hosts.
+    ``id``: its UUID, "GPU-…" or "MIG-…".
+    ``index``: the index of the GPU in PCI bus order; a MIG instance has the index of its GPU.
+    ``parent``: for a MIG instance, the UUID of its GPU.
+    ``fabric``: an id of the NVLink domain, if the domain spans hosts.
     """
 
     id: str
@@ -54,14 +46,8 @@ class Gpu:
 class Host:
     """Describe one host.
 
-    Parameters
-    ----------
-    name
-        Its host name.
-    joins
-        The link between each pair of GPUs, by their ids.
-    nics
-        The names of RDMA devices that are up.
+    ``joins``: the link between each pair of GPUs, by their ids.
+    ``nics``: the names of RDMA devices that are up.
     """
 
     name: str
@@ -99,10 +85,8 @@ class Host:
     def find(self, visible: str | None) -> Gpu | None:
         """Return the GPU that a process computes on; None if it is unknown.
 
-        Parameters
-        ----------
-        visible
-            The process's ``CUDA_VISIBLE_DEVICES``, of which the first counts; None if all are visible.
+        ``visible``: the process's ``CUDA_VISIBLE_DEVICES``, of which the first counts; None if all are
+        visible.
         """
         first = "0" if visible is None else visible.split(",")[0].strip()
         if first.isdecimal():
@@ -121,12 +105,8 @@ class Host:
     ) -> Place:
         """Return the place of a process that computes on a GPU, or on the CPU.
 
-        Parameters
-        ----------
-        host
-            The id of this host, which identifies links within it.
-        rdma
-            Whether the process sends over RDMA if the host has an RDMA NIC.
+        ``host``: the id of this host, which identifies links within it.
+        ``rdma``: whether the process sends over RDMA if the host has an RDMA NIC.
         """
         rdma = rdma and bool(self.nics)
         if gpu is None:
@@ -172,10 +152,8 @@ READ_CAPABILITY = 0
 def discover(library: Any | None = None) -> Host:
     """Detect the devices of this host. This may take a second.
 
-    Parameters
-    ----------
-    library
-        ``pynvml`` or a module with the same functions; imported by default. Without it no GPU is found.
+    ``library``: ``pynvml`` or a module with the same functions; imported by default. Without it no GPU is
+    found.
     """
     library = library or nvml_library()
     host = Host(host_name(), nics=nics())
@@ -194,12 +172,8 @@ def visible_devices() -> str | None:
 def own_place(host: Host, visible: str | None, *, on_gpu: bool, rdma: bool, by_tcp: bool = False) -> Place:
     """Return the place of this process.
 
-    Parameters
-    ----------
-    on_gpu
-        Whether it keeps its data on the first of these devices.
-    rdma
-        Whether it sends over RDMA if the host has an RDMA NIC.
+    ``on_gpu``: whether it keeps its data on the first of these devices.
+    ``rdma``: whether it sends over RDMA if the host has an RDMA NIC.
     """
     gpu = host.find(visible) if on_gpu else None
     return host.place(here(), gpu, rdma=rdma, by_tcp=by_tcp)
@@ -232,17 +206,9 @@ def nvml_missing() -> str | None:
 def memory_of(device: str, library: Any | None) -> int | None:
     """Return the size of a GPU's memory in bytes.
 
-    Parameters
-    ----------
-    device
-        As in ``CUDA_VISIBLE_DEVICES``: the index of a GPU, or the id of a GPU or a MIG instance.
-    library
-        The result of :func:`nvml_library`.
-
-    Returns
-    -------
-    int or None
-        None if NVML is missing, has no such device, or reports that the device has no memory of its own.
+    ``device``: as in ``CUDA_VISIBLE_DEVICES``: the index of a GPU, or the id of a GPU or a MIG instance.
+    ``library``: the result of :func:`nvml_library`.
+    Returns None if NVML is missing, has no such device, or reports that the device has no memory of its own.
     """
     if library is None:
         return None
@@ -257,10 +223,7 @@ def memory_of(device: str, library: Any | None) -> int | None:
 class Nvml:
     """Query NVML for GPUs and their links. Unsupported features count as absent.
 
-    Parameters
-    ----------
-    library
-        ``pynvml``, or a module with the same functions.
+    ``library``: ``pynvml``, or a module with the same functions.
     """
 
     def __init__(self, library: Any):

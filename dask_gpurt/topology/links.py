@@ -37,17 +37,9 @@ OF_GPUS = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.PINNED, Link.PAGEABLE)
 class Speed:
     """Hold the speed of a link in one direction.
 
-    Parameters
-    ----------
-    bandwidth
-        Bytes per second, above 0.
-    latency
-        Seconds until the first byte, at least 0.
-
-    Raises
-    ------
-    ValueError
-        If either is out of range or not a number.
+    ``bandwidth``: bytes per second, above 0.
+    ``latency``: seconds until the first byte, at least 0.
+    Raises ValueError if either is out of range or not a number.
     """
 
     bandwidth: float
@@ -101,12 +93,8 @@ class WindowedRatio:
     Both are summed. When the sum of ``measure`` exceeds the window, both sums are scaled down to it, so older
     pairs are discounted exponentially, by size rather than by number.
 
-    Parameters
-    ----------
-    amount, measure
-        The initial sums: a prior pair.
-    window
-        Maximum of the sum of ``measure``, in its unit.
+    ``amount``, ``measure``: the initial sums: a prior pair.
+    ``window``: maximum of the sum of ``measure``, in its unit.
     """
 
     __slots__ = ("_amount", "_measure", "_window")

@@ -15,17 +15,12 @@ MAX_PAIRS = 1024
 class Place:
     """Locate a worker.
 
-    Parameters
-    ----------
-    host
-        An id of the host.
-    device
-        An id of the GPU or of its MIG instance; None for the processor.
-    nvlink
-        An id of the NVLink domain: devices that reach each other over NVLink, on one host or on several.
-    by_tcp
-        Whether Dask's comms to this worker are TCP, even from workers on the same host and regardless of the
-        links between their devices.
+    ``host``: an id of the host.
+    ``device``: an id of the GPU or of its MIG instance; None for the processor.
+    ``nvlink``: an id of the NVLink domain: devices that reach each other over NVLink, on one host or on
+    several.
+    ``by_tcp``: whether Dask's comms to this worker are TCP, even from workers on the same host and regardless
+    of the links between their devices.
     """
 
     host: str
@@ -44,10 +39,7 @@ class Topology:
 
     An unknown worker is treated as alone on its own host, reached by TCP.
 
-    Parameters
-    ----------
-    speeds
-        Initial speeds by class of link; missing classes have the shipped speeds.
+    ``speeds``: initial speeds by class of link; missing classes have the shipped speeds.
     """
 
     def __init__(self, speeds: Mapping[Link, Speed] = SHIPPED):
@@ -104,11 +96,8 @@ class Topology:
     def link(self, source: str, target: str, by_comms: bool = False) -> Link:
         """Return the class of link from one worker to another; from a worker to itself, that of one device.
 
-        Parameters
-        ----------
-        by_comms
-            Whether the bytes go over Dask's comms, as ordinary dependencies do. Otherwise they go through the
-            exchange, which takes the fastest link between the two.
+        ``by_comms``: whether the bytes go over Dask's comms, as ordinary dependencies do. Otherwise they go
+        through the exchange, which takes the fastest link between the two.
         """
         return self.way(source, target, by_comms)[0]
 
@@ -161,14 +150,9 @@ class Topology:
     ) -> None:
         """Update speeds from completed transfers.
 
-        Parameters
-        ----------
-        source, target
-            Workers.
-        nbytes, seconds, transfers
-            Total bytes, total seconds and number of the transfers. Without bytes or time they are ignored.
-        by_comms
-            Whether they went over Dask's comms.
+        ``nbytes``, ``seconds``, ``transfers``: total bytes, total seconds and number of the transfers.
+        Without bytes or time they are ignored.
+        ``by_comms``: whether they went over Dask's comms.
         """
         if nbytes < 1 or seconds <= 0 or transfers < 1:
             return

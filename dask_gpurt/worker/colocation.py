@@ -54,10 +54,8 @@ class MultiProcessService:
     Each process that has joined holds a shared lock on a file next to the daemon's pipe. The last process to
     leave stops the daemon. Thread-safe.
 
-    Parameters
-    ----------
-    directory
-        The directory of the pipe, the daemon's log and the locks; created with access for this user only.
+    ``directory``: the directory of the pipe, the daemon's log and the locks; created with access for this
+    user only.
     """
 
     def __init__(self, directory: Path | None = None):
@@ -68,15 +66,8 @@ class MultiProcessService:
     def join(self) -> dict[str, str]:
         """Start the daemon unless it is running. Blocks.
 
-        Returns
-        -------
-        dict
-            The environment for processes that share the GPUs; empty if the user already runs MPS.
-
-        Raises
-        ------
-        MpsError
-            If the daemon cannot be started.
+        Returns the environment for processes that share the GPUs; empty if the user already runs MPS.
+        Raises MpsError if the daemon cannot be started.
         """
         if os.environ.get(PIPE) or self._is_running_already():
             return {}
@@ -191,10 +182,7 @@ async def colocate(nanny: Nanny) -> None:
     All of them get equal parts of the first nanny's memory, threads and GPU memory. If workers have a GPU and
     MPS is not available, the first nanny stays alone: without MPS processes only time-slice the GPU.
 
-    Parameters
-    ----------
-    nanny
-        A nanny of dask-cuda or Dask whose worker has not been started yet.
+    ``nanny``: a nanny of dask-cuda or Dask whose worker has not been started yet.
     """
     if nanny in _beside or (count := await _count(nanny)) == 1:
         return
@@ -229,10 +217,7 @@ async def _count(nanny: Nanny) -> int:
 def default_count(memory: int | None) -> int:
     """Return how many workers ``auto`` starts on a GPU.
 
-    Parameters
-    ----------
-    memory
-        The GPU's memory in bytes; None if it has no memory of its own or its size is unknown.
+    ``memory``: the GPU's memory in bytes; None if it has no memory of its own or its size is unknown.
 
     Examples
     --------

@@ -52,16 +52,10 @@ RESULT_BYTES = 16 << 20
 class WorkerData:
     """Install the tiered buffer as a worker's data, and restore the original mapping.
 
-    Parameters
-    ----------
-    worker
-        The Dask worker. It may be running tasks and hold data already.
-    tiers
-        The owner of the tiered buffer.
-    is_aside
-        Returns whether a task has left its slot for a read, which is not a ``secede`` by its own code.
-    peer_copies
-        Copies what peers fetch from the device; not closed here.
+    ``worker``: the Dask worker. It may be running tasks and hold data already.
+    ``is_aside``: returns whether a task has left its slot for a read, which is not a ``secede`` by its own
+    code.
+    ``peer_copies``: copies what peers fetch from the device; not closed here.
     """
 
     def __init__(

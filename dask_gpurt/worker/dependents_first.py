@@ -62,12 +62,7 @@ class DependentsFirst:
 
         Errors are only counted, since the task is done and its result is valid.
 
-        Parameters
-        ----------
-        key
-            The finished task.
-        result, inputs
-            Sizes of its result and of its inputs, in bytes.
+        ``result``, ``inputs``: sizes of its result and of its inputs, in bytes.
         """
         try:
             self._hold_back(key, result, inputs)

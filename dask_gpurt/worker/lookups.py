@@ -15,11 +15,8 @@ from dask_gpurt.shuffle.run import ShuffleRun
 class RunLookup:
     """Look up runs for the tasks of a worker.
 
-    Parameters
-    ----------
-    worker
-        The Dask worker. Two methods of its shuffle plugin are replaced on the instance, and fall back to the
-        originals for unknown runs.
+    ``worker``: the Dask worker. Two methods of its shuffle plugin are replaced on the instance, and fall back
+    to the originals for unknown runs.
     """
 
     def __init__(self, worker: WorkerServer, metrics: Metrics):

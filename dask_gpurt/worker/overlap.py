@@ -44,10 +44,7 @@ def preload_into(nanny: Nanny) -> None:
 class WorkerOverlap:
     """Cap kernels while runs are in flight, in the mode ``calibrated`` or with a number as mode.
 
-    Parameters
-    ----------
-    exchange
-        The exchange of the runs, which tells when some are in flight.
+    ``exchange``: the exchange of the runs, which tells when some are in flight.
     """
 
     def __init__(self, exchange: Exchange, settings: config.OverlapSettings, metrics: Metrics):
@@ -105,10 +102,7 @@ class WorkerOverlap:
     def use(self, caps: Caps, *, always: bool = False) -> None:
         """Set other caps from now on, for a calibration. On the event loop.
 
-        Parameters
-        ----------
-        always
-            Whether they also apply while no run is in flight.
+        ``always``: whether they also apply while no run is in flight.
         """
         assert self.residency is not None
         self.residency.apply(caps)

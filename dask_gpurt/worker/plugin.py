@@ -100,13 +100,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
     one fails. Dask may remove the plugin or add it again while setup or teardown is still running; a lock of
     the worker serializes them.
 
-    Parameters
-    ----------
-    settings
-        The section ``gpurt`` of the process that switched the runtime on. The worker's own settings take
-        precedence.
-    token
-        Identifies the scheduler plugin that this one belongs to.
+    ``settings``: the section ``gpurt`` of the process that switched the runtime on. The worker's own settings
+    take precedence.
+    ``token``: identifies the scheduler plugin that this one belongs to.
     """
 
     name = NAME
@@ -341,15 +337,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
     async def evacuate(self, runs: Iterable[tuple[Any, int, int]]) -> dict[Any, int]:
         """Have the shards of runs copied by their owners, for some seconds (handler).
 
-        Parameters
-        ----------
-        runs
-            The shuffle, the run id and the epoch of each run.
-
-        Returns
-        -------
-        dict
-            The number of shards that are yet to be copied, by shuffle; without runs that are not active here.
+        ``runs``: the shuffle, the run id and the epoch of each run.
+        Returns the number of shards that are yet to be copied, by shuffle; without runs that are not active
+        here.
         """
         mine = {id: (run, epoch) for id, run_id, epoch in runs if (run := self._run(id, run_id)) is not None}
         left = await asyncio.gather(*(run.evacuate(epoch) for run, epoch in mine.values()))

@@ -28,19 +28,10 @@ LIBRARY = "cudf"
 class WorkerPrograms:
     """Execute the graphs of fused tasks of this process.
 
-    Parameters
-    ----------
-    settings
-        Whether to do so, and which tasks to check; see the attributes.
-    device
-        The device that tasks compute on. On the host, fused tasks are left to Dask.
-
-    Attributes
-    ----------
-    on
-        Whether to do so. May be changed at any time; a task that has started goes on as it has begun.
-    every
-        Of how many tasks one runs both ways; 0 for none.
+    ``settings``: whether to do so, and which tasks to check; see the attributes.
+    ``device``: the device that tasks compute on. On the host, fused tasks are left to Dask.
+    ``on``: whether to do so. May be changed at any time; a task that has started goes on as it has begun.
+    ``every``: of how many tasks one runs both ways; 0 for none.
     """
 
     def __init__(self, settings: ComputeSettings, device: Device, metrics: Metrics) -> None:

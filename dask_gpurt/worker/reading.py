@@ -60,18 +60,11 @@ MIN_THREADS, MAX_THREADS = 4, 32
 class _Execution:
     """Describe one execution of a task.
 
-    Attributes
-    ----------
-    begins_with_read
-        Whether the first function that it calls is a reader, which has not returned yet.
-    ends_with_write
-        Whether the last function that it calls is a writer.
-    turn
-        Its turn to run user code.
-    is_reading
-        Whether its thread is inside a reader. Readers may call each other.
-    computed_s
-        CPU time of its thread, in seconds.
+    ``begins_with_read``: whether the first function that it calls is a reader, which has not returned yet.
+    ``ends_with_write``: whether the last function that it calls is a writer.
+    ``turn``: its turn to run user code.
+    ``is_reading``: whether its thread is inside a reader. Readers may call each other.
+    ``computed_s``: CPU time of its thread, in seconds.
     """
 
     key: Key
@@ -100,11 +93,8 @@ _thread = _Thread()
 class WorkerReads:
     """Let a worker start tasks ahead, which read, and limit the tasks that run user code at once.
 
-    Parameters
-    ----------
-    worker
-        The Dask worker; its ``execute`` and its thread pool are wrapped on the instances. Readers and writers
-        are wrapped for the whole process; calls from other workers' tasks pass through.
+    ``worker``: the Dask worker; its ``execute`` and its thread pool are wrapped on the instances. Readers and
+    writers are wrapped for the whole process; calls from other workers' tasks pass through.
     """
 
     def __init__(
@@ -364,13 +354,9 @@ def set_reader_threads(setting: int | None) -> Callable[[], None]:
 def threads_of(cores: int, allowed: int, gpus: int, sharing: int) -> int:
     """Return the number of threads with which a GPU worker reads files.
 
-    Parameters
-    ----------
-    cores, allowed
-        Cores that this container may use, and those of them that this process is bound to: dask-cuda binds
-        workers to the cores near their GPU, which several GPUs may share.
-    gpus
-        GPUs of the host in use by workers.
+    ``cores``, ``allowed``: cores that this container may use, and those of them that this process is bound
+    to: dask-cuda binds workers to the cores near their GPU, which several GPUs may share.
+    ``gpus``: GPUs of the host in use by workers.
 
     Examples
     --------
@@ -384,10 +370,7 @@ def threads_of(cores: int, allowed: int, gpus: int, sharing: int) -> int:
 def set_threads(threads: int) -> Callable[[], None]:
     """Set the number of threads for libraries of this process that have not read a file yet.
 
-    Returns
-    -------
-    Callable
-        Restores the variable. Libraries that have read it are not affected.
+    Returns a function that restores the variable. Libraries that have read it are not affected.
     """
     before = os.environ.get(NTHREADS)
     os.environ[NTHREADS] = str(threads)

@@ -41,15 +41,8 @@ DASKS_LEAST_BYTES, DASKS_LEAST_SECONDS = 1_000_000, 0.001
 def add_metric(worker: WorkerServer, name: str, read: Callable[[Any], dict[str, Any]]) -> Callable[[], None]:
     """Send a value with each heartbeat of a worker.
 
-    Parameters
-    ----------
-    read
-        Called with the worker; returns the value.
-
-    Returns
-    -------
-    callable
-        Ends that, and restores an earlier metric of the same name.
+    ``read``: called with the worker; returns the value.
+    Returns a function that ends that, and restores an earlier metric of the same name.
     """
     before = {name: worker.metrics[name]} if name in worker.metrics else {}
     # Copies: a heartbeat may be iterating over the old dict.

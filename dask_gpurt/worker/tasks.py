@@ -34,12 +34,7 @@ PROMISE_S = 1.0
 class TaskRunner:
     """Run tasks through the worker's ``execute``.
 
-    Parameters
-    ----------
-    execute
-        The worker's own ``execute``.
-    is_aside
-        Returns whether a task has left its slot for a read. Such a task still needs its memory.
+    ``is_aside``: returns whether a task has left its slot for a read. Such a task still needs its memory.
     """
 
     def __init__(
@@ -268,12 +263,9 @@ STALE_S = 5.0
 class Sample(NamedTuple):
     """Hold the clocks of a task's thread in seconds, and those of its process.
 
-    Attributes
-    ----------
-    active, process
-        Time that the thread ran or could have run, and CPU time of the process, when it was first blocked.
-    at, since
-        When this was last looked at, and since when the thread has been blocked.
+    ``active``, ``process``: time that the thread ran or could have run, and CPU time of the process, when it
+    was first blocked.
+    ``at``, ``since``: when this was last looked at, and since when the thread has been blocked.
     """
 
     thread: int
@@ -292,10 +284,7 @@ class IdleTasks:
 
     Where the kernel keeps no clocks of threads, no task is idle.
 
-    Parameters
-    ----------
-    is_reading
-        Returns whether a task is in such a read.
+    ``is_reading``: returns whether a task is in such a read.
     """
 
     def __init__(self, worker: WorkerServer, is_reading: Callable[[Key], bool]):

@@ -76,12 +76,8 @@ class WorkerBuffer(TieredBuffer):
 class WorkerTiers:
     """Hold the tiered buffer of a worker, its ledger, and the threads that move data.
 
-    Parameters
-    ----------
-    worker
-        The Dask worker; it is not changed.
-    pools
-        The devices of the worker and their exchange pools, whose memory the ledger counts too.
+    ``worker``: the Dask worker; it is not changed.
+    ``pools``: the devices of the worker and their exchange pools, whose memory the ledger counts too.
     """
 
     def __init__(self, worker: WorkerServer, settings: Settings, pools: Pools, metrics: Metrics):

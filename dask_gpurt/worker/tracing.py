@@ -58,10 +58,7 @@ class Recorder:
 class WorkerTracing:
     """Record traces on a worker.
 
-    Parameters
-    ----------
-    worker
-        The Dask worker. Its tasks are recorded with Dask's own timings.
+    ``worker``: the Dask worker. Its tasks are recorded with Dask's own timings.
     """
 
     def __init__(self, worker: WorkerServer, metrics: Metrics, exchange: Exchange):

@@ -24,10 +24,8 @@ _collectors: WeakKeyDictionary[Any, Collector] = WeakKeyDictionary()
 def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
     """Collect data from the scheduler plugin, and show them on the dashboard if there is one, and as JSON.
 
-    Returns
-    -------
-    Callable
-        Stops collecting. The pages stay until the scheduler ends, and then say that the runtime is off.
+    Returns a function that stops collecting. The pages stay until the scheduler ends, and then say that the
+    runtime is off.
     """
     scheduler: SchedulerServer = runtime.scheduler
     collector = _collectors[scheduler] = Collector(runtime)

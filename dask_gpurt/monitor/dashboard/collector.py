@@ -29,10 +29,7 @@ NAME = "gpurt-dashboard"
 class Collector(SchedulerPlugin):
     """Keep a sampler up to date with a scheduler.
 
-    Attributes
-    ----------
-    seconds
-        CPU time of the last sample, in seconds.
+    ``seconds``: CPU time of the last sample, in seconds.
     """
 
     name = NAME

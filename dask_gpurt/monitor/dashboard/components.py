@@ -42,12 +42,8 @@ WITH_TOOLTIP = '<span title="<%- value %>"><%- value %></span>'
 class Component(DashboardComponent):
     """Update one part of a page under its title, within a limit on the scheduler's CPU time.
 
-    Attributes
-    ----------
-    heading
-        The title, and what :meth:`say` adds to it. Unlike the title of a figure, it wraps.
-    root
-        The bokeh model of all that is shown, with the heading.
+    ``heading``: the title, and what :meth:`say` adds to it. Unlike the title of a figure, it wraps.
+    ``root``: the bokeh model of all that is shown, with the heading.
     """
 
     title: ClassVar[str]
@@ -95,13 +91,7 @@ class Component(DashboardComponent):
 
 
 class FigureComponent(Component):
-    """Show a figure.
-
-    Parameters
-    ----------
-    options
-        Those of the figure.
-    """
+    """Show a figure."""
 
     figure: Any
 
@@ -114,12 +104,8 @@ class FigureComponent(Component):
 class TableComponent(Component):
     """Show rows of text in a table; without rows, only the heading.
 
-    Attributes
-    ----------
-    columns
-        Headings by name of the column.
-    widths
-        Widths in pixels by name of the column, 80 by default.
+    ``columns``: headings by name of the column.
+    ``widths``: widths in pixels by name of the column, 80 by default.
     """
 
     columns: ClassVar[Mapping[str, str]]

@@ -33,12 +33,7 @@ Name = TypeVar("Name", bound=Hashable)
 class Level(NamedTuple):
     """Hold the level of a tier of a worker, in bytes.
 
-    Attributes
-    ----------
-    used
-        Bytes of partitions, pulled shards and reservations; for shared memory, of published shards.
-    capacity
-        The limit.
+    ``used``: bytes of partitions, pulled shards and reservations; for shared memory, of published shards.
     """
 
     used: int
@@ -62,14 +57,9 @@ class View(Protocol):
 class WorkerSample:
     """Hold the latest state of a worker.
 
-    Attributes
-    ----------
-    levels
-        Levels by display name of the tier, without tiers that the worker does not have.
-    gone_at
-        When it left, in seconds since the epoch; None for a current worker.
-    moved
-        Total bytes spilled and unspilled, by direction.
+    ``levels``: levels by display name of the tier, without tiers that the worker does not have.
+    ``gone_at``: when it left, in seconds since the epoch; None for a current worker.
+    ``moved``: total bytes spilled and unspilled, by direction.
     """
 
     name: str
@@ -81,16 +71,10 @@ class WorkerSample:
 class Sampler:
     """Keep the history of a cluster.
 
-    Attributes
-    ----------
-    used
-        Bytes by worker and tier; :data:`ALL` has the sums.
-    rates
-        Bytes per second by worker and direction, :data:`SPILLED` or :data:`UNSPILLED`.
-    workers
-        The latest state of each worker by address, including workers that have left.
-    shuffles, traffic
-        Data from events between samples.
+    ``used``: bytes by worker and tier; :data:`ALL` has the sums.
+    ``rates``: bytes per second by worker and direction, :data:`SPILLED` or :data:`UNSPILLED`.
+    ``workers``: the latest state of each worker by address, including workers that have left.
+    ``shuffles``, ``traffic``: data from events between samples.
     """
 
     def __init__(self) -> None:
@@ -106,10 +90,7 @@ class Sampler:
     def sample(self, at: float, view: View) -> None:
         """Take a sample.
 
-        Parameters
-        ----------
-        at
-            Seconds since the epoch, ascending.
+        ``at``: seconds since the epoch, ascending.
         """
         names = view.names()
         self._record_workers(at, names)
@@ -192,10 +173,7 @@ class History(Generic[Name]):
     When there are too many points, pairs of neighbours are merged into one point with the later time and the
     larger value, which preserves peaks. From then on each point holds twice as many samples.
 
-    Parameters
-    ----------
-    max_points
-        Maximum number of points, at least 2.
+    ``max_points``: maximum number of points, at least 2.
     """
 
     def __init__(self, max_points: int = MAX_POINTS):
@@ -278,10 +256,7 @@ def _larger(one: float, other: float) -> float:
 class Flow:
     """Sum the transfers from one worker or host to another.
 
-    Attributes
-    ----------
-    copied, seconds
-        Bytes copied, and the seconds that took; shards read in place are not included.
+    ``copied``, ``seconds``: bytes copied, and the seconds that took; shards read in place are not included.
     """
 
     by_path: dict[str, int] = field(default_factory=dict)

@@ -35,25 +35,15 @@ class ShuffleState(StrEnum):
 class ShuffleRecord:
     """Hold the state of a shuffle over all its runs.
 
-    Attributes
-    ----------
-    shuffle, run, runs
-        Its id, the id of its current run, and the number of runs so far.
-    began, ended
-        Seconds since the epoch; ``ended`` is None while it is running.
-    inputs, outputs
-        Numbers of transfer tasks and of outputs.
-    transferred, assembled
-        Keys of those tasks that have a result.
-    sealed
-        Whether the barrier has a result.
-    restarts, recoveries, moved
-        Numbers of restarts as a whole, of recoveries, and of outputs that moved to other owners in a recovery
-        or for balance.
-    reasons
-        The reasons of the last restarts, recoveries and moves.
-    workers
-        The figures in the current run, by worker, as of its last heartbeat.
+    ``shuffle``, ``run``, ``runs``: its id, the id of its current run, and the number of runs so far.
+    ``began``, ``ended``: seconds since the epoch; ``ended`` is None while it is running.
+    ``inputs``, ``outputs``: numbers of transfer tasks and of outputs.
+    ``transferred``, ``assembled``: keys of those tasks that have a result.
+    ``sealed``: whether the barrier has a result.
+    ``restarts``, ``recoveries``, ``moved``: numbers of restarts as a whole, of recoveries, and of outputs
+    that moved to other owners in a recovery or for balance.
+    ``reasons``: the reasons of the last restarts, recoveries and moves.
+    ``workers``: the figures in the current run, by worker, as of its last heartbeat.
     """
 
     shuffle: str
