@@ -30,9 +30,8 @@ from dask_gpurt.cli.environment import environment
 from dask_gpurt.device.base import files_of
 from dask_gpurt.device.discover import discover
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.host import HostTier
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics

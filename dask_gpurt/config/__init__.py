@@ -4,12 +4,21 @@ Each key is declared in :mod:`dask_gpurt.config.settings` with its parser; its d
 and its description in ``gpurt-schema.yaml``. Preload hooks import this package, so keep its imports light.
 """
 
-from dask_gpurt.config.loading import (
+from dask_gpurt.config.settings import (
     HOOK,
     HOOKED,
     KEYS,
     PUBLIC_KEYS,
     RETIRED,
+    ComputeSettings,
+    ExchangeSettings,
+    MemorySettings,
+    OverlapSettings,
+    PlacementSettings,
+    PlanningSettings,
+    ReadSettings,
+    Settings,
+    ShuffleSettings,
     load,
     load_over,
     partition_sizes,
@@ -20,17 +29,6 @@ from dask_gpurt.config.loading import (
     set_here,
     takeover,
     without_effect,
-)
-from dask_gpurt.config.settings import (
-    ComputeSettings,
-    ExchangeSettings,
-    MemorySettings,
-    OverlapSettings,
-    PlacementSettings,
-    PlanningSettings,
-    ReadSettings,
-    Settings,
-    ShuffleSettings,
 )
 from dask_gpurt.config.values import MODES, PATHS, ConfigError, Size
 

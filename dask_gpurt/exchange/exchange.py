@@ -28,10 +28,9 @@ from dask_gpurt.exchange.incoming import IncomingShard, Landing, ShardState
 from dask_gpurt.exchange.links import IN_PLACE, Links, Traffic
 from dask_gpurt.exchange.outgoing import PoolHooks
 from dask_gpurt.exchange.paths import Endpoint, Path, Peers
-from dask_gpurt.exchange.pools import Pools, PoolUsers
+from dask_gpurt.exchange.pools import ActiveRuns, Pools, PoolUsers
 from dask_gpurt.exchange.pulling import Puller
 from dask_gpurt.exchange.requests import PeerRequests
-from dask_gpurt.exchange.runs import ActiveRuns
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table
 from dask_gpurt.memory.peer_copies import Loan

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from dask_gpurt.exchange.outgoing import ROOM_RETRY_INTERVAL_S, Outbox
 from dask_gpurt.exchange.paths import Endpoint
-from dask_gpurt.exchange.runs import UnclaimedShards
+from dask_gpurt.exchange.pools import UnclaimedShards
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey
 from dask_gpurt.memory.waits import WaitLine
 from dask_gpurt.protocol import DRAIN_HANDLER, FORGET_HANDLER, RELEASE_HANDLER

@@ -38,10 +38,9 @@ from dask_gpurt.shuffle.messages import (
     error_of,
     note_sizes,
 )
-from dask_gpurt.shuffle.offers import Offers, RetiredShares
+from dask_gpurt.shuffle.offers import Offers, RetiredShares, Sealing
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import NotReceived, Receiver
-from dask_gpurt.shuffle.sealing import Sealing
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import RunSpec
 

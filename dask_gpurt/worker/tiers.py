@@ -26,10 +26,9 @@ from dask_gpurt.exchange.calls import in_thread, is_exiting
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.memory.budget import Memory, Shares, gpu_memory, host_memory, share_out
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.host import HostTier
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import CACHED, PARTITIONS, SPILLED_BY_LIBRARY, Ledger
 from dask_gpurt.memory.peer_copies import COPIES_BYTES, COPIES_OF_LIMIT
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.spilling import next_use
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier

@@ -290,7 +290,7 @@ def test_a_shuffle_whose_barrier_has_failed_keeps_nothing_and_can_be_retried(
     """Although the client keeps the error: other shuffles need the memory of its shards."""
 
     def fail_barriers(fail: bool) -> None:
-        from dask_gpurt.shuffle.sealing import Sealing
+        from dask_gpurt.shuffle.offers import Sealing
 
         async def failing(self: Any, results: Any) -> Any:
             if fail:

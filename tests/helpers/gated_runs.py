@@ -23,10 +23,10 @@ from distributed.shuffle._core import barrier_key, id_from_key
 import dask_gpurt
 from dask_gpurt.client.session import register_method
 from dask_gpurt.shuffle.messages import Transferred
+from dask_gpurt.shuffle.offers import Sealing
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import ShuffleRun
-from dask_gpurt.shuffle.sealing import Sealing
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import outputs_of
 from tests.helpers.in_process import gen_client_cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
+from dask_gpurt.memory.host import BlockPool, PinnedTier
 from dask_gpurt.memory.serialize import Frames
 
 #: Bytes of a block of the pinned tier, and of a tier.

@@ -101,7 +101,7 @@ def test_schema_knows_the_paths() -> None:
 def test_earlier_settings_of_overlap_do_not_keep_the_runtime_off(
     mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dask_gpurt.config.loading._said", set())
+    monkeypatch.setattr("dask_gpurt.config.settings._said", set())
     given = {"mode": mode, "fixed": {"residency": 4, "sms": 116}, "residency": "auto", "learned": "auto"}
     assert load({"gpurt": {"overlap": given}}).overlap.mode == "priority"
     assert "'gpurt.overlap.fixed' is ignored: set 'gpurt.overlap.mode' to the number" in caplog.text
@@ -112,7 +112,7 @@ def test_earlier_settings_of_overlap_do_not_keep_the_runtime_off(
 def test_an_earlier_setting_of_placement_does_not_keep_the_runtime_off(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dask_gpurt.config.loading._said", set())
+    monkeypatch.setattr("dask_gpurt.config.settings._said", set())
     given = {"gpurt": {"placement": {"enabled": True, "always": True}}}
     for _ in range(2):
         assert load(given).placement.enabled
@@ -369,7 +369,7 @@ def test_version_is_the_same_everywhere() -> None:
 def test_a_setting_that_no_process_reads_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("dask_gpurt.config.loading._said", set())
+    monkeypatch.setattr("dask_gpurt.config.settings._said", set())
     lists = {f"distributed.{where}.preload": ["mine"] for where in HOOKED}
     with dask.config.set({"gpurt.enabled": True, **lists}):
         load()

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.disk import CorruptFile, DiskTier
-from dask_gpurt.memory.host import HostTier
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.serialize import Frames, Raw
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.memory.pinned import BlockPool
+from dask_gpurt.memory.host import BlockPool
 from dask_gpurt.memory.tiers import NoRoom, Tier
 from tests.helpers.small_tiers import BLOCK, frames, pinned
 
@@ -139,7 +139,7 @@ class Registrations:
 
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dask_gpurt.memory.pinned.FIRST_SLAB_BYTES", 2 * BLOCK)
+    monkeypatch.setattr("dask_gpurt.memory.host.FIRST_SLAB_BYTES", 2 * BLOCK)
 
 
 @pytest.mark.usefixtures("small_slabs")

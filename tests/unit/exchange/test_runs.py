@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_gpurt.exchange.runs import UNCLAIMED_PATIENCE_S, UnclaimedShards
+from dask_gpurt.exchange.pools import UNCLAIMED_PATIENCE_S, UnclaimedShards
 
 ONE, OTHER = ("a shuffle", 1), ("a shuffle", 2)
 FIRST, SECOND = ("host", 0, 0), ("host", 1, 0)

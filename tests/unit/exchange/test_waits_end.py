@@ -13,7 +13,7 @@ import pytest
 from distributed.comm import CommClosedError
 
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange import ExchangeClosed, runs
+from dask_gpurt.exchange import ExchangeClosed, pools
 from dask_gpurt.exchange.incoming import IncomingShard, Landing
 from dask_gpurt.exchange.shard import Attempt, Peer, Section, Shard
 from dask_gpurt.memory.ledger import RESERVATIONS
@@ -220,7 +220,7 @@ async def ask_for_room(process: Process) -> None:
 
 async def ask_for_room_without_patience(process: Process) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "UNCLAIMED_PATIENCE_S", 0.0)
+        patch.setattr(pools, "UNCLAIMED_PATIENCE_S", 0.0)
         await ask_for_room(process)
 
 

@@ -24,9 +24,8 @@ from dask_gpurt.device.host import HostDevice
 from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.memory.accounting import Roots, owned
 from dask_gpurt.memory.disk import DiskTier
-from dask_gpurt.memory.host import HostTier
+from dask_gpurt.memory.host import BlockPool, HostTier, PinnedTier
 from dask_gpurt.memory.ledger import Ledger
-from dask_gpurt.memory.pinned import BlockPool, PinnedTier
 from dask_gpurt.memory.serialize import Frames
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Limits, NoRoom, Tier

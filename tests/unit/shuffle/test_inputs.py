@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dask_gpurt.exchange.shard import Attempt
-from dask_gpurt.shuffle.inputs import Inputs
+from dask_gpurt.shuffle.receiver import Inputs
 
 FIRST, SECOND = Attempt(1, 0), Attempt(2, 0)
 

@@ -13,8 +13,8 @@ from dask_gpurt.dask_hooks.shuffle import P2PConsistencyError, ShuffleClosedErro
 from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.messages import RunInterrupted, Seal, Stale, Transferred
+from dask_gpurt.shuffle.offers import Sealing, inputs_lost
 from dask_gpurt.shuffle.owners import Owners
-from dask_gpurt.shuffle.sealing import Sealing, inputs_lost
 
 A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 #: Inputs 0 and 1, transferred on A and C; the outputs are owned by A and B.

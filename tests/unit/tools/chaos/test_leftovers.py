@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dask_gpurt.memory.pinned import BlockPool
+from dask_gpurt.memory.host import BlockPool
 from dask_gpurt.tools.chaos.leftovers import trimmed
 
 SIZE_BYTES = 256 * 2**20
