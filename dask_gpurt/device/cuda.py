@@ -44,8 +44,8 @@ from dask_gpurt.device.base import (
     workers_of_device,
 )
 from dask_gpurt.device.copies import Copy, DeviceSpan, fillings, runs
+from dask_gpurt.device.cuda_guard import ResourceGuard
 from dask_gpurt.device.cuda_memory import (
-    ResourceGuard,
     StreamBeside,
     behind,
     bounce_buffers,

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.fake_rmm import Adaptor, FakeRmm, Resource
 
-MODULE = "dask_gpurt.device.cuda_memory"
+MODULE = "dask_gpurt.device.cuda_guard"
 
 
 class Cluster:
