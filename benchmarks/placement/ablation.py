@@ -33,7 +33,7 @@ import click
 from benchmarks.common.commandline import split_list, write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.placement import GatedPlacement, candidates, gate
-from dask_gpurt.placement.candidates import CandidateSelector, IdleWorkerFilter
+from dask_gpurt.placement.candidates import CandidateSelector
 from dask_gpurt.placement.cost import Candidate, Routes
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.strategy import Placement
@@ -45,7 +45,7 @@ from dask_gpurt.tools.simulate.workloads import Graph, Scale, varied
 
 #: Virtual seconds of a decision, by Dask and by placement.
 DECISION_S = {"stock": 25e-6, "gpurt": 110e-6}
-#: The clusters, and their numbers of workers. Siblings matter where there are more hosts than siblings fill.
+#: The clusters, and their numbers of workers.
 CLUSTERS = {"dgx": (8,), "mixed": (8, 32), "rdma": (12, 32), "tcp": (12, 32)}
 #: Cells of more tasks are left out, as they take too long.
 MAX_TASKS = 1600
@@ -91,12 +91,6 @@ def _faster(self: CandidateSelector, candidate: Candidate, holder: Candidate) ->
     return candidate.seconds < holder.seconds
 
 
-def _not_excluded(self: Any, ws: Any) -> None:
-    """Index a worker, but leave it to Dask whether it gets root tasks."""
-    if ws in self._state.running:
-        self._available.check(ws)
-
-
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
@@ -107,8 +101,6 @@ RULES: Mapping[str, Sequence[Patch]] = {
     "gate": [(GatedPlacement, "_differ", _always(True))],
     "gate: links": [(gate, "links_differ", _always(False))],
     "root tasks: all": [(CandidateSelector, "for_root", _always([]))],
-    "root tasks: near the worker of a sibling": [(candidates, "anchor", _always(None))],
-    "root tasks: only where there is room": [(IdleWorkerFilter, "check", _not_excluded)],
     "all tasks: only where there is room": [(Estimates, "has_room", _always(True))],
     "an idler worker than the holders": [(CandidateSelector, "_idler", _always(None))],
     "moving takes no longer than the task": [(CandidateSelector, "_pays", _faster)],

@@ -1,6 +1,4 @@
-"""Select the candidates for a task: workers that hold its inputs, those of its siblings, and few others.
-
-The siblings of a root task are the tasks whose results will be needed together with its own.
+"""Select the candidates for a task: workers that hold its inputs, and few others.
 
 Decisions and their figures: ``docs/decisions/placement.md`` and ``docs/decisions/scheduler.md``.
 """
@@ -26,8 +24,6 @@ WorkerT = TypeVar("WorkerT", bound=Hashable)
 
 #: Among how many of the least loaded workers one is searched that may take a task.
 MAX_FAR_WORKERS = 16
-#: How many workers without free memory are admitted, for one root task each, while no worker has free memory.
-MAX_ADMITTED = 8
 
 
 @dataclass(slots=True)
@@ -117,22 +113,12 @@ class AvailableWorkers:
         # By address, since hashing Dask's WorkerState calls a Python method, which is slow.
         self._index: LoadIndex[str] = LoadIndex()
 
-    def __contains__(self, ws: WorkerState) -> bool:
-        return ws.address in self._index
-
-    def __bool__(self) -> bool:
-        while len(self._index):
-            if any(True for _ in self.least_loaded(MAX_FAR_WORKERS)):
-                return True
-        return False
-
-    def check(self, ws: WorkerState) -> bool:
-        """Update the load of a running worker; return whether it has free memory."""
+    def check(self, ws: WorkerState) -> None:
+        """Update the load of a running worker."""
         if self._estimates.has_room(ws):
             self._index.put(ws.address, len(ws.processing) // ws.nthreads)
-            return True
-        self._index.discard(ws.address)
-        return False
+        else:
+            self._index.discard(ws.address)
 
     def discard(self, worker: str) -> None:
         """Remove a worker by its address."""
@@ -160,71 +146,10 @@ class AvailableWorkers:
         return next(iter(workers)) if len(workers) == 1 else None
 
 
-class IdleWorkerFilter:
-    """Keep workers without free memory out of the scheduler's ``idle_task_count``.
-
-    Dask assigns queued root tasks to the workers in that set. While no running worker has free memory, a few
-    idle workers are admitted nevertheless, for one task each, so that the queue always makes progress.
-    """
-
-    def __init__(self, state: SchedulerState, available: AvailableWorkers):
-        self._state = state
-        self._available = available
-        #: Idle workers without free memory, and those that are admitted nevertheless, by address.
-        self._excluded: dict[str, WorkerState] = {}
-        self._admitted: dict[str, WorkerState] = {}
-
-    def check(self, ws: WorkerState) -> None:
-        """Exclude a worker without free memory, after Dask has classified it by its tasks."""
-        if self._excluded or self._admitted:
-            self.discard(ws.address)
-        if ws not in self._state.running:
-            return
-        if self._available.check(ws):
-            if self._admitted:
-                self._exclude_admitted()
-            return
-        self._state.idle_task_count.discard(ws)
-        if not ws.processing:
-            self._excluded[ws.address] = ws
-        self.admit()
-
-    def admit(self) -> None:
-        """Admit some excluded workers if no worker has free memory."""
-        if not self._excluded or self._available:
-            return
-        for address in list(islice(self._excluded, MAX_ADMITTED - len(self._admitted))):
-            ws = self._excluded.pop(address)
-            if ws in self._state.running:
-                self._admitted[address] = ws
-                self._state.idle_task_count.add(ws)
-
-    def _exclude_admitted(self) -> None:
-        self._state.idle_task_count.difference_update(self._admitted.values())
-        self._excluded.update(self._admitted)
-        self._admitted.clear()
-
-    def clear(self) -> None:
-        """Forget all excluded and admitted workers; Dask classifies all of them again."""
-        self._excluded.clear()
-        self._admitted.clear()
-
-    def discard(self, worker: str) -> None:
-        """Forget a worker by its address, since Dask has removed it or it is checked again."""
-        self._excluded.pop(worker, None)
-        self._admitted.pop(worker, None)
-
-
 # ---- candidates --------------------------------------------------------------------------------------
 
 #: How many holders of inputs are compared, those with the most bytes, and how many holders of one input.
 MAX_HOLDERS, MAX_REPLICAS = 4, 4
-#: The assumed size of an unknown result: enough to keep siblings together, too small to outweigh a task.
-UNKNOWN_RESULT_BYTES = 1 << 20
-#: Tasks with more inputs have no siblings: these lie on many workers wherever each of them is.
-MAX_SIBLINGS = 16
-#: The longest chain of single inputs that is followed.
-MAX_CHAIN = 4
 
 
 class CandidateSelector:
@@ -297,58 +222,9 @@ class CandidateSelector:
     # ---- root tasks ----------------------------------------------------------------------
 
     def for_root(self, ts: SchedulerTask, open_to: Collection[WorkerState]) -> list[Candidate]:
-        """Return the costs of a root task on the least loaded worker, and on that of one of its siblings.
-
-        Empty if none of these has free memory. Results of siblings will be needed together, so away from its
-        sibling the cost includes the time to move its result there.
+        """Return the cost of a root task on the least loaded worker; nothing if none has free memory.
 
         ``open_to``: the workers that accept root tasks now.
         """
         ws = self._available.least_loaded_of(open_to)
-        if ws is None:
-            return []
-        demand = self._estimates.demand(ts)
-        idlest = self._estimates.cost(demand, ws)
-        near = anchor(ts) if len(open_to) > 1 else None
-        if near is None or near is ws or near not in open_to or near not in self._available:
-            return [idlest]
-        nbytes = demand.nbytes or UNKNOWN_RESULT_BYTES
-        idlest = idlest._replace(moving=self._estimates.seconds_between(ws, near, nbytes))
-        return [idlest, self._estimates.cost(demand, near)]
-
-
-# ---- siblings ------------------------------------------------------------------------------------------
-
-
-def anchor(ts: SchedulerTask) -> WorkerState | None:
-    """Return the worker of a sibling of a task; None if no sibling has a worker yet."""
-    return next((ws for sibling in siblings(ts) if (ws := _worker_of(sibling)) is not None), None)
-
-
-def siblings(ts: SchedulerTask) -> Iterator[SchedulerTask]:
-    """Yield the tasks whose results will be needed together with a task's result; none if there are many."""
-    dependent = next(iter(ts.dependents), None)
-    for _ in range(MAX_CHAIN):
-        if dependent is None or len(dependent.dependencies) > 1:
-            break
-        dependent = next(iter(dependent.dependents), None)
-    if dependent is not None and 1 < len(dependent.dependencies) <= MAX_SIBLINGS:
-        for sibling in dependent.dependencies:
-            if (origin := _origin(sibling)) is not ts:
-                yield origin
-
-
-def _origin(ts: SchedulerTask) -> SchedulerTask:
-    """Follow a chain of single inputs to its head, or to the first task that has a worker."""
-    for _ in range(MAX_CHAIN):
-        if len(ts.dependencies) != 1 or _worker_of(ts):
-            break
-        ts = next(iter(ts.dependencies))
-    return ts
-
-
-def _worker_of(ts: SchedulerTask) -> WorkerState | None:
-    """Return a worker that has the result of a task, or will have it."""
-    if ts.processing_on is not None:
-        return ts.processing_on
-    return next(iter(ts.who_has), None) if ts.who_has else None
+        return [] if ws is None else [self._estimates.cost(self._estimates.demand(ts), ws)]

@@ -137,12 +137,6 @@ class Estimates:
             seconds += self.seconds_inbound(ws)
         return missing, seconds
 
-    def seconds_between(self, source: WorkerState, target: WorkerState, nbytes: float) -> float:
-        """Return the time to move bytes from one worker to another, in seconds."""
-        end = self.routes.end
-        latency, seconds_per_byte = self.routes.between(end(source.address), end(target.address))
-        return latency + nbytes * seconds_per_byte
-
     def seconds_inbound(self, ws: WorkerState) -> float:
         """Return the time until all bytes in flight to a worker have arrived, in seconds."""
         nbytes = network_occupancy(ws)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from dask_gpurt.dask_hooks.types import SchedulerState, TaskPrefix
 from dask_gpurt.observe import Metrics
-from dask_gpurt.placement.candidates import UNKNOWN_RESULT_BYTES
 from dask_gpurt.placement.estimates import mean_result_bytes
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.topology import Topology
@@ -28,6 +27,8 @@ LINK_FACTOR = 2.0
 #: ... and if the difference is at least this fraction of the duration of that task, since a choice of links
 #: gains no more than the difference.
 LINK_SHARE = 0.05
+#: The assumed size of a result while nothing is known of tasks: too small to outweigh one.
+UNKNOWN_RESULT_BYTES = 1 << 20
 #: The shortest interval between checks, in seconds: a check looks at links of all hosts.
 RECHECK_S = 0.5
 #: How long placement stays on after the last difference, in seconds: a hysteresis.

@@ -14,7 +14,7 @@ from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, allowed_worke
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.candidates import AvailableWorkers, CandidateSelector, IdleWorkerFilter
+from dask_gpurt.placement.candidates import AvailableWorkers, CandidateSelector
 from dask_gpurt.placement.cost import Candidate
 from dask_gpurt.placement.estimates import Estimates, Headroom
 from dask_gpurt.topology import Topology
@@ -57,7 +57,6 @@ class Placement:
         self._estimates = Estimates(state, topology, headroom)
         self._available = AvailableWorkers(state, self._estimates)
         self._candidates = CandidateSelector(state, self._estimates, self._available)
-        self._idle = IdleWorkerFilter(state, self._available)
         #: The root task that Dask places next, by a method that does not receive it.
         self._root: SchedulerTask | None = None
         self._overrides = Overrides(lambda name, why: metrics.fallback(Fallback.PLACEMENT, why, name))
@@ -72,16 +71,13 @@ class Placement:
         self._overrides.scheduler(self._state, lambda name: getattr(self, f"_{name}"))
         if (extension := self._state.extensions.get("stealing")) is not None:
             self._overrides.stealing(extension, lambda name: getattr(self, name))
-        for ws in list(self._state.workers.values()):
-            self._state.check_idle_saturated(ws)
+        for ws in self._state.workers.values():
+            self._check(ws)
 
     def unbind(self) -> None:
         """Restore Dask's choices. Learned estimates are kept for the next :meth:`bind`."""
         self._is_bound = False
         self._overrides.restore()
-        self._idle.clear()
-        for ws in list(self._state.workers.values()):
-            self._state.check_idle_saturated(ws)
 
     # ---- events ------------------------------------------------------------------------
 
@@ -98,23 +94,13 @@ class Placement:
             self._check(ws)
 
     def _check(self, ws: WorkerState) -> None:
-        """Have Dask and the filter check a worker again, and let the queue advance."""
         if self._is_bound and ws in self._state.running:
-            self._state.check_idle_saturated(ws)
-            self._open_queue("gpurt-room")
+            self._available.check(ws)
 
     def on_worker_removed(self, worker: str) -> None:
         """Forget a worker that Dask has removed."""
         self._available.discard(worker)
         self._estimates.on_worker_removed(worker)
-        self._idle.discard(worker)
-        if self._is_bound:
-            self._idle.admit()
-            self._open_queue("gpurt-left")
-
-    def _open_queue(self, stimulus_id: str) -> None:
-        if self._state.queued and self._state.idle_task_count:
-            self._state.stimulus_queue_slots_maybe_opened(stimulus_id=stimulus_id)
 
     # ---- tasks with inputs, and root tasks that Dask does not queue ------------------------
 
@@ -183,7 +169,7 @@ class Placement:
 
     def _check_idle_saturated(self, ws: WorkerState, occ: float = -1.0) -> None:
         self._originals["check_idle_saturated"](ws, occ)
-        self._idle.check(ws)
+        self._check(ws)
 
     # ---- stealing ----------------------------------------------------------------------
 

@@ -61,10 +61,6 @@ class Cluster:
             setattr(ts, name, value)
         return ts
 
-    def takes(self, prefix: str, seconds: float) -> None:
-        """Set the average duration of a prefix's tasks."""
-        self.state.new_task(f"{prefix}-0", None, "released").prefix.duration_average = seconds
-
     def place(self, key: str, *inputs: str, **options: Any) -> int | None:
         """Submit a task; returns the number of the worker that it was assigned to."""
         ts = self.task(key, *inputs, **options)
