@@ -7,7 +7,7 @@ Decisions and their figures: ``docs/decisions/placement.md``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from dask_gpurt.topology import Topology
@@ -105,8 +105,8 @@ class End(NamedTuple):
 class Routes:
     """Cache routes between workers: by pair of workers where these are near, else by kind of worker.
 
-    A large cluster has far more pairs of workers than tasks, or than room in a cache. But between hosts, only
-    a link that is known to differ from the others of its class makes a route special.
+    A large cluster has far more pairs of workers than tasks, or than room in a cache. But between hosts all
+    links of a class are alike.
 
     ``topology``: the source of speeds. It learns continuously, so routes expire after some lookups.
     """
@@ -116,8 +116,6 @@ class Routes:
         self._known: dict[tuple[Hashable, Hashable], Route] = {}
         self._ends: dict[str, End] = {}
         self._kinds: dict[Hashable, int] = {}
-        #: Pairs of hosts whose link has its own speed.
-        self._special: Collection[tuple[str, str]] = ()
         #: Lookups until the routes expire.
         self._left = 0
 
@@ -128,15 +126,13 @@ class Routes:
     def between(self, source: End, target: End) -> Route:
         """Return the route of dependencies, which go over Dask's comms, from one worker to another."""
         self._left -= 1
-        if self._left < 0:  # before the choice of a pair: it depends on the pairs of hosts that are special
+        if self._left < 0:
             self._expire()
         worker, host, nvlink, kind = source
         other, other_host, other_nvlink, other_kind = target
         pair: tuple[Hashable, Hashable]
         if host == other_host or (nvlink is not None and nvlink == other_nvlink):
             pair = worker, other
-        elif self._special and (host, other_host) in self._special:
-            pair = (host, kind), (other_host, other_kind)
         else:
             pair = kind, other_kind
         return self._known.get(pair) or self._work_out(pair, worker, other)
@@ -150,7 +146,6 @@ class Routes:
     def _expire(self) -> None:
         """Drop all routes, so that they use the topology's current speeds."""
         self._known.clear()
-        self._special = self._topology.special_hosts()
         self._left = MIN_LOOKUPS
 
     def _end(self, worker: str) -> End:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
 
 
 class Link(StrEnum):
@@ -123,10 +121,6 @@ class WindowedRatio:
 PRIOR_S = 0.1
 #: Window of an estimate, in seconds of transfers.
 WINDOW_S = 10.0
-#: A pair gets its own estimate if its transfers differ from its class by more than the first factor, and
-#: loses it once they are within the second factor again.
-OVERRIDE_FACTOR, RETURN_FACTOR = 2.0, 1.5
-Key = TypeVar("Key", bound=Hashable)
 
 
 class SpeedEstimate:
@@ -151,45 +145,3 @@ class SpeedEstimate:
         else:
             self._transfers_per_second.observe(transfers, max(seconds - moving, seconds / 2))
             self.speed = Speed(self.speed.bandwidth, self._transfers_per_second.inverse)
-
-
-def factor(one: Speed, other: Speed) -> float:
-    """Return the factor by which two speeds differ, in bandwidth or in latency, whichever is larger."""
-    bandwidths = sorted((one.bandwidth, other.bandwidth))
-    latencies = sorted((one.latency, other.latency))
-    slower = latencies[1] / latencies[0] if latencies[0] else 1.0
-    return max(bandwidths[1] / bandwidths[0], slower)
-
-
-class PairOverrides(Generic[Key]):
-    """Keep the speeds of pairs that differ from their class, up to a bound; evict the least recently used."""
-
-    def __init__(self, most: int):
-        self._most = most
-        self._averages: OrderedDict[Key, SpeedEstimate] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._averages)
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._averages)
-
-    def speed(self, pair: Key) -> Speed | None:
-        """Return the speed of a pair if it differs from its class, else None."""
-        average = self._averages.get(pair)
-        return average.speed if average else None
-
-    def observe(self, pair: Key, usual: Speed, nbytes: float, seconds: float, transfers: int) -> None:
-        """Add transfers of a pair, given the ``usual`` speed of its class."""
-        average = self._averages.pop(pair, None)
-        known = average is not None
-        if average is None:
-            expected = usual.seconds(nbytes, transfers)
-            if expected / OVERRIDE_FACTOR <= seconds <= expected * OVERRIDE_FACTOR:
-                return
-            average = SpeedEstimate(usual)
-        average.observe(nbytes, seconds, transfers)
-        if not known or factor(average.speed, usual) > RETURN_FACTOR:
-            self._averages[pair] = average
-            if len(self._averages) > self._most:
-                self._averages.popitem(last=False)

@@ -1,14 +1,14 @@
-"""Model the places of workers, the links between them, and the speeds of these links."""
+"""Model the places of workers, the links between them, and the speeds of these links.
+
+Decisions and their figures: ``docs/decisions/placement.md``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from dask_gpurt.topology.links import BETWEEN_HOSTS, SHIPPED, Link, PairOverrides, Speed, SpeedEstimate
-
-#: Maximum number of pairs with their own speed: enough for those of a slow host or cable, not for all pairs.
-MAX_PAIRS = 1024
+from dask_gpurt.topology.links import SHIPPED, Link, Speed, SpeedEstimate
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,6 @@ class Place:
     by_tcp: bool = False
 
 
-#: A link and its two ends: hosts if it joins two hosts, else devices, or the host of workers without device.
-Pair = tuple[Link, str, str]
-
-
 class Topology:
     """Keep the places of all workers and the speeds between them.
 
@@ -48,7 +44,6 @@ class Topology:
         # Dictionaries without values serve as ordered sets.
         self._on_host: dict[str, dict[str, None]] = {}
         self._classes = {link: SpeedEstimate(speed) for link, speed in {**SHIPPED, **speeds}.items()}
-        self._overrides: PairOverrides[Pair] = PairOverrides(MAX_PAIRS)
 
     # ---- places ----------------------------------------------------------------------
 
@@ -119,7 +114,7 @@ class Topology:
         return Link.NVLINK if here.nvlink is not None and here.nvlink == there.nvlink else Link.PCIE
 
     def speed(self, source: str, target: str) -> Speed:
-        """Return the speed of the link between two workers: its own, or its class's."""
+        """Return the speed of the link between two workers, that of its class."""
         return self.way(source, target)[1]
 
     def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
@@ -129,8 +124,6 @@ class Topology:
             link = Link.SAME_DEVICE if source == target else Link.TCP
             return link, self._classes[link].speed
         link = Link.SAME_DEVICE if source == target else self._link(here, there, by_comms)
-        if self._overrides and (own := self._overrides.speed(_pair(link, here, there))):
-            return link, own
         return link, self._classes[link].speed
 
     def seconds(self, source: str, target: str, nbytes: int, by_comms: bool = False) -> float:
@@ -156,14 +149,7 @@ class Topology:
         """
         if nbytes < 1 or seconds <= 0 or transfers < 1:
             return
-        link = self.link(source, target, by_comms)
-        here, there = self._places.get(source), self._places.get(target)
-        if here is None or there is None:
-            self._classes[link].observe(nbytes, seconds, transfers)
-            return
-        usual = self._classes[link]
-        self._overrides.observe(_pair(link, here, there), usual.speed, nbytes, seconds, transfers)
-        usual.observe(nbytes, seconds, transfers)
+        self._classes[self.link(source, target, by_comms)].observe(nbytes, seconds, transfers)
 
     def learned(self) -> dict[Link, Speed]:
         """Return the current speed of each class of link."""
@@ -172,22 +158,3 @@ class Topology:
     def measured(self) -> dict[Link, Speed]:
         """Return the speed of each class of link that differs from the shipped speed."""
         return {link: speed for link, speed in self.learned().items() if speed != SHIPPED[link]}
-
-    def special_hosts(self) -> set[tuple[str, str]]:
-        """Return the pairs of hosts, in both orders, whose link has its own speed."""
-        pairs = [(one, other) for link, one, other in self._overrides if link in BETWEEN_HOSTS]
-        return {*pairs, *((other, one) for one, other in pairs)}
-
-    @property
-    def overrides(self) -> int:
-        """Return the number of pairs with their own speed."""
-        return len(self._overrides)
-
-
-def _pair(link: Link, here: Place, there: Place) -> Pair:
-    """Return the id of a link, the same in both directions; it does not depend on the workers at its ends."""
-    if link in BETWEEN_HOSTS:
-        one, other = here.host, there.host
-    else:
-        one, other = here.device or here.host, there.device or there.host
-    return (link, one, other) if one <= other else (link, other, one)

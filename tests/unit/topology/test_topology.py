@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 from dask_gpurt.topology.links import (
-    OVERRIDE_FACTOR,
     WINDOW_S,
 )
 
@@ -150,37 +149,6 @@ def test_small_transfers_tell_the_latency() -> None:
         topology.observe("w0", "w1", 100 * 1000, 100 * 0.2e-3, transfers=100)
     assert topology.speed("w1", "w0").latency == pytest.approx(0.2e-3, rel=0.1)
     assert topology.speed("w1", "w0").bandwidth == SHIPPED[Link.TCP].bandwidth
-
-
-def test_a_pair_that_departs_has_its_own_speed_and_comes_back() -> None:
-    topology = hosts(20)
-
-    def all_workers(slow: float) -> None:
-        for i in range(1, 20):
-            topology.observe("w0", f"w{i}", 100 * MIB, 100 * MIB / (slow if i == 7 else 1.1e9))
-
-    for _ in range(50):
-        all_workers(0.2e9)
-    assert topology.speed("w7", "w0").bandwidth == pytest.approx(0.2e9, rel=0.2)
-    assert topology.speed("w0", "w3").bandwidth > 0.7e9
-    assert topology.special_hosts() == {("h0", "h7"), ("h7", "h0")}
-    for _ in range(300):
-        all_workers(1.1e9)
-    assert topology.special_hosts() == set()
-    assert topology.speed("w7", "w0") == topology.speed("w0", "w3")
-
-
-def test_the_measured_speed_of_a_cable_outlives_the_workers() -> None:
-    topology = hosts(2)
-    for _ in range(100):
-        topology.observe("w0", "w1", 100 * MIB, 1)
-    slow = topology.speed("w0", "w1")
-    assert slow.bandwidth < SHIPPED[Link.TCP].bandwidth / OVERRIDE_FACTOR
-    for worker in ("w0", "w1"):
-        topology.remove(worker)
-    topology.add("new", Place("h0"))
-    topology.add("other", Place("h1"))
-    assert topology.speed("other", "new") == slow
 
 
 @pytest.mark.parametrize(
