@@ -121,7 +121,10 @@ def name_id(name: str) -> int:
 class Interposer:
     """Access the interposer in this process.
 
-    Raises NotLoadedError if the process has no interposer, or one of another version.
+    Raises
+    ------
+    NotLoadedError
+        If the process has no interposer, or one of another version.
     """
 
     def __init__(self) -> None:

@@ -28,10 +28,16 @@ class CapError(ValueError):
 class DeviceLimits:
     """Hold the limits of a device and of each of its SMs.
 
-    ``blocks``, ``threads``, ``registers``: the most that an SM holds.
-    ``shared``: shared memory of an SM in bytes.
-    ``reserved``: shared memory that CUDA reserves for each block, in bytes.
-    ``opt_in``: the most shared memory of a block that has opted in to more than 48 KiB, in bytes.
+    Parameters
+    ----------
+    blocks, threads, registers
+        The most that an SM holds.
+    shared
+        Shared memory of an SM in bytes.
+    reserved
+        Shared memory that CUDA reserves for each block, in bytes.
+    opt_in
+        The most shared memory of a block that has opted in to more than 48 KiB, in bytes.
     """
 
     sms: int
@@ -60,8 +66,12 @@ def check(cap: int, limits: DeviceLimits | None = None) -> None:
 class Caps:
     """Hold residency caps, the most blocks of a kernel on an SM; None for no cap.
 
-    ``default``: the cap of kernels without a cap of their own.
-    ``kernels``: caps by mangled name, or by the id of a :class:`LaunchedKernel`.
+    Parameters
+    ----------
+    default
+        The cap of kernels without a cap of their own.
+    kernels
+        Caps by mangled name, or by the id of a :class:`LaunchedKernel`.
     """
 
     default: int | None = None
@@ -112,7 +122,10 @@ class Launches(Protocol):
 class Residency:
     """Cap the residency of the kernels that this process launches.
 
-    ``device``: the ordinal of the device whose limits apply.
+    Parameters
+    ----------
+    device
+        The ordinal of the device whose limits apply.
     """
 
     def __init__(self, launches: Launches, device: int = 0):
@@ -124,8 +137,10 @@ class Residency:
     def apply(self, caps: Caps) -> None:
         """Set caps for all later launches. Setting the same caps again is cheap.
 
-        Raises CapError if a cap is 0 or more than an SM holds, or for more than 1024 names. Nothing is
-        changed.
+        Raises
+        ------
+        CapError
+            If a cap is 0 or more than an SM holds, or for more than 1024 names. Nothing is changed.
         """
         with self._lock:
             if caps != self._written:
