@@ -49,7 +49,8 @@ class ShuffleSettings:
 
     #: Runs after the first before the shuffle fails.
     retries: int = _knob(values.count, 10)
-    balance: bool = _setting(values.boolean)
+    #: Whether outputs get other owners once their sizes are known.
+    balance: bool = _knob(values.boolean, True)
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def _read(settings: type, given: object, default: Mapping[str, Any], prefix: str
         key, value = f"{prefix}.{name}", values.get(name, default.get(name, item.metadata.get("default")))
         try:
             if section := item.metadata.get("section"):
-                read[item.name] = _read(section, value, default[name], key, found)
+                read[item.name] = _read(section, value, default.get(name, {}), key, found)
             else:
                 read[item.name] = item.metadata["parse"](key, value)
         except ConfigError as error:
