@@ -166,11 +166,7 @@ class Staging:
         self._executor.shutdown(wait=False)
 
     def _share_out(
-        self,
-        move: Move,
-        copies: Sequence[Copy],
-        order: Callable[[], None],
-        keep: object,
+        self, move: Move, copies: Sequence[Copy], order: Callable[[], None], keep: object
     ) -> Fence:
         chunks = list(_split(copies, self._buffers.nbytes))
         shares = [chunks[first :: self._threads] for first in range(min(self._threads, len(chunks)))]

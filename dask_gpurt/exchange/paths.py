@@ -185,10 +185,7 @@ class Peers:
     """
 
     def __init__(
-        self,
-        endpoint: Endpoint,
-        allowed: frozenset[str],
-        close_soon: Callable[[Callable[[], None]], None],
+        self, endpoint: Endpoint, allowed: frozenset[str], close_soon: Callable[[Callable[[], None]], None]
     ):
         self._end = endpoint
         self._allowed = allowed
@@ -255,10 +252,7 @@ class Peers:
     def _note(self, path: Path) -> None:
         """Count a fallback if a better path was not possible."""
         if path.reason is not None:
-            ways = {
-                COMMS: Fallback.EXCHANGE_COMMS,
-                THROUGH_HOST: Fallback.EXCHANGE_THROUGH_HOST,
-            }
+            ways = {COMMS: Fallback.EXCHANGE_COMMS, THROUGH_HOST: Fallback.EXCHANGE_THROUGH_HOST}
             self._end.metrics.fallback(ways[path.name], path.reason)
 
     async def connect_all(self) -> None:

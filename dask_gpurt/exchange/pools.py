@@ -277,11 +277,7 @@ class Pools:
     def describe(self) -> dict[str, dict[str, int]]:
         """Return capacity and use of the existing pools in bytes, by kind of device."""
         return {
-            kind: {
-                "capacity": outbox.pool.capacity,
-                "used": outbox.pool.used,
-                "retained": outbox.retained,
-            }
+            kind: {"capacity": outbox.pool.capacity, "used": outbox.pool.used, "retained": outbox.retained}
             for kind, outbox in list(self._outboxes.items())
         }
 

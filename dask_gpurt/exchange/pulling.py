@@ -27,13 +27,7 @@ class Puller:
     ``changed``: called on the event loop whenever a pull starts or ends.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        inflight: int,
-        comms: Comms,
-        changed: Callable[[], None],
-    ):
+    def __init__(self, endpoint: Endpoint, inflight: int, comms: Comms, changed: Callable[[], None]):
         self._end = endpoint
         self._inflight = inflight
         self._line: WaitLine[str] = WaitLine("bytes in flight", endpoint.metrics.lines)

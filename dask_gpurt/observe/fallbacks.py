@@ -44,10 +44,7 @@ class Fallback(Enum):
     EXCHANGE_SPILLED_ON_ARRIVAL = "exchange.spilled-on-arrival", "pulled shards do not fit on the device"
 
     MEMORY_FETCH_WITHOUT_ROOM = "memory.fetch-without-room", "fetches start without a memory reservation"
-    MEMORY_ADMITTED_OVERDUE = (
-        "memory.admitted-overdue",
-        "requests are admitted after waiting too long",
-    )
+    MEMORY_ADMITTED_OVERDUE = ("memory.admitted-overdue", "requests are admitted after waiting too long")
     MEMORY_DEFAULT_LIMITS = (
         "memory.default-limits",
         "a worker that joined later uses the default limits of tiers",

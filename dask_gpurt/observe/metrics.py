@@ -142,11 +142,7 @@ METRICS: Mapping[str, Metric] = {
             on=Server.SCHEDULER,
         ),
         _counter("shuffle.runs.restarted", "runs that restarted as a whole", on=Server.SCHEDULER),
-        _counter(
-            "shuffle.workers.silent",
-            "silent workers that runs went on without",
-            on=Server.SCHEDULER,
-        ),
+        _counter("shuffle.workers.silent", "silent workers that runs went on without", on=Server.SCHEDULER),
         _counter(
             "shuffle.outputs.moved",
             "outputs moved to other owners once their sizes were known",
@@ -256,9 +252,7 @@ METRICS: Mapping[str, Metric] = {
         _counter("reads.aside", "tasks that left their slot to another task while they read or wrote files"),
         _counter("reads.streams", "reads of Parquet files on a CUDA stream of their own"),
         _counter(
-            "reads.seconds.reading",
-            "thread time spent in known readers and writers of files",
-            Unit.SECONDS,
+            "reads.seconds.reading", "thread time spent in known readers and writers of files", Unit.SECONDS
         ),
         _counter(
             "reads.seconds.beside",

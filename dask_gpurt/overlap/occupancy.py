@@ -7,14 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = [
-    "CapError",
-    "Caps",
-    "DeviceLimits",
-    "LaunchedKernel",
-    "Launches",
-    "Residency",
-]
+__all__ = ["CapError", "Caps", "DeviceLimits", "LaunchedKernel", "Launches", "Residency"]
 
 #: The most kernels with individual caps, and the highest cap that the policy can hold.
 MAX_KERNELS, HIGHEST_CAP = 1024, 255

@@ -45,13 +45,7 @@ class Placement:
     >>> state.transitions({"x": "processing"}, "start")  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        state: SchedulerState,
-        topology: Topology,
-        headroom: Headroom,
-        metrics: Metrics,
-    ):
+    def __init__(self, state: SchedulerState, topology: Topology, headroom: Headroom, metrics: Metrics):
         self._state = state
         self._metrics = metrics
         self._estimates = Estimates(state, topology, headroom)

@@ -183,11 +183,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         silent = SilentWorkers(self.scheduler, self.metrics)
         self.workers = Workers(self.scheduler, dumps(GpurtWorkerPlugin(self.given, token)), token, silent)
         self.shuffles = SchedulerShuffles(
-            self.scheduler,
-            settings,
-            self.metrics,
-            self.workers,
-            self._headroom(),
+            self.scheduler, settings, self.metrics, self.workers, self._headroom()
         )
 
     def _listen(self) -> None:

@@ -127,8 +127,7 @@ class ClusterReports:
             return await self._reply(worker, False, REPLY_TIMEOUT_S)
         # Detecting the path to a stuck peer may time out: request the report without new paths as well.
         found, known = await asyncio.gather(
-            self._reply(worker, True, CONNECT_TIMEOUT_S),
-            self._reply(worker, False, CONNECT_TIMEOUT_S),
+            self._reply(worker, True, CONNECT_TIMEOUT_S), self._reply(worker, False, CONNECT_TIMEOUT_S)
         )
         return known if "error" in found else found
 

@@ -133,12 +133,7 @@ class Sender:
         return InputSizes.of(sections, len(published.outputs), whole=published.outbox.has_all(self.run))
 
     def in_parts(
-        self,
-        work: Callable[[T], R],
-        whole: T,
-        halve: Callable[[T], Sequence[T]],
-        source: int,
-        **errors: Any,
+        self, work: Callable[[T], R], whole: T, halve: Callable[[T], Sequence[T]], source: int, **errors: Any
     ) -> Iterator[R]:
         """Yield the results of ``work`` on an input, or on its parts: see :func:`split_and_retry`."""
 

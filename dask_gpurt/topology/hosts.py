@@ -95,14 +95,7 @@ class Host:
             found = (gpu for gpu in self.gpus if first and _is_named(gpu, first))
         return next(found, None)
 
-    def place(
-        self,
-        host: str,
-        gpu: Gpu | None,
-        *,
-        rdma: bool = False,
-        by_tcp: bool = False,
-    ) -> Place:
+    def place(self, host: str, gpu: Gpu | None, *, rdma: bool = False, by_tcp: bool = False) -> Place:
         """Return the place of a process that computes on a GPU, or on the CPU.
 
         ``host``: the id of this host, which identifies links within it.

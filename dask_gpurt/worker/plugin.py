@@ -250,11 +250,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             WORKER_REPORT_HANDLER: self.exchange.until_closed(self.report),
             EVACUATE_HANDLER: self.evacuate,
         }
-        operations = {
-            NEW_OWNERS_OP: self.renew,
-            ACCEPTED_OP: self.accepted,
-            ASK_STATUS_OP: self.tell_status,
-        }
+        operations = {NEW_OWNERS_OP: self.renew, ACCEPTED_OP: self.accepted, ASK_STATUS_OP: self.tell_status}
         results = {SEND_RESULTS_OP: self.take_results}
         patches.add_handlers(worker.handlers, handlers, off=is_off)
         patches.add_handlers(worker.stream_handlers, operations, off=is_off)

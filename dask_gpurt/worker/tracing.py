@@ -72,10 +72,7 @@ class WorkerTracing:
 
     def install(self) -> None:
         """Register the handlers."""
-        handlers = {
-            TAKE_EVENTS_HANDLER: self._exchange.until_closed(self.take),
-            END_TRACE_HANDLER: self.end,
-        }
+        handlers = {TAKE_EVENTS_HANDLER: self._exchange.until_closed(self.take), END_TRACE_HANDLER: self.end}
         self._patches.add_handlers(self._worker.handlers, handlers, off=is_off)
 
     def uninstall(self) -> None:

@@ -53,10 +53,7 @@ Lookup = Callable[[Any], Collector | None]
 
 def pages(lookup: Lookup) -> dict[str, Page]:
     """Return all pages, by path."""
-    return {
-        f"/{PAGE}": partial(_whole, lookup),
-        **{path: partial(_part, lookup, path) for path in PARTS},
-    }
+    return {f"/{PAGE}": partial(_whole, lookup), **{path: partial(_part, lookup, path) for path in PARTS}}
 
 
 def _whole(lookup: Lookup, scheduler: SchedulerServer, extra: Mapping[str, Any], document: Any) -> None:

@@ -8,14 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from bokeh.models import (
-    ColumnDataSource,
-    DataRange1d,
-    FactorRange,
-    HoverTool,
-    LinearColorMapper,
-    Range1d,
-)
+from bokeh.models import ColumnDataSource, DataRange1d, FactorRange, HoverTool, LinearColorMapper, Range1d
 from bokeh.models.annotations import ColorBar
 from bokeh.models.widgets import Select
 from dask.utils import format_bytes
