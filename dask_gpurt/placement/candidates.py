@@ -49,12 +49,6 @@ class LoadIndex(Generic[WorkerT]):
         #: Workers whose load has changed since the last lookup, in the order of their latest changes.
         self._changed: dict[WorkerT, _Indexed] = {}
 
-    def __contains__(self, worker: WorkerT) -> bool:
-        return worker in self._workers
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
     def put(self, worker: WorkerT, load: int) -> None:
         """Set the load of a worker, which is indexed if it was not."""
         known = self._workers.get(worker)

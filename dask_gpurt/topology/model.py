@@ -94,7 +94,10 @@ class Topology:
         ``by_comms``: whether the bytes go over Dask's comms, as ordinary dependencies do. Otherwise they go
         through the exchange, which takes the fastest link between the two.
         """
-        return self.way(source, target, by_comms)[0]
+        here, there = self._places.get(source), self._places.get(target)
+        if source == target:
+            return Link.SAME_DEVICE
+        return Link.TCP if here is None or there is None else self._link(here, there, by_comms)
 
     def _link(self, here: Place, there: Place, by_comms: bool) -> Link:
         if by_comms and (here.by_tcp or there.by_tcp):
@@ -113,22 +116,10 @@ class Topology:
                 return link
         return Link.NVLINK if here.nvlink is not None and here.nvlink == there.nvlink else Link.PCIE
 
-    def speed(self, source: str, target: str) -> Speed:
-        """Return the speed of the link between two workers, that of its class."""
-        return self.way(source, target)[1]
-
     def way(self, source: str, target: str, by_comms: bool = False) -> tuple[Link, Speed]:
         """Return the link between two workers and its speed; see :meth:`link`."""
-        here, there = self._places.get(source), self._places.get(target)
-        if here is None or there is None:
-            link = Link.SAME_DEVICE if source == target else Link.TCP
-            return link, self._classes[link].speed
-        link = Link.SAME_DEVICE if source == target else self._link(here, there, by_comms)
+        link = self.link(source, target, by_comms)
         return link, self._classes[link].speed
-
-    def seconds(self, source: str, target: str, nbytes: int, by_comms: bool = False) -> float:
-        """Return the seconds to transfer this many bytes from one worker to another."""
-        return self.way(source, target, by_comms)[1].seconds(nbytes)
 
     # ---- transfers -------------------------------------------------------------------
 

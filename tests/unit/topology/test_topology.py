@@ -48,8 +48,8 @@ def gpu(host: str, index: int, **more: Any) -> Place:
 def test_the_link_between_two_places(here: Place, there: Place, link: Link) -> None:
     topology = picture(x=here, y=there)
     assert topology.link("x", "y") == topology.link("y", "x") == link
-    assert topology.speed("x", "y") == SHIPPED[link]
-    assert topology.seconds("x", "y", MIB) == SHIPPED[link].seconds(MIB)
+    assert topology.way("x", "y")[1] == SHIPPED[link]
+    assert topology.way("x", "y")[1].seconds(MIB) == SHIPPED[link].seconds(MIB)
 
 
 def test_a_worker_reaches_itself_without_a_copy_to_another_device() -> None:
@@ -65,7 +65,7 @@ def test_dependencies_go_by_tcp_where_dasks_comms_do(by_tcp: bool) -> None:
         assert topology.link("x", other) == Link.NVLINK
         assert topology.link("x", other, by_comms=True) == (slow if by_tcp else Link.NVLINK)
         bandwidth = SHIPPED[slow if by_tcp else Link.NVLINK].bandwidth
-        assert topology.seconds("x", other, 10**12, by_comms=True) == pytest.approx(
+        assert topology.way("x", other, by_comms=True)[1].seconds(10**12) == pytest.approx(
             10**12 / bandwidth, rel=0.1
         )
     assert topology.link("x", "x", by_comms=True) == Link.SAME_DEVICE
@@ -138,8 +138,8 @@ def test_a_class_learns_its_bandwidth_from_all_its_pairs() -> None:
         for _ in range(40):
             topology.observe("w0", f"w{i}", 100 * MIB, 100 * MIB / 5e9)
     for pair in (("w0", "w1"), ("w7", "w8")):
-        assert topology.speed(*pair).bandwidth == pytest.approx(5e9, rel=0.1)
-    assert topology.speed("w0", "w1").latency == SHIPPED[Link.TCP].latency
+        assert topology.way(*pair)[1].bandwidth == pytest.approx(5e9, rel=0.1)
+    assert topology.way("w0", "w1")[1].latency == SHIPPED[Link.TCP].latency
     assert topology.learned()[Link.DISK] == SHIPPED[Link.DISK]
 
 
@@ -147,8 +147,8 @@ def test_small_transfers_tell_the_latency() -> None:
     topology = hosts(2)
     for _ in range(100_000 // 100):
         topology.observe("w0", "w1", 100 * 1000, 100 * 0.2e-3, transfers=100)
-    assert topology.speed("w1", "w0").latency == pytest.approx(0.2e-3, rel=0.1)
-    assert topology.speed("w1", "w0").bandwidth == SHIPPED[Link.TCP].bandwidth
+    assert topology.way("w1", "w0")[1].latency == pytest.approx(0.2e-3, rel=0.1)
+    assert topology.way("w1", "w0")[1].bandwidth == SHIPPED[Link.TCP].bandwidth
 
 
 @pytest.mark.parametrize(
