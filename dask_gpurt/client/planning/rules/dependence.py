@@ -8,7 +8,7 @@ A result is the same if each operation of the plan is one of these, with the gua
 - an *aggregation* of Dask's own whose value does not depend on the order of rows;
 - *rows one below the other*: concatenations, sorts, and repartitions into a single partition;
 - anything else, also functions of the user, *on a single partition* whose rows, labels and order are fixed,
-  such as sorted groups; arithmetic of two of them by their labels, in any order.
+  such as sorted groups; arithmetic and joins of two of them by their labels, in any order.
 
 No operation may have categorical data. Which labels and which order the rows of the result have is followed
 through the plan, too: if they depend on partitions, so does the result.
@@ -223,17 +223,23 @@ def _described(results: Sequence[Any], files: Mapping[str, Columns] | None) -> d
 def _rows_of(expr: Any, inputs: list[_Rows], files: Mapping[str, Columns] | None) -> _Rows | None:
     """Describe the rows of an expression, given those of its inputs; None if they depend on partitions."""
     found = _rows_by_guarantees(expr, inputs, files)
-    return _rows_of_one(expr, inputs) if found is None and inputs else found
+    if inputs and (found is None or type(expr) is Merge):  # of which more is known if it is on one partition
+        return _rows_of_one(expr, inputs) or found
+    return found
 
 
 def _rows_of_one(expr: Any, inputs: list[_Rows]) -> _Rows | None:
     """Describe what an operation of Dask's own makes of the same single partitions."""
     none, order = frozenset[str](), max(rows.order for rows in inputs)
     is_on_same = not any(rows.sources or rows.labels or rows.columns.varying for rows in inputs)
-    is_known = isinstance(expr, _ON_ONE) and type(expr).__module__.partition(".")[0] in _LIBRARIES
+    is_known = isinstance(expr, (*_ON_ONE, Merge)) and type(expr).__module__.partition(".")[0] in _LIBRARIES
     if not is_on_same or not is_known or has_categories(expr):
         return None
-    is_by_labels = isinstance(expr, _expr.OpAlignPartitions)
+    is_by_labels = isinstance(expr, (_expr.OpAlignPartitions, _expr.AssignAlign))
+    if isinstance(expr, Merge):
+        is_by_labels = bool(expr.left_index and expr.right_index)
+        if order or not is_of_pandas(expr):
+            order = _Order.NONE
     return _Rows(none, none, _Labels.VALUES, order, Columns()) if is_by_labels or not order else None
 
 

@@ -222,6 +222,14 @@ INDEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "quotient of groups of which some are missing": lambda large, small: (
         large[large.key > 9].groupby("key").value.sum() / large.groupby("key").value.sum()
     ).sum(),
+    "columns of groups set one by one": lambda large, small: (
+        large.groupby("key")[["value"]]
+        .sum()
+        .join(large[large.number > 1].groupby("key")[["number"]].mean())
+        .assign(rows=large.groupby("key").size())
+        .sum()
+        .sum()
+    ),
     "running sum of groups": lambda large, small: (
         large.groupby("key", sort=True).value.sum().cumsum().reset_index()
     ),
@@ -279,6 +287,13 @@ DEPENDENT: dict[str, Callable[[Any, Any], Any]] = {
     "sample": lambda large, small: large[["key"]].sample(frac=0.5, random_state=1),
     "a function on rows of groups in no fixed order": lambda large, small: (
         large.groupby("name", sort=False).value.sum().map_partitions(lambda part: part.cumsum())
+    ),
+    "numbers of rows of joined groups in no fixed order": lambda large, small: (
+        large.groupby("name", sort=False)
+        .value.sum()
+        .reset_index()
+        .merge(large.groupby("name", sort=False)[["number"]].sum().reset_index(), on="name")
+        .map_partitions(lambda part: part.tail(1))
     ),
     "a function on joined rows": lambda large, small: (
         small.merge(large, on="key").repartition(npartitions=1).map_partitions(lambda part: part.tail(1))
