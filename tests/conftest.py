@@ -45,6 +45,8 @@ settings.load_profile("gpurt")
 _CACHE = pytest.StashKey[str]()
 #: Maximum number of test processes: each of them may start clusters.
 MOST_PROCESSES = 4
+#: Folders in the order in which their tests begin: what takes long would otherwise finish last.
+LONGEST_FIRST = ("tests/system/", "tests/cluster/", "tests/unit/tools/simulate/")
 #: Tests of GPUs that were skipped on a host with a GPU, with reasons that are not accepted.
 _unaccepted: dict[str, str] = {}
 
@@ -92,11 +94,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Among the tests without clusters those of simulate take longest: start them early, as they would finish
-    # last.
-    items.sort(
-        key=lambda item: "tests/unit/" in item.nodeid and "tests/unit/tools/simulate/" not in item.nodeid
-    )
+    items.sort(key=lambda item: [folder not in item.nodeid for folder in LONGEST_FIRST])
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not cuda_devices():
         for item in gpu:

@@ -6,8 +6,8 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 
-#: How many times as many examples as usual, which then are random: `GPURT_TEST_EXAMPLES=20 python -m pytest`.
-FACTOR = int(os.environ.get("GPURT_TEST_EXAMPLES", 1))
+#: How many times as many examples as usual: `GPURT_TEST_EXAMPLES=20 python -m pytest`; more are random.
+FACTOR = float(os.environ.get("GPURT_TEST_EXAMPLES", 1))
 #: Examples of a property that does not say how many.
 USUAL = 20
 
@@ -24,13 +24,13 @@ def examples(number: int = USUAL, *, steps: int | None = None) -> settings:
         examples, since that takes minutes.
     """
     chosen = settings(
-        max_examples=number * FACTOR,
-        derandomize=FACTOR == 1,
+        max_examples=max(1, round(number * FACTOR)),
+        derandomize=FACTOR <= 1,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     if steps is None:
         return chosen
     return settings(
-        chosen, stateful_step_count=steps, phases=[Phase.generate] if FACTOR == 1 else list(Phase)
+        chosen, stateful_step_count=steps, phases=[Phase.generate] if FACTOR <= 1 else list(Phase)
     )

@@ -28,8 +28,8 @@ from tests.helpers.flights import write_tables
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-#: Methods compared on each backend: Dask's own p2p supports host memory only.
-METHODS = {"pandas": ["gpurt", "tasks", "p2p"], "cudf": ["gpurt", "tasks"]}
+#: Methods compared on each backend: Dask's own p2p, only every night, supports host memory only.
+METHODS = {"pandas": ["gpurt", "tasks", *["p2p"] * (FACTOR > 1)], "cudf": ["gpurt", "tasks"]}
 #: Path by which workers read each other's shards, unless there is only one worker.
 PATH = {"pandas": "shared-memory", "cudf": "cuda-ipc"}
 #: Other tests may run on the same GPUs.

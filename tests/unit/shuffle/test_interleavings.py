@@ -36,7 +36,7 @@ PACKAGE = str(Path(dask_gpurt.__file__).parent)
 #: Timeout in seconds after which a stopped thread continues: it may hold a lock that the event waits for.
 LOCKED_S = 0.02
 #: The stride between positions. `GPURT_TEST_EXAMPLES=61 python -m pytest …` tests all, which takes minutes.
-STRIDE = max(1, 61 // FACTOR)
+STRIDE = max(1, round(61 / FACTOR))
 NEVER = contextlib.nullcontext()
 #: Errors of a task that the scheduler sends again.
 AGAIN = (Reschedule, P2PConsistencyError)

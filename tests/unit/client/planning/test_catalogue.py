@@ -22,7 +22,7 @@ from tests.helpers.planned import COLUMNS, Planner, described, tables
 #: What is compared with columns of each dtype: values of each type that programs write.
 VALUES = (1, 0.5, -300, True, "ant", pd.Timestamp("2013-01-02"), np.int8(2), pd.Timedelta("1D"), None)
 #: One of how many operations a test tries by day; every night it tries most of them.
-EVERY = max(1, 17 // FACTOR)
+EVERY = max(1, round(17 / FACTOR))
 AGGREGATIONS = ("sum", "mean", "min", "max", "count", "size", "nunique", "std", "var", "first", "median")
 
 Program = Callable[[Any, Any], Any]
