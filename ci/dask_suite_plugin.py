@@ -31,6 +31,7 @@ DESELECTED: dict[str, str] = {
     f"{OLD}::test_disk_shuffle_with_unknown_compression": (
         "expects the workers to see a setting that the test makes in the client's process"
     ),
+    f"{OLD}::test_set_index_consistent_divisions": "sorts in other processes, which never meet the runtime",
     f"{NEW}::test_task_shuffle": _by_tasks,
     f"{NEW}::test_task_shuffle_index": _by_tasks,
 }
