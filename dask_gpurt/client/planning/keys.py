@@ -289,7 +289,7 @@ def sources_of(package: str) -> Iterator[tuple[Path, Path]]:
         raise OSError(f"{package} has no folder")
     for folder in map(Path, folders):
         files = {file for pattern in PLANNERS[package] for file in folder.glob(pattern)}
-        yield from ((folder, file) for file in sorted(files) if "tests" not in file.parts)
+        yield from ((folder, file) for file in sorted(files) if "tests" not in file.relative_to(folder).parts)
 
 
 def _write(value: Any, text: list[str]) -> None:
