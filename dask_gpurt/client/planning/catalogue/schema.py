@@ -7,6 +7,7 @@ frames with rows, labels that are not text, levels of columns, attributes, frequ
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
@@ -29,6 +30,8 @@ SIMPLE_DTYPES = (
 CATEGORIES_LIMIT = 1_000
 #: The frames that are kept, of which each use gets a shallow copy.
 FRAMES_LIMIT = 2_048
+#: The columns and indexes that are kept of those that other processes have pickled.
+PARTS_LIMIT = 1_024
 
 
 class Part:
@@ -42,16 +45,27 @@ class Part:
         The column's values, or the index.
     """
 
-    __slots__ = ("_hash", "key", "value")
+    __slots__ = ("_hash", "_pickled", "key", "value")
 
     def __init__(self, key: Hashable, value: Any):
         self.key, self.value, self._hash = key, value, hash(key)
+        self._pickled: bytes | None = None
+
+    def __reduce__(self) -> Any:  # once: on cudf, each array is copied to the host
+        if self._pickled is None:
+            self._pickled = pickle.dumps((self.key, self.value), protocol=5)
+        return _part_of, (self._pickled,)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Part) and self.key == other.key)
+
+
+@lru_cache(PARTS_LIMIT)
+def _part_of(pickled: bytes) -> Part:
+    return Part(*pickle.loads(pickled))
 
 
 class Axis(NamedTuple):
@@ -107,9 +121,6 @@ class Schema(NamedTuple):
         """Return what describes the schema completely, without the parts."""
         axis = None if self.axis is None else tuple(self.axis)
         return (self.frames, self.labels, tuple(each.key for each in self.columns), self.index.key, axis)
-
-    def __reduce__(self) -> Any:  # as a frame, which each library can pickle
-        return schema_of, (frame_of(self),)
 
     def at(self, label: Any) -> Part:
         """Return the column of a label, of which there is one."""
