@@ -9,8 +9,9 @@ import copy
 import copyreg
 import io
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 from dask._expr import Expr
@@ -24,6 +25,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.implementations.local import LocalFileSystem
 from pyarrow.fs import FileInfo
 
+from dask_gpurt.dask_hooks.comparison import Seam
 from dask_gpurt.dask_hooks.patch import Method, PatchSet
 from dask_gpurt.dask_hooks.seams import READ_PARQUET, READS
 
@@ -35,6 +37,13 @@ _LENGTHS = "_pq_length_stats"
 
 #: The key of facts about files under which the runtime notes the state of these files.
 _STATE = "gpurt-state"
+
+#: How dask_cudf describes files: as Dask does, in pandas, and then each column is converted.
+_META_OF_CUDF = Seam(
+    "dask_cudf._legacy.io.parquet:CudfEngine._create_dd_meta",
+    "cls dataset_info kwargs",
+    bodies=("9ab98b16d3b7",),
+)
 
 #: Operands that do not influence these facts.
 _OF_COLUMNS = frozenset({"columns", "_partitions", "_series"})
@@ -60,6 +69,48 @@ def base_of_read(expr: Expr) -> Any:
 def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
     """Give a read the facts about files that another read has collected."""
     expr._dataset_info_cache = known
+
+
+def look_at_files(
+    look: Callable[[Expr], dict[str, Any]], expr: Expr, convert: Callable[[Any, Callable[[Any], Any]], Any]
+) -> dict[str, Any]:
+    """Return the facts about the files of a read, as Dask's function finds them.
+
+    dask_cudf would convert each column of the metadata, which Dask then hashes, by kernels. Here it looks at
+    the files as for pandas.
+
+    Parameters
+    ----------
+    look
+        Dask's function.
+    convert
+        Takes an empty frame of pandas, and the function of cudf that converts one; returns the frame of cudf,
+        or None.
+    """
+    is_of_cudf = isinstance(expr, parquet.ReadParquetFSSpec) and _is_engine_of_cudf(expr.engine)
+    if is_of_cudf and (known := _as_for_pandas(look, expr, convert)) is not None:
+        tell_of_files(expr, known)
+        return known
+    return look(expr)
+
+
+def _as_for_pandas(
+    look: Callable[..., Any], expr: Expr, convert: Callable[..., Any]
+) -> dict[str, Any] | None:
+    plain: Any = object.__new__(type(expr))  # without a name, which would need the facts
+    engine = expr._parameters.index("engine")
+    plain.operands = [*expr.operands[:engine], ArrowDatasetEngine, *expr.operands[engine + 1 :]]
+    known = dict(look(plain))
+    if known["plan"]["empty"] or known["kwargs"].get("schema"):  # the first holds the metadata as a partition
+        return None
+    meta = convert(known["base_meta"], sys.modules["cudf"].from_pandas)
+    return None if meta is None else {**known, "base_meta": meta}
+
+
+@lru_cache(None)
+def _is_engine_of_cudf(engine: type) -> bool:
+    owner = _META_OF_CUDF.name.rpartition(".")[0]
+    return f"{engine.__module__}:{engine.__qualname__}" == owner and _META_OF_CUDF.difference() is None
 
 
 def copy_of_facts(known: Mapping[str, Any]) -> dict[str, Any]:

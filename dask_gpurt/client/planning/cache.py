@@ -65,6 +65,7 @@ from dask_gpurt.dask_hooks.parquet_files import (
     files_read,
     forget_lengths,
     known_of_files,
+    look_at_files,
     note_state_of_files,
     state_of_a_file,
     tell_of_files,
@@ -450,14 +451,15 @@ class PlanningCache:
         generation = self._newest_generation()
         if generation is None:
             return original(expr)
+        look = partial(look_at_files, original, convert=self._describer.converted)
         read = files_read(expr)
         operands, source = frozen(read), source_of(read)
         if operands is None or source is None:
-            return original(expr)
+            return look(expr)
         # Taken before reading: if files change meanwhile, the states differ on the next lookup.
         states = source.states()
         if states is None:
-            return original(expr)
+            return look(expr)
         key = (type(expr), operands)
 
         def content() -> Hashable | None:
@@ -469,7 +471,7 @@ class PlanningCache:
             tell_of_files(expr, known)
             self._metrics.add("planning.files.{outcome}", 1, found.how)
             return known
-        known = original(expr)
+        known = look(expr)
         note_state_of_files(expr, known, states)
         if found.value is not None and found.value[1]["checksum"] == known["checksum"]:
             generation = self._next_generation(generation)

@@ -81,7 +81,7 @@ class Library:
 
     def ask_parts(
         self,
-        kind: type,
+        kind: Callable[..., Any],
         operands: Sequence[Any],
         parts: Sequence[Hashable],
         answer: Callable[[list[int]], list[Schema | None]],
@@ -105,6 +105,31 @@ class Library:
         found = self._keep([(kind, *keys, part) for part in parts], answer)
         known = [each for each in found if each is not None]
         return known if len(known) == len(parts) else None
+
+    def converted(self, frame: Any, convert: Callable[[Any], Any]) -> Any | None:
+        """Return an empty frame in another library, of each dtype one column converted; None if it cannot.
+
+        Parameters
+        ----------
+        convert
+            The library's function.
+        """
+        schema = schema_of(frame)
+        if schema is None or not schema.is_frame or not 0 < len(schema.labels) == len({*schema.labels}):
+            return None
+        columns = list(dict.fromkeys(schema.columns))
+
+        def answer(missing: list[int]) -> list[Schema | None]:
+            single = (schema._replace(labels=("a",), columns=(columns[position],)) for position in missing)
+            return [schema_of(convert(frame_of(each))[["a"]]) for each in single]
+
+        bare = schema._replace(labels=(), columns=())
+        found = self.ask_parts(convert, [bare], [column.key for column in columns], answer)
+        if found is None or len({(each.labels, each.index, each.axis) for each in found}) > 1:
+            return None
+        parts = dict(zip(columns, (each.columns[0] for each in found), strict=True))
+        of_labels = tuple(parts[column] for column in schema.columns)
+        return frame_of(found[0]._replace(labels=schema.labels, columns=of_labels))
 
 
 def answered(kind: type, operands: Sequence[Any]) -> Schema | None:

@@ -51,6 +51,10 @@ class Describer:
         if (schema := self._known(expr)) is not None:
             set_metadata(expr, frame_of(schema))
 
+    def converted(self, frame: Any, convert: Callable[[Any], Any]) -> Any | None:
+        """Return an empty frame of another library; see :meth:`Library.converted`."""
+        return self._library.converted(frame, convert)
+
     def metadata(self, original: Original, expr: Expr) -> Any:
         """Return the metadata of an expression."""
         schema = self._known(expr)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dask
@@ -12,9 +16,12 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
+from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 
 from dask_gpurt.client.planning.catalogue.schema import frame_of, schema_of
 from dask_gpurt.client.planning.catalogue.shapes import rule_of
+from dask_gpurt.dask_hooks import parquet_files
+from dask_gpurt.dask_hooks.comparison import Seam
 from tests.helpers.clusters import Library
 from tests.helpers.examples import FACTOR
 from tests.helpers.planned import COLUMNS, Planner, described, tables
@@ -224,9 +231,59 @@ def test_a_frame_is_made_of_its_schema_alone(library: Library, number: int) -> N
         assert [(type(dtype), dtype) for dtype in schema.dtypes] == [(type(dtype), dtype) for dtype in dtypes]
         made = frame_of(schema)
         assert described(made) == described(each)
-        assert schema_of(made) == schema
+        assert schema_of(made) == schema == pickle.loads(pickle.dumps(schema))
         made.index.name = "own"
         assert described(frame_of(schema)) == described(each)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_reads_are_described_as_dask_does(
+    library: Library, planner: Planner, number: int, tmp_path: Path
+) -> None:
+    tables()[number].to_parquet(tmp_path / "rows.parquet")
+    known = described(dd.read_parquet(tmp_path / "rows.parquet")._meta)
+    gc.collect()  # Dask shares equal reads
+    with planner.used():
+        assert described(dd.read_parquet(tmp_path / "rows.parquet")._meta) == known
+
+
+#: The columns that have been converted by :func:`converted`.
+CONVERTED: list[str] = []
+
+
+def converted(frame: pd.DataFrame) -> pd.DataFrame:
+    """Convert a frame to "another library", one column by one."""
+    CONVERTED.extend(frame)
+    return frame.astype({label: "Int64" for label in frame if frame[label].dtype == "int64"})
+
+
+class Converting(ArrowDatasetEngine):  # type: ignore[misc]
+    """Describe files as dask_cudf does."""
+
+    @classmethod
+    def _create_dd_meta(cls, dataset_info: Any, **kwargs: Any) -> Any:
+        return converted(super()._create_dd_meta(dataset_info, **kwargs))
+
+
+def test_columns_of_files_are_converted_once_for_each_dtype(
+    planner: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"{__name__}:Converting._create_dd_meta"
+    monkeypatch.setattr(parquet_files, "_META_OF_CUDF", Seam(name, "cls dataset_info kwargs"))
+    monkeypatch.setitem(sys.modules, "cudf", SimpleNamespace(from_pandas=converted))
+    pd.DataFrame({f"c{at}": [at] for at in range(9)}).to_parquet(tmp_path / "a.parquet")
+    pd.DataFrame({"c": [1], "key": [2], "name": ["a"]}).to_parquet(tmp_path / "b.parquet")
+
+    def read(file: str) -> Any:
+        return dd.read_parquet(tmp_path / file, engine=Converting)
+
+    files = ("a.parquet", "b.parquet")
+    known = [described(read(file)._meta) for file in files]
+    gc.collect()  # Dask shares equal reads
+    CONVERTED.clear()
+    with planner.used():
+        assert [described(read(file)._meta) for file in files] == known
+    assert CONVERTED == ["a", "a"]  # integers and text
 
 
 def test_subclasses_of_operations_are_left_to_dask() -> None:
