@@ -18,11 +18,13 @@ Every client imports this module where the package is installed, so it must stay
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import logging
 import sys
 import weakref
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -191,9 +193,23 @@ def _why_not(state: Mapping[str, Any]) -> str | None:
         return "; ".join(found)
     if (reason := why_unsupported()) is not None:
         return reason
-    for module in ("lowering", "planning"):
-        importlib.import_module(f"dask_gpurt.client.{module}")
+    prepare()
     return None
+
+
+@cache
+def prepare() -> None:
+    """Import what planning needs, and do what its first query would wait for. Takes about a second."""
+    collects = gc.isenabled()
+    gc.disable()  # the libraries that are being imported have no garbage
+    try:
+        for module in ("lowering", "planning"):
+            importlib.import_module(f"dask_gpurt.client.{module}")
+        importlib.import_module("dask_gpurt.client.planning.keys").environment()
+    finally:
+        if collects:
+            gc.enable()
+            gc.collect()  # due now, since there are so many new objects, or else within the first query
 
 
 def _end_session(client: Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import sys
@@ -295,6 +296,7 @@ async def activate(client: Client) -> None:
     """Switch the runtime on for a client and its cluster; preload hooks await this."""
     dask_hooks.require()
     await require_package(client.scheduler)
+    await asyncio.to_thread(following.prepare)
     from dask_gpurt.monitor import dashboard
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 

@@ -13,7 +13,8 @@ import pytest
 
 import dask_gpurt
 from dask_gpurt import config
-from dask_gpurt.client import session
+from dask_gpurt.client import following, session
+from dask_gpurt.client.planning.keys import environment
 from dask_gpurt.client.session import ClientSession, Sessions
 from dask_gpurt.observe import MethodChoice
 
@@ -75,3 +76,15 @@ def test_without_a_client_the_runtime_is_off_for_what_is_planned() -> None:
 def test_enable_without_a_client_names_the_address_of_a_scheduler() -> None:
     with pytest.raises(ValueError, match=r"dask_gpurt\.enable\('tcp://"):
         dask_gpurt.enable()
+
+
+def test_a_first_query_finds_its_sources_hashed_and_no_garbage_due() -> None:
+    environment.cache_clear()
+    following.prepare.cache_clear()
+    survivors = [[each] for each in range(50_000)]
+    gc.collect(1)
+    following.prepare()
+    assert environment.cache_info().currsize == 1
+    assert gc.isenabled()
+    assert gc.get_count()[2] == 0, "a full collection is due"
+    del survivors
