@@ -302,7 +302,8 @@ class PlanningCache:
         expr = original(kind, *operands, **keywords)
         if self._generation() is None:
             return expr
-        self.origins.note(expr, PlanningCache.optimise.__code__)
+        if self._held.get() is None:  # or it is not the user's
+            self.origins.note(expr, PlanningCache.optimise.__code__)
         name = name_of(expr)
         # Dask finds a cached expression by itself; the lookup here counts as a use for the LRU.
         if self._expressions.get(name) is not None:
