@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "doctor": "cli.doctor:doctor",
     "explain": "cli.explain:explain",
     "overlap": "cli.overlap:overlap",
+    "qualify": "tools.qualify.command:qualify",
     "simulate": "tools.simulate.command:simulation",
     "topology": "cli.topology:topology",
     "trace": "cli.trace:trace",

@@ -16,7 +16,7 @@ import dask
 import numpy as np
 import pandas as pd
 from dask._collections import new_collection
-from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence
+from dask._expr import Expr, FinalizeCompute, SingletonExpr, _ExprSequence, optimize_until
 from dask._task_spec import DataNode, GraphNode, convert_legacy_graph
 from dask.base import collections_to_expr
 from dask.dataframe.dask_expr import _shuffle
@@ -69,8 +69,10 @@ __all__ = [
     "measures_partitions",
     "metadata",
     "name_of",
+    "observe_planning",
     "operands_of",
     "optimise",
+    "optimize_until",
     "reads_more_than_operands",
     "rebuild",
     "rebuild_from",
@@ -544,6 +546,22 @@ def replace_planning(
     patches.replace_all(wraps)
     patches.add_item(vars(parquet), PLANNING["_CACHED_PLAN_SIZE"].attribute, file_plans)
     patches.add_item(normalize_token._lookup, type, _token_of_class)
+
+
+def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacement) -> None:
+    """Call functions as expressions are created and optimised, as in :func:`replace_planning`.
+
+    Raises
+    ------
+    UnsupportedError
+        If one of Dask's functions differs from the known one.
+    """
+    patches.replace_all(
+        {
+            PLANNING["__new__"]: lambda original: partial(made, original),
+            PLANNING["optimize_until"]: lambda original: partial(optimise, original),
+        }
+    )
 
 
 #: What Dask hashes of a class of its own, as a part of the name of each expression.

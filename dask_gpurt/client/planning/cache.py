@@ -81,6 +81,7 @@ from dask_gpurt.dask_hooks.planning import (
     keys_of,
     name_of,
     operands_of,
+    optimize_until,
     reads_more_than_operands,
     replace_planning,
     set_token,
@@ -395,6 +396,13 @@ class PlanningCache:
             self._choices.report_again(known.choices)
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return known.expr
+
+    def foresee(self, expr: Expr, sizes: PartitionSizes) -> Planned:
+        """Plan a result that goes to the client as if the runtime were on, without keeping anything."""
+        facts = Facts(sizes, metrics=self._metrics)
+        began = time.perf_counter()
+        plan = fuse(self._by_rules(optimize_until, expr, "simplified-physical", facts))
+        return Planned(plan, facts, [], time.perf_counter() - began)
 
     def _store(self) -> Store | None:
         planner = self._current()

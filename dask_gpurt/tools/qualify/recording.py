@@ -1,0 +1,165 @@
+"""Read what stock Dask records of its own accord: the task stream, and the arrivals of graphs.
+
+The module is also a preload of clients, for programs that make a cluster of their own: what the scheduler
+has recorded is taken as a client closes, since the scheduler may be gone after that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distributed import Client
+
+from dask_gpurt.client.session import is_on_cluster
+
+#: The actions of a task in Dask's performance reports, by their color; other colors are computing.
+ACTIONS = {"red": "transfer", "orange": "disk", "gray": "deserialize"}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Hold what was recorded of one cluster.
+
+    Attributes
+    ----------
+    rows
+        Rows of Dask's task stream.
+    graphs
+        When graphs have arrived at the scheduler, in order; empty if that is unknown.
+    threads
+        The number of task threads.
+    began, ended
+        When recording began and ended, on the scheduler's clock.
+    has_runtime
+        Whether the runtime was on at the end.
+    """
+
+    rows: list[Mapping[str, Any]]
+    graphs: list[float]
+    threads: int
+    began: float
+    ended: float
+    has_runtime: bool = False
+
+
+async def begin(client: Client) -> float:
+    """Have the scheduler record tasks from now on, as its dashboard does, and return the time."""
+    await _scheduler(client).get_task_stream(count=0)
+    return time.time()
+
+
+async def take(client: Client, began: float) -> Recording:
+    """Return what the scheduler has recorded since a time."""
+    scheduler = _scheduler(client)
+    events = [event for _, event in await scheduler.events(topic="scheduler") if isinstance(event, dict)]
+    arrivals = [event["metrics"] for event in events if "metrics" in event]
+    return Recording(
+        rows=list(await scheduler.get_task_stream(start=began)),
+        graphs=sorted(
+            each["start_timestamp_seconds"] for each in arrivals if each["start_timestamp_seconds"] >= began
+        ),
+        threads=sum((await scheduler.ncores(workers=None)).values()),
+        began=began,
+        ended=time.time(),
+        has_runtime=await is_on_cluster(client),
+    )
+
+
+def _scheduler(client: Client) -> Any:
+    return client.scheduler
+
+
+# ---- clients that a program makes -----------------------------------------------------------------------
+
+#: When each open client of this process began, and what was recorded of clusters, by scheduler.
+_OPEN: dict[Client, float] = {}
+_TAKEN: dict[str, Recording] = {}
+
+
+async def dask_setup(client: Client) -> None:
+    """Begin to record the cluster of a client."""
+    _OPEN[client] = await begin(client)
+
+
+async def dask_teardown(client: Client) -> None:
+    """Take what was recorded while the scheduler is there."""
+    if (began := _OPEN.pop(client, None)) is not None:
+        address = str(_scheduler(client).address)
+        if (before := _TAKEN.get(address)) is not None:  # another client of the same scheduler
+            began = min(began, before.began)
+        _TAKEN[address] = await take(client, began)
+
+
+def taken() -> list[Recording]:
+    """Return what has been recorded of the clusters of this process, and end recording."""
+    for client in list(_OPEN):
+        if client.status == "running":
+            client.sync(dask_teardown, client)
+    found = sorted(_TAKEN.values(), key=lambda each: each.began)
+    _OPEN.clear()
+    _TAKEN.clear()
+    return found
+
+
+# ---- performance reports --------------------------------------------------------------------------------
+
+
+def of_report(path: Path) -> Recording:
+    """Read the task stream of a performance report of Dask.
+
+    Raises
+    ------
+    ValueError
+        If there is none in the file.
+    """
+    text = path.read_text(errors="replace")
+    documents = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
+    data = next((found for each in documents for found in _task_streams(json.loads(each))), None)
+    if data is None:
+        raise ValueError(f"{path} has no task stream: is it a performance report of Dask?")
+    rows = list(_rows(data))
+    if not rows:
+        raise ValueError(f"{path} has a task stream without tasks")
+    spans = [span for row in rows for span in row["startstops"]]
+    seen = len({row["thread"] for row in rows})
+    said = re.search(r"Threads: (\d+)", text)
+    return Recording(
+        rows,
+        [],
+        int(said[1]) if said else seen,
+        min(span["start"] for span in spans),
+        max(span["stop"] for span in spans),
+    )
+
+
+def _task_streams(node: Any) -> Iterator[dict[str, list[Any]]]:
+    """Find sources of data of Bokeh that have what a task stream has."""
+    if isinstance(node, Mapping):
+        entries = node.get("entries")
+        if isinstance(entries, list) and all(isinstance(each, list) and len(each) == 2 for each in entries):
+            found = {str(name): values for name, values in entries}
+            if {"start", "duration", "key", "color", "worker_thread"} <= found.keys():
+                yield found
+        for each in node.values():
+            yield from _task_streams(each)
+    elif isinstance(node, list):
+        for each in node:
+            yield from _task_streams(each)
+
+
+def _rows(data: Mapping[str, list[Any]]) -> Iterator[Mapping[str, Any]]:
+    """Put rectangles together again: one for each action of a task, in ms, at their centers."""
+    columns = (data[name] for name in ("start", "duration", "key", "color", "worker_thread"))
+    tasks: dict[tuple[str, str], dict[str, Any]] = {}
+    for center, duration, key, color, thread in zip(*columns, strict=True):
+        key = tuple(key) if isinstance(key, list) else key
+        task = tasks.setdefault((str(key), thread), {"key": key, "thread": thread, "startstops": []})
+        start, stop = (center - duration / 2) / 1e3, (center + duration / 2) / 1e3
+        task["startstops"].append({"action": ACTIONS.get(color, "compute"), "start": start, "stop": stop})
+    return iter(tasks.values())

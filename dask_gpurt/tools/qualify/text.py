@@ -1,0 +1,78 @@
+"""Say in plain lines what has been found of each computation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from dask.utils import format_time
+
+from dask_gpurt.client.explain.advice import advise
+from dask_gpurt.client.explain.plan import Explanation
+from dask_gpurt.client.explain.run import measure
+from dask_gpurt.tools.qualify.parts import PARTS, Computation
+
+#: The computations that are printed, those that took longest.
+PRINTED = 20
+#: Parts below this share of the time are left out.
+LEAST_SHARE = 0.02
+
+
+@dataclass(frozen=True)
+class Qualified:
+    """Hold what is known of a computation.
+
+    Attributes
+    ----------
+    plans
+        How Dask has planned it, and how the runtime would; empty if the program was not seen.
+    threads
+        The number of task threads.
+    """
+
+    computation: Computation
+    plans: Sequence[tuple[Explanation, Explanation]]
+    threads: int
+
+    def advice(self) -> tuple[str, ...]:
+        """Return what to change in the program, as ``explain`` does."""
+        found = self.computation
+        names = {name: label for stock, _ in self.plans for name, label in stock.names.items()}
+        reads = tuple(read for _, ours in self.plans for read in ours.reads)
+        plan = Explanation(len(found.rows), 0.0, reads=reads, names=names)
+        run = measure(found.rows, plan, began=found.began, ended=found.ended, threads=self.threads)
+        return advise(plan, replace(run, seconds=found.seconds))
+
+
+def lines(found: Sequence[Qualified]) -> Iterator[str]:
+    """Describe computations in the order in which they ran, and all together."""
+    by_time = sorted(range(len(found)), key=lambda at: -found[at].computation.seconds)
+    printed = set(by_time[:PRINTED])
+    for number, each in enumerate(found, 1):
+        if number - 1 in printed:
+            yield f"computation {number} of {len(found)}: " + "\n  ".join(_lines(each))
+    if len(found) > PRINTED:
+        yield f"and {len(found) - PRINTED} shorter ones"
+    parts = {part: sum(each.computation.parts[part] for each in found) for part in PARTS}
+    yield f"all: {format_time(sum(parts.values()))}\n  {_parts(parts)}"
+
+
+def _lines(found: Qualified) -> Iterator[str]:
+    computation = found.computation
+    tasks = f"{len(computation.rows):,} task{'' if len(computation.rows) == 1 else 's'}"
+    yield f"{format_time(computation.seconds)}, {tasks} on {found.threads} threads"
+    yield _parts(computation.parts)
+    for stock, ours in found.plans:
+        done = dict.fromkeys(f"  {note}" for note in ours.notes if note.done)
+        if done or ours.tasks != stock.tasks:
+            yield f"the runtime would plan {ours.tasks:,} tasks in place of {stock.tasks:,}"
+            yield from done
+    if advice := found.advice():
+        yield "what would help most, with the runtime or without:"
+        yield from (f"  {number}. {text}" for number, text in enumerate(advice, 1))
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    least = LEAST_SHARE * sum(parts.values())
+    ordered = sorted(parts.items(), key=lambda each: -each[1])
+    return ", ".join(f"{part} {format_time(seconds)}" for part, seconds in ordered if seconds > least)
