@@ -40,11 +40,13 @@ def test_a_program_is_qualified_with_the_runtime_off(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ValueError: the end of the program" in done.stderr
     assert "computation 1 of 1" in done.stderr
+    assert "with the runtime about" in done.stderr
     assert "the runtime would plan" in done.stderr
     # A report of Dask itself is read, too.
     result = CliRunner().invoke(main, ["qualify", str(tmp_path / "report.html")])
     assert result.exit_code == 0, result.output
     assert "shuffles" in result.output
+    assert "with the runtime about" in result.output
 
 
 def test_what_cannot_be_qualified_is_refused(tmp_path: Path) -> None:

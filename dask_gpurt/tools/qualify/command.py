@@ -24,8 +24,6 @@ from dask_gpurt.tools.qualify.program import Plans, observed
 from dask_gpurt.tools.qualify.recording import Recording
 from dask_gpurt.tools.qualify.text import Qualified, lines
 
-#: What a program run by this command is told: where the cluster is, and to leave it as it is.
-ENVIRONMENT = {"DASK_GPURT__ENABLED": "false"}
 #: Why a cluster is not looked at.
 IS_ON = "the runtime is on there: `dask gpurt explain` says where the time of a program goes with it"
 
@@ -46,8 +44,9 @@ def qualify(workers: int | None, what: str, arguments: tuple[str, ...]) -> None:
     dask gpurt qualify tcp://HOST:PORT                        looks at a cluster until ctrl-C
     dask gpurt qualify report.html                            reads a performance report of Dask
 
-    For each computation it says where its time went, and what to change in the program. Output goes to
-    standard error. Only a script that is run by the first form is also planned as the runtime would.
+    For each computation it says where its time went, estimates that with the runtime, and says what to change
+    in the program. Output goes to standard error. Only a script that is run by the first form is also planned
+    as the runtime would.
     """
     plans, failed = Plans(), False
     if "://" in what:
@@ -89,8 +88,8 @@ def _at(address: str, command: Sequence[str]) -> Recording:
         began = client.sync(recording.begin, client)
         try:
             if command:
-                environment = {**os.environ, **ENVIRONMENT, "DASK_SCHEDULER_ADDRESS": address}
-                subprocess.run(command, env=environment, check=False)
+                told = {"DASK_SCHEDULER_ADDRESS": address, "DASK_GPURT__ENABLED": "false"}
+                subprocess.run(command, env={**os.environ, **told}, check=False)
             else:
                 click.echo("recording until ctrl-C", err=True)
                 signal.pause()

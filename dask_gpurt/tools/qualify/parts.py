@@ -29,20 +29,14 @@ PAUSE_S = 0.25
 
 @dataclass(frozen=True)
 class Computation:
-    """Say where the time of a computation went.
-
-    Attributes
-    ----------
-    parts
-        Seconds by part, as if each thread had an equal share; they add up to ``seconds``. ``BEFORE`` is the
-        time since the end of the computation before it: planning, results, and what the program does itself.
-    rows
-        Its rows of the task stream.
-    """
+    """Say where the time of a computation went."""
 
     began: float
     ended: float
+    #: Seconds by part, as if each thread had an equal share; they add up to the time of the computation.
+    #: ``BEFORE`` is the time since the end of the one before: planning, results, the program itself.
     parts: Mapping[str, float]
+    #: Its rows of the task stream.
     rows: Sequence[Mapping[str, Any]]
 
     @property

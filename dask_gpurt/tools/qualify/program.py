@@ -26,17 +26,11 @@ MOST_PLANS = 200
 
 @dataclass
 class Plans:
-    """Collect the plans of stock Dask.
+    """Collect the plans of stock Dask."""
 
-    Attributes
-    ----------
-    found
-        What was asked for, and how Dask planned it.
-    why_none
-        Why plans are not seen; empty if they are.
-    """
-
+    #: What was asked for, and how Dask planned it.
     found: list[tuple[Expr, Planned]] = field(default_factory=list)
+    #: Why plans are not seen; empty if they are.
     why_none: str = ""
     _planning: PlanningCache = field(default_factory=lambda: PlanningCache(lambda: None, Metrics()))
 

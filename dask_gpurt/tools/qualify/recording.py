@@ -24,39 +24,31 @@ ACTIONS = {"red": "transfer", "orange": "disk", "gray": "deserialize"}
 
 @dataclass(frozen=True)
 class Recording:
-    """Hold what was recorded of one cluster.
+    """Hold what was recorded of one cluster."""
 
-    Attributes
-    ----------
-    rows
-        Rows of Dask's task stream.
-    graphs
-        When graphs have arrived at the scheduler, in order; empty if that is unknown.
-    threads
-        The number of task threads.
-    began, ended
-        When recording began and ended, on the scheduler's clock.
-    has_runtime
-        Whether the runtime was on at the end.
-    """
-
+    #: Rows of Dask's task stream.
     rows: list[Mapping[str, Any]]
+    #: When graphs have arrived at the scheduler, in order; empty if that is unknown.
     graphs: list[float]
+    #: The number of task threads.
     threads: int
+    #: When recording began and ended, on the scheduler's clock.
     began: float
     ended: float
+    #: Whether the runtime was on at the end.
     has_runtime: bool = False
 
 
 async def begin(client: Client) -> float:
     """Have the scheduler record tasks from now on, as its dashboard does, and return the time."""
-    await _scheduler(client).get_task_stream(count=0)
+    scheduler: Any = client.scheduler
+    await scheduler.get_task_stream(count=0)
     return time.time()
 
 
 async def take(client: Client, began: float) -> Recording:
     """Return what the scheduler has recorded since a time."""
-    scheduler = _scheduler(client)
+    scheduler: Any = client.scheduler
     events = [event for _, event in await scheduler.events(topic="scheduler") if isinstance(event, dict)]
     arrivals = [event["metrics"] for event in events if "metrics" in event]
     return Recording(
@@ -69,10 +61,6 @@ async def take(client: Client, began: float) -> Recording:
         ended=time.time(),
         has_runtime=await is_on_cluster(client),
     )
-
-
-def _scheduler(client: Client) -> Any:
-    return client.scheduler
 
 
 # ---- clients that a program makes -----------------------------------------------------------------------
@@ -90,10 +78,10 @@ async def dask_setup(client: Client) -> None:
 async def dask_teardown(client: Client) -> None:
     """Take what was recorded while the scheduler is there."""
     if (began := _OPEN.pop(client, None)) is not None:
-        address = str(_scheduler(client).address)
-        if (before := _TAKEN.get(address)) is not None:  # another client of the same scheduler
-            began = min(began, before.began)
-        _TAKEN[address] = await take(client, began)
+        scheduler: Any = client.scheduler
+        before = _TAKEN.get(scheduler.address)  # of another client of the same scheduler
+        began = began if before is None else min(began, before.began)
+        _TAKEN[scheduler.address] = await take(client, began)
 
 
 def taken() -> list[Recording]:
@@ -120,46 +108,34 @@ def of_report(path: Path) -> Recording:
     """
     text = path.read_text(errors="replace")
     documents = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)
-    data = next((found for each in documents for found in _task_streams(json.loads(each))), None)
-    if data is None:
-        raise ValueError(f"{path} has no task stream: is it a performance report of Dask?")
-    rows = list(_rows(data))
-    if not rows:
-        raise ValueError(f"{path} has a task stream without tasks")
+    streams = (found for each in documents for found in _task_streams(json.loads(each)))
+    if not (rows := _rows(next(streams, {}))):
+        raise ValueError(f"{path} has no task stream with tasks: is it a performance report of Dask?")
     spans = [span for row in rows for span in row["startstops"]]
-    seen = len({row["thread"] for row in rows})
     said = re.search(r"Threads: (\d+)", text)
-    return Recording(
-        rows,
-        [],
-        int(said[1]) if said else seen,
-        min(span["start"] for span in spans),
-        max(span["stop"] for span in spans),
-    )
+    threads = int(said[1]) if said else len({row["thread"] for row in rows})
+    began, ended = min(span["start"] for span in spans), max(span["stop"] for span in spans)
+    return Recording(rows, [], threads, began, ended)
 
 
 def _task_streams(node: Any) -> Iterator[dict[str, list[Any]]]:
     """Find sources of data of Bokeh that have what a task stream has."""
     if isinstance(node, Mapping):
         entries = node.get("entries")
-        if isinstance(entries, list) and all(isinstance(each, list) and len(each) == 2 for each in entries):
-            found = {str(name): values for name, values in entries}
-            if {"start", "duration", "key", "color", "worker_thread"} <= found.keys():
-                yield found
-        for each in node.values():
-            yield from _task_streams(each)
-    elif isinstance(node, list):
-        for each in node:
+        if isinstance(entries, list) and {"start", "worker_thread"} <= {str(each[0]) for each in entries}:
+            yield dict(entries)
+    if isinstance(node, (Mapping, list)):
+        for each in node.values() if isinstance(node, Mapping) else node:
             yield from _task_streams(each)
 
 
-def _rows(data: Mapping[str, list[Any]]) -> Iterator[Mapping[str, Any]]:
+def _rows(data: Mapping[str, list[Any]]) -> list[Mapping[str, Any]]:
     """Put rectangles together again: one for each action of a task, in ms, at their centers."""
-    columns = (data[name] for name in ("start", "duration", "key", "color", "worker_thread"))
+    columns = (data.get(name, []) for name in ("start", "duration", "key", "color", "worker_thread"))
     tasks: dict[tuple[str, str], dict[str, Any]] = {}
     for center, duration, key, color, thread in zip(*columns, strict=True):
         key = tuple(key) if isinstance(key, list) else key
         task = tasks.setdefault((str(key), thread), {"key": key, "thread": thread, "startstops": []})
         start, stop = (center - duration / 2) / 1e3, (center + duration / 2) / 1e3
         task["startstops"].append({"action": ACTIONS.get(color, "compute"), "start": start, "stop": stop})
-    return iter(tasks.values())
+    return list(tasks.values())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from dask.utils import format_time
 
 from dask_gpurt.client.explain.advice import advise
 from dask_gpurt.client.explain.plan import Explanation
 from dask_gpurt.client.explain.run import measure
+from dask_gpurt.tools.qualify.estimate import Estimate, estimate, library_of
 from dask_gpurt.tools.qualify.parts import PARTS, Computation
 
 #: The computations that are printed, those that took longest.
@@ -20,19 +22,19 @@ LEAST_SHARE = 0.02
 
 @dataclass(frozen=True)
 class Qualified:
-    """Hold what is known of a computation.
-
-    Attributes
-    ----------
-    plans
-        How Dask has planned it, and how the runtime would; empty if the program was not seen.
-    threads
-        The number of task threads.
-    """
+    """Hold what is known of a computation."""
 
     computation: Computation
+    #: How Dask has planned it, and how the runtime would; empty if the program was not seen.
     plans: Sequence[tuple[Explanation, Explanation]]
+    #: The number of task threads.
     threads: int
+
+    @cached_property
+    def estimate(self) -> Estimate:
+        """Return the seconds with the runtime."""
+        found = self.computation
+        return estimate(found.parts, library_of(found.rows, found.parts))
 
     def advice(self) -> tuple[str, ...]:
         """Return what to change in the program, as ``explain`` does."""
@@ -54,7 +56,9 @@ def lines(found: Sequence[Qualified]) -> Iterator[str]:
     if len(found) > PRINTED:
         yield f"and {len(found) - PRINTED} shorter ones"
     parts = {part: sum(each.computation.parts[part] for each in found) for part in PARTS}
-    yield f"all: {format_time(sum(parts.values()))}\n  {_parts(parts)}"
+    seconds = sum(parts.values())
+    total = Estimate(*map(sum, zip(*(each.estimate for each in found), strict=True)))
+    yield f"all: {format_time(seconds)}\n  {_parts(parts)}\n  {_estimated(seconds, total)}"
 
 
 def _lines(found: Qualified) -> Iterator[str]:
@@ -62,6 +66,7 @@ def _lines(found: Qualified) -> Iterator[str]:
     tasks = f"{len(computation.rows):,} task{'' if len(computation.rows) == 1 else 's'}"
     yield f"{format_time(computation.seconds)}, {tasks} on {found.threads} threads"
     yield _parts(computation.parts)
+    yield _estimated(computation.seconds, found.estimate)
     for stock, ours in found.plans:
         done = dict.fromkeys(f"  {note}" for note in ours.notes if note.done)
         if done or ours.tasks != stock.tasks:
@@ -76,3 +81,9 @@ def _parts(parts: Mapping[str, float]) -> str:
     least = LEAST_SHARE * sum(parts.values())
     ordered = sorted(parts.items(), key=lambda each: -each[1])
     return ", ".join(f"{part} {format_time(seconds)}" for part, seconds in ordered if seconds > least)
+
+
+def _estimated(seconds: float, left: Estimate) -> str:
+    low, high = format_time(left.low), format_time(left.high)
+    gain = f", {seconds / left.seconds:.1f} times as fast" if left.seconds else ""
+    return f"with the runtime about {format_time(left.seconds)} ({low} to {high}){gain}"

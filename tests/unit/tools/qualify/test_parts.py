@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.qualify import fit as fitting
+from dask_gpurt.tools.qualify.estimate import FACTORS, RANGES, estimate, library_of
 from dask_gpurt.tools.qualify.parts import BEFORE, IDLE, OTHER, PARTS, WAITING, computations, kind_of
 from dask_gpurt.tools.qualify.recording import Recording, of_report
 
@@ -103,5 +105,29 @@ def test_tasks_of_a_report_are_put_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "<html>something else</html>"])
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     (path := tmp_path / "page.html").write_text(text)
-    with pytest.raises(ValueError, match="no task stream"):
+    with pytest.raises(ValueError, match="no task stream with tasks"):
         of_report(path)
+
+
+# ---- estimates ---------------------------------------------------------------------------------------
+
+
+def test_factors_are_those_that_the_results_give() -> None:
+    for library, file in fitting.FILES.items():
+        found = list(fitting.queries(file))
+        factors = dict(zip(fitting.FITTED, fitting.fit(found), strict=True))
+        assert factors == pytest.approx(dict(FACTORS[library]), abs=0.005)
+        assert fitting.left_out(found)[2] == pytest.approx(RANGES[library], abs=0.01)
+
+
+def test_programs_without_frames_stay_as_they_are() -> None:
+    (found,) = computations(Recording([task("simulate", 1.0, 3.0)], [0.5], 1, 0.0, 4.0))
+    assert library_of([{"typename": "numpy.ndarray"}], found.parts) == ""
+    assert estimate(found.parts, "").seconds == found.seconds
+    assert estimate(found.parts, "pandas").seconds < found.seconds
+
+
+@pytest.mark.parametrize(("typename", "library"), [("pandas.Series", "pandas"), ("cudf.DataFrame", "cudf")])
+def test_the_library_is_that_of_results(typename: str, library: str) -> None:
+    rows = [{"typename": "builtins.float"}, {"typename": typename}]
+    assert library_of(rows, dict.fromkeys(PARTS, 0.0)) == library

@@ -1,0 +1,104 @@
+"""Run programs on stock Dask, observed by ``qualify``, and with the runtime, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import dask
+from distributed import Client
+from rich.console import Console
+
+import dask_gpurt
+from benchmarks.common.processes import Child
+from benchmarks.qualify.programs import PROGRAMS
+from benchmarks.tpch.measure import cpu_of_processes
+from dask_gpurt.cli.cluster import local_cluster
+from dask_gpurt.tools.bench.counters import difference
+from dask_gpurt.tools.qualify.parts import PARTS, computations
+from dask_gpurt.tools.qualify.program import observed
+from dask_gpurt.tools.qualify.recording import taken
+from dask_gpurt.tools.qualify.text import Qualified
+
+WORKERS, LIMIT_S = 2, 180.0
+console = Console(stderr=True)
+
+
+@dataclass
+class Run:
+    """Record a program on stock Dask or with the runtime.
+
+    Attributes
+    ----------
+    seconds
+        The time of the program, without imports.
+    cpu
+        The CPU seconds of client, scheduler and workers.
+    observed, estimated
+        On stock Dask: the seconds that ``qualify`` has seen, and those that it estimates with the runtime.
+    parts
+        Where the seconds went.
+    """
+
+    program: str
+    runtime: bool
+    round: int
+    seconds: float
+    cpu: float
+    load: float
+    observed: float = 0.0
+    estimated: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def run_program(name: str, address: str, runtime: bool, turn: int, data: Path) -> Iterator[Run]:
+    """Run a program in this process, and look at it if the runtime is off."""
+    importlib.import_module("dask.dataframe")
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="gpurt-qualify-") as store:
+        preload = {"distributed.client.preload": ["dask_gpurt.preload"]}
+        with dask.config.set({**preload, "gpurt.planning.store": f"{store}/results"}):
+            if runtime:
+                with Client(address) as client:
+                    dask_gpurt.enable(client)
+                    yield Run(name, True, turn, *_measured(name, data, client), load)
+                return
+            with observed() as plans, Client(address) as client:
+                seconds, cpu = _measured(name, data, client)
+                (recording,) = taken()
+    found = [Qualified(each, plans.of(each.rows, WORKERS), WORKERS) for each in computations(recording)]
+    parts = {part: sum(each.computation.parts[part] for each in found) for part in PARTS}
+    estimated = sum(each.estimate.seconds for each in found)
+    yield Run(name, False, turn, seconds, cpu, load, sum(parts.values()), estimated, parts)
+
+
+def _measured(name: str, data: Path, client: Client) -> tuple[float, float]:
+    """Run a program, and return its seconds and those of all processes' CPUs."""
+    before = cpu_of_processes(client)
+    began = time.perf_counter()
+    PROGRAMS[name](data)
+    seconds = time.perf_counter() - began
+    return seconds, sum(difference(before, cpu_of_processes(client)).values())
+
+
+def measure(data: Path, rounds: int, names: Sequence[str]) -> Iterator[Run]:
+    """Run programs in turns on two clusters, which are new in each round."""
+    for turn in range(rounds):
+        with local_cluster("pandas", WORKERS) as off, local_cluster("pandas", WORKERS) as on:
+            clusters = {False: off.scheduler_address, True: on.scheduler_address}
+            for at, name in enumerate(names):
+                for runtime in (False, True) if (turn + at) % 2 else (True, False):
+                    child = Child(run_program, name, clusters[runtime], runtime, turn, data)
+                    try:
+                        yield from child.values(LIMIT_S)
+                    except Exception as error:
+                        console.print(
+                            f"{name}, runtime {runtime}: {error!r}"[-2000:], style="red", markup=False
+                        )
+                    finally:
+                        child.end()
