@@ -210,6 +210,8 @@ class _Plan(RowRoots):
     def _find_inner(self, join: Any, conditions: Conditions) -> None:
         """Make an inner join of a left join if conditions leave out its rows without a match."""
         names = names_in_join(join)[1].keys() - _shared_keys(join)
+        if join.left_index:  # without a match, pandas fills these with the labels of the left side
+            names -= {*keys_of_join(join)[1]}
         for name, condition in conditions.items():
             if condition is None or not _is_false_for_nulls(join, condition, names):
                 continue

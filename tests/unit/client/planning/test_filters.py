@@ -417,6 +417,17 @@ LEFT: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
         ),
         "not taken for an inner join: whether tiny has nulls",
     ),
+    "keys that are labels of the left side": (
+        lambda large, small: (
+            large.groupby("key")
+            .n.sum()
+            .to_frame()
+            .merge(small, left_index=True, right_on="key", how="left")
+            .pipe(where, lambda rows: rows.key > 1)
+            .n.sum()
+        ),
+        "not on one side alone",
+    ),
     "rows with another value than one": (
         lambda large, small: (
             large.merge(small, on="key", how="left").pipe(where, lambda rows: rows.more != 1).x_x.sum()
