@@ -6,15 +6,11 @@ Decisions and their figures: ``docs/decisions/reads.md``.
 from __future__ import annotations
 
 import itertools
-import threading
 from bisect import bisect_right, insort
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import NamedTuple
 
-#: While the cache is full, one new range in so many is kept as one that was used; the others go first. So a
-#: table that is larger than the cache, and read again and again, does not evict itself.
-ADMITTED_ONE_IN = 8
+from dask_gpurt.reads.eviction import ADMITTED_ONE_IN, EvictingCache
 
 
 class Part(NamedTuple):
@@ -76,26 +72,13 @@ class Ranges:
         return self.pieces.pop(start)
 
 
-class RangeCache:
-    """Hold ranges of many files, each of one version, and drop those not used for longest. Thread-safe.
-
-    Parameters
-    ----------
-    room
-        Returns the bytes that the cache may have now. Must not block.
-    changed
-        Called with the bytes that the cache has after each change. Must not block.
-    """
+class RangeCache(EvictingCache):
+    """Hold ranges of many files, each of one version. Thread-safe."""
 
     def __init__(self, room: Callable[[], int], changed: Callable[[int], None]):
-        self._room = room
-        self._changed = changed
+        super().__init__(room, changed)
         self._files: dict[Hashable, tuple[Hashable, Ranges]] = {}
-        #: The bytes of each piece, by file and first byte; the one to drop next comes first.
-        self._order: OrderedDict[tuple[Hashable, int], int] = OrderedDict()
         self._inserted = itertools.count(1)
-        self._lock = threading.Lock()
-        self.nbytes = 0
 
     def parts(self, file: Hashable, version: Hashable, start: int, stop: int) -> list[Part]:
         """Divide a range of a version of a file into parts that are here, and gaps."""
@@ -122,24 +105,6 @@ class RangeCache:
                     self._insert(file, version, gap.start, data[gap.start - start : gap.stop - start])
             self._changed(self.nbytes)
 
-    def fit(self) -> None:
-        """Drop what there is no room for any more."""
-        if self.nbytes and (beyond := self.nbytes - self._room()) > 0:
-            self.release(beyond)
-
-    def release(self, nbytes: int) -> None:
-        """Drop at least so many bytes, if there are as many."""
-        with self._lock:
-            goal = self.nbytes - nbytes
-            while self._order and self.nbytes > goal:
-                self._drop(next(iter(self._order)))
-            self._changed(self.nbytes)
-
-    def close(self) -> None:
-        """Drop everything, and keep nothing from now on."""
-        self._room = int
-        self.release(self.nbytes)
-
     def _ranges(self, file: Hashable, version: Hashable) -> Ranges:
         return self._files.setdefault(file, (version, Ranges()))[1]
 
@@ -150,17 +115,16 @@ class RangeCache:
             while self.nbytes > room:
                 self._drop(next(iter(self._order)))
             self._ranges(file, version).put(start, data)
-            self._order[file, start] = len(data)
-            self.nbytes += len(data)
+            self._add((file, start), len(data))
             if was_full and next(self._inserted) % ADMITTED_ONE_IN:
                 self._order.move_to_end((file, start), last=False)
         elif not self._ranges(file, version).pieces:
             del self._files[file]
 
-    def _drop(self, piece: tuple[Hashable, int]) -> None:
-        file, start = piece
-        self.nbytes -= self._order.pop(piece)
+    def _forget(self, key: tuple[Hashable, int]) -> bytes:
+        file, start = key
         ranges = self._files[file][1]
-        ranges.pop(start)
+        data = ranges.pop(start)
         if not ranges.pieces:
             del self._files[file]
+        return data
