@@ -401,7 +401,14 @@ class PlanningCache:
         """Plan a result that goes to the client as if the runtime were on, without keeping anything."""
         facts = Facts(sizes, metrics=self._metrics)
         began = time.perf_counter()
-        plan = fuse(self._by_rules(optimize_until, expr, "simplified-physical", facts))
+        plan = fuse(
+            self._by_rules(
+                lambda each, _: optimize_until(each, "simplified-physical"),
+                expr,
+                "simplified-physical",
+                facts,
+            )
+        )
         return Planned(plan, facts, [], time.perf_counter() - began)
 
     def _store(self) -> Store | None:
