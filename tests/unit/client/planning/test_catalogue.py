@@ -16,6 +16,7 @@ import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
+from dask.dataframe.dask_expr import _reductions
 from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 
 from dask_gpurt.client.planning.catalogue.schema import frame_of, schema_of
@@ -265,6 +266,7 @@ class Converting(ArrowDatasetEngine):  # type: ignore[misc]
         return converted(super()._create_dd_meta(dataset_info, **kwargs))
 
 
+@pytest.mark.parametrize("library", ["pandas"], indirect=True)  # in place of cudf
 def test_columns_of_files_are_converted_once_for_each_dtype(
     planner: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +286,21 @@ def test_columns_of_files_are_converted_once_for_each_dtype(
     with planner.used():
         assert [described(read(file)._meta) for file in files] == known
     assert CONVERTED == ["a", "a"]  # integers and text
+
+
+@pytest.mark.parametrize("library", ["pandas"], indirect=True)  # in place of cudf
+def test_extremes_of_one_partition_need_no_rows_to_be_described(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def largest(frame: pd.DataFrame, **options: Any) -> Any:
+        if frame.empty:
+            raise ValueError("cannot convert float NaN to integer")  # as cudf
+        return frame.max(**options)
+
+    monkeypatch.setattr(_reductions.Max, "reduction_chunk", largest)
+    with planner.used():
+        result = dd.from_pandas(pd.DataFrame({"key": [3, 5, 4]}), npartitions=1).max()
+        assert result.compute(scheduler="sync").to_dict() == {"key": 5}
 
 
 def test_subclasses_of_operations_are_left_to_dask() -> None:
