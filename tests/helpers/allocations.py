@@ -43,15 +43,8 @@ class _Handler(ctypes.Structure):
 class Allocations:
     """Count allocations, and fail some of them.
 
-    Parameters
-    ----------
-    fails
-        Takes the number of an allocation, from 0, and its bytes; returns whether it fails.
-
-    Attributes
-    ----------
-    count, failed
-        Number of allocations, and of those that failed.
+    ``fails``: takes the number of an allocation, from 0, and its bytes; returns whether it fails.
+    ``count``, ``failed``: number of allocations, and of those that failed.
     """
 
     fails: Callable[[int, int], bool]

@@ -30,10 +30,7 @@ WRONG = ("error", "assert")
 class Page:
     """Drive an open page.
 
-    Attributes
-    ----------
-    errors
-        Errors and exceptions in its console, and requests that failed.
+    ``errors``: errors and exceptions in its console, and requests that failed.
     """
 
     def __init__(self, connection: Any):

@@ -31,14 +31,9 @@ from tests.helpers.scheduled import DaskScheduler, ScheduledWorker
 class Computation:
     """Define the tasks of one or two shuffles, and run them on workers.
 
-    Parameters
-    ----------
-    shuffles
-        The names of the shuffles.
-    joined
-        Whether each output task reads both shuffles, as in a join.
-    reduced
-        Whether the client wants a result computed from each output, in place of the output.
+    ``shuffles``: the names of the shuffles.
+    ``joined``: whether each output task reads both shuffles, as in a join.
+    ``reduced``: whether the client wants a result computed from each output, in place of the output.
     """
 
     INPUTS, OUTPUTS, ROWS = 3, 4, 40
@@ -158,12 +153,9 @@ async def _reduce(worker: ScheduledWorker, key: Any, values: Mapping[Any, Any]) 
 class Witness(SchedulerPlugin):
     """Record what is done again although it was not lost.
 
-    Attributes
-    ----------
-    in_vain
-        Results that were dropped although they were needed and no worker with them had left, runs that began
-        again without a reason, and inputs that a barrier reported as missing although their producer could
-        have offered them again.
+    ``in_vain``: results that were dropped although they were needed and no worker with them had left, runs
+    that began again without a reason, and inputs that a barrier reported as missing although their producer
+    could have offered them again.
     """
 
     def __init__(self, scheduler: DaskScheduler, computation: Computation):

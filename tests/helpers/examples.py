@@ -15,13 +15,10 @@ USUAL = 20
 def examples(number: int = USUAL, *, steps: int | None = None) -> settings:
     """Return settings with so many examples, the same each time unless there are more of them.
 
-    Parameters
-    ----------
-    number
-        The number of examples by default. Machines that run tests are busy, so none of them has a deadline.
-    steps
-        The most steps of an example of a state machine. Failing ones are shrunk only in runs with many
-        examples, since that takes minutes.
+    ``number``: the number of examples by default. Machines that run tests are busy, so none of them has a
+    deadline.
+    ``steps``: the most steps of an example of a state machine. Failing ones are shrunk only in runs with many
+    examples, since that takes minutes.
     """
     chosen = settings(
         max_examples=max(1, round(number * FACTOR)),

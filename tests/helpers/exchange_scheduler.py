@@ -113,10 +113,7 @@ class Scheduler:
     def leaves(self, address: str, *, results_survive: bool = False) -> None:
         """Handle the death of a worker.
 
-        Parameters
-        ----------
-        results_survive
-            Whether the results of its transfer tasks have replicas elsewhere.
+        ``results_survive``: whether the results of its transfer tasks have replicas elsewhere.
         """
         self.workers.discard(address)
         for process in self.network.processes.values():

@@ -62,10 +62,7 @@ _clusters: list[Cluster] | None = None
 class Cluster:
     """Run shuffles across processes whose messages are delivered immediately.
 
-    Parameters
-    ----------
-    paths, pool
-        Settings of the exchanges.
+    ``paths``, ``pool``: settings of the exchanges.
     """
 
     OUTPUTS, INPUTS, ROWS = 4, 3, 40

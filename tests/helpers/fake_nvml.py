@@ -43,10 +43,7 @@ class FabricInfo(ctypes.Structure):
 class FakeNvml:
     """Fake the functions of ``pynvml`` for some GPUs.
 
-    Parameters
-    ----------
-    peers
-        Whether they can read each other's memory over PCIe.
+    ``peers``: whether they can read each other's memory over PCIe.
     """
 
     class NVMLError(Exception):

@@ -82,10 +82,7 @@ class FailureCallbackResourceAdaptor(Adaptor):
 class FakeRmm:
     """Stand in for the module ``rmm``, with one resource on device 0.
 
-    Attributes
-    ----------
-    mr
-        Its module ``rmm.mr``.
+    ``mr``: its module ``rmm.mr``.
     """
 
     def __init__(self, first: Any):

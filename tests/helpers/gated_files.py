@@ -54,10 +54,7 @@ class GatedFiles(LocalFileSystem):
 class LateFiles(LocalFileSystem):
     """Open local files under ``late://`` with a delay, as on slow storage.
 
-    Parameters
-    ----------
-    delay_s
-        Delay of each open, in seconds.
+    ``delay_s``: delay of each open, in seconds.
     """
 
     protocol = "late"

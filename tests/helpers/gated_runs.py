@@ -182,20 +182,12 @@ def outputs(scheduler: Any) -> list[Any]:
 class Watched(SchedulerPlugin):
     """Watch the tasks and owners of a run, from a moment in its middle until after its end.
 
-    Attributes
-    ----------
-    producers
-        The transfer tasks that had ended when the watch began, each with its worker.
-    transfers, outputs
-        The keys of the transfer tasks, and of the task of each output.
-    owners
-        The live owners of the run.
-    before
-        The share and the owner of each output when the watch began.
-    sent
-        How often each task has been sent to a worker since then.
-    made
-        The worker of each task that has ended since then.
+    ``producers``: the transfer tasks that had ended when the watch began, each with its worker.
+    ``transfers``, ``outputs``: the keys of the transfer tasks, and of the task of each output.
+    ``owners``: the live owners of the run.
+    ``before``: the share and the owner of each output when the watch began.
+    ``sent``: how often each task has been sent to a worker since then.
+    ``made``: the worker of each task that has ended since then.
     """
 
     def __init__(self, scheduler: Any, shuffle: Any = None):

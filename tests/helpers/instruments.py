@@ -44,13 +44,9 @@ COMPUTE = "compute"
 class Instruments(WorkerPlugin):
     """Wrap the runtime of each worker, now or when it is switched on later.
 
-    Parameters
-    ----------
-    failures
-        Make one in this many allocations, and one in this many tasks, fail at random; 0 for none.
-    handovers
-        Whether to detect premature handovers of memory with :class:`HandoverChecker`. Violations are counted
-        as the fallback ``overlap.handed-over-early``, which the doctor shows.
+    ``failures``: make one in this many allocations, and one in this many tasks, fail at random; 0 for none.
+    ``handovers``: whether to detect premature handovers of memory with :class:`HandoverChecker`. Violations
+    are counted as the fallback ``overlap.handed-over-early``, which the doctor shows.
     """
 
     name = "gpurt-instruments"
@@ -156,12 +152,8 @@ class HandoverChecker:
     their fence has to be waited for, or the next access has to be on the same stream. Only explicit waits
     count, even if the device happens to be fast enough.
 
-    Parameters
-    ----------
-    report
-        Called with a description of each premature handover.
-    count
-        Called for each check.
+    ``report``: called with a description of each premature handover.
+    ``count``: called for each check.
     """
 
     def __init__(self, report: Callable[[str], None], count: Callable[[], None] = no_fence):
@@ -181,14 +173,9 @@ class HandoverChecker:
     ) -> Fence:
         """Note the start of an access; return a function to call after waiting for it, which is idempotent.
 
-        Parameters
-        ----------
-        name
-            A description for messages.
-        reads, writes
-            Buffers or arrays.
-        stream
-            The stream that orders it; by default this thread's communication stream.
+        ``name``: a description for messages.
+        ``reads``, ``writes``: buffers or arrays.
+        ``stream``: the stream that orders it; by default this thread's communication stream.
         """
         begun = _AsyncAccess(name, stream or threading.get_ident(), spans(reads), spans(writes))
         with self._lock:
@@ -201,12 +188,8 @@ class HandoverChecker:
     def hand_over(self, name: str, buffers: Iterable[Any], *, readable: bool = False) -> None:
         """Note that memory passes to another user.
 
-        Parameters
-        ----------
-        name
-            A description for messages.
-        readable
-            Whether it may still be read, so that only pending writes are premature.
+        ``name``: a description for messages.
+        ``readable``: whether it may still be read, so that only pending writes are premature.
         """
         found = spans(buffers)
         next_use = _AsyncAccess(name, None, found if readable else [], [] if readable else found)

@@ -43,10 +43,7 @@ _QUERY = """(async () => {
 class OpenTrace:
     """Query a trace that is open in Perfetto's page.
 
-    Attributes
-    ----------
-    page
-        The page.
+    ``page``: the page.
     """
 
     def __init__(self, page: browser.Page):
@@ -63,10 +60,7 @@ class OpenTrace:
     async def query(self, sql: str, **columns: str | int) -> list[list[Any]]:
         """Return the rows of a query.
 
-        Parameters
-        ----------
-        columns
-            The type of each column of the result by name: :data:`TEXT` or :data:`NUMBER`.
+        ``columns``: the type of each column of the result by name: :data:`TEXT` or :data:`NUMBER`.
         """
         rows = await self.evaluate(_QUERY % (json.dumps(sql), json.dumps(columns)))
         found: list[list[Any]] = json.loads(rows)
@@ -99,10 +93,7 @@ def _served(trace: Path, folder: Path) -> Iterator[str]:
 async def opened(trace: Path, folder: Path, width: int = 1400, height: int = 900) -> AsyncIterator[OpenTrace]:
     """Open a trace in Perfetto's page.
 
-    Parameters
-    ----------
-    folder
-        An empty folder for temporary files.
+    ``folder``: an empty folder for temporary files.
     """
     with _served(trace, folder) as base:
         async with browser.browser(folder / "profile", width, height) as visit:

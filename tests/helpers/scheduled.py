@@ -157,10 +157,7 @@ class _WorkerRuntime(GpurtWorkerPlugin):
 class ScheduledWorker(Process, BaseWorker):
     """Run Dask's state machine on a process, and its tasks when the test lets them.
 
-    Parameters
-    ----------
-    tasks
-        Takes a worker, a key and the values of its dependencies, and runs the task.
+    ``tasks``: takes a worker, a key and the values of its dependencies, and runs the task.
     """
 
     def __init__(
@@ -304,21 +301,11 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
 class DaskScheduler(VirtualScheduler):
     """Run Dask's scheduler with the runtime.
 
-    Parameters
-    ----------
-    retries
-        The setting ``gpurt.shuffle.retries``.
-    errors
-        Takes what hooks of plugins raise, which Dask only logs.
-
-    Attributes
-    ----------
-    processes
-        The workers, by address.
-    leaving
-        Functions that are called with each worker that is about to be removed.
-    told
-        What was logged about shuffles: beginnings, repairs, restarts.
+    ``retries``: the setting ``gpurt.shuffle.retries``.
+    ``errors``: takes what hooks of plugins raise, which Dask only logs.
+    ``processes``: the workers, by address.
+    ``leaving``: functions that are called with each worker that is about to be removed.
+    ``told``: what was logged about shuffles: beginnings, repairs, restarts.
     """
 
     def __init__(self, wire: Wire, retries: int, errors: list[Any]):

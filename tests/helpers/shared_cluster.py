@@ -21,10 +21,7 @@ class SharedCluster:
     leaves
     state behind, the cluster is closed, and the next test starts a new one.
 
-    Parameters
-    ----------
-    failures
-        Returns the number of failed tests.
+    ``failures``: returns the number of failed tests.
     """
 
     def __init__(self, failures: Callable[[], int]) -> None:
@@ -37,10 +34,7 @@ class SharedCluster:
     def client(self, backend: str = "pandas", **settings: Any) -> Iterator[Client]:
         """Enable the runtime, as on a :func:`cluster` of its own.
 
-        Raises
-        ------
-        AssertionError
-            If state is left behind: a task, data, a run of a shuffle, a plugin, a setting.
+        Raises AssertionError if state is left behind: a task, data, a run of a shuffle, a plugin, a setting.
         """
         # Workers with GPUs or instruments are set up when they start, so they get a cluster of their own.
         if backend != "pandas" or FAILURES or CHECK:

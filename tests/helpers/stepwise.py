@@ -39,19 +39,10 @@ class Event(NamedTuple):
 class StepwiseCluster:
     """Run a computation on workers under Dask's scheduler, one event at a time.
 
-    Parameters
-    ----------
-    retries
-        The setting ``gpurt.shuffle.retries``.
-    pool, paths
-        Settings of the workers' exchanges.
-
-    Attributes
-    ----------
-    story
-        The names of the events so far.
-    lost_messages
-        The number of messages that were lost, before or after they had arrived.
+    ``retries``: the setting ``gpurt.shuffle.retries``.
+    ``pool``, ``paths``: settings of the workers' exchanges.
+    ``story``: the names of the events so far.
+    ``lost_messages``: the number of messages that were lost, before or after they had arrived.
     """
 
     def __init__(

@@ -51,14 +51,9 @@ def two_plain_hosts(
 
     The scheduler runs on the first host.
 
-    Parameters
-    ----------
-    scratch
-        Folder of the workers' files.
-    rate
-        Bandwidth of the link in each direction, in bytes per second; unlimited by default.
-    protocol
-        Protocol of the workers' comms; "ucx" runs over TCP.
+    ``scratch``: folder of the workers' files.
+    ``rate``: bandwidth of the link in each direction, in bytes per second; unlimited by default.
+    ``protocol``: protocol of the workers' comms; "ucx" runs over TCP.
     """
     with dask.config.set(QUICK), contextlib.ExitStack() as stack:
         try:

@@ -15,15 +15,10 @@ REGISTER_UNIT, SHARED_UNIT_BYTES = 256, 128
 def residency(limits: DeviceLimits, threads: int, registers: int, shared: int) -> int:
     """Return how many blocks of a kernel fit on an SM at the same time.
 
-    Parameters
-    ----------
-    limits
-        The limits of the device. The allocation unit of registers assumes compute capability 7.0 or newer,
-        that of shared memory 8.0 or newer.
-    registers
-        Registers per thread.
-    shared
-        Static and dynamic shared memory per block, in bytes.
+    ``limits``: the limits of the device. The allocation unit of registers assumes compute capability 7.0 or
+    newer, that of shared memory 8.0 or newer.
+    ``registers``: registers per thread.
+    ``shared``: static and dynamic shared memory per block, in bytes.
     """
     warps = -(-threads // WARP_THREADS)
     by_warps = limits.threads // WARP_THREADS // warps
@@ -37,10 +32,7 @@ def residency(limits: DeviceLimits, threads: int, registers: int, shared: int) -
 def shared_for(limits: DeviceLimits, cap: int) -> int:
     """Return the static and dynamic shared memory per block in bytes with which ``cap`` blocks fit on an SM.
 
-    Raises
-    ------
-    CapError
-        If the cap is 0, or more than an SM holds.
+    Raises CapError if the cap is 0, or more than an SM holds.
     """
     check(cap, limits)
     return (limits.shared // (cap + 1) // SHARED_UNIT_BYTES + 1) * SHARED_UNIT_BYTES - limits.reserved

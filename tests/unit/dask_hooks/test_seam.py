@@ -146,10 +146,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def complaints(tree: ast.Module, own: frozenset[str], *, plans: bool = False) -> list[str]:
     """Report private attributes in a module that are Dask's, or whose owner is unknown.
 
-    Parameters
-    ----------
-    plans
-        Whether the module belongs to the planner, which may name expressions.
+    ``plans``: whether the module belongs to the planner, which may name expressions.
     """
     allowed = ALLOWED.keys() | (OF_EXPRESSIONS if plans else set())
     found = [

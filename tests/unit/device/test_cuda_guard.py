@@ -22,12 +22,8 @@ MODULE = "dask_gpurt.device.cuda_guard"
 class Cluster:
     """Hold the current resource of a device, a guard of it, and spilled bytes.
 
-    Attributes
-    ----------
-    spillable
-        Bytes that can be spilled once, from any resource.
-    failures
-        The requests that the guard was called for.
+    ``spillable``: bytes that can be spilled once, from any resource.
+    ``failures``: the requests that the guard was called for.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, first: Any):
