@@ -15,7 +15,7 @@ from rich.table import Table
 from dask_gpurt.cli.cluster import connected
 from dask_gpurt.topology import SHIPPED, Link, Speed
 from dask_gpurt.topology.hosts import Gpu, Host, discover, nvml_missing, visible_devices
-from dask_gpurt.topology.links import OF_GPUS
+from dask_gpurt.topology.model import OF_GPUS
 
 
 @click.command(short_help="Show devices, the links between them, their speeds.")

@@ -22,14 +22,13 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange.calls import Calls, is_exiting, off_on
-from dask_gpurt.exchange.comms import Comms
+from dask_gpurt.exchange.comms import Comms, Puller
 from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.incoming import IncomingShard, Landing, ShardState
 from dask_gpurt.exchange.links import IN_PLACE, Links, Traffic
 from dask_gpurt.exchange.outgoing import PoolHooks
 from dask_gpurt.exchange.paths import Endpoint, Path, Peers
 from dask_gpurt.exchange.pools import ActiveRuns, Pools, PoolUsers
-from dask_gpurt.exchange.pulling import Puller
 from dask_gpurt.exchange.requests import PeerRequests
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
 from dask_gpurt.frames import ChunkTable, Table, backend_for, chunk_table

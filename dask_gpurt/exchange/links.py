@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.topology import SHIPPED, Link, Speed
-from dask_gpurt.topology.links import BETWEEN_HOSTS, WITHIN_HOST, WindowedRatio
+from dask_gpurt.topology.model import BETWEEN_HOSTS, WITHIN_HOST, WindowedRatio
 
 #: Seconds until the scheduler is asked again about an unknown peer.
 UNKNOWN_PEER_RETRY_S = 10.0

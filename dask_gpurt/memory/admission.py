@@ -45,7 +45,7 @@ from typing import NamedTuple
 from dask.typing import Key
 from zict import LRU
 
-from dask_gpurt.memory.reservations import Reservations
+from dask_gpurt.memory.spilling import Reservations
 from dask_gpurt.memory.waits import Line, WaitLine
 from dask_gpurt.observe import Fallback, Metrics
 

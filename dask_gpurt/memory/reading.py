@@ -21,7 +21,6 @@ from dask_gpurt.device.base import Fence, wait_for_all
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.memory.accounting import owned
 from dask_gpurt.memory.entries import Entry, EntryTable, StoredCopy
-from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import (
     Frames,
     NotMovable,
@@ -32,7 +31,7 @@ from dask_gpurt.memory.serialize import (
     on_device,
     to_frames,
 )
-from dask_gpurt.memory.spilling import Spiller
+from dask_gpurt.memory.spilling import Reservations, Spiller
 from dask_gpurt.memory.tiers import Tier
 
 #: A buffer, and its memo, in which readers cache derived data.

@@ -6,7 +6,7 @@ The lower tiers (pinned memory, host memory, disk) hold serialised objects. The 
 - :mod:`~dask_gpurt.memory.entries`: the table of all entries, under one lock,
 - :mod:`~dask_gpurt.memory.spilling` and :mod:`~dask_gpurt.memory.spilling`: moves down and up,
 - :mod:`~dask_gpurt.memory.reading`: reads in the lower tiers, without a move,
-- :mod:`~dask_gpurt.memory.reservations`: memory reserved before it is allocated,
+- :mod:`~dask_gpurt.memory.spilling`: memory reserved before it is allocated,
 - :mod:`~dask_gpurt.memory.spilling`: the order of eviction.
 
 Moves block, so they run in threads.
@@ -29,9 +29,8 @@ from dask_gpurt.memory.entries import Entry, EntryTable, ExternalRef, Priority, 
 from dask_gpurt.memory.ledger import PARTITIONS, Ledger
 from dask_gpurt.memory.lower_tiers import LowerTier
 from dask_gpurt.memory.reading import BufferAndMemo, EntryReader, Unspiller
-from dask_gpurt.memory.reservations import Reservations
 from dask_gpurt.memory.serialize import Frames
-from dask_gpurt.memory.spilling import Spiller
+from dask_gpurt.memory.spilling import Reservations, Spiller
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from dask_gpurt.topology import Topology
-from dask_gpurt.topology.links import BETWEEN_HOSTS
+from dask_gpurt.topology.model import BETWEEN_HOSTS
 
 #: Routes expire, to use current speeds, after this many lookups, and more for each route that was worked out,
 #: which keeps the overhead small, up to a limit.

@@ -17,7 +17,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.placement.estimates import mean_result_bytes
 from dask_gpurt.placement.strategy import Placement
 from dask_gpurt.topology import Topology
-from dask_gpurt.topology.links import BETWEEN_HOSTS
+from dask_gpurt.topology.model import BETWEEN_HOSTS
 
 logger = logging.getLogger(__name__)
 

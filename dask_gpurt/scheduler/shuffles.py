@@ -44,7 +44,6 @@ from dask_gpurt.protocol import ACCEPTED_OP
 from dask_gpurt.scheduler.balancing import Balancing
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC, Recovery
 from dask_gpurt.scheduler.results import SmallResults
-from dask_gpurt.scheduler.retirement import Retirement
 from dask_gpurt.scheduler.runs import (
     ActiveRuns,
     asked_outputs,
@@ -54,7 +53,7 @@ from dask_gpurt.scheduler.runs import (
     require_allowed,
 )
 from dask_gpurt.scheduler.switching import Workers
-from dask_gpurt.scheduler.unresponsive import Abandoning, BarrierEnds
+from dask_gpurt.scheduler.unresponsive import Abandoning, BarrierEnds, Retirement
 from dask_gpurt.shuffle.losses import ConsecutiveRuns
 from dask_gpurt.shuffle.owners import Owners
 from dask_gpurt.shuffle.rechunk import RechunkSpec

@@ -150,7 +150,7 @@ class RetiredShares:
             self.asked -= shares
 
 
-# ---- seals -------------------------------------------------------------------------------------------
+# ---- seals, of a run at its barrier ------------------------------------------------------------------
 #
 # The worker that runs the barrier sends a :class:`~dask_gpurt.shuffle.messages.Seal` to all owners and
 # producers. docs/design/exactly-once.md describes what each of them does with it.

@@ -18,8 +18,7 @@ from typing import Any
 
 import psutil
 
-from dask_gpurt.topology.links import Link
-from dask_gpurt.topology.model import Place
+from dask_gpurt.topology.model import Link, Place
 
 #: A pair of devices, by their ids.
 Devices = frozenset[str]

@@ -16,9 +16,9 @@ from distributed.core import Status
 
 import dask_gpurt
 from dask_gpurt.client.session import register_method
-from dask_gpurt.exchange.pulling import Puller
+from dask_gpurt.exchange.comms import Puller
 from dask_gpurt.scheduler.recovery import Recovery
-from dask_gpurt.scheduler.retirement import Retirement
+from dask_gpurt.scheduler.unresponsive import Retirement
 from dask_gpurt.shuffle import run as shuffle_run
 from dask_gpurt.shuffle.receiver import Receiver
 from tests.helpers.gated_runs import (

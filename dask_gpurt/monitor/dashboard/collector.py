@@ -17,7 +17,7 @@ from dask_gpurt.observe.shown_tiers import shown_tiers
 from dask_gpurt.protocol import PROGRESS_METRIC, TRAFFIC_OP
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
-from dask_gpurt.topology.links import Link, Speed
+from dask_gpurt.topology.model import Link, Speed
 
 #: Interval between two samples, in seconds.
 SAMPLE_INTERVAL_S = 1.0

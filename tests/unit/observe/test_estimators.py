@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.topology.links import WindowedRatio
+from dask_gpurt.topology.model import WindowedRatio
 
 WINDOW = 5
 amounts = st.floats(1e-3, 1e6)

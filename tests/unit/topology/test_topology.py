@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
-from dask_gpurt.topology.links import (
+from dask_gpurt.topology.model import (
     WINDOW_S,
 )
 

@@ -24,7 +24,7 @@ from dask_gpurt.monitor.dashboard.views import (
     TrafficHeat,
 )
 from dask_gpurt.observe.progress import Figures
-from dask_gpurt.topology.links import Link, Speed
+from dask_gpurt.topology.model import Link, Speed
 
 
 def collected(*workers: WorkerSample) -> Any:
