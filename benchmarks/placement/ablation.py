@@ -32,11 +32,10 @@ import click
 
 from benchmarks.common.commandline import split_list, write
 from dask_gpurt.cli.environment import environment
-from dask_gpurt.placement import GatedPlacement, candidates, gate
-from dask_gpurt.placement.candidates import CandidateSelector
+from dask_gpurt.placement import GatedPlacement, gate, strategy
 from dask_gpurt.placement.cost import Candidate, Routes
 from dask_gpurt.placement.estimates import Estimates
-from dask_gpurt.placement.strategy import Placement
+from dask_gpurt.placement.strategy import CandidateSelector, Placement
 from dask_gpurt.tools.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
 from dask_gpurt.tools.simulate.clock import DeadlockError
 from dask_gpurt.tools.simulate.placements import PLACEMENTS
@@ -108,7 +107,7 @@ RULES: Mapping[str, Sequence[Patch]] = {
     "bytes in flight": [(Estimates, "seconds_inbound", _always(0.0))],
     "hosts share their links": [(Routes, "_workers_on_host_of", _always(1))],
     "the working set fits": [(Estimates, "demand", _without(Estimates.demand, working_set=0.0))],
-    "four holders": [(candidates, "MAX_HOLDERS", 1)],
+    "four holders": [(strategy, "MAX_HOLDERS", 1)],
 }
 
 

@@ -1,25 +1,238 @@
 """Replace the choices of Dask's scheduler by placement, and restore them.
 
-Decisions and their figures: ``docs/decisions/placement.md``.
+Candidates for a task are workers that hold its inputs, and few others.
+
+Decisions and their figures: ``docs/decisions/placement.md`` and ``docs/decisions/scheduler.md``.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from itertools import islice
-from typing import Any
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from heapq import nsmallest
+from itertools import chain, islice
+from typing import Any, Generic, TypeVar
 
 from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, allowed_workers
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.candidates import AvailableWorkers, CandidateSelector
 from dask_gpurt.placement.cost import Candidate
-from dask_gpurt.placement.estimates import Estimates, Headroom
+from dask_gpurt.placement.estimates import Demand, Estimates, Headroom, is_alias
 from dask_gpurt.topology import Topology
 
 logger = logging.getLogger(__name__)
+
+# ---- workers with free memory, by load ---------------------------------------------------------------
+
+WorkerT = TypeVar("WorkerT", bound=Hashable)
+
+#: Among how many of the least loaded workers one is searched that may take a task.
+MAX_FAR_WORKERS = 16
+
+
+@dataclass(slots=True)
+class _Indexed:
+    """Hold a worker's current load, and its load in the buckets."""
+
+    load: int
+    bucket_load: int
+
+
+class LoadIndex(Generic[WorkerT]):
+    """Index workers by load. Pure.
+
+    A change only records the load, in constant time; the next lookup updates the buckets. Among equally
+    loaded workers the one that has had its load longest comes first, so that equal workers take turns.
+    """
+
+    def __init__(self) -> None:
+        #: Sets that keep insertion order. Unlike a plain dict, they find their first worker in constant time
+        #: after many others have been removed from the front.
+        self._buckets: dict[int, OrderedDict[WorkerT, None]] = {}
+        self._workers: dict[WorkerT, _Indexed] = {}
+        #: Workers whose load has changed since the last lookup, in the order of their latest changes.
+        self._changed: dict[WorkerT, _Indexed] = {}
+
+    def put(self, worker: WorkerT, load: int) -> None:
+        """Set the load of a worker, which is indexed if it was not."""
+        known = self._workers.get(worker)
+        if known is None:
+            self._update()
+            self._workers[worker] = _Indexed(load, load)
+            self._bucket(load)[worker] = None
+        elif known.load != load:
+            known.load = load
+            self._changed.pop(worker, None)
+            self._changed[worker] = known
+
+    def discard(self, worker: WorkerT) -> None:
+        """Remove a worker from the index, if present."""
+        known = self._workers.pop(worker, None)
+        if known is not None:
+            self._changed.pop(worker, None)
+            self._take_out(worker, known.bucket_load)
+
+    def least(self, number: int) -> Iterator[WorkerT]:
+        """Return up to ``number`` workers, least loaded first."""
+        self._update()
+        if not self._buckets:
+            return iter(())
+        first = self._buckets[min(self._buckets)]
+        if len(first) >= number:
+            return islice(first, number)
+        return islice(chain.from_iterable(self._buckets[load] for load in sorted(self._buckets)), number)
+
+    def _update(self) -> None:
+        for worker, known in self._changed.items():
+            self._take_out(worker, known.bucket_load)
+            self._bucket(known.load)[worker] = None
+            known.bucket_load = known.load
+        self._changed.clear()
+
+    def _bucket(self, load: int) -> OrderedDict[WorkerT, None]:
+        bucket = self._buckets.get(load)
+        if bucket is None:
+            bucket = self._buckets[load] = OrderedDict()
+        return bucket
+
+    def _take_out(self, worker: WorkerT, load: int) -> None:
+        bucket = self._buckets[load]
+        del bucket[worker]
+        if not bucket:
+            del self._buckets[load]
+
+
+class AvailableWorkers:
+    """Index the running workers with free memory by load."""
+
+    def __init__(self, state: SchedulerState, estimates: Estimates):
+        self._state = state
+        self._estimates = estimates
+        # By address, since hashing Dask's WorkerState calls a Python method, which is slow.
+        self._index: LoadIndex[str] = LoadIndex()
+
+    def check(self, ws: WorkerState) -> None:
+        """Update the load of a running worker."""
+        if self._estimates.has_room(ws):
+            self._index.put(ws.address, len(ws.processing) // ws.nthreads)
+        else:
+            self._index.discard(ws.address)
+
+    def discard(self, worker: str) -> None:
+        """Remove a worker by its address."""
+        self._index.discard(worker)
+
+    def least_loaded(self, number: int) -> Iterator[WorkerState]:
+        """Yield up to ``number`` available workers, least loaded first."""
+        workers, running = self._state.workers, self._state.running
+        for address in list(self._index.least(number)):
+            ws = workers.get(address)
+            if ws is not None and ws in running:
+                yield ws
+            else:  # it has left or stopped running since its last check
+                self._index.discard(address)
+
+    def least_loaded_of(self, workers: Collection[WorkerState]) -> WorkerState | None:
+        """Return one of the given workers with a low load.
+
+        None if many other workers have less load, or the given ones have no free memory. The lookup in the
+        index comes first, since even ``next(iter(workers))`` is slow for a set that has had many elements.
+        """
+        for ws in self.least_loaded(MAX_FAR_WORKERS):
+            if ws in workers:
+                return ws
+        return next(iter(workers)) if len(workers) == 1 else None
+
+
+# ---- candidates --------------------------------------------------------------------------------------
+
+#: How many holders of inputs are compared, those with the most bytes, and how many holders of one input.
+MAX_HOLDERS, MAX_REPLICAS = 4, 4
+
+
+class CandidateSelector:
+    """Select the candidates for a task, and estimate its cost on each."""
+
+    def __init__(self, state: SchedulerState, estimates: Estimates, available: AvailableWorkers):
+        self._state = state
+        self._estimates = estimates
+        self._available = available
+
+    def for_task(self, ts: SchedulerTask, valid: Collection[WorkerState] | None) -> list[Candidate]:
+        """Return the costs of a task on holders of its inputs and, if it would wait there, on an idler one.
+
+        ``valid``: the running workers that the task may run on; None for all running workers.
+        """
+        allowed = self._state.running if valid is None else valid
+        demand = self._estimates.demand(ts)
+        estimate = partial(self._estimates.cost, demand)
+        if len(allowed) == 1:
+            return [estimate(ws) for ws in allowed]
+        found = [estimate(ws) for ws in self._holders(demand) if ws in allowed]
+        if found and is_alias(ts):  # an alias needs no additional memory where its data are
+            return found
+        first = cost.best(found) if found else None
+        if first is not None and first.waiting > 0:
+            idler = self._idler(first, allowed)
+            if idler is not None and self._pays(other := estimate(idler), first):
+                found.append(other)
+        if not any([candidate.fits for candidate in found]):
+            found += [estimate(ws) for ws in self._far(allowed)]
+        return found
+
+    def _holders(self, demand: Demand) -> list[WorkerState]:
+        """Return the workers with the most bytes of inputs; ties are broken by the least work."""
+        # By address, since hashing Dask's WorkerState calls a Python method, which is slow.
+        found = {ws.address: ws for _, _, holders, _ in demand.inputs for ws in islice(holders, MAX_REPLICAS)}
+        if len(found) <= MAX_HOLDERS:
+            return list(found.values())
+        held: defaultdict[str, int] = defaultdict(int)
+        for _, nbytes, holders, _ in demand.inputs:
+            for ws in islice(holders, MAX_REPLICAS):
+                held[ws.address] += nbytes
+        most = nsmallest(MAX_HOLDERS, held, key=lambda one: (-held[one], found[one].occupancy, one))
+        return [found[address] for address in most]
+
+    def _idler(self, first: Candidate, allowed: Collection[WorkerState]) -> WorkerState | None:
+        """Return the least loaded worker, if it has less load than the best holder."""
+        ws = next(self._available.least_loaded(1), None)
+        if ws is None or len(ws.processing) / ws.nthreads >= first.load or ws not in allowed:
+            return None
+        return ws
+
+    def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
+        """Return whether it pays to move inputs away from their holder.
+
+        Durations are uncertain, so moving may take no longer than the task itself: that is the most that can
+        be gained where the estimate of the wait is wrong.
+        """
+        return candidate.moving - holder.moving <= holder.running and candidate.seconds < holder.seconds
+
+    def _far(self, allowed: Collection[WorkerState]) -> Collection[WorkerState]:
+        """Return a few workers anywhere, for a task without inputs or without memory near its inputs."""
+        if len(allowed) <= MAX_FAR_WORKERS:
+            return allowed
+        found = [ws for ws in self._available.least_loaded(MAX_FAR_WORKERS) if ws in allowed]
+        return found or nsmallest(
+            MAX_FAR_WORKERS, allowed, key=lambda ws: (len(ws.processing) / ws.nthreads, ws.address)
+        )
+
+    # ---- root tasks ----------------------------------------------------------------------
+
+    def for_root(self, ts: SchedulerTask, open_to: Collection[WorkerState]) -> list[Candidate]:
+        """Return the cost of a root task on the least loaded worker; nothing if none has free memory.
+
+        ``open_to``: the workers that accept root tasks now.
+        """
+        ws = self._available.least_loaded_of(open_to)
+        return [] if ws is None else [self._estimates.cost(self._estimates.demand(ts), ws)]
+
+
+# ---- choices -----------------------------------------------------------------------------------------
 
 #: How many thieves have their costs compared, and from how many of the least loaded workers these are taken.
 MAX_THIEVES, MAX_THIEVES_LOOKED_UP = 4, 64

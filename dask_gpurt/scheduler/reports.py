@@ -1,4 +1,4 @@
-"""Report the runtime's counters and fallbacks of a cluster, including workers that have left.
+"""Report the counters and fallbacks of a cluster, including workers that have left, and take traces of it.
 
 A killed worker cannot be queried. Each heartbeat carries the worker's counters, so the cluster's totals
 include everything up to its last heartbeat, or up to the last report that it has answered.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from distributed.metrics import time
@@ -17,8 +17,17 @@ from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.metrics import combine
-from dask_gpurt.protocol import COUNTERS_METRIC, WORKER_REPORT_HANDLER
-from dask_gpurt.scheduler.worker_calls import ask
+from dask_gpurt.protocol import (
+    BEGIN_TRACES_HANDLER,
+    COUNTERS_METRIC,
+    END_TRACE_HANDLER,
+    END_TRACES_HANDLER,
+    TAKE_EVENTS_HANDLER,
+    TAKE_TRACES_HANDLER,
+    WORKER_REPORT_HANDLER,
+)
+from dask_gpurt.scheduler.worker_calls import ask, ask_all
+from dask_gpurt.worker.tracing import LEASE_S, Recorder, packed
 
 #: How long to wait for a worker, which may be busy, in seconds; less for the doctor, which a user waits for.
 REPLY_TIMEOUT_S, CONNECT_TIMEOUT_S = 20.0, 6.0
@@ -160,3 +169,73 @@ def _combine(reports: Iterable[Mapping[str, float]]) -> dict[str, float]:
     counters = combine(reports)
     counters.pop(ONCE_A_CLUSTER, None)
     return counters
+
+
+# ---- traces ------------------------------------------------------------------------------------------
+
+
+#: How long to wait for the events of a worker, in seconds.
+ANSWER_TIMEOUT_S = 10.0
+
+
+class SchedulerTracing:
+    """Record traces on the scheduler, and collect the events of its workers."""
+
+    def __init__(self, scheduler: SchedulerServer, metrics: Metrics):
+        self._scheduler: SchedulerServer = scheduler
+        self._recorder = Recorder(metrics)
+
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        """Return the handlers for clients, by name."""
+        return {
+            BEGIN_TRACES_HANDLER: self.begin,
+            TAKE_TRACES_HANDLER: self.take,
+            END_TRACES_HANDLER: self.end,
+        }
+
+    def close(self) -> None:
+        """End any recording."""
+        self._recorder.end()
+
+    async def begin(self, token: str) -> dict[str, Any]:
+        """Begin a trace on all servers (handler).
+
+        Returns ``time``: that of the beginning, in seconds since the epoch.
+        Raises RuntimeError if another trace is being recorded.
+        """
+        if self._recorder.token not in (None, token):
+            raise RuntimeError(
+                "another trace of this cluster is being recorded: wait until it ends, or "
+                f"{LEASE_S:.0f} s if its client is gone"
+            )
+        began = time()
+        await self.take(token, 0)
+        return {"time": began}
+
+    async def take(self, token: str, limit: int) -> dict[str, Any]:
+        """Return the next events of all servers (handler).
+
+        Returns the batch of each worker by address, and the scheduler's under "scheduler". A worker that does
+        not answer has an ``error``.
+        """
+        own = await asyncio.to_thread(packed, self._recorder.begin(token), limit)
+        names = {worker: str(state.name) for worker, state in self._scheduler.workers.items()}
+        replies = await ask_all(
+            self._scheduler, names, TAKE_EVENTS_HANDLER, ANSWER_TIMEOUT_S, token=token, limit=limit
+        )
+        workers = {worker: {**_batch(reply), "name": names[worker]} for worker, reply in replies.items()}
+        return {"scheduler": {**own, "name": "scheduler"}, **workers}
+
+    async def end(self, token: str) -> None:
+        """End a trace (handler)."""
+        self._recorder.end(token)
+        await ask_all(
+            self._scheduler, self._scheduler.workers, END_TRACE_HANDLER, ANSWER_TIMEOUT_S, token=token
+        )
+
+
+def _batch(reply: Any) -> dict[str, Any]:
+    """Return the reply of a worker; an ``error`` if it is none."""
+    if isinstance(reply, dict):
+        return reply
+    return {"error": "the runtime is off there" if reply is None else str(reply)}

@@ -65,12 +65,12 @@ from dask_gpurt.worker import Layer
 from dask_gpurt.worker.colocation import ALONE_VARIABLE
 from dask_gpurt.worker.data import WorkerData
 from dask_gpurt.worker.kept_ranges import KeptRanges
-from dask_gpurt.worker.lookups import RunLookup
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads
 from dask_gpurt.worker.reports import TopologyReporter, add_metric, amounts, progress
 from dask_gpurt.worker.streams import PromptStreams
+from dask_gpurt.worker.tasks import RunLookup
 from dask_gpurt.worker.tiers import WorkerTiers
 from dask_gpurt.worker.tracebacks import spare_tracebacks
 from dask_gpurt.worker.tracing import WorkerTracing

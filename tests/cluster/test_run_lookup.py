@@ -10,7 +10,7 @@ import pandas as pd
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.run import ShuffleRun
-from dask_gpurt.worker.lookups import RunLookup
+from dask_gpurt.worker.tasks import RunLookup
 from tests.helpers.clusters import cluster
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.placement import cost
-from dask_gpurt.placement.candidates import LoadIndex
 from dask_gpurt.placement.cost import Candidate, Route, Routes
+from dask_gpurt.placement.strategy import LoadIndex
 from dask_gpurt.topology import SHIPPED, Link, Place, Speed, Topology
 
 GB = 10**9
