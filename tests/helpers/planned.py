@@ -13,6 +13,7 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+from dask.core import flatten
 from hypothesis import strategies as st
 from pyarrow.fs import LocalFileSystem
 
@@ -73,6 +74,12 @@ class Planner:
 def by_size(tuned: Any, facts: Facts) -> Any:
     """Return a tuned plan that the rules which go by size have changed."""
     return PartitionSize().apply(Broadcast().apply(tuned, facts), facts)
+
+
+def value_of(plan: Any) -> Any:
+    """Compute a lowered plan that has one key."""
+    (key,) = flatten(plan.__dask_keys__())
+    return dask.get(plan.__dask_graph__(), key)
 
 
 def tables(rows: int = 12) -> list[pd.DataFrame]:

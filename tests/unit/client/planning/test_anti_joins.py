@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
 from dask._expr import FinalizeCompute, optimize_until
 from dask.base import collections_to_expr
-from dask.core import flatten
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,14 +20,11 @@ from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 from dask_gpurt.client.planning.rules.dependence import why_dependent
 from dask_gpurt.client.planning.table_facts import FilesChangedError
+from tests.helpers import planned
 from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _tasks() -> Iterator[None]:
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        yield
+pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
 def tables() -> dict[str, pd.DataFrame]:
@@ -67,9 +62,7 @@ def ruled(result: Any) -> tuple[Any, Facts]:
 
 
 def value_of(plan: Any, facts: Facts) -> Any:
-    lowered = lower(facts.tables.checked(optimize_until(plan, "tuned-logical")), "fused")
-    (key,) = flatten(lowered.__dask_keys__())
-    return dask.get(lowered.__dask_graph__(), key)
+    return planned.value_of(lower(facts.tables.checked(optimize_until(plan, "tuned-logical")), "fused"))
 
 
 def looks_up_distinct_keys(plan: Any) -> bool:

@@ -213,7 +213,7 @@ def test_operations_are_described_as_dask_does(
             first, again = (outcomes(programs(left, right), chosen) for _ in range(2))
     assert differences(first, expected) == []
     assert differences(again, expected) == []
-    assert number == 3 or planner.count("metadata.derived") > 5  # the last index has a frequency
+    assert number == 3 or planner.count("metadata.derived") > 0  # the last index has a frequency
     assert planner.metrics.snapshot()["fallbacks"] == {}
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -23,6 +21,7 @@ from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.coded_groups import CodedChunk, CodedGroups
 from dask_gpurt.dask_hooks.dictionary_reads import is_supported, with_dictionaries
 from tests.helpers.examples import examples
+from tests.helpers.planned import value_of
 
 KEYS = {
     "number": st.integers(-3, 3),
@@ -40,10 +39,7 @@ AGGREGATIONS: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tasks() -> Iterator[None]:
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        yield
+pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
 def planned(result: Any) -> tuple[Any, Facts]:
@@ -60,14 +56,13 @@ def has(plan: Any, kind: type) -> bool:
 def check(result: Any) -> Any:
     """Check that the rule's plan has the result of Dask; return the plan."""
     plan, _ = planned(result)
-    (key,) = plan.__dask_keys__()
     try:
         expected = result.compute()
     except Exception as error:  # such as of a text that is averaged
         with pytest.raises(type(error)):
-            dask.get(plan.__dask_graph__(), key)
+            value_of(plan)
         return plan
-    found = dask.get(plan.__dask_graph__(), key)
+    found = value_of(plan)
     equal = pd.testing.assert_frame_equal if expected.ndim == 2 else pd.testing.assert_series_equal
     equal(found, expected, check_exact=True)
     assert list(found.index.names) == list(expected.index.names)
@@ -105,7 +100,7 @@ def grouped(frame: Any, by: list[str], arg: Any, options: dict[str, Any], split_
     return groups.size(**split) if arg == "size" else getattr(groups[["value", "other"]], arg)(**split)
 
 
-@examples(25)
+@examples(15)
 @given(
     rows=parts(),
     by=BY,
@@ -121,7 +116,7 @@ def test_groups_of_frames_are_those_of_dask(
     assert has(plan, CodedChunk) == (by not in (["name"], ["word"]))
 
 
-@examples(25)
+@examples(15)
 @given(
     rows=parts(),
     by=BY,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
 import pytest
 from dask._expr import FinalizeCompute, optimize_until
 from dask.base import collections_to_expr
-from dask.core import flatten
 from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._groupby import GroupByBase
@@ -26,6 +24,7 @@ from hypothesis import strategies as st
 from dask_gpurt.client.planning.cache import EARLY_RULES
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
+from tests.helpers import planned
 from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
 
@@ -33,10 +32,7 @@ from tests.helpers.examples import examples
 Step = tuple[str, int, int, int]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tasks() -> Iterator[None]:
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        yield
+pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
 def tables(rows: int = 60) -> dict[str, pd.DataFrame]:
@@ -88,9 +84,7 @@ def ruled(*results: Any) -> tuple[Any, Facts]:
 
 
 def value_of(plan: Any) -> Any:
-    lowered = optimize_until(plan, "fused")
-    (key,) = flatten(lowered.__dask_keys__())
-    return dask.get(lowered.__dask_graph__(), key)
+    return planned.value_of(optimize_until(plan, "fused"))
 
 
 # ---- random programs ------------------------------------------------------------------------------

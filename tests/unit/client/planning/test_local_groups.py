@@ -25,13 +25,9 @@ from dask_gpurt.client.planning.table_facts import TableFacts
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.examples import examples
 from tests.helpers.nightly import nightly
-from tests.helpers.planned import Planner, by_size
+from tests.helpers.planned import Planner, by_size, value_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _tasks() -> Any:
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        yield
+pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
 # ---- the rule ---------------------------------------------------------------------------------------
@@ -184,11 +180,6 @@ def planned(result: Any, sizes: PartitionSizes | None = None) -> tuple[Any, dict
     counters = facts.metrics.snapshot()["counters"]
     counted = {name.removeprefix("planning.local."): int(number) for name, number in counters.items()}
     return lower(plan, "simplified-physical"), counted
-
-
-def value_of(plan: Any) -> Any:
-    (key,) = plan.__dask_keys__()
-    return dask.get(plan.__dask_graph__(), key)
 
 
 def assert_same_rows(result: Any, plan: Any) -> None:

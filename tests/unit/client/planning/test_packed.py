@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
@@ -144,15 +143,6 @@ FACTOR = 2
 
 def times_factor(frame: pd.DataFrame) -> pd.DataFrame:
     return frame * FACTOR
-
-
-@pytest.fixture
-def planner() -> Iterator[Planner]:
-    planner = Planner()
-    planner.cache.install()
-    with planner.used(), dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        yield planner
-    planner.cache.remove()
 
 
 @pytest.mark.usefixtures("planner")

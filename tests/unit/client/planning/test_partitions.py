@@ -32,7 +32,7 @@ from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers.clusters import Library, canonical, to_pandas
 from tests.helpers.examples import examples
 from tests.helpers.nightly import nightly
-from tests.helpers.planned import Planner, Step, by_size, computed, programs, run, written
+from tests.helpers.planned import Planner, Step, by_size, computed, programs, run, value_of, written
 
 #: Sizes for which each table that may be a single partition becomes one.
 WHOLE = PartitionSizes(workers=1, threads=1, partition=1 << 50, broadcast=1 << 50)
@@ -132,10 +132,7 @@ def test_strings_count_as_they_are_written_or_as_their_offsets() -> None:
 # ---- plans ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tasks() -> Iterator[None]:
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        yield
+pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +159,6 @@ def changed(result: Any, sizes: PartitionSizes = WHOLE) -> list[int]:
     """Return the numbers of partitions of reads that were changed."""
     plan = planned(result, sizes=sizes)
     return sorted(each.npartitions for each in plan.walk() if type(each) is FewerPartitions)
-
-
-def value_of(plan: Any) -> Any:
-    (key,) = flatten(plan.__dask_keys__())
-    return dask.get(plan.__dask_graph__(), key)
 
 
 #: Programs on a large and on a small table whose result is the same for any partitions.

@@ -6,7 +6,7 @@ import gc
 import pickle
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,15 +33,6 @@ from dask_gpurt.client.planning.rules import PartitionSizes
 from dask_gpurt.dask_hooks import Seam, SeamGroup
 from dask_gpurt.dask_hooks import planning as seam
 from tests.helpers.planned import Planner
-
-
-@pytest.fixture
-def planner() -> Iterator[Planner]:
-    planner = Planner()
-    planner.cache.install()
-    with planner.used(), dask.config.set({"dataframe.shuffle.method": "tasks"}):
-        yield planner
-    planner.cache.remove()
 
 
 def write(folder: Path, rows: int = 8, **columns: Any) -> str:

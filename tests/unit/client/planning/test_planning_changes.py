@@ -6,7 +6,7 @@ import copy
 import datetime
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,7 @@ from dask_gpurt.client.planning.files import has_version
 from dask_gpurt.dask_hooks.planning import settings
 from tests.helpers.planned import Planner
 
-
-@pytest.fixture
-def planner() -> Iterator[Planner]:
-    planner = Planner()
-    planner.cache.install()
-    with planner.used(), dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        yield planner
-    planner.cache.remove()
+pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
 def computed(make: Callable[[], Any]) -> tuple[list[str], dict[str, list[Any]]]:

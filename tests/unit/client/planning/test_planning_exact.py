@@ -33,77 +33,33 @@ def readers(library: Library, tmp_path_factory: pytest.TempPathFactory) -> list[
     return written(tmp_path_factory.mktemp("tables"), library.name)
 
 
-@examples(6)
-@given(program=programs)
-def test_programs_are_planned_as_dask_does(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()  # otherwise Dask finds the previous run's expressions
-        expected = planned(readers, program)
-        with planner.used():
-            first = planned(readers, program)
-            again = planned(readers, program)
-    assert first == expected
-    assert again == expected
-
-
-@examples(6)
-@given(program=programs)
-def test_programs_are_planned_by_the_next_process_as_dask_does(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        gc.collect()
-        expected = planned(readers, program)
-        with planner.used():
-            planner.begin_again(stored)
-            planned(readers, program)
-            planner.begin_again(stored)
-            gc.collect()
-            found = planned(readers, program)
-    assert found == expected
-
-
-def test_that_programs_use_what_was_stored(
-    planner: Planner, readers: list[Callable[[], Any]], stored: Path
-) -> None:
-    chosen = {"column": "key", "other": "name", "sides": "on", "how": "left", "suffixes": ("_x", "_y")}
-    program: list[Step] = [("merge", 0, 2, chosen | {"indicator": False})]
-    read = readers[0], readers[2], readers[4]
-    with planner.used():
-        planner.begin_again(stored)
-        planned(list(read), program)
-        planner.begin_again(stored)
-        before = {what: planner.count(what) for what in (*LOADED, *COMPUTED)}
-        gc.collect()
-        planned(list(read), program)
-    assert all(planner.count(what) > before[what] for what in LOADED)
-    assert all(planner.count(what) == before[what] for what in COMPUTED)
-    assert planner.metrics.snapshot()["fallbacks"] == {}
-
-
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("planning") / "results"
 
 
-LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
-COMPUTED = ("metadata.computed", "plans.computed", "files.read")
-
-
 @examples(6)
 @given(program=programs)
-def test_fused_programs_have_the_same_results(
-    planner: Planner, readers: list[Callable[[], Any]], program: list[Step]
+def test_programs_are_planned_and_computed_as_dask_does(
+    planner: Planner, readers: list[Callable[[], Any]], program: list[Step], stored: Path
 ) -> None:
+    """At first, again, and by the next process."""
     with warnings.catch_warnings(), dask.config.set(scheduler="sync"):
         warnings.simplefilter("ignore")
-        expected = computed(readers, program)
+        gc.collect()  # otherwise Dask finds the previous run's expressions
+        expected, result = planned(readers, program), computed(readers, program)
         with planner.used():
+            plans = [planned(readers, program) for _ in range(2)]
+            for _ in range(2):
+                planner.begin_again(stored)
+                gc.collect()
+                plans.append(planned(readers, program))
             found = computed(readers, program)
+    assert plans == [expected] * 4
+    assert_same(found, result)
+
+
+def assert_same(found: Any, expected: Any) -> None:
     assert type(found) is type(expected)
     if isinstance(expected, pd.DataFrame):
         pd.testing.assert_frame_equal(found, expected, check_exact=True)
@@ -113,15 +69,28 @@ def test_fused_programs_have_the_same_results(
         assert found == expected
 
 
-def test_that_programs_use_what_was_kept(planner: Planner, readers: list[Callable[[], Any]]) -> None:
+KEPT = ("expressions.reused", "plans.reused", "files.reused")
+LOADED = ("metadata.loaded", "plans.loaded", "files.loaded")
+COMPUTED = ("metadata.computed", "plans.computed", "files.read")
+
+
+def test_that_programs_use_what_was_kept_and_stored(
+    planner: Planner, readers: list[Callable[[], Any]], stored: Path
+) -> None:
     chosen = {"column": "key", "other": "name", "sides": "on", "how": "left", "suffixes": ("_x", "_y")}
     program: list[Step] = [("merge", 0, 2, chosen | {"indicator": False})]
-    read = readers[0], readers[2], readers[4]
+    read = [readers[0], readers[2], readers[4]]
+
+    def rises(*counted: str) -> list[bool]:
+        before = [planner.count(what) for what in counted]
+        planned(read, program)
+        return [planner.count(what) > count for what, count in zip(counted, before, strict=True)]
+
     with planner.used():
-        assert planned(list(read), program)["errors"] == []
-        before = {what: planner.count(what) for what in REUSED}
-        planned(list(read), program)
-    assert all(planner.count(what) > before[what] for what in REUSED)
-
-
-REUSED = ("expressions.reused", "plans.reused", "files.reused")
+        planner.begin_again(stored)
+        assert planned(read, program)["errors"] == []
+        assert all(rises(*KEPT))
+        planner.begin_again(stored)
+        gc.collect()
+        assert rises(*LOADED, *COMPUTED) == [True] * 3 + [False] * 3
+    assert planner.metrics.snapshot()["fallbacks"] == {}

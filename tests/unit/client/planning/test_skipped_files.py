@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -15,7 +14,6 @@ import pyarrow.parquet as pq
 import pytest
 from dask._expr import FinalizeCompute, optimize_until
 from dask.base import collections_to_expr
-from dask.core import flatten
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,15 +21,13 @@ from dask_gpurt.client.planning.reads import lower, read_of
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
 from tests.helpers.examples import examples
+from tests.helpers.planned import value_of
 
 FILES, ROWS = 9, 20
 START = pd.Timestamp("2024-02-27")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tasks() -> Iterator[None]:
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        yield
+pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
 def table() -> pd.DataFrame:
@@ -69,11 +65,6 @@ def planned(result: Any) -> tuple[Any, list[int]]:
     return lower(plan, "fused"), sorted(reads.values())
 
 
-def value_of(plan: Any) -> Any:
-    (key,) = flatten(plan.__dask_keys__())
-    return dask.get(plan.__dask_graph__(), key)
-
-
 OPERATORS = (operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne)
 NUMBERS = (-51, -50, -31, -30, 9, 9.5, 10, 128, 129, 130, 1e300)
 DAYS = tuple(START + pd.Timedelta(hours) for hours in ("-1h", "0h", "1us", "100D", "345D", "1056h", "9999h"))
@@ -98,7 +89,7 @@ def comparison(rows: Any, number: int, other: int, third: int) -> Any:
 _numbers = st.tuples(st.integers(0, 7), st.integers(0, 11), st.integers(0, 11))
 
 
-@examples(25)
+@examples(15)
 @given(first=_numbers, second=_numbers, third=_numbers, way=st.sampled_from(["and", "or", "twice", "both"]))
 def test_no_row_is_lost(read: Callable[[], Any], first: Any, second: Any, third: Any, way: str) -> None:
     def program(rows: Any) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -22,14 +21,12 @@ from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.dependence import depends_on_partitions
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from tests.helpers.examples import examples
+from tests.helpers.planned import value_of
 
 Read = Callable[[str], Any]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _tasks() -> Iterator[None]:
-    with dask.config.set({"dataframe.shuffle.method": "tasks", "scheduler": "sync"}):
-        yield
+pytestmark = pytest.mark.usefixtures("by_tasks")
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +74,6 @@ def planned(result: Any, rule: bool = True) -> Any:
     return lower(changed, "simplified-physical")
 
 
-def value_of(plan: Any) -> Any:
-    (key,) = plan.__dask_keys__()
-    return dask.get(plan.__dask_graph__(), key)
-
-
 FOLLOWING: dict[str, Callable[[Any], Any]] = {
     "numbers": lambda rows: rows.reset_index(drop=True),
     "a column": lambda rows: rows.assign(twice=rows.row * 2, one=1),
@@ -98,7 +90,7 @@ FOLLOWING: dict[str, Callable[[Any], Any]] = {
 BY = [["row"], ["ratio", "row"], ["name", "row"], ["key", "name", "row"]]
 
 
-@examples(40)
+@examples(20)
 @given(
     follows=st.sampled_from([*FOLLOWING]),
     by=st.sampled_from(BY),
