@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from typing import Any
 
 LIMIT_S = 60
 THREAD_LIMIT_S = 20
@@ -25,3 +28,13 @@ def on_thread(function: Callable[[], object]) -> None:
     thread.start()
     thread.join(THREAD_LIMIT_S)
     assert not thread.is_alive()
+
+
+def on_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test on an event loop of its own, for a limited time."""
+
+    @wraps(test)
+    def run(*args: Any, **fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **fixtures), LIMIT_S))
+
+    return run

@@ -18,6 +18,7 @@ from dask_gpurt.exchange.paths import Endpoint
 from dask_gpurt.exchange.shard import Peer, PeerLost
 from dask_gpurt.observe import Metrics
 from dask_gpurt.topology import Link
+from tests.helpers.waiting import on_a_loop
 
 ME, SLOW, QUICK = "tcp://here:1", "tcp://slow:1", "tcp://quick:1"
 
@@ -83,47 +84,40 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_the_first_shard_of_a_peer_comes_alone() -> None:
-    async def session() -> None:
-        worker = Worker()
-        ours = comms_of(worker)
-        pulls = [asyncio.create_task(ours.fetch(shard_of(QUICK))) for _ in range(3)]
-        await settled()
-        assert worker.asked[QUICK] == 1
-        worker.answers[QUICK].set()
-        await asyncio.wait_for(asyncio.gather(*pulls), 10)
-        assert worker.asked[QUICK] == 3
-
-    asyncio.run(session())
+@on_a_loop
+async def test_the_first_shard_of_a_peer_comes_alone() -> None:
+    worker = Worker()
+    ours = comms_of(worker)
+    pulls = [asyncio.create_task(ours.fetch(shard_of(QUICK))) for _ in range(3)]
+    await settled()
+    assert worker.asked[QUICK] == 1
+    worker.answers[QUICK].set()
+    await asyncio.wait_for(asyncio.gather(*pulls), 10)
+    assert worker.asked[QUICK] == 3
 
 
-def test_a_slow_peer_does_not_hold_up_the_others() -> None:
-    async def session() -> None:
-        worker = Worker()
-        ours = comms_of(worker)
-        slow = [asyncio.create_task(ours.fetch(shard_of(SLOW))) for _ in range(2)]
-        await settled()
-        worker.answers[QUICK].set()
-        await asyncio.wait_for(asyncio.gather(*(ours.fetch(shard_of(QUICK)) for _ in range(3))), 10)
-        assert worker.asked == {SLOW: 1, QUICK: 3}
-        worker.answers[SLOW].set()
-        await asyncio.wait_for(asyncio.gather(*slow), 10)
-
-    asyncio.run(session())
+@on_a_loop
+async def test_a_slow_peer_does_not_hold_up_the_others() -> None:
+    worker = Worker()
+    ours = comms_of(worker)
+    slow = [asyncio.create_task(ours.fetch(shard_of(SLOW))) for _ in range(2)]
+    await settled()
+    worker.answers[QUICK].set()
+    await asyncio.wait_for(asyncio.gather(*(ours.fetch(shard_of(QUICK)) for _ in range(3))), 10)
+    assert worker.asked == {SLOW: 1, QUICK: 3}
+    worker.answers[SLOW].set()
+    await asyncio.wait_for(asyncio.gather(*slow), 10)
 
 
-def test_nothing_is_kept_of_peers_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_loop
+async def test_nothing_is_kept_of_peers_that_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "LONGEST_PAUSE_S", 0.0)
     monkeypatch.setattr(calls, "FIRST_PAUSE_S", 0.0)
-
-    async def session() -> None:
-        worker = Worker(reachable=False)
-        worker.answers[SLOW].set()
-        ours = comms_of(worker)
-        pulls = [asyncio.create_task(ours.fetch(shard_of(SLOW))) for _ in range(2)]
-        await asyncio.wait(pulls, timeout=10)
-        assert [type(pull.exception()) for pull in pulls] == [PeerLost, PeerLost]
-        pulls.clear()
-        assert not ours._first
-
-    asyncio.run(session())
+    worker = Worker(reachable=False)
+    worker.answers[SLOW].set()
+    ours = comms_of(worker)
+    pulls = [asyncio.create_task(ours.fetch(shard_of(SLOW))) for _ in range(2)]
+    await asyncio.wait(pulls, timeout=10)
+    assert [type(pull.exception()) for pull in pulls] == [PeerLost, PeerLost]
+    pulls.clear()
+    assert not ours._first

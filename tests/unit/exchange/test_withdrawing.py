@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any
@@ -21,6 +21,7 @@ from dask_gpurt.exchange.incoming import IncomingShard, ShardState
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import Attempt, Section
 from tests.helpers.exchanges import Cluster, intercept
+from tests.helpers.waiting import on_a_loop
 
 A, B = "tcp://a:1", "tcp://b:1"
 RUN, NEXT = ("a shuffle", 1), ("a shuffle", 2)
@@ -125,132 +126,112 @@ class Reading:
             return set(self._incoming.source(0))
 
 
-def session(test: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
-
-
 either_end_first = pytest.mark.parametrize("owner_first", [False, True])
 
 
 @either_end_first
-def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
-    async def test() -> None:
-        pair = Pair("comms")
-        incoming = await pair.accepted()
-        await pair.sent.wait()
-        pair.landed.let.set()
-        await pair.ends(incoming, owner_first=owner_first, go_on=pair.wire.set)
-        assert set(np.concatenate(pair.landed.found)) == {OURS}
-
-    session(test())
+@on_a_loop
+async def test_a_run_ends_while_a_shard_is_sent(owner_first: bool) -> None:
+    pair = Pair("comms")
+    incoming = await pair.accepted()
+    await pair.sent.wait()
+    pair.landed.let.set()
+    await pair.ends(incoming, owner_first=owner_first, go_on=pair.wire.set)
+    assert set(np.concatenate(pair.landed.found)) == {OURS}
 
 
 @either_end_first
-def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
+@on_a_loop
+async def test_a_run_ends_while_a_shard_is_copied(owner_first: bool) -> None:
     """By its owner, out of the mapped pool."""
-
-    async def test() -> None:
-        pair = Pair("shared-memory", "comms")
-        incoming = await pair.accepted()
-        pair.owner.drain(list(pair.producer.me))
-        await asyncio.to_thread(pair.landed.begun.wait, 60)
-        await pair.ends(incoming, owner_first=owner_first, go_on=pair.landed.let.set)
-        assert set(np.concatenate(pair.landed.found)) == {OURS}
-
-    session(test())
+    pair = Pair("shared-memory", "comms")
+    incoming = await pair.accepted()
+    pair.owner.drain(list(pair.producer.me))
+    await asyncio.to_thread(pair.landed.begun.wait, 60)
+    await pair.ends(incoming, owner_first=owner_first, go_on=pair.landed.let.set)
+    assert set(np.concatenate(pair.landed.found)) == {OURS}
 
 
 @either_end_first
-def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> None:
-    async def test() -> None:
-        pair = Pair("shared-memory", "comms")
-        incoming = await pair.accepted()
-        reading = Reading(incoming)
-        found = await reading.begins()
-        await pair.ends(incoming, owner_first=owner_first, go_on=reading.go_on.set)
-        assert await found == {OURS}
-
-    session(test())
+@on_a_loop
+async def test_a_run_ends_while_a_shard_is_read_where_it_lies(owner_first: bool) -> None:
+    pair = Pair("shared-memory", "comms")
+    incoming = await pair.accepted()
+    reading = Reading(incoming)
+    found = await reading.begins()
+    await pair.ends(incoming, owner_first=owner_first, go_on=reading.go_on.set)
+    assert await found == {OURS}
 
 
-def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_loop
+async def test_an_owner_that_reads_and_can_not_be_asked_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(requests, "PEER_RETRY_INTERVAL_S", 0.0)
+    pair = Pair("shared-memory", "comms")
+    incoming = await pair.accepted()
+    reading, asked = Reading(incoming), count(1)
 
-    async def test() -> None:
-        pair = Pair("shared-memory", "comms")
-        incoming = await pair.accepted()
-        reading, asked = Reading(incoming), count(1)
+    async def asks(**message: Any) -> None:
+        if next(asked) <= 3:
+            raise CommClosedError("a comm between two that live has broken")
+        await forget(**message)
 
-        async def asks(**message: Any) -> None:
-            if next(asked) <= 3:
-                raise CommClosedError("a comm between two that live has broken")
-            await forget(**message)
-
-        handlers = pair.owner.worker.handlers
-        forget, handlers["gpurt_forget"] = handlers["gpurt_forget"], asks
-        found = await reading.begins()
-        await pair.ends(incoming, owner_first=False, go_on=reading.go_on.set)
-        assert await found == {OURS}
-
-    session(test())
+    handlers = pair.owner.worker.handlers
+    forget, handlers["gpurt_forget"] = handlers["gpurt_forget"], asks
+    found = await reading.begins()
+    await pair.ends(incoming, owner_first=False, go_on=reading.go_on.set)
+    assert await found == {OURS}
 
 
-def test_an_owner_that_has_left_keeps_nothing() -> None:
-    async def test() -> None:
-        pair = Pair("shared-memory", "comms")
-        await pair.accepted()
-        pair.cluster.network.processes[B].die()
-        pair.cluster.scheduler.leaves(B)
-        await pair.producer.withdraw(RUN)
-        assert not pair.outbox.pool.used
-        for end in (pair.producer, pair.owner):
-            await asyncio.to_thread(end.close)
-
-    session(test())
+@on_a_loop
+async def test_an_owner_that_has_left_keeps_nothing() -> None:
+    pair = Pair("shared-memory", "comms")
+    await pair.accepted()
+    pair.cluster.network.processes[B].die()
+    pair.cluster.scheduler.leaves(B)
+    await pair.producer.withdraw(RUN)
+    assert not pair.outbox.pool.used
+    for end in (pair.producer, pair.owner):
+        await asyncio.to_thread(end.close)
 
 
-def test_the_first_offer_of_a_run_arrives_after_its_producer_has_ended_it() -> None:
-    async def test() -> None:
-        pair = Pair("shared-memory", "comms")
-        await pair.owner.forget(list(pair.producer.me), list(NEXT))
-        pair.owner.run_begins(NEXT)
-        path = await pair.owner.path(pair.shard)
-        with pytest.raises(ExchangeClosed, match="after the end of its run"):
-            pair.owner.take(NEXT, pair.shard, path, pair.failed.append)
-        for end in (pair.producer, pair.owner):
-            await asyncio.to_thread(end.close)
-
-    session(test())
+@on_a_loop
+async def test_the_first_offer_of_a_run_arrives_after_its_producer_has_ended_it() -> None:
+    pair = Pair("shared-memory", "comms")
+    await pair.owner.forget(list(pair.producer.me), list(NEXT))
+    pair.owner.run_begins(NEXT)
+    path = await pair.owner.path(pair.shard)
+    with pytest.raises(ExchangeClosed, match="after the end of its run"):
+        pair.owner.take(NEXT, pair.shard, path, pair.failed.append)
+    for end in (pair.producer, pair.owner):
+        await asyncio.to_thread(end.close)
 
 
-def test_a_pull_that_fails_leaves_nothing_behind() -> None:
-    async def test() -> None:
-        pair = Pair("comms")
-        pair.producer.worker.handlers["gpurt_fetch"] = failing
-        incoming = await pair.accepted()
-        while not pair.failed:
-            await pair.settled()
-        await pair.ends(incoming, owner_first=False, go_on=lambda: None)
-
+@on_a_loop
+async def test_a_pull_that_fails_leaves_nothing_behind() -> None:
     async def failing(**_: Any) -> Any:
         raise ValueError("no")
 
-    session(test())
+    pair = Pair("comms")
+    pair.producer.worker.handlers["gpurt_fetch"] = failing
+    incoming = await pair.accepted()
+    while not pair.failed:
+        await pair.settled()
+    await pair.ends(incoming, owner_first=False, go_on=lambda: None)
 
 
-def test_a_fence_that_fails_keeps_nothing_waiting() -> None:
+@on_a_loop
+async def test_a_fence_that_fails_keeps_nothing_waiting() -> None:
     def fence() -> None:
         raise RuntimeError("an illegal address")
 
-    async def test() -> None:
-        pair = Pair("shared-memory", "comms")
-        incoming = await pair.accepted()
-        incoming.read_until(fence)
-        with pytest.raises(RuntimeError, match="illegal address"):
-            await pair.owner.offload(pair.owner.discard, [incoming])
-        await pair.producer.withdraw(RUN)
-        assert not pair.outbox.pool.used
-        for end in (pair.producer, pair.owner):
-            await asyncio.to_thread(end.close)
-
-    session(test())
+    pair = Pair("shared-memory", "comms")
+    incoming = await pair.accepted()
+    incoming.read_until(fence)
+    with pytest.raises(RuntimeError, match="illegal address"):
+        await pair.owner.offload(pair.owner.discard, [incoming])
+    await pair.producer.withdraw(RUN)
+    assert not pair.outbox.pool.used
+    for end in (pair.producer, pair.owner):
+        await asyncio.to_thread(end.close)

@@ -25,6 +25,7 @@ from dask_gpurt.memory.peer_copies import Loan, PeerCopies
 from dask_gpurt.observe import Metrics
 from tests.helpers.far_device import Far, FarDevice
 from tests.helpers.in_process import until
+from tests.helpers.waiting import on_a_loop
 
 MIB = 1 << 20
 #: Those of Dask's comms over UCX.
@@ -135,35 +136,31 @@ nested = st.lists(objects | st.integers() | st.text(max_size=5) | st.just(np.ara
 
 
 @given(objects | nested | st.dictionaries(st.text(max_size=3), objects, max_size=3))
-def test_a_peer_gets_the_object_that_was_sent_as_one_buffer(value: Any) -> None:
-    async def run() -> None:
-        copies, metrics = copies_of()
-        with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending)
-            if "x" in found:
-                there = [frame for frame in found["x"].frames if isinstance(frame, OfGpu)]
-                assert len(there) == 1
-                assert used(copies) >= metrics.snapshot()["counters"]["memory.peer-copies.bytes"] > 0
-                equal(over_the_wire(found["x"]), value)
-            else:  # nothing of it is on the device
-                assert used(copies) == 0
-        assert used(copies) == 0
-        copies.close()
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_peer_gets_the_object_that_was_sent_as_one_buffer(value: Any) -> None:
+    copies, metrics = copies_of()
+    with ExitStack() as sending:
+        found = await copies.messages({"x": value}, sending)
+        if "x" in found:
+            there = [frame for frame in found["x"].frames if isinstance(frame, OfGpu)]
+            assert len(there) == 1
+            assert used(copies) >= metrics.snapshot()["counters"]["memory.peer-copies.bytes"] > 0
+            equal(over_the_wire(found["x"]), value)
+        else:  # nothing of it is on the device
+            assert used(copies) == 0
+    assert used(copies) == 0
+    copies.close()
 
 
-def test_objects_without_room_are_left_to_dask() -> None:
-    async def run() -> None:
-        copies, metrics = copies_of(64 << 10)
-        half, too_large = OnDevice(np.arange(5000)), OnDevice(np.arange(10000))
-        with ExitStack() as sending:
-            assert list(await copies.messages({"a": half, "b": half, "c": too_large}, sending)) == ["a"]
-        assert metrics.snapshot()["counters"]["memory.peer-copies.full"] == 2
-        with ExitStack() as sending:
-            assert list(await copies.messages({"b": half}, sending)) == ["b"]
-
-    asyncio.run(run())
+@on_a_loop
+async def test_objects_without_room_are_left_to_dask() -> None:
+    copies, metrics = copies_of(64 << 10)
+    half, too_large = OnDevice(np.arange(5000)), OnDevice(np.arange(10000))
+    with ExitStack() as sending:
+        assert list(await copies.messages({"a": half, "b": half, "c": too_large}, sending)) == ["a"]
+    assert metrics.snapshot()["counters"]["memory.peer-copies.full"] == 2
+    with ExitStack() as sending:
+        assert list(await copies.messages({"b": half}, sending)) == ["b"]
 
 
 class Refusing(Gpu):
@@ -176,17 +173,15 @@ class Refusing(Gpu):
         raise MemoryError("out of memory")
 
 
-def test_a_device_without_memory_for_copies_is_asked_once() -> None:
-    async def run() -> None:
-        device = Refusing()
-        copies, metrics = copies_of(device=device)
-        with ExitStack() as sending:
-            for _ in range(2):
-                assert await copies.messages({"x": OnDevice(np.arange(9))}, sending) == {}
-        assert device.asked == 1
-        assert metrics.fallbacks()["memory.no-peer-copies"]["count"] == 1
-
-    asyncio.run(run())
+@on_a_loop
+async def test_a_device_without_memory_for_copies_is_asked_once() -> None:
+    device = Refusing()
+    copies, metrics = copies_of(device=device)
+    with ExitStack() as sending:
+        for _ in range(2):
+            assert await copies.messages({"x": OnDevice(np.arange(9))}, sending) == {}
+    assert device.asked == 1
+    assert metrics.fallbacks()["memory.no-peer-copies"]["count"] == 1
 
 
 class FailingLater(Gpu):
@@ -219,72 +214,61 @@ async def sent(copies: PeerCopies, objects: dict[str, Any]) -> None:
         await copies.messages(objects, sending)
 
 
-def test_a_copy_that_fails_takes_no_room() -> None:
+@on_a_loop
+async def test_a_copy_that_fails_takes_no_room() -> None:
     """Nor do those that were made before it."""
-
-    async def run() -> None:
-        copies, _ = copies_of(device=FailingLater())
-        values = {"x": OnDevice(np.arange(9)), "y": OnDevice(np.arange(9))}
-        with pytest.raises(RuntimeError, match="illegal"):
-            await sent(copies, values)
-        assert used(copies) == 0
-
-    asyncio.run(run())
+    copies, _ = copies_of(device=FailingLater())
+    values = {"x": OnDevice(np.arange(9)), "y": OnDevice(np.arange(9))}
+    with pytest.raises(RuntimeError, match="illegal"):
+        await sent(copies, values)
+    assert used(copies) == 0
 
 
-def test_a_send_is_cancelled_while_its_objects_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_loop
+async def test_a_send_is_cancelled_while_its_objects_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_copies, "KEPT_AFTER_FAILURE_S", 0)
-
-    async def run() -> None:
-        device = Waiting()
-        copies, _ = copies_of(device=device)
-        sending = asyncio.create_task(sent(copies, {"x": OnDevice(np.arange(9))}))
-        await asyncio.to_thread(device.entered.wait, 20)
-        sending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await sending
-        copies.close()
-        assert used(copies) > 0
-        device.go_on.set()
-        await until(lambda: copies._pool is None)
-
-    asyncio.run(run())
+    device = Waiting()
+    copies, _ = copies_of(device=device)
+    sending = asyncio.create_task(sent(copies, {"x": OnDevice(np.arange(9))}))
+    await asyncio.to_thread(device.entered.wait, 20)
+    sending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending
+    copies.close()
+    assert used(copies) > 0
+    device.go_on.set()
+    await until(lambda: copies._pool is None)
 
 
-def test_copies_are_kept_for_a_while_if_their_connection_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_a_loop
+async def test_copies_are_kept_for_a_while_if_their_connection_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer may still read them."""
     monkeypatch.setattr(peer_copies, "KEPT_AFTER_FAILURE_S", 0.01)
+    copies, _ = copies_of()
+    freed = asyncio.Event()
+    free = copies._free
+    monkeypatch.setattr(copies, "_free", lambda blocks: (free(blocks), freed.set()))
+    sending = ExitStack()
+    assert await copies.messages({"x": OnDevice(np.arange(9))}, sending)
+    failure = OSError("the connection was closed")
+    sending.__exit__(OSError, failure, None)
+    assert used(copies) > 0
+    copies.close()
+    assert used(copies) > 0
+    await asyncio.wait_for(freed.wait(), 10)
+    assert copies._pool is None
 
-    async def run() -> None:
-        copies, _ = copies_of()
-        freed = asyncio.Event()
-        free = copies._free
-        monkeypatch.setattr(copies, "_free", lambda blocks: (free(blocks), freed.set()))
-        sending = ExitStack()
-        assert await copies.messages({"x": OnDevice(np.arange(9))}, sending)
-        failure = OSError("the connection was closed")
-        sending.__exit__(OSError, failure, None)
-        assert used(copies) > 0
+
+@on_a_loop
+async def test_memory_is_freed_once_nothing_is_sent_from_it() -> None:
+    copies, _ = copies_of()
+    value = OnDevice(np.arange(9))
+    with ExitStack() as sending:
+        found = await copies.messages({"x": value}, sending)
         copies.close()
-        assert used(copies) > 0
-        await asyncio.wait_for(freed.wait(), 10)
-        assert copies._pool is None
-
-    asyncio.run(run())
-
-
-def test_memory_is_freed_once_nothing_is_sent_from_it() -> None:
-    async def run() -> None:
-        copies, _ = copies_of()
-        value = OnDevice(np.arange(9))
-        with ExitStack() as sending:
-            found = await copies.messages({"x": value}, sending)
-            copies.close()
-            equal(over_the_wire(found["x"]), value)
-            assert await copies.messages({"y": value}, sending) == {}
-        assert copies._pool is None
-
-    asyncio.run(run())
+        equal(over_the_wire(found["x"]), value)
+        assert await copies.messages({"y": value}, sending) == {}
+    assert copies._pool is None
 
 
 class Other:
@@ -298,20 +282,18 @@ class Other:
         return Loan(block, self.pool, lambda: self.pool.free(block))
 
 
-def test_objects_without_room_are_copied_into_another_pool() -> None:
-    async def run() -> None:
-        device = Gpu()
-        other = Other(device)
-        copies, metrics = copies_of(64 << 10, device, other.lend)
-        values = [OnDevice(np.arange(n)) for n in (5000, 5001, 10000, 200_000)]
-        with ExitStack() as sending:
-            found = await copies.messages(dict(enumerate(values)), sending)
-            assert list(found) == [0, 1, 2]  # the second one since the first takes the room
-            assert used(copies) == 40_192
-            assert other.pool.used == 40_192 + 80_128
-            for which, message in found.items():
-                equal(over_the_wire(message), values[which])
-        assert used(copies) == other.pool.used == 0
-        assert metrics.snapshot()["counters"]["memory.peer-copies.full"] == 1
-
-    asyncio.run(run())
+@on_a_loop
+async def test_objects_without_room_are_copied_into_another_pool() -> None:
+    device = Gpu()
+    other = Other(device)
+    copies, metrics = copies_of(64 << 10, device, other.lend)
+    values = [OnDevice(np.arange(n)) for n in (5000, 5001, 10000, 200_000)]
+    with ExitStack() as sending:
+        found = await copies.messages(dict(enumerate(values)), sending)
+        assert list(found) == [0, 1, 2]  # the second one since the first takes the room
+        assert used(copies) == 40_192
+        assert other.pool.used == 40_192 + 80_128
+        for which, message in found.items():
+            equal(over_the_wire(message), values[which])
+    assert used(copies) == other.pool.used == 0
+    assert metrics.snapshot()["counters"]["memory.peer-copies.full"] == 1

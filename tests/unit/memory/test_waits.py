@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.memory.waits import Line, LineClosed, WaitLine
-from tests.helpers.waiting import LIMIT_S, until
+from tests.helpers.waiting import LIMIT_S, on_a_loop, until
 
 steps = st.lists(st.tuples(st.sampled_from(["join", "ahead", "leave"]), st.integers(0, 5)), max_size=40)
 
@@ -68,35 +68,32 @@ events = st.lists(st.tuples(st.sampled_from(["end", "cancel", "pass"]), st.integ
 
 
 @given(requests, events, st.booleans())
-def test_nothing_waits_while_there_is_room_whatever_ends_or_gives_up(
+@on_a_loop
+async def test_nothing_waits_while_there_is_room_whatever_ends_or_gives_up(
     wanted: Any, events: Any, fair: bool
 ) -> None:
     """There are no retries, so that a lost wake-up would hang."""
-
-    async def run() -> None:
-        room = Room(4, fair)
-        tasks = [asyncio.create_task(room.take(who, *request)) for who, request in enumerate(wanted)]
-        given_back = set[int]()
-        for what, which in [*events, *[("settle", 0), ("end", 0)] * len(wanted)]:
-            running = [who for who in room.admitted if who not in given_back]
-            waiting = [who for who, task in enumerate(tasks) if not task.done()]
-            if what == "end" and running:
-                given_back.add(who := running[which % len(running)])
-                room.give_back(wanted[who][0])
-            elif what == "cancel" and waiting and (who := waiting[which % len(waiting)]) in room.line.waiting:
-                tasks[who].cancel()
-            elif what == "pass":
-                await asyncio.sleep(0)
-            else:
-                await _settle()
-                first = room.line.first
-                assert first is None or wanted[first][0] > room.free, "there is room for the first"
-        await _settle()
-        assert all(task.done() for task in tasks)
-        if fair and not any(task.cancelled() for task in tasks) and not any(pauses for _, pauses in wanted):
-            assert room.admitted == sorted(room.admitted)
-
-    asyncio.run(run())
+    room = Room(4, fair)
+    tasks = [asyncio.create_task(room.take(who, *request)) for who, request in enumerate(wanted)]
+    given_back = set[int]()
+    for what, which in [*events, *[("settle", 0), ("end", 0)] * len(wanted)]:
+        running = [who for who in room.admitted if who not in given_back]
+        waiting = [who for who, task in enumerate(tasks) if not task.done()]
+        if what == "end" and running:
+            given_back.add(who := running[which % len(running)])
+            room.give_back(wanted[who][0])
+        elif what == "cancel" and waiting and (who := waiting[which % len(waiting)]) in room.line.waiting:
+            tasks[who].cancel()
+        elif what == "pass":
+            await asyncio.sleep(0)
+        else:
+            await _settle()
+            first = room.line.first
+            assert first is None or wanted[first][0] > room.free, "there is room for the first"
+    await _settle()
+    assert all(task.done() for task in tasks)
+    if fair and not any(task.cancelled() for task in tasks) and not any(pauses for _, pauses in wanted):
+        assert room.admitted == sorted(room.admitted)
 
 
 def test_a_wake_up_between_an_attempt_and_the_wait_is_not_lost() -> None:
