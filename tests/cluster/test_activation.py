@@ -112,9 +112,6 @@ def test_only_dask_names_the_hooks_while_it_is_not_enabled(tmp_path: Path) -> No
 
 # ---- flags ---------------------------------------------------------------------------
 
-#: Disables preloads, as for a client on a machine without the package.
-IGNORANT = {"DASK_DISTRIBUTED__CLIENT__PRELOAD": "[]"}
-
 
 @contextmanager
 def ignorant(address: str) -> Iterator[Client]:
@@ -130,7 +127,7 @@ def ignorant(address: str) -> Iterator[Client]:
 
 
 @pytest.mark.slow
-def test_the_flag_of_a_worker_is_enough_for_all(tmp_path: Path) -> None:
+def test_the_flag_of_a_worker_is_enough_for_all() -> None:
     with (
         cluster_of_commands(workers=1) as (address, _),
         started(
@@ -140,26 +137,6 @@ def test_the_flag_of_a_worker_is_enough_for_all(tmp_path: Path) -> None:
         late.wait_for("Registered to:")
         with ignorant(address) as client:
             assert shuffle_runs(client) == 2
-            # Another client whose process never learns of the runtime, and one that is planned for.
-            assert answer(write(tmp_path), address, **IGNORANT) == {
-                **{"right": True, "knows": False, "after": None},
-                "runs": [2, 2],
-            }
-            assert answer(write(tmp_path), address)["knows"]
-
-
-@pytest.mark.nightly
-def test_takeover_can_be_forbidden() -> None:
-    flags = ("--preload", "dask_gpurt")
-    with (
-        cluster_of_commands(worker=flags, workers=1, DASK_GPURT__TAKEOVER="false") as (address, _),
-        ignorant(address) as client,
-    ):
-        assert shuffle_runs(client) == 0
-        # A client that enables it later is served nevertheless.
-        dask_gpurt.enable(client)
-        assert shuffle_runs(client) == 1
-        dask_gpurt.disable(client)
 
 
 def test_shuffles_that_are_not_taken_over_are_reported(

@@ -22,7 +22,6 @@ import dask_gpurt
 from dask_gpurt.scheduler import silence
 from dask_gpurt.scheduler.recovery import Recovery
 from tests.helpers.clusters import Library, canonical, cluster, counters, partitions, to_pandas
-from tests.helpers.nightly import nightly
 from tests.helpers.waiting import until
 
 PARTS, ROWS = 8, 5_000
@@ -93,19 +92,13 @@ def test_a_worker_is_killed_during_transfer(own: Client, library: Library) -> No
     assert_right(out)
 
 
-@pytest.mark.parametrize("when", [nightly("never there"), nightly("before"), "during"])
-def test_a_preferred_worker_that_is_lost_is_only_a_preference(
-    own: Client, library: Library, when: str
-) -> None:
-    """Tasks run on it until it is killed, if it is there and they are not stolen; then on the others."""
-    worker = "tcp://127.0.0.1:1" if when == "never there" else next(iter(own.nthreads()))
-    if when == "before":
-        kill(own, worker)
+def test_a_preferred_worker_that_is_lost_is_only_a_preference(own: Client, library: Library) -> None:
+    """Tasks run on it until it is killed, if they are not stolen; then on the others."""
+    worker = next(iter(own.nthreads()))
     out = build(library, waits_at("go", PARTS - 1)).shuffle("key")
     future = own.compute(out, workers=[worker], allow_other_workers=True, optimize_graph=False)
     Event("go-reached", client=own).wait(timeout=60)
-    if when == "during":
-        kill(own, worker)
+    kill(own, worker)
     Event("go", client=own).set()
     rows = canonical(to_pandas(future.result(timeout=60)), index=False)
     pd.testing.assert_frame_equal(rows, canonical(pd.concat(frames()), index=False))
@@ -125,39 +118,8 @@ def test_tasks_whose_only_worker_is_killed_wait_for_it(own: Client, library: Lib
     assert counters(own).get("shuffle.runs", 0) <= 1  # the first one, if the worker had reported it
 
 
-@pytest.mark.nightly
-def test_another_worker_is_killed_during_transfer(own: Client, library: Library) -> None:
-    out = build(library, waits_at("go", PARTS - 1)).shuffle("key").persist()
-    Event("go-reached", client=own).wait(timeout=60)
-    busy = Variable("go-worker", client=own).get()
-    kill(own, next(w for w in own.nthreads() if w != busy))
-    Event("go", client=own).set()
-    assert_right(out)
-
-
-def test_a_worker_is_killed_at_the_barrier(own: Client, library: Library) -> None:
-    """A worker dies on the message that all inputs have been transferred."""
-
-    def die_once(dask_worker: Any) -> None:
-        from dask_gpurt.shuffle import run
-
-        flush = run.ShuffleRun._flush
-        state = {"first": True}
-
-        async def dying(self: Any) -> None:
-            if state.pop("first", False):
-                os.kill(os.getpid(), signal.SIGKILL)
-            await flush(self)
-
-        run.ShuffleRun._flush = dying
-
-    victim = next(iter(own.nthreads()))
-    own.run(die_once, workers=[victim])
-    assert_right(build(library).shuffle("key").persist())
-
-
-def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch, *, its_own: bool) -> list[str]:
-    """Stop a worker with SIGSTOP when the first barrier is sent: the one that runs it, or another.
+def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stop a worker with SIGSTOP when the first barrier is sent to another one.
 
     Returns a list that receives its address. Silence is noticed after a second.
     """
@@ -169,7 +131,7 @@ def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch, *, its_own:
         transition(self, key, finish, worker)
         if finish == "processing" and id_from_key(key) and not stopped:
             where = self._scheduler.tasks[key].processing_on.address
-            stopped.append(where if its_own else next(each for each in processes if each != where))
+            stopped.append(next(each for each in processes if each != where))
             os.kill(processes[stopped[0]], signal.SIGSTOP)
 
     monkeypatch.setattr(Recovery, "transition", stops)
@@ -188,16 +150,10 @@ def continued(client: Client) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("which", "path"), [("another", "auto"), nightly("its own", "auto"), nightly("another", "comms")]
-)
-def test_a_worker_is_stopped_at_the_barrier(
-    library: Library, monkeypatch: pytest.MonkeyPatch, which: str, path: str
-) -> None:
+def test_a_worker_is_stopped_at_the_barrier(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others finish without it. Afterwards it takes part again."""
-    paths = {} if path == "auto" else {"exchange__paths": ["comms"]}
-    with cluster(library.name, workers=3, **paths) as client:
-        stopped = stop_at_barrier(client, monkeypatch, its_own=which == "its own")
+    with cluster(library.name, workers=3) as client:
+        stopped = stop_at_barrier(client, monkeypatch)
         with continued(client):
             out = build(library).shuffle("key").persist()
             assert_right(out)
@@ -211,42 +167,6 @@ def test_a_worker_is_stopped_at_the_barrier(
         assert counted["shuffle.workers.silent"] >= 1
         assert counted["shuffle.runs.recovered"] >= 1
         assert not counted.get("shuffle.runs.restarted")
-
-
-@pytest.mark.nightly
-def test_a_worker_is_killed_during_unpack(own: Client, library: Library) -> None:
-    def slow(frame: Any, partition_info: Any = None) -> Any:
-        if partition_info and partition_info["number"] == 2 and not Event("unpack").is_set():
-            Variable("unpack-worker").set(get_worker().address)
-            Event("unpack-reached").set()
-            Event("unpack").wait(timeout=60)
-        return frame
-
-    shuffled = build(library).shuffle("key")
-    out = shuffled.map_partitions(slow, meta=shuffled._meta).persist()
-    Event("unpack-reached", client=own).wait(timeout=60)
-    kill(own, Variable("unpack-worker", client=own).get())
-    Event("unpack", client=own).set()
-    assert_right(out)
-
-
-@pytest.mark.nightly
-def test_a_worker_is_killed_after_the_shuffle(own: Client, library: Library) -> None:
-    out = build(library).shuffle("key").persist()
-    wait(out)
-    kill(own, next(iter(own.nthreads())))
-    assert_right(out)
-
-
-@pytest.mark.slow
-def test_a_merge_survives_the_loss_of_a_worker(own: Client, library: Library) -> None:
-    left = build(library, waits_at("go", PARTS - 1))
-    out = left.merge(build(library).rename(columns={"row": "other"}), on="key").persist()
-    Event("go-reached", client=own).wait(timeout=60)
-    kill(own, Variable("go-worker", client=own).get())
-    Event("go", client=own).set()
-    rows = pd.concat(frames())
-    assert len(out) == len(rows.merge(rows, on="key"))
 
 
 def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: Library) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,21 +74,6 @@ def asks(tmp_path: Path) -> Path:
 # ---- how it is switched on -----------------------------------------------------------
 
 
-def test_a_flag_plans_as_much_as_a_client_that_switches_it_on() -> None:
-    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _):
-        with Client(address) as client:
-            by_flag, rows = graph(), query().compute()
-        with Client(address) as client:
-            switched_on = (dask_gpurt.enable(client), graph())[1]
-        with dask.config.set({"gpurt.client": False}), Client(address) as client:
-            assert not dask_gpurt.is_enabled(client)
-            kept_out = graph()
-            pd.testing.assert_frame_equal(query().compute(), rows)
-            anyway = (dask_gpurt.enable(client), graph())[1]
-    assert by_flag == switched_on == anyway
-    assert by_flag != kept_out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["SCHEDULER", nightly("WORKER")])
 def test_a_configuration_in_one_place_is_enough(asks: Path, role: str) -> None:
@@ -101,84 +87,66 @@ def test_a_configuration_in_one_place_is_enough(asks: Path, role: str) -> None:
 # ---- clients -------------------------------------------------------------------------
 
 
-def test_clients_follow_when_it_is_switched_on_and_off() -> None:
-    @gen_client_cluster(nthreads=[("127.0.0.1", 1)])
-    async def follow(client: Any, scheduler: Any, worker: Any) -> None:
-        async with another(scheduler) as early:
-            assert not dask_gpurt.is_enabled(early)
-            for _ in range(2):
-                await dask_gpurt.enable(client)
-                await soon(lambda: dask_gpurt.is_enabled(early))
-                async with another(scheduler) as late:
-                    assert dask_gpurt.is_enabled(late)
-                    await dask_gpurt.disable(early)
-                    assert not any(map(dask_gpurt.is_enabled, (client, early, late)))
-
-    follow()
-
-
-def test_a_client_that_connects_as_it_is_switched_on_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its subscription is lost, as if it arrived after the scheduler has told all who have subscribed."""
-
-    @gen_client_cluster(nthreads=[])
-    async def connect(client: Any, scheduler: Any) -> None:
-        monkeypatch.setitem(scheduler.stream_handlers, "subscribe-topic", lambda *args, **kwargs: None)
-        async with another(scheduler) as late:
+@gen_client_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_clients_follow_when_it_is_switched_on_and_off(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    async with another(scheduler) as early:
+        assert not dask_gpurt.is_enabled(early)
+        for _ in range(2):
             await dask_gpurt.enable(client)
-            await soon(lambda: dask_gpurt.is_enabled(late))
-            await dask_gpurt.disable(client)
+            await soon(lambda: dask_gpurt.is_enabled(early))
+            async with another(scheduler) as late:
+                assert dask_gpurt.is_enabled(late)
+                await dask_gpurt.disable(early)
+                assert not any(map(dask_gpurt.is_enabled, (client, early, late)))
 
-    connect()
+
+@gen_client_cluster(nthreads=[])
+async def test_a_client_that_connects_as_it_is_switched_on_follows(
+    client: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its subscription is lost, as if it arrived after the scheduler has told all who have subscribed."""
+    monkeypatch.setitem(scheduler.stream_handlers, "subscribe-topic", lambda *args, **kwargs: None)
+    async with another(scheduler) as late:
+        await dask_gpurt.enable(client)
+        await soon(lambda: dask_gpurt.is_enabled(late))
+        await dask_gpurt.disable(client)
 
 
-def test_switching_off_overtakes_a_session_that_is_being_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    @gen_client_cluster(nthreads=[])
-    async def switch(client: Any, scheduler: Any) -> None:
-        gate = Gate().put(monkeypatch, following.Follower, "_open")
-        with gate.open_in_the_end():
-            async with another(scheduler) as early:
-                enabling = asyncio.create_task(dask_gpurt.enable(client))
-                await gate.reached.wait()
-                await client.run_on_scheduler(_stop)
-                gate.open.set()
-                with pytest.raises(RuntimeError, match="switched off by another client"):
-                    await enabling
-                assert not dask_gpurt.is_enabled(early)
-                assert not dask_gpurt.is_enabled(client)
-
-    switch()
+@gen_client_cluster(nthreads=[])
+async def test_switching_off_overtakes_a_session_that_is_being_opened(
+    client: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate().put(monkeypatch, following.Follower, "_open")
+    with gate.open_in_the_end():
+        async with another(scheduler) as early:
+            enabling = asyncio.create_task(dask_gpurt.enable(client))
+            await gate.reached.wait()
+            await client.run_on_scheduler(_stop)
+            gate.open.set()
+            with pytest.raises(RuntimeError, match="switched off by another client"):
+                await enabling
+            assert not dask_gpurt.is_enabled(early)
+            assert not dask_gpurt.is_enabled(client)
 
 
 async def _stop(dask_scheduler: Any) -> None:
     await dask_scheduler.extensions["gpurt"].stop()
 
 
-def test_older_states_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+@gen_client_cluster(nthreads=[])
+async def test_older_states_are_ignored(client: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message that it is on arrives after the client has been told that it is off."""
-
-    @gen_client_cluster(nthreads=[])
-    async def take(client: Any, scheduler: Any) -> None:
-        await dask_gpurt.enable(client)
-        follower = await following.follow(client)
-        ((_, on),) = scheduler.get_events("gpurt-state")
-        await dask_gpurt.disable(client)
-        gate = Gate().put(monkeypatch, following.Follower, "_open")
-        with gate.open_in_the_end():
-            follower.take(on)
-            await asyncio.sleep(0)  # a task that has been created runs as far as the gate
-            assert not gate.reached.is_set()
-
-    take()
-
-
-def test_a_client_in_a_task_is_planned_for() -> None:
-    def compute() -> tuple[bool, int]:  # workers cannot import the tests
-        client, frame = get_client(), dd.from_pandas(pd.DataFrame({"key": [*range(17)] * 9}), npartitions=4)
-        return dask_gpurt.is_enabled(client), len(frame.groupby("key").size(split_out=2).compute())
-
-    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _), Client(address) as client:
-        assert client.submit(compute).result() == (True, 17)
-        assert runs(client) > 0
+    await dask_gpurt.enable(client)
+    follower = await following.follow(client)
+    ((_, on),) = scheduler.get_events("gpurt-state")
+    await dask_gpurt.disable(client)
+    gate = Gate().put(monkeypatch, following.Follower, "_open")
+    with gate.open_in_the_end():
+        follower.take(on)
+        await asyncio.sleep(0)  # a task that has been created runs as far as the gate
+        assert not gate.reached.is_set()
 
 
 def test_the_scheduler_is_restarted_without_and_with_the_flag() -> None:
@@ -255,21 +223,6 @@ def test_a_scheduler_without_the_package_logs_nothing_and_one_line_says_so(
     assert "gpurt" not in scheduler.printed()
 
 
-def test_a_client_without_the_package_is_named() -> None:
-    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _):
-        with dask.config.set({"distributed.client.preload": []}), Client(address) as client:
-            client.submit(sum, [1, 2]).result()
-            assert Fallback.PLANNING_CLIENT.id not in dask_gpurt.report(client).fallbacks
-            assert not dask_gpurt.is_enabled(client)
-            dd.from_pandas(FRAME, npartitions=4).shuffle("key").compute()
-            found = dask_gpurt.report(client)
-        done = run(sys.executable, "-m", "dask_gpurt", "doctor", "--scheduler", address)
-    assert client.id in found.fallbacks[Fallback.PLANNING_CLIENT.id].reason
-    assert "install dask-gpurt where it runs" in found.fallbacks[Fallback.PLANNING_CLIENT.id].reason
-    assert found.counters["shuffle.taken-over"] == 1
-    assert Fallback.PLANNING_CLIENT.id in done.stdout
-
-
 @pytest.mark.parametrize(
     ("patched", "value", "reason"),
     [
@@ -322,3 +275,53 @@ def test_a_client_of_a_cluster_without_the_runtime_imports_next_to_nothing(tmp_p
     assert found["heavy"] == []
     assert "dask_gpurt.client.following" in found["ours"]
     assert "dask_gpurt.client.session" not in found["ours"]
+
+
+# ---- one cluster, whose scheduler has the flag ----------------------------------------
+
+
+@pytest.fixture(scope="module")
+def flagged() -> Iterator[str]:
+    """Yield the address of a cluster whose scheduler has the flag."""
+    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _):
+        yield address
+
+
+def test_a_flag_plans_as_much_as_a_client_that_switches_it_on(flagged: str) -> None:
+    with Client(flagged):
+        by_flag, rows = graph(), query().compute()
+    with Client(flagged) as client:
+        switched_on = (dask_gpurt.enable(client), graph())[1]
+    with dask.config.set({"gpurt.client": False}), Client(flagged) as client:
+        assert not dask_gpurt.is_enabled(client)
+        kept_out = graph()
+        pd.testing.assert_frame_equal(query().compute(), rows)
+        anyway = (dask_gpurt.enable(client), graph())[1]
+    assert by_flag == switched_on == anyway
+    assert by_flag != kept_out
+
+
+def test_a_client_in_a_task_is_planned_for(flagged: str) -> None:
+    def compute() -> tuple[bool, int]:  # workers cannot import the tests
+        client, frame = get_client(), dd.from_pandas(pd.DataFrame({"key": [*range(17)] * 9}), npartitions=4)
+        return dask_gpurt.is_enabled(client), len(frame.groupby("key").size(split_out=2).compute())
+
+    with Client(flagged) as client:
+        before = runs(client)
+        assert client.submit(compute).result() == (True, 17)
+        assert runs(client) > before
+
+
+def test_a_client_without_the_package_is_named(flagged: str) -> None:
+    with dask.config.set({"distributed.client.preload": []}), Client(flagged) as client:
+        client.submit(sum, [1, 2]).result()
+        before = dask_gpurt.report(client)
+        assert client.id not in str(before.fallbacks.get(Fallback.PLANNING_CLIENT.id))
+        assert not dask_gpurt.is_enabled(client)
+        dd.from_pandas(FRAME, npartitions=4).shuffle("key").compute()
+        found = dask_gpurt.report(client)
+    done = run(sys.executable, "-m", "dask_gpurt", "doctor", "--scheduler", flagged)
+    assert client.id in found.fallbacks[Fallback.PLANNING_CLIENT.id].reason
+    assert "install dask-gpurt where it runs" in found.fallbacks[Fallback.PLANNING_CLIENT.id].reason
+    assert found.counters["shuffle.taken-over"] == before.counters.get("shuffle.taken-over", 0) + 1
+    assert Fallback.PLANNING_CLIENT.id in done.stdout
