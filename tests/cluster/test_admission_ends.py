@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from distributed.core import Status
 
 import dask_gpurt
 from dask_gpurt.worker import tasks as worker_tasks
-from tests.helpers.in_process import gen_client_cluster, until
+from tests.helpers.in_process import Decorator, Test, gen_client_cluster, until
 from tests.helpers.waiting import LIMIT_S
 
 MIB = 2**20
@@ -50,22 +51,22 @@ def is_waiting(worker: Any) -> bool:
     return "for memory wait []" not in repr(worker.plugins["gpurt"].data)
 
 
-def on_full_cluster(workers: int) -> Callable[[Callable[..., Awaitable[None]]], None]:
+def on_full_cluster(workers: int) -> Decorator:
     """Run a coroutine on workers of two threads, which know what a task needs."""
 
-    def run(test: Callable[..., Awaitable[None]]) -> None:
-        @gen_client_cluster(nthreads=[("127.0.0.1", 2)] * workers, config=CONFIG)
-        async def body(client: Any, scheduler: Any, *crew: Any) -> None:
+    def decorate(test: Test) -> Callable[..., None]:
+        @wraps(test)
+        async def body(client: Any, scheduler: Any, *crew: Any, **fixtures: Any) -> None:
             await dask_gpurt.enable(client)
             _go_on.clear()
             for at, worker in enumerate(crew):
                 await client.submit(np.ones, 5 * MIB, np.uint8, key=f"wide-{at}", workers=[worker.address])
-            await test(client, scheduler, *crew)
+            await test(client, scheduler, *crew, **fixtures)
             await dask_gpurt.disable(client)
 
-        body()
+        return gen_client_cluster(nthreads=[("127.0.0.1", 2)] * workers, config=CONFIG)(body)
 
-    return run
+    return decorate
 
 
 async def fill(client: Any, worker: Any, **options: Any) -> list[Any]:
@@ -77,66 +78,67 @@ async def fill(client: Any, worker: Any, **options: Any) -> list[Any]:
     return [one, two]
 
 
-def test_a_worker_is_paused_while_a_task_waits_for_room() -> None:
+@on_full_cluster(workers=1)
+async def test_a_worker_is_paused_while_a_task_waits_for_room(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
     """The task has a thread, and runs, as those do that have started; others run once it is resumed."""
-
-    @on_full_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        futures = await fill(client, worker)
-        third = client.submit(wide, "three", key="wide-13")
-        await until(lambda: bool(worker.state.ready))
-        worker.status = Status.paused
-        await until(lambda: scheduler.workers[worker.address].status == Status.paused)
-        _go_on.set()
-        assert await client.gather(futures) == ["one", "two"]
-        assert worker.state.ready
-        assert not third.done()
-        worker.status = Status.running
-        assert await third == "three"
+    futures = await fill(client, worker)
+    third = client.submit(wide, "three", key="wide-13")
+    await until(lambda: bool(worker.state.ready))
+    worker.status = Status.paused
+    await until(lambda: scheduler.workers[worker.address].status == Status.paused)
+    _go_on.set()
+    assert await client.gather(futures) == ["one", "two"]
+    assert worker.state.ready
+    assert not third.done()
+    worker.status = Status.running
+    assert await third == "three"
 
 
 @pytest.mark.parametrize("ends", ["closes", "retires"])
-def test_a_worker_ends_while_a_task_waits_for_room(ends: str) -> None:
+@on_full_cluster(workers=2)
+async def test_a_worker_ends_while_a_task_waits_for_room(
+    client: Any, scheduler: Any, here: Any, there: Any, ends: str
+) -> None:
     """Both tasks run on the other worker, where the second has to wait again."""
-
-    @on_full_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, here: Any, there: Any) -> None:
-        futures = await fill(client, here, allow_other_workers=True)
-        end = here.close(executor_wait=False) if ends == "closes" else client.retire_workers([here.address])
-        ending = asyncio.ensure_future(end)
-        await until(lambda: ("one", there.address) in _ran or ("two", there.address) in _ran)
-        await until(lambda: is_waiting(there))
-        _go_on.set()
-        assert await client.gather(futures) == ["one", "two"]
-        await ending
-        await until(lambda: here.address not in scheduler.workers)
-        assert ("two", here.address) not in _ran
+    futures = await fill(client, here, allow_other_workers=True)
+    end = here.close(executor_wait=False) if ends == "closes" else client.retire_workers([here.address])
+    ending = asyncio.ensure_future(end)
+    await until(lambda: ("one", there.address) in _ran or ("two", there.address) in _ran)
+    await until(lambda: is_waiting(there))
+    _go_on.set()
+    assert await client.gather(futures) == ["one", "two"]
+    await ending
+    await until(lambda: here.address not in scheduler.workers)
+    assert ("two", here.address) not in _ran
 
 
-def test_a_worker_closes_while_a_fetch_waits_for_room() -> None:
-    @on_full_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, here: Any, there: Any) -> None:
-        far = client.submit(np.ones, 5 * MIB, np.uint8, key="far", workers=[there.address])
-        await far
-        one = client.submit(wide, "one", key="wide-11", workers=[here.address], allow_other_workers=True)
-        await until(lambda: ("one", here.address) in _ran)
-        total = client.submit(np.sum, far, workers=[here.address], allow_other_workers=True)
-        await until(lambda: is_waiting(here))
-        closing = asyncio.ensure_future(here.close(executor_wait=False))
-        await until(lambda: ("one", there.address) in _ran)
-        _go_on.set()
-        assert await client.gather([one, total]) == ["one", 5 * MIB]
-        await closing
+@on_full_cluster(workers=2)
+async def test_a_worker_closes_while_a_fetch_waits_for_room(
+    client: Any, scheduler: Any, here: Any, there: Any
+) -> None:
+    far = client.submit(np.ones, 5 * MIB, np.uint8, key="far", workers=[there.address])
+    await far
+    one = client.submit(wide, "one", key="wide-11", workers=[here.address], allow_other_workers=True)
+    await until(lambda: ("one", here.address) in _ran)
+    total = client.submit(np.sum, far, workers=[here.address], allow_other_workers=True)
+    await until(lambda: is_waiting(here))
+    closing = asyncio.ensure_future(here.close(executor_wait=False))
+    await until(lambda: ("one", there.address) in _ran)
+    _go_on.set()
+    assert await client.gather([one, total]) == ["one", 5 * MIB]
+    await closing
 
 
-def test_the_runtime_is_switched_off_while_a_task_waits_for_room() -> None:
+@on_full_cluster(workers=1)
+async def test_the_runtime_is_switched_off_while_a_task_waits_for_room(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
     """The task runs as one of Dask's does, at once."""
-
-    @on_full_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        futures = await fill(client, worker)
-        disabling = asyncio.ensure_future(dask_gpurt.disable(client))
-        _go_on.set()
-        await disabling
-        assert await client.gather(futures) == ["one", "two"]
-        assert await client.submit(sum, [1, 2]) == 3
+    futures = await fill(client, worker)
+    disabling = asyncio.ensure_future(dask_gpurt.disable(client))
+    _go_on.set()
+    await disabling
+    assert await client.gather(futures) == ["one", "two"]
+    assert await client.submit(sum, [1, 2]) == 3

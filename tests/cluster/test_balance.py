@@ -111,19 +111,16 @@ def test_outputs_move_where_one_key_has_many_rows(share: float, on: bool, moves:
     run()
 
 
-def test_both_sides_of_a_join_move_together() -> None:
-    @on_cluster(workers=4)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        out = persisted(client, lambda: left().merge(right(), on="key"))
-        await wait(out)
-        assert counted(scheduler, MOVED) == 7
-        assert [event["outputs"] for event in told(scheduler)] == [7, 7]
-        rows = await rows_by_worker(scheduler, out)
-        assert max(rows.values()) < 0.34 * sum(rows.values())
-        assert_same(await client.compute(out), joined())
-        del out
-
-    run()
+@on_cluster(workers=4)
+async def test_both_sides_of_a_join_move_together(client: Any, scheduler: Any, *workers: Any) -> None:
+    out = persisted(client, lambda: left().merge(right(), on="key"))
+    await wait(out)
+    assert counted(scheduler, MOVED) == 7
+    assert [event["outputs"] for event in told(scheduler)] == [7, 7]
+    rows = await rows_by_worker(scheduler, out)
+    assert max(rows.values()) < 0.34 * sum(rows.values())
+    assert_same(await client.compute(out), joined())
+    del out
 
 
 #: A global, so that it is not pickled with the tasks that wait for it.
@@ -140,41 +137,40 @@ def behind(at: int, gate: int) -> pd.DataFrame:
 
 
 @pytest.mark.nightly
-def test_one_side_of_a_join_is_sealed_when_outputs_move() -> None:
+@on_cluster(workers=4)
+async def test_one_side_of_a_join_is_sealed_when_outputs_move(
+    client: Any, scheduler: Any, *workers: Any
+) -> None:
     """Its barrier reruns: it passed long before the sizes of the other side are known."""
     _goes_on.clear()
+    gate = dask.delayed(waits)()
+    late = [dask.delayed(behind)(at, gate) for at in range(PARTS)]
+    out = persisted(
+        client, lambda: dd.from_delayed(late, meta=left_part(0, SHARE)[:0]).merge(right(), on="key")
+    )
 
-    @on_cluster(workers=4)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        gate = dask.delayed(waits)()
-        late = [dask.delayed(behind)(at, gate) for at in range(PARTS)]
-        out = persisted(
-            client, lambda: dd.from_delayed(late, meta=left_part(0, SHARE)[:0]).merge(right(), on="key")
-        )
+    def sealed() -> list[Any]:
+        return [key for key, task in scheduler.tasks.items() if id_from_key(key) and task.state == "memory"]
 
-        def sealed() -> list[Any]:
-            return [
-                key for key, task in scheduler.tasks.items() if id_from_key(key) and task.state == "memory"
-            ]
-
-        try:
-            await until(lambda: bool(sealed()))
-            (first,) = sealed()
-        finally:
-            _goes_on.set()
-        await wait(out)
-        assert counted(scheduler, MOVED) == 7
-        assert not counted(scheduler, "shuffle.runs.recovered")
-        assert [change[:3:2] for change in scheduler.story(first)].count((first, "memory")) == 2
-        assert_same(await client.compute(out), joined())
-        del out
-
-    run()
+    try:
+        await until(lambda: bool(sealed()))
+        (first,) = sealed()
+    finally:
+        _goes_on.set()
+    await wait(out)
+    assert counted(scheduler, MOVED) == 7
+    assert not counted(scheduler, "shuffle.runs.recovered")
+    assert [change[:3:2] for change in scheduler.story(first)].count((first, "memory")) == 2
+    assert_same(await client.compute(out), joined())
+    del out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", [nightly("shuffle"), "join"])
-def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+@on_cluster(workers=4)
+async def test_a_worker_is_lost_as_outputs_have_moved(
+    client: Any, scheduler: Any, *workers: Any, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
     """The lost worker is the one that received most of the moved outputs."""
     balance, lost = Recovery.balance, list[str]()
 
@@ -190,42 +186,38 @@ def test_a_worker_is_lost_as_outputs_have_moved(monkeypatch: pytest.MonkeyPatch,
         "shuffle": (lambda: left().shuffle("key"), local),
         "join": (lambda: left().merge(right(), on="key"), joined),
     }[side]
-
-    @on_cluster(workers=4)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        out = persisted(client, collection)
-        assert_same(await client.compute(out), expected())
-        (gone,) = [worker for worker in workers if worker.address in lost]
-        gone.state.validate = False  # its data are gone
-        assert gone.address not in scheduler.workers
-        assert counted(scheduler, "shuffle.runs.recovered")
-        assert not counted(scheduler, "shuffle.runs.restarted")
-        del out
-
-    run()
+    out = persisted(client, collection)
+    assert_same(await client.compute(out), expected())
+    (gone,) = [worker for worker in workers if worker.address in lost]
+    gone.state.validate = False  # its data are gone
+    assert gone.address not in scheduler.workers
+    assert counted(scheduler, "shuffle.runs.recovered")
+    assert not counted(scheduler, "shuffle.runs.restarted")
+    del out
 
 
 # ---- where outputs stay ----------------------------------------------------------------
 
 
-def test_outputs_stay_whose_shards_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_cluster(workers=4)
+async def test_outputs_stay_whose_shards_are_gone(
+    client: Any, scheduler: Any, *workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Moving them would mean to transfer all inputs again."""
-
-    @on_cluster(workers=4)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        for worker in workers:
-            box = worker.plugins["gpurt"].exchange.pools.known("host")
-            monkeypatch.setattr(box, "has_all", lambda run: False)
-        out = persisted(client, lambda: left().shuffle("key"))
-        await wait(out)
-        assert not counted(scheduler, MOVED)
-        del out
-
-    run()
+    for worker in workers:
+        box = worker.plugins["gpurt"].exchange.pools.known("host")
+        monkeypatch.setattr(box, "has_all", lambda run: False)
+    out = persisted(client, lambda: left().shuffle("key"))
+    await wait(out)
+    assert not counted(scheduler, MOVED)
+    del out
 
 
 @pytest.mark.slow
-def test_shards_are_reused_right_as_outputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_cluster(workers=4, **{"gpurt.shuffle.retries": 0, "gpurt.exchange.paths": ["comms"]})
+async def test_shards_are_reused_right_as_outputs_move(
+    client: Any, scheduler: Any, *workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their inputs are transferred again, which does not count against the run's retries."""
     balance, boxes = Recovery.balance, list[Any]()
 
@@ -235,15 +227,10 @@ def test_shards_are_reused_right_as_outputs_move(monkeypatch: pytest.MonkeyPatch
         balance(self, shuffles, to, reason)
 
     monkeypatch.setattr(Recovery, "balance", without_shards)
-
-    @on_cluster(workers=4, **{"gpurt.shuffle.retries": 0, "gpurt.exchange.paths": ["comms"]})
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        boxes.extend(worker.plugins["gpurt"].exchange.pools.known("host") for worker in workers)
-        out = persisted(client, lambda: left().shuffle("key"))
-        assert_same(await client.compute(out), local())
-        assert counted(scheduler, MOVED) == 7
-        assert counted(scheduler, "shuffle.runs.recovered")
-        assert not counted(scheduler, "shuffle.runs.restarted")
-        del out
-
-    run()
+    boxes.extend(worker.plugins["gpurt"].exchange.pools.known("host") for worker in workers)
+    out = persisted(client, lambda: left().shuffle("key"))
+    assert_same(await client.compute(out), local())
+    assert counted(scheduler, MOVED) == 7
+    assert counted(scheduler, "shuffle.runs.recovered")
+    assert not counted(scheduler, "shuffle.runs.restarted")
+    del out

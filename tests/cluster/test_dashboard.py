@@ -109,33 +109,30 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         run()
 
 
-def test_dasks_own_page_and_progress_show_our_shuffles() -> None:
-    @on_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, a: Any) -> None:
-        page, progress = Shuffling(scheduler), TaskProgress(scheduler)
-        async with Worker(scheduler.address, nthreads=1) as b:
-            await until(lambda: b.address in scheduler.extensions["gpurt"].workers.ready)
-            shuffled = client.persist(collection().shuffle("key"))
-            await wait(shuffled)
-            for worker in (a, b):
-                await worker.heartbeat()
-            page.update()
-            progress.update()
-            sent, received, written, read = page.totals_source.data["values"]
-            assert (sent, written, read) == (received, 0, 0)
-            # Transfers count the headers of shards as well.
-            metrics = [worker.plugins["gpurt"].metrics for worker in (a, b)]
-            assert 0 < sent <= sum(sum(one.total("exchange.bytes.{path}").values()) for one in metrics)
-            assert set(page.source.data["worker"]) == {a.address, b.address}
-            done = dict(zip(progress.source.data["name"], progress.source.data["done"], strict=True))
-            assert {done[name] for name in done if "transfer" in name} == {"6 / 6"}
-        # The run continues without the worker that left, which Dask's own page would look up.
-        await until(lambda: b.address not in scheduler.workers)
+@on_cluster(workers=1)
+async def test_dasks_own_page_and_progress_show_our_shuffles(client: Any, scheduler: Any, a: Any) -> None:
+    page, progress = Shuffling(scheduler), TaskProgress(scheduler)
+    async with Worker(scheduler.address, nthreads=1) as b:
+        await until(lambda: b.address in scheduler.extensions["gpurt"].workers.ready)
+        shuffled = client.persist(collection().shuffle("key"))
         await wait(shuffled)
+        for worker in (a, b):
+            await worker.heartbeat()
         page.update()
-        assert b.address not in page.source.data["worker"]
-
-    run()
+        progress.update()
+        sent, received, written, read = page.totals_source.data["values"]
+        assert (sent, written, read) == (received, 0, 0)
+        # Transfers count the headers of shards as well.
+        metrics = [worker.plugins["gpurt"].metrics for worker in (a, b)]
+        assert 0 < sent <= sum(sum(one.total("exchange.bytes.{path}").values()) for one in metrics)
+        assert set(page.source.data["worker"]) == {a.address, b.address}
+        done = dict(zip(progress.source.data["name"], progress.source.data["done"], strict=True))
+        assert {done[name] for name in done if "transfer" in name} == {"6 / 6"}
+    # The run continues without the worker that left, which Dask's own page would look up.
+    await until(lambda: b.address not in scheduler.workers)
+    await wait(shuffled)
+    page.update()
+    assert b.address not in page.source.data["worker"]
 
 
 # ---- over HTTP -----------------------------------------------------------------------------

@@ -49,31 +49,32 @@ def another_create(self: Any, shuffle_id: Any, key: Any, worker: str, priority: 
     raise AssertionError("Dask's own shuffles do not come here in this test")
 
 
-def test_another_dask_keeps_it_off_and_is_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@on_plain_cluster()
+async def test_another_dask_keeps_it_off_and_is_told_of_once(
+    client: Any,
+    scheduler: Any,
+    a: Any,
+    b: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     said = r"2026\.7\.1 to .*ShuffleSchedulerPlugin\._create takes \(.*priority\), expected"
-
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = whole_state(scheduler, a, b)
-        with monkeypatch.context() as patch:
-            patch.setattr(ShuffleSchedulerPlugin, "_create", another_create)
-            with pytest.raises(UnsupportedError, match=said):
-                await dask_gpurt.enable(client)
-            assert whole_state(scheduler, a, b) == before
-            caplog.clear()
-            with caplog.at_level(logging.ERROR, "dask_gpurt"):
-                await preload.activate(scheduler)
-            assert [record.message.partition(":")[0] for record in caplog.records] == [
-                "the runtime stays off"
-            ]
-            assert whole_state(scheduler, a, b) == before
-            found = examine()
-            assert not found["ok"]
-            assert any("_create" in problem for problem in found["problems"])
-        await dask_gpurt.enable(client)
-        assert dask_gpurt.is_enabled(client)
+    before = whole_state(scheduler, a, b)
+    with monkeypatch.context() as patch:
+        patch.setattr(ShuffleSchedulerPlugin, "_create", another_create)
+        with pytest.raises(UnsupportedError, match=said):
+            await dask_gpurt.enable(client)
+        assert whole_state(scheduler, a, b) == before
+        caplog.clear()
+        with caplog.at_level(logging.ERROR, "dask_gpurt"):
+            await preload.activate(scheduler)
+        assert [record.message.partition(":")[0] for record in caplog.records] == ["the runtime stays off"]
+        assert whole_state(scheduler, a, b) == before
+        found = examine()
+        assert not found["ok"]
+        assert any("_create" in problem for problem in found["problems"])
+    await dask_gpurt.enable(client)
+    assert dask_gpurt.is_enabled(client)
 
 
 def test_the_doctor_says_why_it_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,10 @@ def test_the_doctor_runs_where_a_name_has_moved() -> None:
     assert "_get_worker_for_range_sharding does not exist" in " ".join(done.stdout.split())
 
 
-def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_plain_cluster()
+async def test_without_a_part_that_is_not_needed_it_goes_on(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tasks then ask the event loop for their run, since the lookup's seam does not match."""
     find = ShuffleWorkerPlugin.get_shuffle_run
 
@@ -113,68 +117,64 @@ def test_without_a_part_that_is_not_needed_it_goes_on(monkeypatch: pytest.Monkey
         return find(self, shuffle_id, run_id)
 
     monkeypatch.setattr(ShuffleWorkerPlugin, "get_shuffle_run", another)
-
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.enable(client)
-        assert await runs_of_a_shuffle(client) == 2
-        for worker in (a, b):
-            fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
-            assert "patience" in fallbacks["shuffle.run-lookup"]["reason"]
-            assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
+    await dask_gpurt.enable(client)
+    assert await runs_of_a_shuffle(client) == 2
+    for worker in (a, b):
+        fallbacks = worker.plugins["gpurt"].metrics.snapshot()["fallbacks"]
+        assert "patience" in fallbacks["shuffle.run-lookup"]["reason"]
+        assert not vars(worker.plugins["shuffle"]).keys() & {"get_shuffle_run", "get_or_create_shuffle"}
 
 
-def test_with_another_estimate_of_durations_dask_chooses_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_plain_cluster(**{"gpurt.placement.enabled": True})
+async def test_with_another_estimate_of_durations_dask_chooses_workers(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     estimate = SchedulerState._get_prefix_duration
 
     def another(self: Any, prefix: Any, worker: Any = None) -> float:
         return float(estimate(self, prefix))
 
     monkeypatch.setattr(SchedulerState, "_get_prefix_duration", another)
-
-    @on_plain_cluster(**{"gpurt.placement.enabled": True})
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.enable(client)
-        assert await runs_of_a_shuffle(client) == 2
-        runtime = scheduler.extensions["gpurt"]
-        assert runtime.placement is None
-        fallback = runtime.metrics.snapshot()["fallbacks"][Fallback.PLACEMENT_UNSUPPORTED.id]
-        assert "SchedulerState._get_prefix_duration takes (self, prefix, worker)" in fallback["reason"]
+    await dask_gpurt.enable(client)
+    assert await runs_of_a_shuffle(client) == 2
+    runtime = scheduler.extensions["gpurt"]
+    assert runtime.placement is None
+    fallback = runtime.metrics.snapshot()["fallbacks"][Fallback.PLACEMENT_UNSUPPORTED.id]
+    assert "SchedulerState._get_prefix_duration takes (self, prefix, worker)" in fallback["reason"]
 
 
-def test_a_worker_with_another_handler_of_its_data_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_plain_cluster()
+async def test_a_worker_with_another_handler_of_its_data_keeps_its_own(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All or none of `execute`, `gather_dep` and `get_data` are replaced, or peers would get wrong data."""
     get_data = Worker.get_data
 
     async def another(self: Any, comm: Any, keys: Any, who: Any = None, trust: bool = False) -> Any:
         return await get_data(self, comm, keys, who)
 
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = whole_state(scheduler, a, b)
-        with monkeypatch.context() as patch:
-            patch.setattr("dask_gpurt.dask_hooks.require", lambda: None)  # passes on client and scheduler
-            patch.setattr(Worker, "get_data", another)
-            with pytest.raises(UnsupportedError, match=r"Worker\.get_data takes \(.*trust\), expected"):
-                await dask_gpurt.enable(client)
-        assert whole_state(scheduler, a, b) == before
-        assert not {"execute", "gather_dep"} & vars(a).keys()
+    before = whole_state(scheduler, a, b)
+    with monkeypatch.context() as patch:
+        patch.setattr("dask_gpurt.dask_hooks.require", lambda: None)  # passes on client and scheduler
+        patch.setattr(Worker, "get_data", another)
+        with pytest.raises(UnsupportedError, match=r"Worker\.get_data takes \(.*trust\), expected"):
+            await dask_gpurt.enable(client)
+    assert whole_state(scheduler, a, b) == before
+    assert not {"execute", "gather_dep"} & vars(a).keys()
 
 
-def test_a_scheduler_with_another_dask_than_the_client_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@gen_client_cluster(nthreads=[("127.0.0.1", 1)])
+async def test_a_scheduler_with_another_dask_than_the_client_says_so(
+    client: Any, scheduler: Any, a: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check passes on the client; the scheduler's check counts too."""
-
-    @gen_client_cluster(nthreads=[("127.0.0.1", 1)])
-    async def run(client: Any, scheduler: Any, a: Any) -> None:
-        before = set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)
-        with monkeypatch.context() as patch:
-            checks = iter([None, UnsupportedError("of another version")])
-            patch.setattr("dask_gpurt.dask_hooks.require", lambda: _raise(next(checks)))
-            with pytest.raises(UnsupportedError, match="of another version"):
-                await dask_gpurt.enable(client)
-        assert (set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)) == before
-
-    run()
+    before = set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)
+    with monkeypatch.context() as patch:
+        checks = iter([None, UnsupportedError("of another version")])
+        patch.setattr("dask_gpurt.dask_hooks.require", lambda: _raise(next(checks)))
+        with pytest.raises(UnsupportedError, match="of another version"):
+            await dask_gpurt.enable(client)
+    assert (set(scheduler.plugins), set(scheduler.extensions), set(a.plugins)) == before
 
 
 def _raise(error: Exception | None) -> None:
@@ -240,29 +240,28 @@ async def move_something(client: Any, a: Any, b: Any) -> None:
     assert await client.submit(len, made, workers=[b.address], pure=False) == 100
 
 
-def test_a_plugin_that_wraps_the_same_goes_on_when_ours_goes() -> None:
-    @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        below, above = Counting(b), None
-        await dask_gpurt.enable(client)
-        above = Counting(b)
-        await move_something(client, a, b)
-        before = dict(below.calls), dict(above.calls)
-        assert below.calls["execute"] == above.calls["execute"] > 0
-        assert below.calls["gather_dep"] == above.calls["gather_dep"] > 0
-        await dask_gpurt.disable(client)
-        await move_something(client, a, b)
-        await move_something(client, b, a)
-        assert below.calls["execute"] == above.calls["execute"] > before[0]["execute"]
-        assert below.calls["gather_dep"] == above.calls["gather_dep"] > before[1]["gather_dep"]
-        assert below.calls["get_data"] == above.calls["get_data"] > 0
-        await a.close()
-        await until(lambda: above.calls["remove-worker"] == 1)
-        assert below.calls["remove-worker"] == 1
-        above.restore()
-        below.restore()
-
-    run()
+@gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_a_plugin_that_wraps_the_same_goes_on_when_ours_goes(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    below, above = Counting(b), None
+    await dask_gpurt.enable(client)
+    above = Counting(b)
+    await move_something(client, a, b)
+    before = dict(below.calls), dict(above.calls)
+    assert below.calls["execute"] == above.calls["execute"] > 0
+    assert below.calls["gather_dep"] == above.calls["gather_dep"] > 0
+    await dask_gpurt.disable(client)
+    await move_something(client, a, b)
+    await move_something(client, b, a)
+    assert below.calls["execute"] == above.calls["execute"] > before[0]["execute"]
+    assert below.calls["gather_dep"] == above.calls["gather_dep"] > before[1]["gather_dep"]
+    assert below.calls["get_data"] == above.calls["get_data"] > 0
+    await a.close()
+    await until(lambda: above.calls["remove-worker"] == 1)
+    assert below.calls["remove-worker"] == 1
+    above.restore()
+    below.restore()
 
 
 #: Windows: without the modules and functions that Python has on Linux only.

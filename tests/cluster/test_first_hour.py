@@ -43,15 +43,14 @@ def test_a_join_and_a_sort_end_where_client_and_scheduler_share_a_process(tmp_pa
     assert answer(script, str(tmp_path / "sorted")) == list(range(4_000))
 
 
-def test_memory_is_known_as_soon_as_it_is_on() -> None:
-    @on_plain_cluster()
-    async def test(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        assert repr(await dask_gpurt.memory_usage(client)) == "<MemoryUsage: the runtime is off>"
-        await dask_gpurt.enable(client)
-        frame = (await dask_gpurt.memory_usage(client)).to_pandas()
-        assert set(frame["worker"]) == {a.address, b.address}
-        assert set(frame["tier"]) == {"memory", "shared memory", "disk"}
-        assert frame.loc[frame["tier"] != "shared memory", "capacity"].min() > 0
+@on_plain_cluster()
+async def test_memory_is_known_as_soon_as_it_is_on(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    assert repr(await dask_gpurt.memory_usage(client)) == "<MemoryUsage: the runtime is off>"
+    await dask_gpurt.enable(client)
+    frame = (await dask_gpurt.memory_usage(client)).to_pandas()
+    assert set(frame["worker"]) == {a.address, b.address}
+    assert set(frame["tier"]) == {"memory", "shared memory", "disk"}
+    assert frame.loc[frame["tier"] != "shared memory", "capacity"].min() > 0
 
 
 def test_the_program_in_the_guide_to_arrays_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,16 +74,15 @@ def test_the_program_in_the_guide_to_arrays_runs(capsys: pytest.CaptureFixture[s
         dask_gpurt.memory_usage,
     ],
 )
-def test_a_closed_client_says_so(use: Callable[[Any], Any]) -> None:
-    @on_cluster(workers=1)
-    async def test(client: Any, scheduler: Any, a: Any) -> None:
-        async with type(client)(scheduler.address, asynchronous=True, set_as_default=False) as closed:
-            pass
-        with pytest.raises(RuntimeError, match="this client is closed: connect another one"):
-            use(closed)
-        assert dask_gpurt.is_enabled(closed) is False
-
-    test()
+@on_cluster(workers=1)
+async def test_a_closed_client_says_so(
+    client: Any, scheduler: Any, a: Any, use: Callable[[Any], Any]
+) -> None:
+    async with type(client)(scheduler.address, asynchronous=True, set_as_default=False) as closed:
+        pass
+    with pytest.raises(RuntimeError, match="this client is closed: connect another one"):
+        use(closed)
+    assert dask_gpurt.is_enabled(closed) is False
 
 
 def test_a_name_that_is_spelt_wrong_gets_one_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

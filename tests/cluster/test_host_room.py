@@ -77,26 +77,25 @@ def cut(outbox: Outbox, nbytes: int, seconds: float = 20) -> Block:
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_pages_read_from_a_peer_do_not_count(drained: bool) -> None:
+@on_cluster(workers=2)
+async def test_pages_read_from_a_peer_do_not_count(
+    client: Any, scheduler: Any, a: Any, b: Any, drained: bool
+) -> None:
     """Neither mapped nor copied reads count. Dask pauses and kills workers by what counts."""
-
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        here, there = exchange_of(a), exchange_of(b)
-        shard = await here.offload(publish, here, b.address, 4 * MIB)
-        incoming = await taken(there, shard)
-        if drained:
-            there.drain(producer=list(here.me))
-            await asyncio.wrap_future(incoming._landed)
-        assert await there.offload(read, there, incoming) == 4 * MIB
-        assert resident(incoming.path.mapping._mapping) == 0
-        await there.offload(there.discard, [incoming])
-
-    run()
+    here, there = exchange_of(a), exchange_of(b)
+    shard = await here.offload(publish, here, b.address, 4 * MIB)
+    incoming = await taken(there, shard)
+    if drained:
+        there.drain(producer=list(here.me))
+        await asyncio.wrap_future(incoming._landed)
+    assert await there.offload(read, there, incoming) == 4 * MIB
+    assert resident(incoming.path.mapping._mapping) == 0
+    await there.offload(there.discard, [incoming])
 
 
-def test_a_producer_waits_for_what_another_worker_has_published(
-    monkeypatch: pytest.MonkeyPatch,
+@on_cluster(workers=4)
+async def test_a_producer_waits_for_what_another_worker_has_published(
+    client: Any, scheduler: Any, a: Any, b: Any, c: Any, d: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The waiting producer has published nothing, so the shards in its own pool name no peer to ask.
 
@@ -105,86 +104,74 @@ def test_a_producer_waits_for_what_another_worker_has_published(
     """
     monkeypatch.setattr(asking, "ROOM_TIMEOUT_S", 0.1)
     monkeypatch.setattr(Exchange, "run_housekeeping", _keep_no_house)  # only the rounds return memory
-
-    @on_cluster(workers=4)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any, d: Any) -> None:
-        goes_on = asyncio.Event()
-        d.handlers["gpurt_make_room"] = goes_on.wait
-        ends = [exchange_of(worker) for worker in (a, b, c)]
-        boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
-        shm = Shm(monkeypatch, 4 * MIB)
-        shm.pools = [box.pool for box in boxes]
-        shard = await ends[0].offload(publish, ends[0], b.address, 3 * MIB)
-        incoming = await taken(ends[1], shard)
-        block = await ends[2].offload(cut, boxes[2], 2 * MIB)
-        assert held(boxes[0].pool) == 0
-        assert held(boxes[2].pool) == 2 * MIB
-        assert await ends[1].offload(read, ends[1], incoming) == 3 * MIB
-        fallbacks = ends[2].metrics.snapshot()["fallbacks"]
-        assert fallbacks["exchange.shm-full"]["count"] >= 1
-        boxes[2].give_back(block)
-        await ends[1].offload(ends[1].discard, [incoming])
-        goes_on.set()
-
-    run()
+    goes_on = asyncio.Event()
+    d.handlers["gpurt_make_room"] = goes_on.wait
+    ends = [exchange_of(worker) for worker in (a, b, c)]
+    boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
+    shm = Shm(monkeypatch, 4 * MIB)
+    shm.pools = [box.pool for box in boxes]
+    shard = await ends[0].offload(publish, ends[0], b.address, 3 * MIB)
+    incoming = await taken(ends[1], shard)
+    block = await ends[2].offload(cut, boxes[2], 2 * MIB)
+    assert held(boxes[0].pool) == 0
+    assert held(boxes[2].pool) == 2 * MIB
+    assert await ends[1].offload(read, ends[1], incoming) == 3 * MIB
+    fallbacks = ends[2].metrics.snapshot()["fallbacks"]
+    assert fallbacks["exchange.shm-full"]["count"] >= 1
+    boxes[2].give_back(block)
+    await ends[1].offload(ends[1].discard, [incoming])
+    goes_on.set()
 
 
-def test_a_producer_waits_for_what_another_worker_has_no_use_for(
-    monkeypatch: pytest.MonkeyPatch,
+@on_cluster(workers=2)
+async def test_a_producer_waits_for_what_another_worker_has_no_use_for(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        ends = [exchange_of(worker) for worker in (a, b)]
-        boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
-        shm = Shm(monkeypatch, 4 * MIB)
-        shm.pools = [box.pool for box in boxes]
-        kept, gone = filled(boxes[0].pool, PAGE), filled(boxes[0].pool, 3 * MIB)
-        boxes[0].give_back(gone)
-        block = await ends[1].offload(cut, boxes[1], 2 * MIB)
-        boxes[1].give_back(block)
-        boxes[0].give_back(kept)
-
-    run()
+    ends = [exchange_of(worker) for worker in (a, b)]
+    boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
+    shm = Shm(monkeypatch, 4 * MIB)
+    shm.pools = [box.pool for box in boxes]
+    kept, gone = filled(boxes[0].pool, PAGE), filled(boxes[0].pool, 3 * MIB)
+    boxes[0].give_back(gone)
+    block = await ends[1].offload(cut, boxes[1], 2 * MIB)
+    boxes[1].give_back(block)
+    boxes[0].give_back(kept)
 
 
-def test_a_wait_for_memory_that_other_files_fill_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_cluster(workers=2)
+async def test_a_wait_for_memory_that_other_files_fill_ends(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small blocks may still fit. While any worker holds memory itself, producers keep waiting."""
     monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
-
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        ends = [exchange_of(worker) for worker in (a, b)]
-        boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
-        shm = Shm(monkeypatch, 4 * PAGE)
-        shm.pools = [box.pool for box in boxes]
-        being_packed = filled(boxes[0].pool, 4 * PAGE)
-        with pytest.raises(Enough):
-            await ends[1].offload(cut, boxes[1], MIB, 1)
-        boxes[0].give_back(being_packed)
-        with pytest.raises(HostFull, match="--shm-size"):
-            await ends[1].offload(cut, boxes[1], MIB)
-        boxes[1].give_back(await ends[1].offload(cut, boxes[1], 4 * PAGE))
-        shm.total = 0
-        with pytest.raises(MemoryError, match="--shm-size"):
-            await ends[0].offload(cut, boxes[0], 2 * PAGE)
-
-    run()
+    ends = [exchange_of(worker) for worker in (a, b)]
+    boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
+    shm = Shm(monkeypatch, 4 * PAGE)
+    shm.pools = [box.pool for box in boxes]
+    being_packed = filled(boxes[0].pool, 4 * PAGE)
+    with pytest.raises(Enough):
+        await ends[1].offload(cut, boxes[1], MIB, 1)
+    boxes[0].give_back(being_packed)
+    with pytest.raises(HostFull, match="--shm-size"):
+        await ends[1].offload(cut, boxes[1], MIB)
+    boxes[1].give_back(await ends[1].offload(cut, boxes[1], 4 * PAGE))
+    shm.total = 0
+    with pytest.raises(MemoryError, match="--shm-size"):
+        await ends[0].offload(cut, boxes[0], 2 * PAGE)
 
 
-def test_a_rechunk_fails_where_other_files_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_cluster(workers=2)
+async def test_a_rechunk_fails_where_other_files_fill_the_memory(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error has the advice, although a part of a chunk cannot be made small as rows can."""
     monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
-
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        boxes = [await end.offload(end.pools.outbox, "host") for end in map(exchange_of, (a, b))]
-        shm = Shm(monkeypatch, 0)
-        shm.pools = [box.pool for box in boxes]
-        rows = da.ones((400, 400), chunks=(100, 400))
-        with pytest.raises(MemoryError, match="--shm-size"):
-            await client.compute(rows.rechunk((400, 100), method="p2p"))
-
-    run()
+    boxes = [await end.offload(end.pools.outbox, "host") for end in map(exchange_of, (a, b))]
+    shm = Shm(monkeypatch, 0)
+    shm.pools = [box.pool for box in boxes]
+    rows = da.ones((400, 400), chunks=(100, 400))
+    with pytest.raises(MemoryError, match="--shm-size"):
+        await client.compute(rows.rechunk((400, 100), method="p2p"))
 
 
 # ---- processes -----------------------------------------------------------------------

@@ -130,16 +130,15 @@ def test_replies_are_as_documented() -> None:
         run()
 
 
-def test_it_comes_and_goes_with_the_runtime() -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, *_: Any) -> None:
-        applications = list(scheduler.http_application.applications)
-        assert (await ask(scheduler))[0] == 404
-        await dask_gpurt.enable(client)
-        assert (await ask(scheduler))[0] == 200
-        await dask_gpurt.disable(client)
-        assert (await ask(scheduler))[0] == 404
-        assert scheduler.http_application.applications == applications
+@on_plain_cluster()
+async def test_it_comes_and_goes_with_the_runtime(client: Any, scheduler: Any, *_: Any) -> None:
+    applications = list(scheduler.http_application.applications)
+    assert (await ask(scheduler))[0] == 404
+    await dask_gpurt.enable(client)
+    assert (await ask(scheduler))[0] == 200
+    await dask_gpurt.disable(client)
+    assert (await ask(scheduler))[0] == 404
+    assert scheduler.http_application.applications == applications
 
 
 def own(scheduler: Any) -> list[Any]:
@@ -170,24 +169,23 @@ def test_a_scheduler_that_is_told_to_has_it_from_its_start_at_its_prefix() -> No
     asyncio.run(run())
 
 
-def test_a_report_keeps_what_workers_did_that_have_left() -> None:
-    @on_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        a.plugins["gpurt"].metrics.add("shuffle.rows", 5)
-        b.plugins["gpurt"].metrics.fallback(Fallback.MEMORY_UNPICKLABLE, "a reason")
-        await heard_of(scheduler, "shuffle.rows", 5)
-        await until(lambda: "memory.unpicklable" in known_fallbacks(scheduler))
-        await a.close()
-        report = await reply(scheduler, "report")
-        assert (report["counters"]["shuffle.rows"], report["workers"]) == (5, 1)
-        assert [one["address"] for one in report["departed"]] == [a.address]
-        assert report["fallbacks"]["memory.unpicklable"] == {
-            "text": Fallback.MEMORY_UNPICKLABLE.text,
-            "reason": "a reason",
-            "count": 1,
-        }
-
-    run()
+@on_cluster()
+async def test_a_report_keeps_what_workers_did_that_have_left(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    a.plugins["gpurt"].metrics.add("shuffle.rows", 5)
+    b.plugins["gpurt"].metrics.fallback(Fallback.MEMORY_UNPICKLABLE, "a reason")
+    await heard_of(scheduler, "shuffle.rows", 5)
+    await until(lambda: "memory.unpicklable" in known_fallbacks(scheduler))
+    await a.close()
+    report = await reply(scheduler, "report")
+    assert (report["counters"]["shuffle.rows"], report["workers"]) == (5, 1)
+    assert [one["address"] for one in report["departed"]] == [a.address]
+    assert report["fallbacks"]["memory.unpicklable"] == {
+        "text": Fallback.MEMORY_UNPICKLABLE.text,
+        "reason": "a reason",
+        "count": 1,
+    }
 
 
 def test_replies_of_256_workers_are_bounded() -> None:

@@ -66,106 +66,121 @@ def stops_on(worker: Any, monkeypatch: pytest.MonkeyPatch) -> Gate:
     return gate
 
 
-def test_peers_and_the_scheduler_call_a_worker_that_is_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@on_plain_cluster()
+async def test_peers_and_the_scheduler_call_a_worker_that_is_off(
+    client: Any,
+    scheduler: Any,
+    a: Any,
+    b: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        left, gate = Left(monkeypatch), stops_on(b, monkeypatch)
-        await dask_gpurt.enable(client)
-        names, peer = ours(a.handlers), b.plugins["gpurt"].exchange.calls
-        with without_warnings(caplog):
-            off = await begun(dask_gpurt.disable(client))
-            with gate.open_in_the_end():
-                await asyncio.gather(gate.reached.wait(), left.by(a.address).wait())
-                with without_warnings(caplog):
-                    for name in names:
-                        assert await peer.call(a.address, name, check=never) is None
-                stream = scheduler.stream_comms[a.address]
-                stream.send({"op": NEW_OWNERS_OP, "id": "x", "run_id": 1, "owners": None})
-                stream.send({"op": ACCEPTED_OP, "key": "x"})
-                stream.send({"op": ASK_STATUS_OP})
-                stream.send({"op": SEND_RESULTS_OP, "results": ToPickle({"sent": 1})})
-                # The stream keeps the order of messages: it is still open, and all have been received.
-                assert await client.submit(len, "xy", workers=[a.address]) == 2
-                assert a.data["sent"] == 1, "the scheduler counts this replica"
-            await off
-        assert not ours(active(a.handlers)) + ours(active(a.stream_handlers))
-        assert set(scheduler.workers) == {a.address, b.address}
+    left, gate = Left(monkeypatch), stops_on(b, monkeypatch)
+    await dask_gpurt.enable(client)
+    names, peer = ours(a.handlers), b.plugins["gpurt"].exchange.calls
+    with without_warnings(caplog):
+        off = await begun(dask_gpurt.disable(client))
+        with gate.open_in_the_end():
+            await asyncio.gather(gate.reached.wait(), left.by(a.address).wait())
+            with without_warnings(caplog):
+                for name in names:
+                    assert await peer.call(a.address, name, check=never) is None
+            stream = scheduler.stream_comms[a.address]
+            stream.send({"op": NEW_OWNERS_OP, "id": "x", "run_id": 1, "owners": None})
+            stream.send({"op": ACCEPTED_OP, "key": "x"})
+            stream.send({"op": ASK_STATUS_OP})
+            stream.send({"op": SEND_RESULTS_OP, "results": ToPickle({"sent": 1})})
+            # The stream keeps the order of messages: it is still open, and all have been received.
+            assert await client.submit(len, "xy", workers=[a.address]) == 2
+            assert a.data["sent"] == 1, "the scheduler counts this replica"
+        await off
+    assert not ours(active(a.handlers)) + ours(active(a.stream_handlers))
+    assert set(scheduler.workers) == {a.address, b.address}
 
 
-def test_workers_call_the_scheduler_once_all_are_off(caplog: pytest.LogCaptureFixture) -> None:
+@on_plain_cluster()
+async def test_workers_call_the_scheduler_once_all_are_off(
+    client: Any, scheduler: Any, a: Any, b: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """As a worker does that was silent when the runtime was switched off."""
-
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.enable(client)
-        calls, operations = ours(scheduler.handlers), ours(scheduler.stream_handlers)
-        await dask_gpurt.disable(client)
-        with without_warnings(caplog):
-            for name in calls:
-                assert await getattr(b.scheduler, name)() is None
-            for name in operations:
-                b.batched_stream.send({"op": name, "token": "of before"})
-            assert await client.submit(len, "xy", workers=[b.address]) == 2, "its stream is still open"
-        assert not ours(active(scheduler.handlers)) + ours(active(scheduler.stream_handlers))
-        assert set(scheduler.workers) == {a.address, b.address}
+    await dask_gpurt.enable(client)
+    calls, operations = ours(scheduler.handlers), ours(scheduler.stream_handlers)
+    await dask_gpurt.disable(client)
+    with without_warnings(caplog):
+        for name in calls:
+            assert await getattr(b.scheduler, name)() is None
+        for name in operations:
+            b.batched_stream.send({"op": name, "token": "of before"})
+        assert await client.submit(len, "xy", workers=[b.address]) == 2, "its stream is still open"
+    assert not ours(active(scheduler.handlers)) + ours(active(scheduler.stream_handlers))
+    assert set(scheduler.workers) == {a.address, b.address}
 
 
-def test_a_second_client_that_switches_off_returns_as_late_as_the_first(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@on_plain_cluster()
+async def test_a_second_client_that_switches_off_returns_as_late_as_the_first(
+    client: Any,
+    scheduler: Any,
+    a: Any,
+    b: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = stops_on(b, monkeypatch)
-        await dask_gpurt.enable(client)
-        async with another(scheduler) as other:
-            with without_warnings(caplog), gate.open_in_the_end():
-                off = await begun(dask_gpurt.disable(client))
-                await gate.reached.wait()
-                also_off = await begun(dask_gpurt.disable(other))
-                assert not also_off.done()
-                gate.open.set()
-                await asyncio.gather(off, also_off)
+    gate = stops_on(b, monkeypatch)
+    await dask_gpurt.enable(client)
+    async with another(scheduler) as other:
+        with without_warnings(caplog), gate.open_in_the_end():
+            off = await begun(dask_gpurt.disable(client))
+            await gate.reached.wait()
+            also_off = await begun(dask_gpurt.disable(other))
+            assert not also_off.done()
+            gate.open.set()
+            await asyncio.gather(off, also_off)
 
 
-def test_the_scheduler_still_asks_workers_when_all_are_off(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@on_plain_cluster()
+async def test_the_scheduler_still_asks_workers_when_all_are_off(
+    client: Any,
+    scheduler: Any,
+    a: Any,
+    b: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Switching off does not wait for a report of a worker that does not answer."""
+    left, gate = Left(monkeypatch), Gate()
+    await dask_gpurt.enable(client)
+    report = a.handlers["gpurt_report"]
 
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        left, gate = Left(monkeypatch), Gate()
-        await dask_gpurt.enable(client)
-        report = a.handlers["gpurt_report"]
+    async def waits(**message: Any) -> Any:
+        gate.reached.set()
+        await gate.open.wait()
+        return await report(**message)
 
-        async def waits(**message: Any) -> Any:
-            gate.reached.set()
-            await gate.open.wait()
-            return await report(**message)
-
-        a.handlers["gpurt_report"] = waits
-        reporting = asyncio.ensure_future(dask_gpurt.report(client))
-        await gate.reached.wait()
-        a.handlers["gpurt_report"] = report
-        off = asyncio.ensure_future(dask_gpurt.disable(client))
-        with gate.open_in_the_end(), without_warnings(caplog):
-            await asyncio.gather(left.by(a.address).wait(), left.by(b.address).wait())
-            await off
-        assert (await reporting).workers.keys() == {a.address, b.address}
+    a.handlers["gpurt_report"] = waits
+    reporting = asyncio.ensure_future(dask_gpurt.report(client))
+    await gate.reached.wait()
+    a.handlers["gpurt_report"] = report
+    off = asyncio.ensure_future(dask_gpurt.disable(client))
+    with gate.open_in_the_end(), without_warnings(caplog):
+        await asyncio.gather(left.by(a.address).wait(), left.by(b.address).wait())
+        await off
+    assert (await reporting).workers.keys() == {a.address, b.address}
 
 
-def test_another_client_has_switched_it_off_already(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@on_plain_cluster()
+async def test_another_client_has_switched_it_off_already(
+    client: Any,
+    scheduler: Any,
+    a: Any,
+    b: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It was on when this client asked."""
 
     async def was_on(client: Any) -> bool:
         return True
 
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        with without_warnings(caplog), monkeypatch.context() as patch:
-            patch.setattr(session, "is_on_cluster", was_on)
-            await dask_gpurt.disable(client)
+    with without_warnings(caplog), monkeypatch.context() as patch:
+        patch.setattr(session, "is_on_cluster", was_on)
+        await dask_gpurt.disable(client)

@@ -18,41 +18,37 @@ def intervals(scheduler: Any, *workers: Any) -> list[float]:
     return [stream.interval for stream in (*streams, *(worker.batched_stream for worker in workers))]
 
 
-def test_no_stream_waits_while_it_is_on() -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = intervals(scheduler, a, b)
-        assert all(before)
-        await dask_gpurt.enable(client)
-        assert not any(intervals(scheduler, a, b))
-        async with Worker(scheduler.address) as late:
-            await until(lambda: not any(intervals(scheduler, a, b, late)))
-            dasks = before[-1]
-            await dask_gpurt.disable(client)
-            assert intervals(scheduler, a, b) == before
-            assert late.batched_stream.interval == dasks
+@on_plain_cluster()
+async def test_no_stream_waits_while_it_is_on(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    before = intervals(scheduler, a, b)
+    assert all(before)
+    await dask_gpurt.enable(client)
+    assert not any(intervals(scheduler, a, b))
+    async with Worker(scheduler.address) as late:
+        await until(lambda: not any(intervals(scheduler, a, b, late)))
+        dasks = before[-1]
+        await dask_gpurt.disable(client)
+        assert intervals(scheduler, a, b) == before
+        assert late.batched_stream.interval == dasks
 
 
-def test_a_worker_with_tasks_at_hand_gathers_messages() -> None:
-    @on_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        stream, (address,) = worker.batched_stream, scheduler.workers
-        first, second = (
-            client.submit(wait_for, name, key=name, workers=[address]) for name in ("first", "second")
-        )
-        await until(lambda: len(worker.state.tasks) == 2)
-        assert stream.interval == 0  # the other task had not arrived when this one began
-        third = client.submit(wait_for, "third", key="third", workers=[address])
-        await until(lambda: len(worker.state.tasks) == 3)
-        await Event("first", client=client).set()
-        await first
-        await until(lambda: stream.interval > 0)
-        for task in (second, third):
-            await Event(task.key, client=client).set()
-        await client.gather([second, third])
-        assert stream.interval == 0
-
-    run()
+@on_cluster(workers=1)
+async def test_a_worker_with_tasks_at_hand_gathers_messages(client: Any, scheduler: Any, worker: Any) -> None:
+    stream, (address,) = worker.batched_stream, scheduler.workers
+    first, second = (
+        client.submit(wait_for, name, key=name, workers=[address]) for name in ("first", "second")
+    )
+    await until(lambda: len(worker.state.tasks) == 2)
+    assert stream.interval == 0  # the other task had not arrived when this one began
+    third = client.submit(wait_for, "third", key="third", workers=[address])
+    await until(lambda: len(worker.state.tasks) == 3)
+    await Event("first", client=client).set()
+    await first
+    await until(lambda: stream.interval > 0)
+    for task in (second, third):
+        await Event(task.key, client=client).set()
+    await client.gather([second, third])
+    assert stream.interval == 0
 
 
 def wait_for(name: str) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import dask.dataframe as dd
@@ -13,21 +14,22 @@ from distributed import Worker, wait
 
 import dask_gpurt
 from tests.helpers.clusters import canonical
-from tests.helpers.in_process import gen_client_cluster
+from tests.helpers.in_process import Decorator, Test, gen_client_cluster
 
 GPU = {"resources": {"GPU": 1}}
 #: Two workers with a GPU, and one without, which comes first.
 MIXED = [("127.0.0.1", 1), ("127.0.0.1", 1, GPU), ("127.0.0.1", 1, GPU)]
 
 
-def mixed(nthreads: list[Any] = MIXED, **options: Any) -> Callable[[Callable[..., Awaitable[None]]], Any]:
+def mixed(nthreads: list[Any] = MIXED, **options: Any) -> Decorator:
     """Run a coroutine with workers of two kinds, with the runtime enabled."""
 
-    def decorate(test: Callable[..., Awaitable[None]]) -> Any:
-        async def body(client: Any, scheduler: Any, *crew: Any) -> None:
+    def decorate(test: Test) -> Any:
+        @wraps(test)
+        async def body(client: Any, *others: Any, **fixtures: Any) -> None:
             await dask_gpurt.enable(client)
             try:
-                await test(client, scheduler, *crew)
+                await test(client, *others, **fixtures)
             finally:
                 await dask_gpurt.disable(client)
 
@@ -58,31 +60,29 @@ OF_PANDAS: dict[str, dict[str, Any]] = {"broadcast": {}, "split_out": {}}
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-def test_tasks_that_ask_for_a_resource_run_where_it_is(build: Callable[..., Any]) -> None:
-    @mixed()
-    async def run(client: Any, scheduler: Any, plain: Worker, *gpus: Worker) -> None:
-        done = client.persist(build(collection(), **OF_DASK), resources={"GPU": 1})
-        await wait(done)
-        assert not plain.data
-        assert all(worker.data for worker in gpus)
-        found = pd.concat(await client.gather(client.futures_of(done)))
-        expected = build(frame(), **OF_PANDAS)
-        pd.testing.assert_frame_equal(canonical(found, index=False), canonical(expected, index=False))
-
-    run()
+@mixed()
+async def test_tasks_that_ask_for_a_resource_run_where_it_is(
+    client: Any, scheduler: Any, plain: Worker, *gpus: Worker, build: Callable[..., Any]
+) -> None:
+    done = client.persist(build(collection(), **OF_DASK), resources={"GPU": 1})
+    await wait(done)
+    assert not plain.data
+    assert all(worker.data for worker in gpus)
+    found = pd.concat(await client.gather(client.futures_of(done)))
+    expected = build(frame(), **OF_PANDAS)
+    pd.testing.assert_frame_equal(canonical(found, index=False), canonical(expected, index=False))
 
 
 @pytest.mark.parametrize("where", ["host", "worker"])
-def test_tasks_that_are_kept_to_a_host_or_a_worker_run_there(where: str) -> None:
-    @mixed([("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.2", 1)])
-    async def run(client: Any, scheduler: Any, plain: Worker, *others: Worker) -> None:
-        allowed = "127.0.0.2" if where == "host" else [worker.address for worker in others]
-        done = client.persist(collection().shuffle("key"), workers=allowed)
-        await wait(done)
-        assert not plain.data
-        assert all(worker.data for worker in others)
-
-    run()
+@mixed([("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.2", 1)])
+async def test_tasks_that_are_kept_to_a_host_or_a_worker_run_there(
+    client: Any, scheduler: Any, plain: Worker, *others: Worker, where: str
+) -> None:
+    allowed = "127.0.0.2" if where == "host" else [worker.address for worker in others]
+    done = client.persist(collection().shuffle("key"), workers=allowed)
+    await wait(done)
+    assert not plain.data
+    assert all(worker.data for worker in others)
 
 
 # Dask's validation does not work for a closed worker, whose tiers are gone.

@@ -33,8 +33,8 @@ from tests.helpers.gated_runs import (
     counted,
     frames,
     gate,
+    on_gated_cluster,
     outputs,
-    run,
     runs,
     shuffled,
     until,
@@ -50,47 +50,48 @@ from tests.helpers.gated_runs import (
         *((phase, "another") for phase in ("transfer", "barrier", "unpack")),
     ],
 )
-def test_a_worker_is_closed(monkeypatch: pytest.MonkeyPatch, phase: str, which: str) -> None:
+@on_gated_cluster(workers=3)
+async def test_a_worker_is_closed(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch, phase: str, which: str
+) -> None:
     """In each phase: the worker whose step is stopped, and another worker."""
     stopped = gate(monkeypatch, phase)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        (leaves, *_) = [w for w in crew if (w.address == stopped.where[0]) == (which == "the one")]
-        closing = asyncio.create_task(leaves.close(executor_wait=False))
-        await until(lambda: leaves.address not in scheduler.workers)
-        stopped.open.set()
-        await closing
-        assert_right(await result)
-        del result
-
-    run(test, workers=3)
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    (leaves, *_) = [w for w in crew if (w.address == stopped.where[0]) == (which == "the one")]
+    closing = asyncio.create_task(leaves.close(executor_wait=False))
+    await until(lambda: leaves.address not in scheduler.workers)
+    stopped.open.set()
+    await closing
+    assert_right(await result)
+    del result
 
 
 # ---- a run begins again --------------------------------------------------------------
 
 
-def test_one_side_of_a_join_begins_again_when_outputs_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster()
+async def test_one_side_of_a_join_begins_again_when_outputs_are_there(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other side continues, and is offered the shards again that it had released."""
     stopped = gate(monkeypatch, "unpack")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        with config.set({"dataframe.shuffle.method": "gpurt"}):
-            out = client.persist(frames().merge(frames("other"), on="key"))
-        await until(lambda: any(ts.state == "memory" for ts in outputs(scheduler)))
-        before = list(scheduler.extensions["shuffle"].active_shuffles.values())
-        (one, _) = crew[0].plugins["shuffle"].shuffle_runs._active_runs.values()
-        await one._begin_again("a test")
-        assert [run.archived for run in before].count(True) == 1
-        stopped.open.set()
-        assert len(await client.compute(out)) == len(FRAME.merge(FRAME, on="key"))
-        del out
-
-    run(test)
+    with config.set({"dataframe.shuffle.method": "gpurt"}):
+        out = client.persist(frames().merge(frames("other"), on="key"))
+    await until(lambda: any(ts.state == "memory" for ts in outputs(scheduler)))
+    before = list(scheduler.extensions["shuffle"].active_shuffles.values())
+    (one, _) = crew[0].plugins["shuffle"].shuffle_runs._active_runs.values()
+    await one._begin_again("a test")
+    assert [run.archived for run in before].count(True) == 1
+    stopped.open.set()
+    assert len(await client.compute(out)) == len(FRAME.merge(FRAME, on="key"))
+    del out
 
 
-def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster()
+async def test_an_output_is_needed_once_more_when_another_has_failed(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Otherwise it would be rescheduled for ever: Dask does not restart a shuffle with a failed output."""
     assemble = Receiver.assemble
 
@@ -100,48 +101,46 @@ def test_an_output_is_needed_once_more_when_another_has_failed(monkeypatch: pyte
         return assemble(self, partition, key)
 
     monkeypatch.setattr(Receiver, "assemble", fails)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        out = shuffled().optimize()
-        graph, keys = dict(out.__dask_graph__()), out.__dask_keys__()
-        (barrier,) = filter(id_from_key, graph)
-        first, *others = client.get(graph, [*keys, barrier], sync=False)
-        await wait([first, *others])
-        expected = await first
-        first.release()
-        await until(lambda: keys[0] not in scheduler.tasks)
-        (first,) = client.get(graph, [keys[0]], sync=False)
-        pd.testing.assert_frame_equal(await asyncio.wait_for(first, 20), expected)
-        assert runs(*crew) == len(crew), "no other run was needed"
-        del first, others
-
-    run(test)
+    out = shuffled().optimize()
+    graph, keys = dict(out.__dask_graph__()), out.__dask_keys__()
+    (barrier,) = filter(id_from_key, graph)
+    first, *others = client.get(graph, [*keys, barrier], sync=False)
+    await wait([first, *others])
+    expected = await first
+    first.release()
+    await until(lambda: keys[0] not in scheduler.tasks)
+    (first,) = client.get(graph, [keys[0]], sync=False)
+    pd.testing.assert_frame_equal(await asyncio.wait_for(first, 20), expected)
+    assert runs(*crew) == len(crew), "no other run was needed"
+    del first, others
 
 
 # ---- a worker leaves, or comes, in other ways ----------------------------------------
 
 
-def test_a_run_loses_workers_more_often_than_it_may_be_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=4, **{"gpurt.shuffle.retries": 1})
+async def test_a_run_loses_workers_more_often_than_it_may_be_mended(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run restarts."""
     stopped = gate(monkeypatch, "transfer")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        first, second, *_ = [worker for worker in crew if worker.address != stopped.where[0]]
-        await first.close(executor_wait=False)
-        await until(lambda: counted(scheduler, "shuffle.runs.recovered"))
-        assert not counted(scheduler, "shuffle.runs.restarted")
-        await second.close(executor_wait=False)
-        await until(lambda: counted(scheduler, "shuffle.runs.restarted"))
-        stopped.open.set()
-        assert_right(await result)
-        del result
-
-    run(test, workers=4, **{"gpurt.shuffle.retries": 1})
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    first, second, *_ = [worker for worker in crew if worker.address != stopped.where[0]]
+    await first.close(executor_wait=False)
+    await until(lambda: counted(scheduler, "shuffle.runs.recovered"))
+    assert not counted(scheduler, "shuffle.runs.restarted")
+    await second.close(executor_wait=False)
+    await until(lambda: counted(scheduler, "shuffle.runs.restarted"))
+    stopped.open.set()
+    assert_right(await result)
+    del result
 
 
-def test_the_repair_of_a_run_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@on_gated_cluster(workers=3, **{"gpurt.exchange.paths": ["comms"]})
+async def test_the_repair_of_a_run_fails(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It waits for an output that is being assembled, so its error reaches no caller; the run restarts."""
     stopped, mend, failed = gate(monkeypatch, "unpack"), Recovery._reassign, threading.Event()
 
@@ -152,48 +151,47 @@ def test_the_repair_of_a_run_fails(monkeypatch: pytest.MonkeyPatch, caplog: pyte
             failed.set()
             raise ValueError("a test")
 
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        monkeypatch.setattr(Recovery, "_reassign", fails_once)
-        monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 3600)
-        boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
-        await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
-        leaves = next(worker for worker in crew if worker.address != stopped.where[0])
-        await leaves.close(executor_wait=False)
-        await until(lambda: leaves.address not in scheduler.workers)
-        assert not failed.is_set()
-        stopped.open.set()
-        assert_right(await asyncio.wait_for(result, 60))
-        assert counted(scheduler, "shuffle.runs.restarted") == 1
-        assert caplog.text.count("cannot be repaired") == 1
-        del result
-
-    run(test, workers=3, **{"gpurt.exchange.paths": ["comms"]})
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    monkeypatch.setattr(Recovery, "_reassign", fails_once)
+    monkeypatch.setattr(recovery, "MAX_REPAIR_DELAY_S", 3600)
+    boxes = {worker.address: worker.plugins["gpurt"].exchange.pools.known("host") for worker in crew}
+    await until(lambda: all(box.readers() <= {address} for address, box in boxes.items()))
+    leaves = next(worker for worker in crew if worker.address != stopped.where[0])
+    await leaves.close(executor_wait=False)
+    await until(lambda: leaves.address not in scheduler.workers)
+    assert not failed.is_set()
+    stopped.open.set()
+    assert_right(await asyncio.wait_for(result, 60))
+    assert counted(scheduler, "shuffle.runs.restarted") == 1
+    assert caplog.text.count("cannot be repaired") == 1
+    del result
 
 
-def test_all_workers_leave_and_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster()
+async def test_all_workers_leave_and_another_comes(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No participant is left to repair the run: it restarts on the new worker."""
     stopped = gate(monkeypatch, "transfer")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        for worker in sorted(crew, key=lambda worker: worker.address == stopped.where[0]):
-            await scheduler.remove_worker(worker.address, stimulus_id="a-worker-is-lost")
-        assert counted(scheduler, "shuffle.runs.restarted") == 1
-        stopped.open.set()
-        async with Worker(scheduler.address, nthreads=1) as other:
-            assert_right(await result)
-            assert runs(other) == 1
-        for worker in crew:
-            await worker.finished()
-        del result
-
-    run(test)
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    for worker in sorted(crew, key=lambda worker: worker.address == stopped.where[0]):
+        await scheduler.remove_worker(worker.address, stimulus_id="a-worker-is-lost")
+    assert counted(scheduler, "shuffle.runs.restarted") == 1
+    stopped.open.set()
+    async with Worker(scheduler.address, nthreads=1) as other:
+        assert_right(await result)
+        assert runs(other) == 1
+    for worker in crew:
+        await worker.finished()
+    del result
 
 
-def test_a_shuffle_of_dasks_own_loses_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=3, **{"gpurt.takeover": False})
+async def test_a_shuffle_of_dasks_own_loses_a_worker(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It restarts as in plain Dask, and the runtime takes no part."""
     barrier, reached_by, goes_on = DataFrameShuffleRun.barrier, list[str](), threading.Event()
 
@@ -203,85 +201,79 @@ def test_a_shuffle_of_dasks_own_loses_a_worker(monkeypatch: pytest.MonkeyPatch) 
         return await barrier(self, run_ids)
 
     monkeypatch.setattr(DataFrameShuffleRun, "barrier", stops)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        with config.set({"dataframe.shuffle.method": "p2p"}):
-            result = client.compute(frames().shuffle("key"))
-        await until(lambda: reached_by)
-        leaves, *stay = sorted(crew, key=lambda worker: worker.address == reached_by[0])
-        await leaves.close(executor_wait=False)
-        goes_on.set()
-        assert_right(await result)
-        assert len(reached_by) > 1
-        assert not runs(*stay)
-        del result
-
-    run(test, workers=3, **{"gpurt.takeover": False})
+    with config.set({"dataframe.shuffle.method": "p2p"}):
+        result = client.compute(frames().shuffle("key"))
+    await until(lambda: reached_by)
+    leaves, *stay = sorted(crew, key=lambda worker: worker.address == reached_by[0])
+    await leaves.close(executor_wait=False)
+    goes_on.set()
+    assert_right(await result)
+    assert len(reached_by) > 1
+    assert not runs(*stay)
+    del result
 
 
-def test_a_worker_is_closed_that_has_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(**{"gpurt.exchange.paths": ["comms"]})
+async def test_a_worker_is_closed_that_has_nothing_any_more(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It owns no output, and its shards have been pulled: it is removed from the run without a repair."""
     monkeypatch.setattr(ShuffleSpec, "pick_worker", lambda self, partition, workers: sorted(workers)[0])
     stopped = gate(monkeypatch, "unpack")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        owner, other = sorted(crew, key=lambda worker: worker.address)
-        shards = other.plugins["gpurt"].exchange.pools.known("host")
-        await until(lambda: owner.address not in shards.readers())
-        (shuffle,) = scheduler.extensions["shuffle"].active_shuffles.values()
-        before = shuffle.run_spec.worker_for.epoch
-        await other.close(executor_wait=False)
-        await until(lambda: other.address not in scheduler.workers)
-        assert other.address not in shuffle.participating_workers
-        assert shuffle.run_spec.worker_for.epoch == before
-        stopped.open.set()
-        assert_right(await result)
-        assert not counted(scheduler, "shuffle.runs.recovered")
-        assert not counted(scheduler, "shuffle.runs.restarted")
-        del result
-
-    run(test, **{"gpurt.exchange.paths": ["comms"]})
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    owner, other = sorted(crew, key=lambda worker: worker.address)
+    shards = other.plugins["gpurt"].exchange.pools.known("host")
+    await until(lambda: owner.address not in shards.readers())
+    (shuffle,) = scheduler.extensions["shuffle"].active_shuffles.values()
+    before = shuffle.run_spec.worker_for.epoch
+    await other.close(executor_wait=False)
+    await until(lambda: other.address not in scheduler.workers)
+    assert other.address not in shuffle.participating_workers
+    assert shuffle.run_spec.worker_for.epoch == before
+    stopped.open.set()
+    assert_right(await result)
+    assert not counted(scheduler, "shuffle.runs.recovered")
+    assert not counted(scheduler, "shuffle.runs.restarted")
+    del result
 
 
-def test_a_worker_that_takes_no_part_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=3)
+async def test_a_worker_that_takes_no_part_is_closed(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        *part, other = crew
-        result = client.compute(shuffled(), workers=[w.address for w in part], allow_other_workers=False)
-        await until(stopped.reached.is_set)
-        await other.close()
-        stopped.open.set()
-        assert_right(await result)
-        assert runs(*part) == len(part)
-        del result
-
-    run(test, workers=3)
+    *part, other = crew
+    result = client.compute(shuffled(), workers=[w.address for w in part], allow_other_workers=False)
+    await until(stopped.reached.is_set)
+    await other.close()
+    stopped.open.set()
+    assert_right(await result)
+    assert runs(*part) == len(part)
+    del result
 
 
 @pytest.mark.parametrize("phase", ["transfer", "barrier", "unpack"])
-def test_no_failures_are_allowed_and_a_worker_is_lost(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+@on_gated_cluster(**{"distributed.scheduler.allowed-failures": 0})
+async def test_no_failures_are_allowed_and_a_worker_is_lost(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     stopped = gate(monkeypatch, phase)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        (lost,) = [worker for worker in crew if worker.address == stopped.where[0]]
-        await scheduler.remove_worker(lost.address, stimulus_id="a-worker-is-lost")
-        with pytest.raises(KilledWorker):
-            await result
-        stopped.open.set()
-        await lost.finished()
-        result.release()
-
-    run(test, **{"distributed.scheduler.allowed-failures": 0})
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    (lost,) = [worker for worker in crew if worker.address == stopped.where[0]]
+    await scheduler.remove_worker(lost.address, stimulus_id="a-worker-is-lost")
+    with pytest.raises(KilledWorker):
+        await result
+    stopped.open.set()
+    await lost.finished()
+    result.release()
 
 
 @pytest.mark.parametrize("lost", ["its worker", "another worker"])
-def test_a_result_of_a_transfer_is_fetched_by_the_barrier_and_a_worker_is_lost(
-    monkeypatch: pytest.MonkeyPatch, lost: str
+@on_gated_cluster(workers=3, **{"distributed.scheduler.worker-saturation": 1.0})
+async def test_a_result_of_a_transfer_is_fetched_by_the_barrier_and_a_worker_is_lost(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """As where results are not sent ahead. The barrier is sent again when the lost input is transferred."""
     monkeypatch.setattr(SmallResults, "_send_transfers", lambda self, run, barrier: None)
@@ -296,126 +288,113 @@ def test_a_result_of_a_transfer_is_fetched_by_the_barrier_and_a_worker_is_lost(
         return await gather(self, worker, to_gather, *args, **kwargs)
 
     monkeypatch.setattr(Worker, "gather_dep", stops)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(lambda: fetched_from)
-        watched = Watched(scheduler)
-        (leaves,) = [
-            worker
-            for worker in crew
-            if worker.address != stopped.where[0]
-            and (worker.address == fetched_from[0]) == (lost == "its worker")
-        ]
-        await scheduler.remove_worker(leaves.address, stimulus_id="a-worker-is-lost")
-        stopped.open.set()
-        assert_right(await result)
-        assert watched.transferred_since() == watched.transferred_by(leaves.address) != set()
-        assert not counted(scheduler, "shuffle.runs.restarted")
-        await leaves.finished()
-        del result
-
-    run(test, workers=3, **{"distributed.scheduler.worker-saturation": 1.0})
+    result = client.compute(shuffled())
+    await until(lambda: fetched_from)
+    watched = Watched(scheduler)
+    (leaves,) = [
+        worker
+        for worker in crew
+        if worker.address != stopped.where[0]
+        and (worker.address == fetched_from[0]) == (lost == "its worker")
+    ]
+    await scheduler.remove_worker(leaves.address, stimulus_id="a-worker-is-lost")
+    stopped.open.set()
+    assert_right(await result)
+    assert watched.transferred_since() == watched.transferred_by(leaves.address) != set()
+    assert not counted(scheduler, "shuffle.runs.restarted")
+    await leaves.finished()
+    del result
 
 
-def test_the_barrier_ends_with_owners_that_are_not_the_current_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster()
+async def test_the_barrier_ends_with_owners_that_are_not_the_current_ones(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        [active] = scheduler.extensions["shuffle"].active_shuffles.values()
-        active.run_spec.worker_for.move({})  # the workers are not notified
-        stopped.open.set()
-        assert_right(await result)
-        assert len(stopped.where) > 1, "it was run again"
-        del result
-
-    run(test)
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    [active] = scheduler.extensions["shuffle"].active_shuffles.values()
+    active.run_spec.worker_for.move({})  # the workers are not notified
+    stopped.open.set()
+    assert_right(await result)
+    assert len(stopped.where) > 1, "it was run again"
+    del result
 
 
-def test_a_worker_is_paused_and_another_one_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(**{"distributed.worker.memory.pause": False})
+async def test_a_worker_is_paused_and_another_one_is_lost(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        a, b = crew
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        a.status = Status.paused
-        await until(lambda: len(scheduler.running) == 1)
-        b.batched_stream.close()
-        await until(lambda: not scheduler.running)
-        stopped.open.set()
-        a.status = Status.running
-        assert_right(await result)
-        del result
-
-    run(test, **{"distributed.worker.memory.pause": False})  # Dask's monitor would resume the worker
+    a, b = crew
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    a.status = Status.paused
+    await until(lambda: len(scheduler.running) == 1)
+    b.batched_stream.close()
+    await until(lambda: not scheduler.running)
+    stopped.open.set()
+    a.status = Status.running
+    assert_right(await result)
+    del result
 
 
-def test_a_worker_takes_part_that_is_not_wholly_on_and_another_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
+@on_gated_cluster(workers=3)
+async def test_a_worker_takes_part_that_is_not_wholly_on_and_another_is_closed(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It receives no message about the new owners before its next request, and stays in the run."""
     stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        late, leaves, _ = sorted(crew, key=lambda worker: worker.address == stopped.where[0])
-        ready = scheduler.extensions["gpurt"].workers.ready
-        ready.discard(late.address)
-        renew = late.stream_handlers.pop(NEW_OWNERS_OP)
-        await leaves.close()
-        stopped.open.set()
-        assert_right(await result)
-        assert late.status is Status.running
-        late.stream_handlers[NEW_OWNERS_OP] = renew
-        ready.add(late.address)
-        del result
-
-    run(test, workers=3)
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    late, leaves, _ = sorted(crew, key=lambda worker: worker.address == stopped.where[0])
+    ready = scheduler.extensions["gpurt"].workers.ready
+    ready.discard(late.address)
+    renew = late.stream_handlers.pop(NEW_OWNERS_OP)
+    await leaves.close()
+    stopped.open.set()
+    assert_right(await result)
+    assert late.status is Status.running
+    late.stream_handlers[NEW_OWNERS_OP] = renew
+    ready.add(late.address)
+    del result
 
 
-def test_workers_leave_between_repeats() -> None:
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        for leaves in (None, crew[2], crew[1]):
-            if leaves is not None:
-                await leaves.close()
-            assert_right(await client.compute(shuffled()))
-
-    run(test, workers=3)
+@on_gated_cluster(workers=3)
+async def test_workers_leave_between_repeats(client: Any, scheduler: Any, *crew: Any) -> None:
+    for leaves in (None, crew[2], crew[1]):
+        if leaves is not None:
+            await leaves.close()
+        assert_right(await client.compute(shuffled()))
 
 
-def test_a_worker_joins_and_is_given_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster()
+async def test_a_worker_joins_and_is_given_an_output(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It takes no part in the run, and redirects the task to the owner."""
     stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        async with Worker(scheduler.address) as joined:
-            await until(lambda: "gpurt" in joined.plugins)
-            some = outputs(scheduler)[0]
-            (some.annotations or {}).pop("shuffle_original_restrictions", None)
-            scheduler.set_restrictions({some.key: {joined.address}})
-            stopped.open.set()
-            assert_right(await result)
-            del result
-
-    run(test)
-
-
-def test_workers_that_take_part_are_not_chosen_for_scaling_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        assert len(scheduler.workers_to_close(n=2)) == 2
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        assert not scheduler.workers_to_close(n=2)
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    async with Worker(scheduler.address) as joined:
+        await until(lambda: "gpurt" in joined.plugins)
+        some = outputs(scheduler)[0]
+        (some.annotations or {}).pop("shuffle_original_restrictions", None)
+        scheduler.set_restrictions({some.key: {joined.address}})
         stopped.open.set()
         assert_right(await result)
         del result
 
-    run(test)
+
+@on_gated_cluster()
+async def test_workers_that_take_part_are_not_chosen_for_scaling_down(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = gate(monkeypatch, "barrier")
+    assert len(scheduler.workers_to_close(n=2)) == 2
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    assert not scheduler.workers_to_close(n=2)
+    stopped.open.set()
+    assert_right(await result)
+    del result

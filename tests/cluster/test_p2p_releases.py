@@ -18,7 +18,7 @@ from tests.helpers.gated_runs import (
     STEPS,
     assert_right,
     gate,
-    run,
+    on_gated_cluster,
     shuffled,
     until,
 )
@@ -31,108 +31,107 @@ from tests.helpers.gated_runs import (
         *((phase, again) for phase in ("transfer", "barrier", "unpack") for again in ("", "later")),
     ],
 )
-def test_a_shuffle_is_let_go(monkeypatch: pytest.MonkeyPatch, phase: str, again: str) -> None:
+@on_gated_cluster()
+async def test_a_shuffle_is_let_go(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch, phase: str, again: str
+) -> None:
     """In each phase: stale messages meet a new run of the same shuffle."""
     stopped = gate(monkeypatch, phase)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        out = client.persist(shuffled())
-        await until(stopped.reached.is_set)
-        del out
-        if again == "later":
-            await until(lambda: not scheduler.tasks)
-        result = client.compute(shuffled()) if again else None
-        await asyncio.sleep(0)
-        stopped.open.set()
-        if result is not None:
-            assert_right(await result)
-        del result
-
-    run(test)
-
-
-def test_some_outputs_are_wanted_more_and_some_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        whole = shuffled()
-        some = client.persist(whole.partitions[: PARTS // 2])
-        await until(lambda: any(ts.state == "memory" for ts in scheduler.tasks.values()))
-        every = client.persist(whole)
-        assert_right(await client.compute(every))
-        del some
-        rest = client.persist(every.partitions[PARTS // 2 :])
-        del every
-        assert 0 < len(await client.compute(rest)) < ROWS
-        del rest
+    out = client.persist(shuffled())
+    await until(stopped.reached.is_set)
+    del out
+    if again == "later":
         await until(lambda: not scheduler.tasks)
-        few = await client.compute(whole.partitions[:1])  # culled to one
-        assert (few["key"] == few["row"] % 17).all()
+    result = client.compute(shuffled()) if again else None
+    await asyncio.sleep(0)
+    stopped.open.set()
+    if result is not None:
+        assert_right(await result)
+    del result
 
-    run(test)
+
+@on_gated_cluster()
+async def test_some_outputs_are_wanted_more_and_some_no_more(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = shuffled()
+    some = client.persist(whole.partitions[: PARTS // 2])
+    await until(lambda: any(ts.state == "memory" for ts in scheduler.tasks.values()))
+    every = client.persist(whole)
+    assert_right(await client.compute(every))
+    del some
+    rest = client.persist(every.partitions[PARTS // 2 :])
+    del every
+    assert 0 < len(await client.compute(rest)) < ROWS
+    del rest
+    await until(lambda: not scheduler.tasks)
+    few = await client.compute(whole.partitions[:1])  # culled to one
+    assert (few["key"] == few["row"] % 17).all()
 
 
-def test_one_result_is_lost_again_and_again_and_the_others_are_kept() -> None:
+@on_gated_cluster(**{"gpurt.shuffle.retries": 1})
+async def test_one_result_is_lost_again_and_again_and_the_others_are_kept(
+    client: Any, scheduler: Any, *crew: Any
+) -> None:
     """Each run receives the only output that is needed, and ends. Such runs do not count as failed."""
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        extension, runtime = scheduler.extensions["shuffle"], scheduler.extensions["gpurt"]
-        kept = client.persist(shuffled().map_partitions(lambda part: part.assign(more=1)))
-        first = min(future.key for future in futures_of(kept))
-        for _ in range(3):
-            await wait(kept)
-            await until(lambda: not extension.active_shuffles)
-            assert not [name for name in scheduler.clients if name.startswith("gpurt")]
-            runtime.lost(next(iter(scheduler.tasks[first].who_has)).address, [first])
-            await until(lambda: extension.active_shuffles)
-            (active,) = extension.active_shuffles.values()
-            outputs = [share.outputs for share in active.run_spec.worker_for.shares.values()]
-            assert outputs == [(0,)]
-        assert_right(await client.compute(kept))
-        del kept
-
-    run(test, **{"gpurt.shuffle.retries": 1})
+    extension, runtime = scheduler.extensions["shuffle"], scheduler.extensions["gpurt"]
+    kept = client.persist(shuffled().map_partitions(lambda part: part.assign(more=1)))
+    first = min(future.key for future in futures_of(kept))
+    for _ in range(3):
+        await wait(kept)
+        await until(lambda: not extension.active_shuffles)
+        assert not [name for name in scheduler.clients if name.startswith("gpurt")]
+        runtime.lost(next(iter(scheduler.tasks[first].who_has)).address, [first])
+        await until(lambda: extension.active_shuffles)
+        (active,) = extension.active_shuffles.values()
+        outputs = [share.outputs for share in active.run_spec.worker_for.shares.values()]
+        assert outputs == [(0,)]
+    assert_right(await client.compute(kept))
+    del kept
 
 
-def test_a_run_is_failed_before_its_worker_hears_that_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=1)
+async def test_a_run_is_failed_before_its_worker_hears_that_it_has_begun(
+    client: Any, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, worker: Any) -> None:
-        out = client.persist(shuffled())
-        await until(stopped.reached.is_set)
-        manager = worker.plugins["shuffle"].shuffle_runs
-        ((shuffle, active),) = manager._active_runs.items()
-        manager.fail(shuffle, active.run_id, "a test")
-        for stale in (manager.get_with_run_id(shuffle, active.run_id), manager.get_or_create(shuffle, "key")):
-            with pytest.raises(RuntimeError, match="stale shuffle run"):
-                await stale
-        assert shuffle not in manager._active_runs
-        del out
-        stopped.open.set()
-
-    run(test, workers=1)
+    out = client.persist(shuffled())
+    await until(stopped.reached.is_set)
+    manager = worker.plugins["shuffle"].shuffle_runs
+    ((shuffle, active),) = manager._active_runs.items()
+    manager.fail(shuffle, active.run_id, "a test")
+    for stale in (manager.get_with_run_id(shuffle, active.run_id), manager.get_or_create(shuffle, "key")):
+        with pytest.raises(RuntimeError, match="stale shuffle run"):
+            await stale
+    assert shuffle not in manager._active_runs
+    del out
+    stopped.open.set()
 
 
-def test_the_scheduler_forgets_all_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster()
+async def test_the_scheduler_forgets_all_tasks(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when the scheduler restarts, which closes workers without a nanny."""
     stopped = gate(monkeypatch, "barrier")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        await until(stopped.reached.is_set)
-        restarting = asyncio.create_task(client.restart(wait_for_workers=False))
-        await until(lambda: not scheduler.tasks)
-        stopped.open.set()
-        await restarting
-        assert result.cancelled()
-        assert not [name for name in scheduler.clients if name.startswith("gpurt")]
-        async with Worker(scheduler.address, nthreads=1):
-            assert_right(await client.compute(shuffled()))
-        for worker in crew:
-            await worker.finished()
-
-    run(test)
+    result = client.compute(shuffled())
+    await until(stopped.reached.is_set)
+    restarting = asyncio.create_task(client.restart(wait_for_workers=False))
+    await until(lambda: not scheduler.tasks)
+    stopped.open.set()
+    await restarting
+    assert result.cancelled()
+    assert not [name for name in scheduler.clients if name.startswith("gpurt")]
+    async with Worker(scheduler.address, nthreads=1):
+        assert_right(await client.compute(shuffled()))
+    for worker in crew:
+        await worker.finished()
 
 
-def test_a_run_can_not_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster()
+async def test_a_run_can_not_be_closed(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worker closes nevertheless."""
     close, failed = ShuffleRun.close, []
 
@@ -142,10 +141,6 @@ def test_a_run_can_not_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("a test")
 
     monkeypatch.setattr(ShuffleRun, "close", fails)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        assert_right(await client.compute(shuffled()))
-        await crew[1].close()
-        assert failed
-
-    run(test)
+    assert_right(await client.compute(shuffled()))
+    await crew[1].close()
+    assert failed

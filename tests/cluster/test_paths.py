@@ -64,28 +64,26 @@ def moved(exchange: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("room", [True, False])
-def test_a_shard_goes_through_host_memory(room: bool) -> None:
+@on_cluster(workers=2)
+async def test_a_shard_goes_through_host_memory(
+    client: Any, scheduler: Any, a: Any, b: Any, room: bool
+) -> None:
     """Comms are used where host memory has no room."""
-
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await all_placed(scheduler)
-        here, there = with_accelerator(a), with_accelerator(b)
-        host = here.pools.outbox("host")
-        if not room:
-            taken = host.allocate(host.pool.capacity)
-        data = np.random.default_rng(0).integers(0, 256, NBYTES, dtype=np.uint8)
-        shard = await here.offload(publish, here, b.address, data)
-        np.testing.assert_array_equal(await bytes_of(there, shard), data)
-        assert moved(there) == {"exchange.bytes.through-host"}
-        fallbacks = here.metrics.snapshot()["fallbacks"]
-        assert room == ("exchange.comms" not in fallbacks)
-        assert "no peer access" in str(there.metrics.snapshot()["fallbacks"])
-        if not room:
-            host.give_back(taken)
-        await until(lambda: not host.pool.used and not here.pools.outbox("accelerator").pool.used)
-
-    run()
+    await all_placed(scheduler)
+    here, there = with_accelerator(a), with_accelerator(b)
+    host = here.pools.outbox("host")
+    if not room:
+        taken = host.allocate(host.pool.capacity)
+    data = np.random.default_rng(0).integers(0, 256, NBYTES, dtype=np.uint8)
+    shard = await here.offload(publish, here, b.address, data)
+    np.testing.assert_array_equal(await bytes_of(there, shard), data)
+    assert moved(there) == {"exchange.bytes.through-host"}
+    fallbacks = here.metrics.snapshot()["fallbacks"]
+    assert room == ("exchange.comms" not in fallbacks)
+    assert "no peer access" in str(there.metrics.snapshot()["fallbacks"])
+    if not room:
+        host.give_back(taken)
+    await until(lambda: not host.pool.used and not here.pools.outbox("accelerator").pool.used)
 
 
 async def serve(exchange: Any, shard: Shard, owner: Any) -> Any:
@@ -96,47 +94,43 @@ async def serve(exchange: Any, shard: Shard, owner: Any) -> Any:
     )
 
 
-def test_a_shard_is_fetched_again_since_the_reply_got_lost() -> None:
+@on_cluster(workers=2)
+async def test_a_shard_is_fetched_again_since_the_reply_got_lost(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
     """Both fetches get the same staged copy, even while it is made, and it is freed with the shard."""
-
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        here = with_accelerator(a)
-        host, published = here.pools.outbox("host"), here.pools.outbox("accelerator")
-        shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
-        assert published.publish_again([shard.id], 1, b.address)
-        lost, *replies = await asyncio.gather(*(serve(here, shard, b) for _ in range(3)))
-        assert [reply["staged"] for reply in replies] == [lost["staged"]] * 2
-        assert (await serve(here, shard, b))["staged"] == lost["staged"]
-        once = host.pool.used
-        other = await serve(here, replace(shard, share=1), b)
-        assert other["staged"] != lost["staged"], "its owner reads and releases it on its own"
-        here.release(kind="accelerator", shards=[(shard.id, shard.share)], to=here.me.incarnation)
-        await until(lambda: host.pool.used == once)
-        assert (await serve(here, shard, b))["data"] is None, "nothing would free a copy made now"
-        here.release(kind="accelerator", shards=[(shard.id, 1)], to=here.me.incarnation)
-        await until(lambda: not host.pool.used and not published.pool.used)
-
-    run()
+    here = with_accelerator(a)
+    host, published = here.pools.outbox("host"), here.pools.outbox("accelerator")
+    shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
+    assert published.publish_again([shard.id], 1, b.address)
+    lost, *replies = await asyncio.gather(*(serve(here, shard, b) for _ in range(3)))
+    assert [reply["staged"] for reply in replies] == [lost["staged"]] * 2
+    assert (await serve(here, shard, b))["staged"] == lost["staged"]
+    once = host.pool.used
+    other = await serve(here, replace(shard, share=1), b)
+    assert other["staged"] != lost["staged"], "its owner reads and releases it on its own"
+    here.release(kind="accelerator", shards=[(shard.id, shard.share)], to=here.me.incarnation)
+    await until(lambda: host.pool.used == once)
+    assert (await serve(here, shard, b))["data"] is None, "nothing would free a copy made now"
+    here.release(kind="accelerator", shards=[(shard.id, 1)], to=here.me.incarnation)
+    await until(lambda: not host.pool.used and not published.pool.used)
 
 
-def test_a_shard_is_let_go_of_while_it_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_cluster(workers=2)
+async def test_a_shard_is_let_go_of_while_it_is_staged(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when its outputs have moved: the fetch is given up, and nothing reads the copy."""
-
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        here = with_accelerator(a)
-        copying, go_on = hold_staging(here, monkeypatch)
-        shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
-        serving = asyncio.create_task(serve(here, shard, b))
-        assert await here.offload(copying.wait, 10)
-        here.release(kind="accelerator", shards=[(shard.id, shard.share)], to=here.me.incarnation)
-        go_on.set()
-        assert (await serving)["data"] is None
-        await until(lambda: not here.pools.outbox("host").pool.used)
-        assert not here.comms._copies
-
-    run()
+    here = with_accelerator(a)
+    copying, go_on = hold_staging(here, monkeypatch)
+    shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
+    serving = asyncio.create_task(serve(here, shard, b))
+    assert await here.offload(copying.wait, 10)
+    here.release(kind="accelerator", shards=[(shard.id, shard.share)], to=here.me.incarnation)
+    go_on.set()
+    assert (await serving)["data"] is None
+    await until(lambda: not here.pools.outbox("host").pool.used)
+    assert not here.comms._copies
 
 
 def hold_staging(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
@@ -154,26 +148,25 @@ def hold_staging(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[thread
 
 
 @pytest.mark.parametrize("published", ["once the run is over", "while its owner lets go"])
-def test_a_staged_shard_is_freed_when_its_run_ends(published: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        here = with_accelerator(a)
-        copying, go_on = hold_staging(here, monkeypatch)
+@on_cluster(workers=2)
+async def test_a_staged_shard_is_freed_when_its_run_ends(
+    client: Any, scheduler: Any, a: Any, b: Any, published: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = with_accelerator(a)
+    copying, go_on = hold_staging(here, monkeypatch)
 
-        async def lets_go(producer: str, run: list[Any]) -> None:
-            if published == "while its owner lets go":
-                go_on.set()
-                await serving
+    async def lets_go(producer: str, run: list[Any]) -> None:
+        if published == "while its owner lets go":
+            go_on.set()
+            await serving
 
-        b.handlers["gpurt_forget"] = lets_go
-        shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
-        serving = asyncio.create_task(serve(here, shard, b))
-        assert await here.offload(copying.wait, 10)
-        await here.withdraw(RUN)
-        go_on.set()
-        reply = await serving
-        assert (reply["data"] is None) == (published == "once the run is over")
-        assert not here.pools.outbox("host").pool.used
-        assert not here.pools.outbox("accelerator").pool.used
-
-    run()
+    b.handlers["gpurt_forget"] = lets_go
+    shard = await here.offload(publish, here, b.address, np.zeros(NBYTES, np.uint8))
+    serving = asyncio.create_task(serve(here, shard, b))
+    assert await here.offload(copying.wait, 10)
+    await here.withdraw(RUN)
+    go_on.set()
+    reply = await serving
+    assert (reply["data"] is None) == (published == "once the run is over")
+    assert not here.pools.outbox("host").pool.used
+    assert not here.pools.outbox("accelerator").pool.used

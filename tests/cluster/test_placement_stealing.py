@@ -57,58 +57,55 @@ def fallbacks(scheduler: Any) -> dict[str, Any]:
     return {name: known for name, known in found.items() if name.startswith("placement")}
 
 
-def test_a_thief_without_room_gets_nothing() -> None:
-    @on_cluster(workers=3, **PLACEMENT)
-    async def run(client: Any, scheduler: Any, victim: Any, full: Any, roomy: Any) -> None:
-        believed_full(scheduler, full.address)
-        moves = moves_of(scheduler)
-        futures = load(client, victim.address, 12)
-        await until(lambda: bool(roomy.state.tasks))
-        GO.set()
-        assert await client.gather(futures) == list(range(12))
-        assert moves
-        assert {thief for _, thief in moves} <= {victim.address, roomy.address}
-        assert not fallbacks(scheduler)
-
-    run()
-
-
-def test_with_room_nowhere_else_work_stays() -> None:
-    @on_cluster(workers=3, **PLACEMENT)
-    async def run(client: Any, scheduler: Any, victim: Any, *others: Any) -> None:
-        for worker in others:
-            believed_full(scheduler, worker.address)
-        moves, asked = moves_of(scheduler), []
-        choose = scheduler.extensions["stealing"]._get_thief
-        scheduler.extensions["stealing"]._get_thief = lambda *args, **kwargs: (
-            asked.append(args[1].key) or choose(*args, **kwargs)
-        )
-        futures = load(client, victim.address, 12)
-        await until(lambda: len(asked) > 20)
-        GO.set()
-        assert await client.gather(futures) == list(range(12))
-        assert not moves
-        assert not fallbacks(scheduler)
-
-    run()
+@on_cluster(workers=3, **PLACEMENT)
+async def test_a_thief_without_room_gets_nothing(
+    client: Any, scheduler: Any, victim: Any, full: Any, roomy: Any
+) -> None:
+    believed_full(scheduler, full.address)
+    moves = moves_of(scheduler)
+    futures = load(client, victim.address, 12)
+    await until(lambda: bool(roomy.state.tasks))
+    GO.set()
+    assert await client.gather(futures) == list(range(12))
+    assert moves
+    assert {thief for _, thief in moves} <= {victim.address, roomy.address}
+    assert not fallbacks(scheduler)
 
 
-def test_inputs_move_within_the_nvlink_domain_first() -> None:
-    @on_cluster(workers=3, **PLACEMENT)
-    async def run(client: Any, scheduler: Any, victim: Any, near: Any, far: Any) -> None:
-        await placed_apart(scheduler, victim, near, far)
-        kept = await client.scatter(
-            bytes(10**6), workers=[near.address]
-        )  # Dask would pick the worker that holds less
-        data = await client.scatter(bytes(10**6), workers=[victim.address])
-        moves = moves_of(scheduler)
-        where = {"workers": [victim.address], "allow_other_workers": True}
-        futures = [client.submit(held_up, i, data, **where) for i in range(3)]
-        await until(lambda: bool(moves))
-        assert moves[0] == (victim.address, near.address)
-        assert kept.status == "finished"
-        GO.set()
-        assert await client.gather(futures) == list(range(3))
-        assert not fallbacks(scheduler)
+@on_cluster(workers=3, **PLACEMENT)
+async def test_with_room_nowhere_else_work_stays(
+    client: Any, scheduler: Any, victim: Any, *others: Any
+) -> None:
+    for worker in others:
+        believed_full(scheduler, worker.address)
+    moves, asked = moves_of(scheduler), []
+    choose = scheduler.extensions["stealing"]._get_thief
+    scheduler.extensions["stealing"]._get_thief = lambda *args, **kwargs: (
+        asked.append(args[1].key) or choose(*args, **kwargs)
+    )
+    futures = load(client, victim.address, 12)
+    await until(lambda: len(asked) > 20)
+    GO.set()
+    assert await client.gather(futures) == list(range(12))
+    assert not moves
+    assert not fallbacks(scheduler)
 
-    run()
+
+@on_cluster(workers=3, **PLACEMENT)
+async def test_inputs_move_within_the_nvlink_domain_first(
+    client: Any, scheduler: Any, victim: Any, near: Any, far: Any
+) -> None:
+    await placed_apart(scheduler, victim, near, far)
+    kept = await client.scatter(
+        bytes(10**6), workers=[near.address]
+    )  # Dask would pick the worker that holds less
+    data = await client.scatter(bytes(10**6), workers=[victim.address])
+    moves = moves_of(scheduler)
+    where = {"workers": [victim.address], "allow_other_workers": True}
+    futures = [client.submit(held_up, i, data, **where) for i in range(3)]
+    await until(lambda: bool(moves))
+    assert moves[0] == (victim.address, near.address)
+    assert kept.status == "finished"
+    GO.set()
+    assert await client.gather(futures) == list(range(3))
+    assert not fallbacks(scheduler)

@@ -33,19 +33,20 @@ def registered() -> list[str]:
     return [family.name for family in REGISTRY.collect() if "_gpurt_" in family.name]
 
 
-def test_the_page_of_a_process_has_its_scheduler_and_tells_its_workers_apart() -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        assert await page(scheduler) == {}
-        await dask_gpurt.enable(client)
-        a.plugins["gpurt"].metrics.add("shuffle.rows", 5)
-        for server in (scheduler, a, b):
-            shown = await page(server)
-            assert shown["dask_scheduler_gpurt_workers_ready"] == {"": 2}
-            assert shown["dask_scheduler_gpurt_placement_decisions_total"] == {"": 0}
-            assert shown["dask_worker_gpurt_shuffle_rows_total"] == {a.address: 5, b.address: 0}
-        await dask_gpurt.disable(client)
-        assert await page(scheduler) == {}
+@on_plain_cluster()
+async def test_the_page_of_a_process_has_its_scheduler_and_tells_its_workers_apart(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    assert await page(scheduler) == {}
+    await dask_gpurt.enable(client)
+    a.plugins["gpurt"].metrics.add("shuffle.rows", 5)
+    for server in (scheduler, a, b):
+        shown = await page(server)
+        assert shown["dask_scheduler_gpurt_workers_ready"] == {"": 2}
+        assert shown["dask_scheduler_gpurt_placement_decisions_total"] == {"": 0}
+        assert shown["dask_worker_gpurt_shuffle_rows_total"] == {a.address: 5, b.address: 0}
+    await dask_gpurt.disable(client)
+    assert await page(scheduler) == {}
 
 
 def test_servers_that_close_while_it_is_on_are_shown_no_more() -> None:

@@ -36,55 +36,50 @@ def make(size: int) -> pd.DataFrame:
     return pd.DataFrame({"x": np.arange(size)})
 
 
-def test_small_results_are_copied_for_the_client_only() -> None:
-    @on_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        copied = as_on_gpu(a)
-        small = client.submit(make, 10, key="small", workers=[a.address])
-        large = client.submit(make, RESULT_BYTES, key="large", workers=[a.address])
-        await wait([small, large])
-        found = await client.gather([small, large])
-        pd.testing.assert_frame_equal(found[0], make(10))
-        assert len(found[1]) == RESULT_BYTES
-        assert copied == [["small"]]
-        assert await client.submit(len, small, workers=[b.address]) == 10
-        assert copied == [["small"]]
-
-    run()
-
-
-def test_a_result_is_released_and_computed_again_while_it_is_copied() -> None:
-    @on_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        begun, go_on = threading.Event(), threading.Event()
-
-        def pause() -> None:
-            begun.set()
-            assert go_on.wait(30)
-
-        copied = as_on_gpu(a, pause)
-        made = client.submit(make, 10, key="x", workers=[a.address])
-        await wait(made)
-        # As a client fetches that asks workers directly.
-        asked = asyncio.create_task(gather_from_workers({"x": [a.address]}, rpc=b.rpc))
-        await until(begun.is_set)
-        a.data.discard("x")  # as Dask does if the key is released
-        a.data["x"] = make(10)
-        go_on.set()
-        (found, *_) = await asked
-        pd.testing.assert_frame_equal(found["x"], make(10))
-        assert copied == [["x"]]
-
-    run()
+@on_cluster()
+async def test_small_results_are_copied_for_the_client_only(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    copied = as_on_gpu(a)
+    small = client.submit(make, 10, key="small", workers=[a.address])
+    large = client.submit(make, RESULT_BYTES, key="large", workers=[a.address])
+    await wait([small, large])
+    found = await client.gather([small, large])
+    pd.testing.assert_frame_equal(found[0], make(10))
+    assert len(found[1]) == RESULT_BYTES
+    assert copied == [["small"]]
+    assert await client.submit(len, small, workers=[b.address]) == 10
+    assert copied == [["small"]]
 
 
-def test_what_cannot_be_copied_is_sent_by_dask() -> None:
-    @on_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        copied = as_on_gpu(a)
-        made = client.submit(lambda: memoryview(b"bytes"), key="view", workers=[a.address])
-        await wait(made)
-        assert bytes(await made) == b"bytes"
-        assert copied == [["view"]]
+@on_cluster()
+async def test_a_result_is_released_and_computed_again_while_it_is_copied(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
 
-    run()
+    def pause() -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    copied = as_on_gpu(a, pause)
+    made = client.submit(make, 10, key="x", workers=[a.address])
+    await wait(made)
+    # As a client fetches that asks workers directly.
+    asked = asyncio.create_task(gather_from_workers({"x": [a.address]}, rpc=b.rpc))
+    await until(begun.is_set)
+    a.data.discard("x")  # as Dask does if the key is released
+    a.data["x"] = make(10)
+    go_on.set()
+    (found, *_) = await asked
+    pd.testing.assert_frame_equal(found["x"], make(10))
+    assert copied == [["x"]]
+
+
+@on_cluster()
+async def test_what_cannot_be_copied_is_sent_by_dask(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    copied = as_on_gpu(a)
+    made = client.submit(lambda: memoryview(b"bytes"), key="view", workers=[a.address])
+    await wait(made)
+    assert bytes(await made) == b"bytes"
+    assert copied == [["view"]]

@@ -29,8 +29,8 @@ from tests.helpers.gated_runs import (
     counted,
     gate,
     nothing_is_left,
+    on_gated_cluster,
     open_gates,
-    run,
     shuffled,
     until,
 )
@@ -61,48 +61,49 @@ def assert_evacuated(scheduler: Any, watched: Watched, worker: Any) -> None:
 
 
 @pytest.mark.parametrize("phase", ["transfer", "seal", "unpack"])
-def test_a_producer_retires(monkeypatch: pytest.MonkeyPatch, phase: str) -> None:
+@on_gated_cluster(workers=3, **ONE_EACH, **{"gpurt.exchange.paths": ["shared-memory"]})
+async def test_a_producer_retires(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
     """The owners copy its shards before it leaves: nothing is transferred or assembled again."""
     stopped = gate(monkeypatch, phase)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        watched = await stopped_in(phase, stopped, scheduler)
-        retires, _ = others(crew, stopped)
-        await client.retire_workers([retires.address])
-        stopped.open.set()
-        assert_right(await result)
-        assert_evacuated(scheduler, watched, retires)
-        assert watched.moved() == watched.owned(retires.address)
-        assert retires.address not in watched.owners.values()
-        if phase == "unpack":
-            assert not watched.assembled_since()
-        await retires.finished()
-        del result
-
-    run(test, workers=3, **ONE_EACH, **{"gpurt.exchange.paths": ["shared-memory"]})
+    result = client.compute(shuffled())
+    watched = await stopped_in(phase, stopped, scheduler)
+    retires, _ = others(crew, stopped)
+    await client.retire_workers([retires.address])
+    stopped.open.set()
+    assert_right(await result)
+    assert_evacuated(scheduler, watched, retires)
+    assert watched.moved() == watched.owned(retires.address)
+    assert retires.address not in watched.owners.values()
+    if phase == "unpack":
+        assert not watched.assembled_since()
+    await retires.finished()
+    del result
 
 
-def test_an_owner_retires_that_is_assembling_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=3, **ONE_EACH)
+async def test_an_owner_retires_that_is_assembling_an_output(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its unfinished outputs move to others; its inputs are not transferred again."""
     stopped = gate(monkeypatch, "unpack")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        watched = await stopped_in("unpack", stopped, scheduler)
-        (retires,) = (worker for worker in crew if worker.address == stopped.where[0])
-        await client.retire_workers([retires.address])
-        assert_right(await result)
-        assert_evacuated(scheduler, watched, retires)
-        assert watched.moved() == watched.assembled_since() == watched.owned(retires.address)
-        stopped.open.set()
-        await retires.finished()
-        del result
-
-    run(test, workers=3, **ONE_EACH)
+    result = client.compute(shuffled())
+    watched = await stopped_in("unpack", stopped, scheduler)
+    (retires,) = (worker for worker in crew if worker.address == stopped.where[0])
+    await client.retire_workers([retires.address])
+    assert_right(await result)
+    assert_evacuated(scheduler, watched, retires)
+    assert watched.moved() == watched.assembled_since() == watched.owned(retires.address)
+    stopped.open.set()
+    await retires.finished()
+    del result
 
 
-def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=3, **ONE_EACH)
+async def test_a_worker_retires_while_all_assemble_outputs(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its outputs move only when those of the others are there, and until then it is not evacuated."""
     assemble, is_repair_pending, ask = Receiver.assemble, Recovery.is_repair_pending, Retirement._ask
     begun, go_on, too_early = set[str](), threading.Event(), list[bool]()
@@ -125,98 +126,88 @@ def test_a_worker_retires_while_all_assemble_outputs(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Receiver, "assemble", stops)
     monkeypatch.setattr(Recovery, "is_repair_pending", goes_on_then)
     monkeypatch.setattr(Retirement, "_ask", notes)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        kept = client.persist(shuffled())
-        await until(lambda: len(begun) == len(crew))
-        watched = Watched(scheduler)
-        retires = max(crew, key=lambda worker: len(watched.owned(worker.address)))
-        await client.retire_workers([retires.address])
-        assert_right(await client.compute(kept))
-        assert_evacuated(scheduler, watched, retires)
-        assert not any(too_early)
-        await retires.finished()
-        del kept
-
-    run(test, workers=3, **ONE_EACH)
+    kept = client.persist(shuffled())
+    await until(lambda: len(begun) == len(crew))
+    watched = Watched(scheduler)
+    retires = max(crew, key=lambda worker: len(watched.owned(worker.address)))
+    await client.retire_workers([retires.address])
+    assert_right(await client.compute(kept))
+    assert_evacuated(scheduler, watched, retires)
+    assert not any(too_early)
+    await retires.finished()
+    del kept
 
 
-def test_both_sides_of_a_join_lose_a_worker_that_retires(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=3)
+async def test_both_sides_of_a_join_lose_a_worker_that_retires(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = gate(monkeypatch, "seal")
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = joined(client)
-        left, right = await both_sides_in(stopped, scheduler)
-        await until(
-            lambda: all(scheduler.tasks[key].state == "memory" for key in left.transfers | right.transfers)
-        )
-        left.begin()
-        right.begin()
-        retires, _ = others(crew, stopped)
-        await client.retire_workers([retires.address])
-        stopped.open.set()
-        assert len(await result) == len(FRAME.merge(FRAME, on="key"))
-        for side in left, right:
-            assert_evacuated(scheduler, side, retires)
-        assert dict(left.owners) == dict(right.owners)
-        await retires.finished()
-        del result
-
-    run(test, workers=3)
+    result = joined(client)
+    left, right = await both_sides_in(stopped, scheduler)
+    await until(
+        lambda: all(scheduler.tasks[key].state == "memory" for key in left.transfers | right.transfers)
+    )
+    left.begin()
+    right.begin()
+    retires, _ = others(crew, stopped)
+    await client.retire_workers([retires.address])
+    stopped.open.set()
+    assert len(await result) == len(FRAME.merge(FRAME, on="key"))
+    for side in left, right:
+        assert_evacuated(scheduler, side, retires)
+    assert dict(left.owners) == dict(right.owners)
+    await retires.finished()
+    del result
 
 
-def test_owners_do_not_copy_what_a_worker_that_retires_has(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=3, **ONE_EACH)
+async def test_owners_do_not_copy_what_a_worker_that_retires_has(
+    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It leaves as soon as no progress is made, and its inputs are transferred again."""
     stopped = gate(monkeypatch, "seal")
     monkeypatch.setattr(Puller, "pull_soon", lambda self, incoming: False)
     monkeypatch.setattr(shuffle_run, "EVACUATION_STEP_S", 0.05)
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        result = client.compute(shuffled())
-        watched = await stopped_in("seal", stopped, scheduler)
-        retires, _ = others(crew, stopped)
-        await client.retire_workers([retires.address])
-        assert retires.address not in scheduler.workers
-        stopped.open.set()
-        assert_right(await result)
-        assert watched.transferred_since() == watched.transferred_by(retires.address)
-        assert_repaired_once(scheduler)
-        await retires.finished()
-        del result
-
-    run(test, workers=3, **ONE_EACH)
+    result = client.compute(shuffled())
+    watched = await stopped_in("seal", stopped, scheduler)
+    retires, _ = others(crew, stopped)
+    await client.retire_workers([retires.address])
+    assert retires.address not in scheduler.workers
+    stopped.open.set()
+    assert_right(await result)
+    assert watched.transferred_since() == watched.transferred_by(retires.address)
+    assert_repaired_once(scheduler)
+    await retires.finished()
+    del result
 
 
-def test_the_only_worker_is_to_retire(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_gated_cluster(workers=1)
+async def test_the_only_worker_is_to_retire(
+    client: Any, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dask keeps it, since nothing could take its data, and it keeps its outputs."""
     stopped = gate(monkeypatch, "seal")
-
-    async def test(client: Any, scheduler: Any, worker: Any) -> None:
-        result = client.compute(shuffled())
-        watched = await stopped_in("seal", stopped, scheduler)
-        assert not await client.retire_workers([worker.address])
-        stopped.open.set()
-        assert_right(await result)
-        assert not watched.moved()
-        assert not watched.transferred_since()
-        del result
-
-    run(test, workers=1)
+    result = client.compute(shuffled())
+    watched = await stopped_in("seal", stopped, scheduler)
+    assert not await client.retire_workers([worker.address])
+    stopped.open.set()
+    assert_right(await result)
+    assert not watched.moved()
+    assert not watched.transferred_since()
+    del result
 
 
-def test_a_run_begins_while_a_worker_retires() -> None:
+@on_gated_cluster()
+async def test_a_run_begins_while_a_worker_retires(client: Any, scheduler: Any, *crew: Any) -> None:
     """It gets no outputs, which would have to move at once."""
-
-    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
-        state = scheduler.workers[crew[0].address]
-        scheduler.handle_worker_status_change(Status.closing_gracefully, state, "a-worker-retires")
-        kept = client.persist(shuffled())
-        await wait(kept)
-        assert set(Watched(scheduler).owners.values()) == {crew[1].address}
-        scheduler.handle_worker_status_change(Status.running, state, "it stays")
-        del kept
-
-    run(test)
+    state = scheduler.workers[crew[0].address]
+    scheduler.handle_worker_status_change(Status.closing_gracefully, state, "a-worker-retires")
+    kept = client.persist(shuffled())
+    await wait(kept)
+    assert set(Watched(scheduler).owners.values()) == {crew[1].address}
+    scheduler.handle_worker_status_change(Status.running, state, "it stays")
+    del kept
 
 
 @pytest.mark.parametrize("how", ["scale", "adapt"])

@@ -23,15 +23,12 @@ class Threads(SchedulerPlugin):  # type: ignore[misc]
             self.of_barriers.append(kwargs["thread"])
 
 
-def test_a_barrier_runs_on_the_event_loop() -> None:
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        scheduler.add_plugin(noted := Threads(), name="threads")
-        frame = dd.from_pandas(pd.DataFrame({"key": range(60)}), npartitions=4)
-        joined = frame.merge(frame, on="key", shuffle_method="gpurt", broadcast=False)
-        with client.as_current():
-            assert len(await client.compute(joined)) == 60
-            assert len(await client.compute(frame.shuffle("key", shuffle_method="gpurt"))) == 60
-        assert noted.of_barriers == [threading.get_ident()] * 2  # both sides are the same shuffle
-
-    run()
+@on_cluster(workers=2)
+async def test_a_barrier_runs_on_the_event_loop(client: Any, scheduler: Any, *workers: Any) -> None:
+    scheduler.add_plugin(noted := Threads(), name="threads")
+    frame = dd.from_pandas(pd.DataFrame({"key": range(60)}), npartitions=4)
+    joined = frame.merge(frame, on="key", shuffle_method="gpurt", broadcast=False)
+    with client.as_current():
+        assert len(await client.compute(joined)) == 60
+        assert len(await client.compute(frame.shuffle("key", shuffle_method="gpurt"))) == 60
+    assert noted.of_barriers == [threading.get_ident()] * 2  # both sides are the same shuffle

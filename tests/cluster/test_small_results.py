@@ -57,43 +57,36 @@ async def shuffled(client: Any, seed: int) -> Any:
     return out
 
 
-def test_no_task_of_a_shuffle_fetches_the_result_of_another() -> None:
-    @on_cluster(workers=3, **WITHOUT_MANAGER)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        out = await shuffled(client, 0)
-        barrier = barrier_of(scheduler)
-        assert not {"shuffle-transfer", "shuffle-barrier"} & fetched(*workers)
-        assert len(barrier.who_has) == 3  # each worker owns outputs
-        replicas = sum(len(task.who_has) - 1 for task in (barrier, *barrier.dependencies))
-        assert sent(scheduler) == replicas >= 2
-        del out
-
-    run()
-
-
-def test_sent_results_are_released_with_the_shuffle() -> None:
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        out = await shuffled(client, 0)
-        assert sent(scheduler)
-        del out
-        await until(lambda: not any(worker.data for worker in workers))
-        await until(lambda: not any(worker.state.tasks for worker in workers))
-        assert not scheduler.tasks
-
-    run()
+@on_cluster(workers=3, **WITHOUT_MANAGER)
+async def test_no_task_of_a_shuffle_fetches_the_result_of_another(
+    client: Any, scheduler: Any, *workers: Any
+) -> None:
+    out = await shuffled(client, 0)
+    barrier = barrier_of(scheduler)
+    assert not {"shuffle-transfer", "shuffle-barrier"} & fetched(*workers)
+    assert len(barrier.who_has) == 3  # each worker owns outputs
+    replicas = sum(len(task.who_has) - 1 for task in (barrier, *barrier.dependencies))
+    assert sent(scheduler) == replicas >= 2
+    del out
 
 
-def test_without_notes_results_are_fetched() -> None:
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        results = scheduler.extensions["gpurt"].shuffles.results
-        results.uninstall()
-        await shuffled(client, 0)
-        assert not sent(scheduler)
-        assert fetched(*workers) >= {"shuffle-transfer", "shuffle-barrier"}
+@on_cluster(workers=2)
+async def test_sent_results_are_released_with_the_shuffle(client: Any, scheduler: Any, *workers: Any) -> None:
+    out = await shuffled(client, 0)
+    assert sent(scheduler)
+    del out
+    await until(lambda: not any(worker.data for worker in workers))
+    await until(lambda: not any(worker.state.tasks for worker in workers))
+    assert not scheduler.tasks
 
-    run()
+
+@on_cluster(workers=2)
+async def test_without_notes_results_are_fetched(client: Any, scheduler: Any, *workers: Any) -> None:
+    results = scheduler.extensions["gpurt"].shuffles.results
+    results.uninstall()
+    await shuffled(client, 0)
+    assert not sent(scheduler)
+    assert fetched(*workers) >= {"shuffle-transfer", "shuffle-barrier"}
 
 
 def test_a_dask_that_is_not_known_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,44 +100,40 @@ def test_a_dask_that_is_not_known_fetches(monkeypatch: pytest.MonkeyPatch) -> No
     assert not results._send_for
 
 
-def test_a_result_that_is_being_fetched_is_not_taken() -> None:
+@on_cluster(workers=2)
+async def test_a_result_that_is_being_fetched_is_not_taken(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
     """The scheduler counts it as a replica, and is then notified that it is not."""
+    one = client.submit(int, 1, workers=[a.address], key="one")
+    await one
+    told: list[dict[str, Any]] = []
 
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        one = client.submit(int, 1, workers=[a.address], key="one")
-        await one
-        told: list[dict[str, Any]] = []
+    def send(message: dict[str, Any]) -> None:
+        told.append(message)
+        b.batched_send(message)
 
-        def send(message: dict[str, Any]) -> None:
-            told.append(message)
-            b.batched_send(message)
-
-        fetching: Any = SimpleNamespace(
-            state=SimpleNamespace(tasks={"one": SimpleNamespace(state="flight")}),
-            batched_stream=SimpleNamespace(send=send),
-        )
-        scheduler.add_replica(scheduler.tasks["one"], scheduler.workers[b.address])
-        put_results(fetching, {"one": 1})
-        assert [message["op"] for message in told] == ["release-worker-data"]
-        await until(lambda: len(scheduler.tasks["one"].who_has) == 1)
-        assert "one" not in b.data
-
-    run()
+    fetching: Any = SimpleNamespace(
+        state=SimpleNamespace(tasks={"one": SimpleNamespace(state="flight")}),
+        batched_stream=SimpleNamespace(send=send),
+    )
+    scheduler.add_replica(scheduler.tasks["one"], scheduler.workers[b.address])
+    put_results(fetching, {"one": 1})
+    assert [message["op"] for message in told] == ["release-worker-data"]
+    await until(lambda: len(scheduler.tasks["one"].who_has) == 1)
+    assert "one" not in b.data
 
 
-def test_a_result_of_an_earlier_run_of_a_task_is_replaced() -> None:
+@on_cluster(workers=1)
+async def test_a_result_of_an_earlier_run_of_a_task_is_replaced(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
     """The worker has fetched it, and the scheduler had no report of that when it ran the task again."""
-
-    @on_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        one = client.submit(int, 1, key="one")
-        await one
-        put_results(worker, {"one": 2})
-        assert worker.data["one"] == 2
-        assert await client.gather(one) == 2
-
-    run()
+    one = client.submit(int, 1, key="one")
+    await one
+    put_results(worker, {"one": 2})
+    assert worker.data["one"] == 2
+    assert await client.gather(one) == 2
 
 
 @pytest.mark.parametrize("report", REPORTS)

@@ -51,27 +51,22 @@ def sides() -> tuple[pd.DataFrame, pd.DataFrame]:
     return left, right
 
 
-def test_a_merge_with_too_little_memory_is_done_in_parts(refused: Counter[str]) -> None:
+@on_cluster()
+async def test_a_merge_with_too_little_memory_is_done_in_parts(
+    client: Any, scheduler: Any, *crew: Any, refused: Counter[str]
+) -> None:
     left, right = sides()
-
-    @on_cluster()
-    async def run(client: Any, scheduler: Any, *crew: Any) -> None:
-        with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
-            large, small = (dd.from_pandas(side, npartitions=PARTS, sort=False) for side in (left, right))
-            merged = large.merge(small, on="key", broadcast=False)
-            found = await client.compute(merged)
-        rows = found.sort_values("row", ignore_index=True)
-        pd.testing.assert_frame_equal(rows, left.merge(right, on="key"))
-        assert refused["split"] >= PARTS
-        assert refused["join"] >= 1
-        report = await dask_gpurt.report(client)
-        counts = [
-            w["fallbacks"].get(Fallback.MEMORY_SPLIT.id, {}).get("count", 0)
-            for w in report["workers"].values()
-        ]
-        assert sum(counts) >= PARTS + 1
-        assert not any(w["counters"].get("memory.retries") for w in report["workers"].values()), (
-            "tasks ran once"
-        )
-
-    run()
+    with dask.config.set({"dataframe.shuffle.method": "gpurt"}):
+        large, small = (dd.from_pandas(side, npartitions=PARTS, sort=False) for side in (left, right))
+        merged = large.merge(small, on="key", broadcast=False)
+        found = await client.compute(merged)
+    rows = found.sort_values("row", ignore_index=True)
+    pd.testing.assert_frame_equal(rows, left.merge(right, on="key"))
+    assert refused["split"] >= PARTS
+    assert refused["join"] >= 1
+    report = await dask_gpurt.report(client)
+    counts = [
+        w["fallbacks"].get(Fallback.MEMORY_SPLIT.id, {}).get("count", 0) for w in report["workers"].values()
+    ]
+    assert sum(counts) >= PARTS + 1
+    assert not any(w["counters"].get("memory.retries") for w in report["workers"].values()), "tasks ran once"

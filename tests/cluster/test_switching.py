@@ -33,170 +33,176 @@ from tests.helpers.switching import (
 # ---- what is logged --------------------------------------------------------------------
 
 
-def test_an_ordinary_shuffle_is_logged_only_while_it_is_dasks() -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        said = []
-        for ours in (True, False):
-            await (dask_gpurt.enable if ours else dask_gpurt.disable)(client)
-            with (
-                captured_logger("distributed.shuffle._scheduler_plugin", "WARNING"),  # sets its level, too
-                captured_logger("distributed", "WARNING") as dasks,
-                captured_logger("dask_gpurt") as own,
-            ):
-                await assert_shuffles(client, ours=ours, method="p2p")
-                await until(lambda: not scheduler.extensions["shuffle"].active_shuffles)
-            said.append([dasks.getvalue().count("\n"), own.getvalue()])
-        assert said == [[0, ""], [2, ""]], "one shuffle begins and ends"
+@on_plain_cluster()
+async def test_an_ordinary_shuffle_is_logged_only_while_it_is_dasks(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    said = []
+    for ours in (True, False):
+        await (dask_gpurt.enable if ours else dask_gpurt.disable)(client)
+        with (
+            captured_logger("distributed.shuffle._scheduler_plugin", "WARNING"),  # sets its level, too
+            captured_logger("distributed", "WARNING") as dasks,
+            captured_logger("dask_gpurt") as own,
+        ):
+            await assert_shuffles(client, ours=ours, method="p2p")
+            await until(lambda: not scheduler.extensions["shuffle"].active_shuffles)
+        said.append([dasks.getvalue().count("\n"), own.getvalue()])
+    assert said == [[0, ""], [2, ""]], "one shuffle begins and ends"
 
 
 # ---- two at once -----------------------------------------------------------------------
 
 
-def test_two_clients_switch_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = setup_stops(monkeypatch)
+@on_plain_cluster()
+async def test_two_clients_switch_on_at_once(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = setup_stops(monkeypatch)
+    async with another(scheduler) as other:
+        first = await begun(dask_gpurt.enable(client))
+        await gate.reached.wait()
+        second = await begun(dask_gpurt.enable(other))
+        assert not second.done()
+        gate.open.set()
+        await asyncio.gather(first, second)
+        assert_on(scheduler, a, b)
+        await assert_shuffles(client, ours=True)
+        await assert_shuffles(other, ours=True)
+
+
+@on_plain_cluster()
+async def test_the_second_is_told_of_the_failure_of_the_first(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+
+    async def fails(reporter: Any) -> None:
+        gate.reached.set()
+        await gate.open.wait()
+        if reporter._worker is b:
+            raise OSError("no place here")
+
+    before = whole_state(scheduler, a, b)
+    with monkeypatch.context() as patch:
+        patch.setattr(TopologyReporter, "start", fails)
         async with another(scheduler) as other:
             first = await begun(dask_gpurt.enable(client))
-            await gate.reached.wait()
             second = await begun(dask_gpurt.enable(other))
-            assert not second.done()
             gate.open.set()
-            await asyncio.gather(first, second)
-            assert_on(scheduler, a, b)
-            await assert_shuffles(client, ours=True)
-            await assert_shuffles(other, ours=True)
-
-
-def test_the_second_is_told_of_the_failure_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = Gate()
-
-        async def fails(reporter: Any) -> None:
-            gate.reached.set()
-            await gate.open.wait()
-            if reporter._worker is b:
-                raise OSError("no place here")
-
-        before = whole_state(scheduler, a, b)
-        with monkeypatch.context() as patch:
-            patch.setattr(TopologyReporter, "start", fails)
-            async with another(scheduler) as other:
-                first = await begun(dask_gpurt.enable(client))
-                second = await begun(dask_gpurt.enable(other))
-                gate.open.set()
-                for enabling in (first, second):
-                    with pytest.raises(OSError, match="no place here"):
-                        await enabling
-                assert not dask_gpurt.is_enabled(client)
-                assert whole_state(scheduler, a, b) == before
-        await dask_gpurt.enable(client)
-        assert_on(scheduler, a, b)
-
-
-def test_on_while_it_goes_off_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = teardown_stops(monkeypatch)
-        await dask_gpurt.enable(client)
-        async with another(scheduler) as other:
-            off = await begun(dask_gpurt.disable(client))
-            await gate.reached.wait()
-            on = await begun(dask_gpurt.enable(other))
-            assert not on.done()
-            gate.open.set()
-            await asyncio.gather(off, on)
-            assert_on(scheduler, a, b)
-            await assert_shuffles(other, ours=True)
-
-
-def test_off_while_it_goes_on_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = whole_state(scheduler, a, b)
-        gate = setup_stops(monkeypatch)
-        async with another(scheduler) as other:
-            on = await begun(dask_gpurt.enable(client))
-            await gate.reached.wait()
-            off = [await begun(dask_gpurt.disable(other)) for _ in range(2)]
-            gate.open.set()
-            outcome, *_ = await asyncio.gather(on, *off, return_exceptions=True)
-            assert "switched off by another client" in str(outcome)
+            for enabling in (first, second):
+                with pytest.raises(OSError, match="no place here"):
+                    await enabling
             assert not dask_gpurt.is_enabled(client)
             assert whole_state(scheduler, a, b) == before
-            await assert_shuffles(client, ours=False)
+    await dask_gpurt.enable(client)
+    assert_on(scheduler, a, b)
+
+
+@on_plain_cluster()
+async def test_on_while_it_goes_off_is_on(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = teardown_stops(monkeypatch)
+    await dask_gpurt.enable(client)
+    async with another(scheduler) as other:
+        off = await begun(dask_gpurt.disable(client))
+        await gate.reached.wait()
+        on = await begun(dask_gpurt.enable(other))
+        assert not on.done()
+        gate.open.set()
+        await asyncio.gather(off, on)
+        assert_on(scheduler, a, b)
+        await assert_shuffles(other, ours=True)
+
+
+@on_plain_cluster()
+async def test_off_while_it_goes_on_is_off(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = whole_state(scheduler, a, b)
+    gate = setup_stops(monkeypatch)
+    async with another(scheduler) as other:
+        on = await begun(dask_gpurt.enable(client))
+        await gate.reached.wait()
+        off = [await begun(dask_gpurt.disable(other)) for _ in range(2)]
+        gate.open.set()
+        outcome, *_ = await asyncio.gather(on, *off, return_exceptions=True)
+        assert "switched off by another client" in str(outcome)
+        assert not dask_gpurt.is_enabled(client)
+        assert whole_state(scheduler, a, b) == before
+        await assert_shuffles(client, ours=False)
 
 
 # ---- clients that do not know it ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("off", [False, True])
-def test_shuffles_of_others_go_on_meanwhile(monkeypatch: pytest.MonkeyPatch, off: bool) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = teardown_stops(monkeypatch) if off else setup_stops_early(monkeypatch)
-        if off:
-            await dask_gpurt.enable(client)
-        async with another(scheduler) as other:
-            switching = await begun((dask_gpurt.disable if off else dask_gpurt.enable)(client))
-            await gate.reached.wait()
-            with gate.open_in_the_end():
-                shuffled = dd.from_pandas(FRAME, npartitions=4).shuffle("key", shuffle_method="p2p")
-                found = await other.compute(shuffled)
-                assert sorted(found["row"]) == list(range(ROWS))
-                assert not switching.done()
-            await switching
+@on_plain_cluster()
+async def test_shuffles_of_others_go_on_meanwhile(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch, off: bool
+) -> None:
+    gate = teardown_stops(monkeypatch) if off else setup_stops_early(monkeypatch)
+    if off:
+        await dask_gpurt.enable(client)
+    async with another(scheduler) as other:
+        switching = await begun((dask_gpurt.disable if off else dask_gpurt.enable)(client))
+        await gate.reached.wait()
+        with gate.open_in_the_end():
+            shuffled = dd.from_pandas(FRAME, npartitions=4).shuffle("key", shuffle_method="p2p")
+            found = await other.compute(shuffled)
+            assert sorted(found["row"]) == list(range(ROWS))
+            assert not switching.done()
+        await switching
 
 
-def test_a_shuffle_that_was_taken_over_restarts_as_dasks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_plain_cluster()
+async def test_a_shuffle_that_was_taken_over_restarts_as_dasks_own(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def held(frame: pd.DataFrame, partition_info: Any = None) -> pd.DataFrame:
         if partition_info and partition_info["number"] == 3:
             Event("reached").set()
             Event("go").wait(timeout=20)
         return frame
 
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.enable(client)
-        async with another(scheduler) as other:
-            parts = dd.from_pandas(FRAME, npartitions=4).map_partitions(held, meta=FRAME.iloc[:0])
-            future = other.compute(parts.shuffle("key", shuffle_method="p2p"))
-            await Event("reached", client=other).wait()
-            await until(lambda: bool(scheduler.extensions["shuffle"].active_shuffles))
-            await dask_gpurt.disable(client)
-            await Event("go", client=other).set()
-            assert sorted((await future)["row"]) == list(range(ROWS))
+    await dask_gpurt.enable(client)
+    async with another(scheduler) as other:
+        parts = dd.from_pandas(FRAME, npartitions=4).map_partitions(held, meta=FRAME.iloc[:0])
+        future = other.compute(parts.shuffle("key", shuffle_method="p2p"))
+        await Event("reached", client=other).wait()
+        await until(lambda: bool(scheduler.extensions["shuffle"].active_shuffles))
+        await dask_gpurt.disable(client)
+        await Event("go", client=other).set()
+        assert sorted((await future)["row"]) == list(range(ROWS))
 
 
 # ---- errors --------------------------------------------------------------------------------
 
 
-def test_parts_that_fail_to_switch_off_are_reported_and_the_rest_is_off(
-    monkeypatch: pytest.MonkeyPatch,
+@on_plain_cluster()
+async def test_parts_that_fail_to_switch_off_are_reported_and_the_rest_is_off(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = whole_state(scheduler, a, b)
-        close = TopologyReporter.close
+    before = whole_state(scheduler, a, b)
+    close = TopologyReporter.close
 
-        def fails(reporter: Any) -> None:
-            close(reporter)
-            if reporter._worker is b:
-                raise OSError("it will not")
+    def fails(reporter: Any) -> None:
+        close(reporter)
+        if reporter._worker is b:
+            raise OSError("it will not")
 
-        with monkeypatch.context() as patch:
-            patch.setattr(TopologyReporter, "close", fails)
-            await dask_gpurt.enable(client)
-            with pytest.raises(
-                RuntimeError, match=rf"1 of 2 workers did not switch it off.*{b.address}.*it will not"
-            ):
-                await dask_gpurt.disable(client)
-        assert whole_state(scheduler, a, b) == before
-        await dask_gpurt.disable(client)
+    with monkeypatch.context() as patch:
+        patch.setattr(TopologyReporter, "close", fails)
         await dask_gpurt.enable(client)
-        await assert_shuffles(client, ours=True)
+        with pytest.raises(
+            RuntimeError, match=rf"1 of 2 workers did not switch it off.*{b.address}.*it will not"
+        ):
+            await dask_gpurt.disable(client)
+    assert whole_state(scheduler, a, b) == before
+    await dask_gpurt.disable(client)
+    await dask_gpurt.enable(client)
+    await assert_shuffles(client, ours=True)
 
 
 # ---- collections -----------------------------------------------------------------------------
@@ -225,28 +231,33 @@ def test_a_collection_built_while_it_was_on_is_computed_afterwards() -> None:
             for name, made in collections.items():
                 assert len(await client.compute(made)) == lengths[name], name
 
+    run()
     with dask.config.set(scheduler="sync"):
         for made in built().values():
             assert len(made.compute())
 
 
-def test_a_shuffle_that_was_taken_over_is_computed_by_tasks_after_switching_off() -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        with dask.config.set({"dataframe.shuffle.method": "tasks"}), client.as_current():
-            await dask_gpurt.enable(client)
-            made = [built()["shuffle"], built()["merge"]]
-            lengths = [len(await client.compute(one)) for one in made]
-            metrics = scheduler.extensions["gpurt"].metrics
-            await until(lambda: metrics.snapshot()["counters"].get("shuffle.taken.configured-tasks") == 2)
-            await dask_gpurt.disable(client)
-            for one, length in zip(made, lengths, strict=True):
-                assert not any("barrier" in str(key) for key in one.optimize().__dask_graph__())
-                assert len(await client.compute(one)) == length
+@on_plain_cluster()
+async def test_a_shuffle_that_was_taken_over_is_computed_by_tasks_after_switching_off(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    with dask.config.set({"dataframe.shuffle.method": "tasks"}), client.as_current():
+        await dask_gpurt.enable(client)
+        made = [built()["shuffle"], built()["merge"]]
+        lengths = [len(await client.compute(one)) for one in made]
+        metrics = scheduler.extensions["gpurt"].metrics
+        await until(lambda: metrics.snapshot()["counters"].get("shuffle.taken.configured-tasks") == 2)
+        await dask_gpurt.disable(client)
+        for one, length in zip(made, lengths, strict=True):
+            assert not any("barrier" in str(key) for key in one.optimize().__dask_graph__())
+            assert len(await client.compute(one)) == length
 
 
 @pytest.mark.parametrize("begun_before", [True, False])
-def test_a_task_ends_after_it_was_switched_off(monkeypatch: pytest.MonkeyPatch, begun_before: bool) -> None:
+@on_plain_cluster(workers=1, **{"gpurt.memory.device": "1 MiB"})
+async def test_a_task_ends_after_it_was_switched_off(
+    client: Any, scheduler: Any, a: Any, monkeypatch: pytest.MonkeyPatch, begun_before: bool
+) -> None:
     """Its result finds no room, or it waits for room, in tiers that no longer exist."""
 
     def large(reached: Event, go: Event) -> bytes:
@@ -254,16 +265,14 @@ def test_a_task_ends_after_it_was_switched_off(monkeypatch: pytest.MonkeyPatch, 
         go.wait()
         return bytes(LARGE)
 
-    @on_plain_cluster(workers=1, **{"gpurt.memory.device": "1 MiB"})
-    async def run(client: Any, scheduler: Any, a: Any) -> None:
-        await dask_gpurt.enable(client)
-        reached, go = Event("reached", client=client), Event("go", client=client)
-        gate = Gate()
-        if not begun_before:
-            gate.put(monkeypatch, TaskRunner, "_admitted")
-        task = client.submit(large, reached, go)
-        await (reached.wait() if begun_before else gate.reached.wait())
-        await dask_gpurt.disable(client)
-        gate.open.set()
-        await go.set()
-        assert len(await task) == LARGE
+    await dask_gpurt.enable(client)
+    reached, go = Event("reached", client=client), Event("go", client=client)
+    gate = Gate()
+    if not begun_before:
+        gate.put(monkeypatch, TaskRunner, "_admitted")
+    task = client.submit(large, reached, go)
+    await (reached.wait() if begun_before else gate.reached.wait())
+    await dask_gpurt.disable(client)
+    gate.open.set()
+    await go.set()
+    assert len(await task) == LARGE

@@ -40,72 +40,77 @@ from tests.helpers.switching import (
 # ---- workers that come and go --------------------------------------------------------------
 
 
-def test_a_worker_joins_and_another_leaves_while_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster(workers=3)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
-        gate = setup_stops(monkeypatch)
-        on = await begun(dask_gpurt.enable(client))
-        await gate.reached.wait()
-        late = Worker(scheduler.address, nthreads=1)
-        joining, leaving = await begun(late), await begun(c.close())
-        gate.open.set()
-        await asyncio.gather(on, joining, leaving)
-        async with late:
-            await until(lambda: scheduler.extensions["gpurt"].workers.ready == set(scheduler.workers))
-            assert_on(scheduler, a, b, late)
-            await assert_shuffles(client, ours=True)
-            await dask_gpurt.disable(client)
-            assert "gpurt" not in late.plugins
-            assert not (vars(late).keys() & {"execute", "gather_dep"})
-
-
-def test_a_worker_joins_and_another_leaves_while_it_goes_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster(workers=3)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
-        before = whole_state(scheduler, a, b)
-        gate = teardown_stops(monkeypatch)
-        await dask_gpurt.enable(client)
-        off = await begun(dask_gpurt.disable(client))
-        await gate.reached.wait()
-        leaving = await begun(c.close())
-        async with Worker(scheduler.address, nthreads=1) as late:
-            gate.open.set()
-            await asyncio.gather(off, leaving)
-            assert "gpurt" not in late.plugins
-            assert whole_state(scheduler, a, b) == before
-
-
-def test_a_worker_that_was_handed_the_plugin_too_late_stays_off() -> None:
-    """Disabling overtakes the scheduler's reply to the worker's registration."""
-
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = whole_state(scheduler, a, b)
-        await dask_gpurt.enable(client)
-        plugin = scheduler.worker_plugins["gpurt"]
-        await dask_gpurt.disable(client)
-        await a.plugin_add(plugin=plugin, name="gpurt")
-        assert whole_state(scheduler, a, b) == before
-        await client.submit(len, "xy", workers=[a.address])  # Dask has not closed it because of its message
-        assert set(scheduler.workers) == {a.address, b.address}
-
-
-def test_a_worker_that_is_handed_the_plugin_twice_has_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the plugin by the broadcast, and in the reply to its registration."""
-
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = setup_stops(monkeypatch)
-        on = await begun(dask_gpurt.enable(client))
-        again = await begun(a.plugin_add(plugin=scheduler.worker_plugins["gpurt"], name="gpurt"))
-        gate.open.set()
-        await asyncio.gather(on, again)
-        assert_on(scheduler, a, b)
+@on_plain_cluster(workers=3)
+async def test_a_worker_joins_and_another_leaves_while_it_goes_on(
+    client: Any, scheduler: Any, a: Any, b: Any, c: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = setup_stops(monkeypatch)
+    on = await begun(dask_gpurt.enable(client))
+    await gate.reached.wait()
+    late = Worker(scheduler.address, nthreads=1)
+    joining, leaving = await begun(late), await begun(c.close())
+    gate.open.set()
+    await asyncio.gather(on, joining, leaving)
+    async with late:
+        await until(lambda: scheduler.extensions["gpurt"].workers.ready == set(scheduler.workers))
+        assert_on(scheduler, a, b, late)
         await assert_shuffles(client, ours=True)
+        await dask_gpurt.disable(client)
+        assert "gpurt" not in late.plugins
+        assert not (vars(late).keys() & {"execute", "gather_dep"})
+
+
+@on_plain_cluster(workers=3)
+async def test_a_worker_joins_and_another_leaves_while_it_goes_off(
+    client: Any, scheduler: Any, a: Any, b: Any, c: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = whole_state(scheduler, a, b)
+    gate = teardown_stops(monkeypatch)
+    await dask_gpurt.enable(client)
+    off = await begun(dask_gpurt.disable(client))
+    await gate.reached.wait()
+    leaving = await begun(c.close())
+    async with Worker(scheduler.address, nthreads=1) as late:
+        gate.open.set()
+        await asyncio.gather(off, leaving)
+        assert "gpurt" not in late.plugins
+        assert whole_state(scheduler, a, b) == before
+
+
+@on_plain_cluster()
+async def test_a_worker_that_was_handed_the_plugin_too_late_stays_off(
+    client: Any, scheduler: Any, a: Any, b: Any
+) -> None:
+    """Disabling overtakes the scheduler's reply to the worker's registration."""
+    before = whole_state(scheduler, a, b)
+    await dask_gpurt.enable(client)
+    plugin = scheduler.worker_plugins["gpurt"]
+    await dask_gpurt.disable(client)
+    await a.plugin_add(plugin=plugin, name="gpurt")
+    assert whole_state(scheduler, a, b) == before
+    await client.submit(len, "xy", workers=[a.address])  # Dask has not closed it because of its message
+    assert set(scheduler.workers) == {a.address, b.address}
+
+
+@on_plain_cluster()
+async def test_a_worker_that_is_handed_the_plugin_twice_has_it_once(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets the plugin by the broadcast, and in the reply to its registration."""
+    gate = setup_stops(monkeypatch)
+    on = await begun(dask_gpurt.enable(client))
+    again = await begun(a.plugin_add(plugin=scheduler.worker_plugins["gpurt"], name="gpurt"))
+    gate.open.set()
+    await asyncio.gather(on, again)
+    assert_on(scheduler, a, b)
+    await assert_shuffles(client, ours=True)
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_a_worker_asks_again_whether_it_shall_join(heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_plain_cluster()
+async def test_a_worker_asks_again_whether_it_shall_join(
+    client: Any, scheduler: Any, a: Any, b: Any, heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its connection breaks before the scheduler receives the request, or before the reply arrives."""
     join, broken = Workers.join, set[str]()
 
@@ -117,18 +122,19 @@ def test_a_worker_asks_again_whether_it_shall_join(heard: bool, monkeypatch: pyt
             join(self, worker, **message)
         raise CommClosedError("injected")
 
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        before = whole_state(scheduler, a, b)
-        monkeypatch.setattr(Workers, "join", breaks_once)
-        await dask_gpurt.enable(client)
-        assert broken == {a.address, b.address}
-        assert_on(scheduler, a, b)
-        await dask_gpurt.disable(client)  # waits for the workers that were accepted
-        assert whole_state(scheduler, a, b) == before
+    before = whole_state(scheduler, a, b)
+    monkeypatch.setattr(Workers, "join", breaks_once)
+    await dask_gpurt.enable(client)
+    assert broken == {a.address, b.address}
+    assert_on(scheduler, a, b)
+    await dask_gpurt.disable(client)  # waits for the workers that were accepted
+    assert whole_state(scheduler, a, b) == before
 
 
-def test_nobody_waits_for_a_worker_that_asks_again_when_it_goes_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_plain_cluster()
+async def test_nobody_waits_for_a_worker_that_asks_again_when_it_goes_off(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was accepted, the reply was lost, and its retry is refused."""
     join, known, asked = Workers.join, set[str](), asyncio.Event()
 
@@ -139,39 +145,38 @@ def test_nobody_waits_for_a_worker_that_asks_again_when_it_goes_off(monkeypatch:
             raise CommClosedError("injected")
         return joins
 
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        known.update(scheduler.workers)
-        monkeypatch.setattr(Workers, "join", breaks_for_others)
-        await dask_gpurt.enable(client)
-        late = Worker(scheduler.address, nthreads=1)
-        starting = asyncio.ensure_future(late.start())
-        await asked.wait()
-        await dask_gpurt.disable(client)
-        await starting
-        assert "gpurt" not in late.plugins
-        await late.close()
+    known.update(scheduler.workers)
+    monkeypatch.setattr(Workers, "join", breaks_for_others)
+    await dask_gpurt.enable(client)
+    late = Worker(scheduler.address, nthreads=1)
+    starting = asyncio.ensure_future(late.start())
+    await asked.wait()
+    await dask_gpurt.disable(client)
+    await starting
+    assert "gpurt" not in late.plugins
+    await late.close()
 
 
-def test_no_output_goes_to_a_worker_that_is_not_on_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await dask_gpurt.enable(client)
-        gate = setup_stops(monkeypatch)
-        late = Worker(scheduler.address, nthreads=1)
-        joining = await begun(late)
-        await gate.reached.wait()
-        assert late.address in scheduler.workers
-        with client.as_current():
-            future = client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"))
-        active = scheduler.extensions["shuffle"].active_shuffles
-        await until(lambda: bool(active))
-        (run,) = active.values()
-        assert set(run.run_spec.worker_for.values()) == {a.address, b.address}
-        gate.open.set()
-        await joining
-        assert sorted((await future)["row"]) == list(range(ROWS))
-        await late.close()
+@on_plain_cluster()
+async def test_no_output_goes_to_a_worker_that_is_not_on_yet(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await dask_gpurt.enable(client)
+    gate = setup_stops(monkeypatch)
+    late = Worker(scheduler.address, nthreads=1)
+    joining = await begun(late)
+    await gate.reached.wait()
+    assert late.address in scheduler.workers
+    with client.as_current():
+        future = client.compute(dd.from_pandas(FRAME, npartitions=4).shuffle("key"))
+    active = scheduler.extensions["shuffle"].active_shuffles
+    await until(lambda: bool(active))
+    (run,) = active.values()
+    assert set(run.run_spec.worker_for.values()) == {a.address, b.address}
+    gate.open.set()
+    await joining
+    assert sorted((await future)["row"]) == list(range(ROWS))
+    await late.close()
 
 
 @pytest.mark.parametrize(
@@ -197,6 +202,7 @@ def test_nothing_is_replaced_before_all_workers_can_take_part(
         with pytest.raises(UnsupportedError, match=said):
             await dask_gpurt.enable(client)
 
+    run()
     assert [one for one in caplog.records if one.exc_info and one.levelno >= logging.WARNING] == []
 
 
@@ -306,21 +312,21 @@ def test_a_worker_is_silent_while_it_goes_off(
         assert not [one for one in caplog.records if "No handler" in one.getMessage()]
 
 
-def test_it_goes_on_at_a_worker_that_still_goes_off_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_plain_cluster()
+async def test_it_goes_on_at_a_worker_that_still_goes_off_itself(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As after it was silent: the parts of two plugins would replace the same methods in any order."""
-
-    @on_plain_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        gate = teardown_stops(monkeypatch)
-        await dask_gpurt.enable(client)
-        off = await begun(b.plugins["gpurt"]._remove_outdated())
-        await gate.reached.wait()
-        on = await begun(b.plugin_add(plugin=scheduler.worker_plugins["gpurt"], name="gpurt"))
-        assert not hasattr(b.plugins["gpurt"], "exchange")
-        gate.open.set()
-        await asyncio.gather(off, on)
-        assert_on(scheduler, a, b)
-        await assert_shuffles(client, ours=True)
+    gate = teardown_stops(monkeypatch)
+    await dask_gpurt.enable(client)
+    off = await begun(b.plugins["gpurt"]._remove_outdated())
+    await gate.reached.wait()
+    on = await begun(b.plugin_add(plugin=scheduler.worker_plugins["gpurt"], name="gpurt"))
+    assert not hasattr(b.plugins["gpurt"], "exchange")
+    gate.open.set()
+    await asyncio.gather(off, on)
+    assert_on(scheduler, a, b)
+    await assert_shuffles(client, ours=True)
 
 
 # ---- settings that are refused -----------------------------------------------------------
@@ -346,18 +352,16 @@ def test_switching_on_raises_the_error_of_workers_without_tracebacks(
     assert [one for one in caplog.records if one.exc_info and one.levelno >= logging.WARNING] == []
 
 
-def test_dasks_logs_are_as_before_once_the_runtime_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+@gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
+async def test_dasks_logs_are_as_before_once_the_runtime_is_off(
+    client: Any, scheduler: Any, *workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Workers of other tests in this process have failed to switch on, and were closed without their plugin.
     monkeypatch.setattr(tracebacks._without_traceback, "plugins", 0)
-
-    @gen_client_cluster(nthreads=[("127.0.0.1", 1)] * 2)
-    async def test(client: Any, scheduler: Any, *workers: Any) -> None:
-        await dask_gpurt.enable(client)
-        assert all(logging.getLogger(name).filters for name in DASKS_LOGS)
-        await dask_gpurt.disable(client)
-        assert not any(logging.getLogger(name).filters for name in DASKS_LOGS)
-
-    test()
+    await dask_gpurt.enable(client)
+    assert all(logging.getLogger(name).filters for name in DASKS_LOGS)
+    await dask_gpurt.disable(client)
+    assert not any(logging.getLogger(name).filters for name in DASKS_LOGS)
 
 
 def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -380,22 +384,19 @@ def test_workers_that_come_and_refuse_their_settings_are_told_of(caplog: pytest.
     assert [record for record in caplog.records if record.exc_info] == []
 
 
-def test_a_smaller_worker_that_joins_takes_part_with_default_limits() -> None:
-    # The limit of 1 GiB is for the pools. The process of the tests may exceed it, and a paused worker
-    # runs no task.
-    @on_cluster(workers=2, **{"gpurt.memory.device": "2 GiB", "distributed.worker.memory.pause": False})
-    async def test(client: Any, scheduler: Any, *workers: Any) -> None:
-        ready = scheduler.extensions["gpurt"].workers.ready
-        async with Worker(scheduler.address, nthreads=1, memory_limit="1 GiB") as small:
-            await until(lambda: small.address in ready)
-            found = (await dask_gpurt.report(client)).workers[small.address]
-            assert "comes to 2.00 GiB" in found.fallbacks["memory.default-limits"].reason
-            with client.as_current():
-                result = await client.compute(dd.from_pandas(FRAME, npartitions=6).shuffle("key"))
-            assert sorted(result["row"]) == list(range(ROWS))
-            assert "gpurt" in small.plugins
-
-    test()
+@on_cluster(workers=2, **{"gpurt.memory.device": "2 GiB", "distributed.worker.memory.pause": False})
+async def test_a_smaller_worker_that_joins_takes_part_with_default_limits(
+    client: Any, scheduler: Any, *workers: Any
+) -> None:
+    ready = scheduler.extensions["gpurt"].workers.ready
+    async with Worker(scheduler.address, nthreads=1, memory_limit="1 GiB") as small:
+        await until(lambda: small.address in ready)
+        found = (await dask_gpurt.report(client)).workers[small.address]
+        assert "comes to 2.00 GiB" in found.fallbacks["memory.default-limits"].reason
+        with client.as_current():
+            result = await client.compute(dd.from_pandas(FRAME, npartitions=6).shuffle("key"))
+        assert sorted(result["row"]) == list(range(ROWS))
+        assert "gpurt" in small.plugins
 
 
 class Cycle:

@@ -23,84 +23,75 @@ from tests.helpers.in_process import all_placed, on_cluster, placed_apart, place
 # ---- places --------------------------------------------------------------------------
 
 
-def test_workers_say_where_they_are_and_one_says_what_the_host_has() -> None:
-    @on_cluster(workers=3)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
-        asked = []
-        for worker in (a, b, c):
-            answer = worker.handlers["gpurt_host"]
+@on_cluster(workers=3)
+async def test_workers_say_where_they_are_and_one_says_what_the_host_has(
+    client: Any, scheduler: Any, a: Any, b: Any, c: Any
+) -> None:
+    asked = []
+    for worker in (a, b, c):
+        answer = worker.handlers["gpurt_host"]
 
-            async def counted(answer: Any = answer, worker: Any = worker) -> Any:
-                asked.append(worker)
-                return await answer()
+        async def counted(answer: Any = answer, worker: Any = worker) -> Any:
+            asked.append(worker)
+            return await answer()
 
-            worker.handlers["gpurt_host"] = counted
+        worker.handlers["gpurt_host"] = counted
+    await all_placed(scheduler)
+    here = topology(scheduler).place(a.address)
+    assert here is not None
+    assert here.host == hosts.here()
+    assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+    assert len(asked) <= 1
+    told = await client.scheduler.gpurt_topology()
+    assert set(told["workers"]) == set(scheduler.workers)
+    assert list(told["hosts"]) == [hosts.host_name()]
+
+
+@on_cluster(workers=2)
+async def test_workers_come_and_go(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    await all_placed(scheduler)
+    async with Worker(scheduler.address, nthreads=1) as late:
         await all_placed(scheduler)
-        here = topology(scheduler).place(a.address)
-        assert here is not None
-        assert here.host == hosts.here()
-        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
-        assert len(asked) <= 1
-        told = await client.scheduler.gpurt_topology()
-        assert set(told["workers"]) == set(scheduler.workers)
-        assert list(told["hosts"]) == [hosts.host_name()]
-
-    run()
-
-
-def test_workers_come_and_go() -> None:
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await all_placed(scheduler)
-        async with Worker(scheduler.address, nthreads=1) as late:
-            await all_placed(scheduler)
-            place = topology(scheduler).place(a.address)
-            assert place is not None
-            assert late.address in topology(scheduler).on_host(place.host)
-        await until(lambda: late.address not in scheduler.workers)
-        assert topology(scheduler).place(late.address) is None
-        for worker in (a, b):
-            await worker.close()
-        await until(lambda: not scheduler.workers)
-        assert list(topology(scheduler).hosts) == []
-        assert await client.scheduler.gpurt_topology() == {"hosts": {}, "workers": {}, "speeds": {}}
-
-    run()
+        place = topology(scheduler).place(a.address)
+        assert place is not None
+        assert late.address in topology(scheduler).on_host(place.host)
+    await until(lambda: late.address not in scheduler.workers)
+    assert topology(scheduler).place(late.address) is None
+    for worker in (a, b):
+        await worker.close()
+    await until(lambda: not scheduler.workers)
+    assert list(topology(scheduler).hosts) == []
+    assert await client.scheduler.gpurt_topology() == {"hosts": {}, "workers": {}, "speeds": {}}
 
 
-def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_cluster()
+async def test_where_nvml_fails_there_is_still_a_cluster(
+    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fails() -> None:
         raise RuntimeError("GPU is lost")
 
     monkeypatch.setattr("dask_gpurt.worker.reports.discover", fails)
-
-    @on_cluster()
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await all_placed(scheduler)
-        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
-        report = await dask_gpurt.report(client)
-        fallbacks = report["workers"][a.address]["fallbacks"]
-        assert "GPU is lost" in fallbacks["topology.links-unknown"]["reason"]
-
-    run()
+    await all_placed(scheduler)
+    assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+    report = await dask_gpurt.report(client)
+    fallbacks = report["workers"][a.address]["fallbacks"]
+    assert "GPU is lost" in fallbacks["topology.links-unknown"]["reason"]
 
 
-def test_restart_keeps_what_was_learned() -> None:
-    @on_cluster(workers=2, processes=True)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await all_placed(scheduler)
-        before = set(scheduler.workers)
-        topology(scheduler).observe("tcp://one", "tcp://other", 10**9, 10.0)
-        learned = topology(scheduler).learned()
-        assert learned[Link.TCP] != SHIPPED[Link.TCP]
-        await client.restart()
-        await until(lambda: len(scheduler.workers) == 2 and not before & set(scheduler.workers))
-        await all_placed(scheduler)
-        assert topology(scheduler).learned() == learned
-        assert all(topology(scheduler).place(worker) is None for worker in before)
-        assert topology(scheduler).link(*scheduler.workers) == Link.SHARED_MEMORY
-
-    run()
+@on_cluster(workers=2, processes=True)
+async def test_restart_keeps_what_was_learned(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    await all_placed(scheduler)
+    before = set(scheduler.workers)
+    topology(scheduler).observe("tcp://one", "tcp://other", 10**9, 10.0)
+    learned = topology(scheduler).learned()
+    assert learned[Link.TCP] != SHIPPED[Link.TCP]
+    await client.restart()
+    await until(lambda: len(scheduler.workers) == 2 and not before & set(scheduler.workers))
+    await all_placed(scheduler)
+    assert topology(scheduler).learned() == learned
+    assert all(topology(scheduler).place(worker) is None for worker in before)
+    assert topology(scheduler).link(*scheduler.workers) == Link.SHARED_MEMORY
 
 
 def test_a_gpu_that_nvml_does_not_know_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,24 +123,23 @@ def test_the_picture_is_shown_on_the_command_line() -> None:
 # ---- transfers -----------------------------------------------------------------------
 
 
-def test_dependencies_that_dask_fetches_teach_the_link() -> None:
-    @on_cluster(workers=3)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any, c: Any) -> None:
-        await placed_apart(scheduler, a, b, c)
-        before = topology(scheduler).learned()
-        block = client.submit(np.ones, 30_000_000 // 8, workers=[a.address])
-        await client.submit(np.sum, block, workers=[c.address])
-        await until(lambda: topology(scheduler).learned()[Link.TCP] != before[Link.TCP])
-        # Between the GPUs of a and b comms use another path than the link between them.
-        await client.submit(np.max, block, workers=[b.address])
-        # Fetches of b from c are reported later, or at the same time.
-        tcp = topology(scheduler).learned()[Link.TCP]
-        other = client.submit(np.zeros, 30_000_000 // 8, workers=[c.address])
-        await client.submit(np.min, other, workers=[b.address])
-        await until(lambda: topology(scheduler).learned()[Link.TCP] != tcp)
-        assert topology(scheduler).learned()[Link.NVLINK] == before[Link.NVLINK]
-
-    run()
+@on_cluster(workers=3)
+async def test_dependencies_that_dask_fetches_teach_the_link(
+    client: Any, scheduler: Any, a: Any, b: Any, c: Any
+) -> None:
+    await placed_apart(scheduler, a, b, c)
+    before = topology(scheduler).learned()
+    block = client.submit(np.ones, 30_000_000 // 8, workers=[a.address])
+    await client.submit(np.sum, block, workers=[c.address])
+    await until(lambda: topology(scheduler).learned()[Link.TCP] != before[Link.TCP])
+    # Between the GPUs of a and b comms use another path than the link between them.
+    await client.submit(np.max, block, workers=[b.address])
+    # Fetches of b from c are reported later, or at the same time.
+    tcp = topology(scheduler).learned()[Link.TCP]
+    other = client.submit(np.zeros, 30_000_000 // 8, workers=[c.address])
+    await client.submit(np.min, other, workers=[b.address])
+    await until(lambda: topology(scheduler).learned()[Link.TCP] != tcp)
+    assert topology(scheduler).learned()[Link.NVLINK] == before[Link.NVLINK]
 
 
 def test_only_bytes_that_crossed_the_link_count() -> None:
@@ -166,14 +156,11 @@ def test_only_bytes_that_crossed_the_link_count() -> None:
     assert picture.topology.learned()[Link.TCP].bandwidth < 0.1 * SHIPPED[Link.TCP].bandwidth
 
 
-def test_workers_say_that_their_comms_are_tcp() -> None:
-    @on_cluster(workers=2)
-    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
-        await all_placed(scheduler)
-        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
-        assert topology(scheduler).link(a.address, b.address, by_comms=True) == Link.LOOPBACK
-
-    run()
+@on_cluster(workers=2)
+async def test_workers_say_that_their_comms_are_tcp(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    await all_placed(scheduler)
+    assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+    assert topology(scheduler).link(a.address, b.address, by_comms=True) == Link.LOOPBACK
 
 
 def test_a_copy_that_fails_is_not_counted() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import dask.dataframe as dd
@@ -29,7 +30,7 @@ from dask_gpurt.shuffle.receiver import Receiver
 from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.shuffle.sender import Sender
 from dask_gpurt.shuffle.spec import outputs_of
-from tests.helpers.in_process import gen_client_cluster
+from tests.helpers.in_process import Decorator, Test, gen_client_cluster
 
 ROWS, PARTS = 200, 4
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
@@ -58,21 +59,24 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.005)
 
 
-def run(test: Callable[..., Awaitable[None]], workers: int = 2, **settings: Any) -> None:
-    """Run a coroutine with a client, a scheduler and workers; asserts that no shuffle data are left."""
+def on_gated_cluster(workers: int = 2, **settings: Any) -> Decorator:
+    """Run a test with a client, a scheduler and workers; asserts that no shuffle data are left."""
 
-    async def body(client: Any, scheduler: Any, *crew: Any) -> None:
-        register_method()
-        await dask_gpurt.enable(client)
-        try:
-            await test(client, scheduler, *crew)
-        finally:
-            open_gates()
-        await nothing_is_left(scheduler, *crew)
-        await dask_gpurt.disable(client)
+    def decorate(test: Test) -> Callable[..., None]:
+        @wraps(test)
+        async def body(client: Any, scheduler: Any, *crew: Any, **fixtures: Any) -> None:
+            register_method()
+            await dask_gpurt.enable(client)
+            try:
+                await test(client, scheduler, *crew, **fixtures)
+            finally:
+                open_gates()
+            await nothing_is_left(scheduler, *crew)
+            await dask_gpurt.disable(client)
 
-    nthreads = [("127.0.0.1", 1)] * workers
-    gen_client_cluster(nthreads=nthreads, config=settings)(body)()
+        return gen_client_cluster(nthreads=[("127.0.0.1", 1)] * workers, config=settings)(body)
+
+    return decorate
 
 
 async def nothing_is_left(scheduler: Any, *crew: Any) -> None:

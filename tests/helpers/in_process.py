@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,10 @@ PLACES = (
     Place("two", by_tcp=True),
 )
 
+
+#: A test on a cluster, and what makes one a function whose other parameters are fixtures.
+Test = Callable[..., Awaitable[None]]
+Decorator = Callable[[Test], Callable[..., None]]
 
 #: Dask's own limit of 30 s assumes an otherwise idle machine.
 gen_client_cluster = partial(gen_cluster, client=True, timeout=240)
@@ -70,26 +74,22 @@ async def placed_apart(scheduler: Any, *workers: Any) -> None:
         scheduler.stream_handlers[PLACE_OP](worker=worker.address, place=vars(place), name=place.host)
 
 
-def on_cluster(
-    *, workers: int = 2, processes: bool = False, **settings: Any
-) -> Callable[[Callable[..., Awaitable[None]]], Callable[[], None]]:
-    """Run a coroutine with a client, a scheduler and workers, with the runtime enabled."""
+def on_cluster(*, workers: int = 2, processes: bool = False, **settings: Any) -> Decorator:
+    """Run a test with a client, a scheduler and workers, then its fixtures, with the runtime enabled."""
 
-    def decorate(test: Callable[..., Awaitable[None]]) -> Any:
-        def run() -> None:
-            async def body(client: Any, scheduler: Any, *crew: Any) -> None:
-                await dask_gpurt.enable(client)
-                try:
-                    await test(client, scheduler, *crew)
-                finally:
-                    await dask_gpurt.disable(client)
+    def decorate(test: Test) -> Callable[..., None]:
+        @wraps(test)
+        async def body(client: Any, *others: Any, **fixtures: Any) -> None:
+            await dask_gpurt.enable(client)
+            try:
+                await test(client, *others, **fixtures)
+            finally:
+                await dask_gpurt.disable(client)
 
-            kind = Nanny if processes else Worker
-            nthreads = [("127.0.0.1", 1)] * workers
-            config = {METHOD: QUICK[METHOD], **settings}
-            gen_client_cluster(nthreads=nthreads, Worker=kind, config=config)(body)()
-
-        return run
+        kind = Nanny if processes else Worker
+        nthreads = [("127.0.0.1", 1)] * workers
+        config = {METHOD: QUICK[METHOD], **settings}
+        return gen_client_cluster(nthreads=nthreads, Worker=kind, config=config)(body)
 
     return decorate
 
@@ -124,23 +124,23 @@ def state(local: LocalCluster) -> dict[str, Any]:
     }
 
 
-def on_plain_cluster(workers: int = 2, **settings: Any) -> Callable[[Callable[..., Awaitable[None]]], None]:
-    """Run a coroutine with a client, a scheduler and workers; asserts that they are restored afterwards."""
+def on_plain_cluster(workers: int = 2, **settings: Any) -> Decorator:
+    """Run a test like :func:`on_cluster`, with the runtime off; asserts that all is restored."""
 
-    def run(test: Callable[..., Awaitable[None]]) -> None:
-        async def body(client: Any, scheduler: Any, *crew: Any) -> None:
+    def decorate(test: Test) -> Callable[..., None]:
+        @wraps(test)
+        async def body(client: Any, scheduler: Any, *crew: Any, **fixtures: Any) -> None:
             register_method()  # which is permanent
             await dask_gpurt.disable(client)  # for clients that earlier tests closed while it was enabled
             before = whole_state(scheduler, *crew)
-            await test(client, scheduler, *crew)
+            await test(client, scheduler, *crew, **fixtures)
             await dask_gpurt.disable(client)
             if all(worker.address in scheduler.workers for worker in crew):
                 assert whole_state(scheduler, *crew) == before
 
-        nthreads = [("127.0.0.1", 1)] * workers
-        gen_client_cluster(nthreads=nthreads, config=settings)(body)()
+        return gen_client_cluster(nthreads=[("127.0.0.1", 1)] * workers, config=settings)(body)
 
-    return run
+    return decorate
 
 
 def whole_state(scheduler: Any, *workers: Any) -> dict[str, Any]:
