@@ -33,7 +33,7 @@ from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.protocol import NAME, JoinReply
 from dask_gpurt.scheduler.silence import SilentWorkers
-from dask_gpurt.scheduler.verdict import objection, question
+from dask_gpurt.scheduler.verdict import carried, objection, question
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class Workers:
 
     def __init__(self, scheduler: SchedulerServer, plugin: bytes, token: str, silent: SilentWorkers):
         self._scheduler = scheduler
-        self._plugin = plugin
+        self._plugin = carried(plugin)
         self.token = token
         self.silent = silent
         self._wanted = False

@@ -1,4 +1,7 @@
-"""Ask other processes of a cluster, before anything is replaced, whether the runtime can work there."""
+"""Ask other processes of a cluster, before anything is replaced, whether the runtime can work there.
+
+Workers that join later are not asked: what they receive says in one line that it cannot be loaded there.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,43 @@ def objection(subject: str, reply: tuple[str | None, str | None]) -> str | None:
         "stay Dask's own: install the same version of dask-gpurt on the scheduler and on all workers, with a "
         f"Dask from {OLDEST} to {NEWEST}"
     )
+
+
+def carried(plugin: bytes, version: str = __version__) -> bytes:
+    """Pickle a pickled worker plugin so that a worker that lacks the package says so, and leaves.
+
+    Tasks of the runtime would fail there, and Dask would log tracebacks and keep the worker.
+    """
+
+    # Pickled by value, as in `_question`.
+    def load() -> Any:
+        import logging
+        import pickle
+
+        from distributed import WorkerPlugin
+
+        try:
+            return pickle.loads(plugin)
+        except ModuleNotFoundError as error:
+            reason = f"this worker leaves a cluster with dask_gpurt {version}: {error}. Install it here, too"
+
+        class Leaves(WorkerPlugin):
+            def setup(self, worker: Any) -> None:
+                async def leave() -> None:
+                    await worker  # until it has started
+                    await worker.close(reason=reason)
+
+                logging.getLogger("distributed.worker").error(reason)
+                worker.loop.add_callback(leave)
+
+        return Leaves()
+
+    class Carried:
+        def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+            return load, ()
+
+    found: bytes = dumps(Carried())
+    return found
 
 
 def _question() -> Callable[[], tuple[str | None, str | None]]:

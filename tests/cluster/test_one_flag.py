@@ -223,6 +223,19 @@ def test_a_scheduler_without_the_package_logs_nothing_and_one_line_says_so(
     assert "gpurt" not in scheduler.printed()
 
 
+def test_a_late_worker_without_the_package_says_so_in_one_line_and_leaves(lacking: dict[str, str]) -> None:
+    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _), Client(address) as client:
+        command = (sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard")
+        with started(*command, **NO_HOOKS, **lacking) as late:
+            late.wait_for("this worker leaves a cluster with dask_gpurt")
+            late.wait_for("End worker")  # its nanny has ended, too
+        until(lambda: len(client.nthreads()) == 1)
+        assert len(dd.from_pandas(FRAME, npartitions=4).shuffle("key").compute()) == len(FRAME)
+    lines = [line for line in late.printed().splitlines() if "dask_gpurt" in line]
+    assert len([line for line in lines if "ERROR" in line or "WARNING" in line]) == 1
+    assert "Traceback" not in late.printed()
+
+
 @pytest.mark.parametrize(
     ("patched", "value", "reason"),
     [

@@ -15,6 +15,7 @@ from distributed import Client
 
 import dask_gpurt
 from tests.helpers.clusters import cluster
+from tests.helpers.gpus import cuda_devices
 
 pytestmark = pytest.mark.gpu
 
