@@ -37,7 +37,7 @@ def main(data: Path, rounds: int, only: str, out: Path) -> None:
         runs.append(run)
         console.print(f"{run.program:22} {'on ' if run.runtime else 'off'} {run.seconds:6.2f} s")
         parameters = {"data": data.name, "rounds": rounds, "workers": WORKERS, "threads": 1}
-        write(out, {"date": datetime.now(UTC).isoformat(), "parameters": parameters, **judged(runs)})
+        write({"date": datetime.now(UTC).isoformat(), "parameters": parameters, **judged(runs)}, out)
 
 
 def judged(runs: Sequence[Run]) -> dict[str, Any]:
