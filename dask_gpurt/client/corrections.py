@@ -14,6 +14,8 @@ from dask.base import is_dask_collection
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.expr import (
+    NFirst,
+    NLast,
     convert_to_list,
     dtypes_of_values,
     is_first_operand,
@@ -30,7 +32,7 @@ from dask_gpurt.frames.variances import float_dtype, sum_of_floats, sum_of_squar
 
 
 def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Correct joins by labels that Dask takes for none, divisions, filters, means and variances.
+    """Correct joins by labels that Dask takes for none, divisions, filters, sorts, means and variances.
 
     Parameters
     ----------
@@ -45,6 +47,7 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     _keep_other_operands(is_usable, patches)
     _square_floats(is_usable, patches)
     _check_after_casts(is_usable, patches)
+    _begin_with_nulls(is_usable, patches)
 
 
 def looks_absent(label: Any) -> bool:
@@ -156,6 +159,42 @@ def _check_after_casts(is_usable: Callable[[], bool], patches: PatchSet) -> None
         return None if reads_cast(parent, cast) and is_usable() else original(cast, parent, dependents)
 
     replace_simplified(patches, "AsType", simplified)
+
+
+def _first(df: Any, columns: Any, n: Any, ascending: Any) -> Any:
+    return df.sort_values(by=columns, ascending=ascending, na_position="first").head(n)
+
+
+def _last(df: Any, columns: Any, n: Any, ascending: Any) -> Any:
+    return df.sort_values(by=columns, ascending=ascending, na_position="first").tail(n)
+
+
+class HeadOfNulls(NFirst):
+    """Take the first rows of a sort in which nulls come first."""
+
+    reduction_chunk = reduction_aggregate = staticmethod(_first)
+
+
+class TailAfterNulls(NLast):
+    """Take the last rows of a sort in which nulls come first."""
+
+    reduction_chunk = reduction_aggregate = staticmethod(_last)
+
+
+def _begin_with_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have nulls come first in the first and last rows of a sort, where a program says so.
+
+    Dask forgets that it does. Partitions of a sort are corrected by :mod:`.lowering`.
+    """
+    kinds: dict[type, Callable[..., Any]] = {NFirst: HeadOfNulls, NLast: TailAfterNulls}
+
+    def simplified(original: Callable[..., Any], sort: Any, parent: Any, dependents: Any) -> Any:
+        found = original(sort, parent, dependents)
+        if type(found) not in kinds or sort.na_position != "first" or not is_usable():
+            return found
+        return kinds[type(found)](*found.operands)
+
+    replace_simplified(patches, "SortValues", simplified)
 
 
 def _float_dtypes(variance: Any) -> Any:

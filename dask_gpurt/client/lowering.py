@@ -261,6 +261,8 @@ class Lowering:
     def sort(self, original: Callable[[Any], Any], expr: Any) -> Any:
         """Lower ``sort_values``; a function of the user gets rows in the same order as with ``tasks``."""
         lowered = original(expr)
+        if expr.na_position == "first" and self._is_usable():
+            lowered = _with_nulls_first(lowered)
         choice = self._choose(expr.shuffle_method, expr.frame)
         if choice is None or not choice.taken or _sorts_by_columns(expr):
             return lowered
@@ -381,6 +383,14 @@ def _sorts_by_columns(expr: Any) -> bool:
     """Return whether ``sort_values`` sorts by its columns, and not by a function of the user."""
     options = expr.operand("sort_function_kwargs") or {}
     return expr.operand("sort_function") is None and options.get("key") is None
+
+
+def _with_nulls_first(lowered: Any) -> Any:
+    """Return a sort with nulls in the first partition. Dask puts them in the last, and first there."""
+    if type(projected := lowered.frame) is not Projection or type(projected.frame) is not Shuffle:
+        return lowered
+    targets = projected.frame.frame.operands[2]
+    return lowered.substitute(targets, targets.substitute_parameters({"na_position": "first"}))
 
 
 def _overwrites_a_column(frame: Any) -> bool:

@@ -28,7 +28,7 @@ from dask.dataframe.dask_expr._merge import (
     Merge,
     create_assign_index_merge_transfer,
 )
-from dask.dataframe.dask_expr._reductions import ShuffleReduce
+from dask.dataframe.dask_expr._reductions import NFirst, NLast, ShuffleReduce
 from dask.dataframe.dask_expr._shuffle import (
     AssignPartitioningIndex,
     P2PShuffle,
@@ -54,6 +54,8 @@ __all__ = [
     "GroupByApply",
     "HashJoinP2P",
     "Merge",
+    "NFirst",
+    "NLast",
     "P2PShuffle",
     "Projection",
     "RearrangeByColumn",
@@ -251,7 +253,7 @@ def replace_simplified(patches: PatchSet, kind: str, simplified: Replacement) ->
     Parameters
     ----------
     kind
-        The name of the operation's class: ``Filter`` or ``AsType``.
+        The name of the operation's class: ``Filter``, ``AsType`` or ``SortValues``.
     simplified
         Called as ``simplified(original, expr, parent, dependents)``; returns another parent, or None.
 

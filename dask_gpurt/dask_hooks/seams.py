@@ -178,6 +178,7 @@ EXPRESSIONS = SeamGroup(
         Seam(_EXPR + "_groupby:GroupByApply.need_to_shuffle", "self", bodies=("4a9105165193",)),
         Seam(_EXPR + "_expr:Filter._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_expr:AsType._simplify_up", "self parent dependents"),
+        Seam(_EXPR + "_shuffle:SortValues._simplify_up", "self parent dependents"),
         Seam(_EXPR + "_groupby:GroupByReduction.chunk_kwargs", "self"),
         Seam(_EXPR + "_groupby:GroupByReduction.combine_kwargs", "self"),
         Seam(_EXPR + "_groupby:GroupByReduction.aggregate_kwargs", "self"),

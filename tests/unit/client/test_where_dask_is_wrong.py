@@ -204,6 +204,20 @@ def test_variances_of_integers_do_not_wrap_around(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("ascending", [True, False, [False, True]])
+def test_nulls_come_first_in_all_of_a_sort(ascending: Any) -> None:
+    rows = LEFT.assign(j=LEFT.j.where(LEFT.j > 12))[["j", "x"]]
+    lazy, wanted = (
+        frame.sort_values(["j", "x"], ascending=ascending, na_position="first")
+        for frame in (dd.from_pandas(rows, npartitions=4, sort=False), rows)
+    )
+    pd.testing.assert_frame_equal(lazy.head(250), wanted.head(250))
+    pd.testing.assert_frame_equal(lazy.tail(5), wanted.tail(5))
+    in_order = dask.compute(*lazy.to_delayed())  # the result as a whole is sorted in one partition
+    assert len(in_order) > 1
+    pd.testing.assert_frame_equal(pd.concat(in_order), wanted)
+
+
 def cast(frame: Any, **dtypes: str) -> Any:
     return frame.astype(dtypes)
 
