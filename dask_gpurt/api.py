@@ -162,7 +162,7 @@ def memory_usage(client: Client | None = None, *, by: str = "tier") -> MemoryUsa
         A printable table. ``to_pandas()`` returns a frame with the same names of tiers.
 
         By tier, in bytes: ``capacity`` is the size of the tier. It holds ``partitions``, pulled ``shards``,
-        and ``reservations``; ``headroom`` is the rest, which ``cached`` ranges of files use until it is
+        and ``reservations``; ``headroom`` is the rest, in which files are ``cached`` until it is
         needed. In addition to these there are ``published``, the shards in the exchange pools, ``cudf``, the
         bytes that cudf has spilled itself, and ``unmanaged``, the other memory of the process. On workers
         without a GPU the tiers are ``memory``, ``shared memory`` (that of the pools), and ``disk``.

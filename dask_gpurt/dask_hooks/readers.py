@@ -81,6 +81,18 @@ STREAM_READERS = (
     FileReader(Seam("pylibcudf.io.parquet:read_parquet", "options stream mr parquet_metadatas"), ()),
 )
 
+#: The function of cudf that calls that one, with all that the result depends on.
+PATH_READERS = (
+    FileReader(
+        Seam(
+            "cudf.io.parquet:_read_parquet",
+            "filepaths_or_buffers engine columns row_groups use_pandas_metadata nrows skip_rows "
+            "allow_mismatched_pq_schemas ignore_missing_columns case_sensitive_names filters args kwargs",
+        ),
+        (),
+    ),
+)
+
 
 class Readers:
     """Wrap the readers of this process, with one patch set.

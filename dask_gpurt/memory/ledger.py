@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from dask_gpurt.memory.tiers import Tier
 
 #: Kinds of bytes that count against a tier's capacity: data of keys, pulled shards, reservations. The other
-#: kinds do not: cached ranges of files, published shards in the exchange pool, bytes that a library has
+#: kinds do not: what is cached of files, published shards in the exchange pool, bytes that a library has
 #: spilled itself, and all other memory of the process or on the device.
 PARTITIONS, SHARDS, RESERVATIONS = "partitions", "shards", "reservations"
-#: Ranges of files that tasks have read; whoever needs the memory gets it.
+#: Ranges or columns of files that tasks have read; whoever needs the memory gets it.
 CACHED = "cached"
 #: Named after the only library that does so.
 SPILLED_BY_LIBRARY = "cudf"

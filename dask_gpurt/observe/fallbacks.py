@@ -73,7 +73,7 @@ class Fallback(Enum):
 
     READS_KEEP_SLOT = "reads.keep-slot", "tasks that read files keep their slot"
     READS_SHARE_STREAM = "reads.share-stream", "reads wait for tasks that compute"
-    READS_NOT_KEPT = "reads.not-kept", "what tasks read of remote files is not kept"
+    READS_NOT_KEPT = "reads.not-kept", "what tasks read of files is not kept"
 
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask's own {method} decides"

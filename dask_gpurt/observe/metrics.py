@@ -245,10 +245,12 @@ METRICS: Mapping[str, Metric] = {
         # ---- reads
         _counter(
             "reads.bytes.{source}",
-            "bytes that tasks read of Parquet files on remote file systems: from the `cache`, or the `store`",
+            "bytes that tasks read of Parquet files: of remote ones from the `cache`, or the `store`; on a "
+            "GPU of columns of local ones that were on the `device`, or had to be `decoded`",
             Unit.BYTES,
         ),
         _counter("reads.replaced", "reads made once more since a file was replaced while it was read"),
+        _counter("reads.dropped", "allocations that failed, for which columns kept of files were dropped"),
         _counter("reads.aside", "tasks that left their slot to another task while they read or wrote files"),
         _counter("reads.streams", "reads of Parquet files on a CUDA stream of their own"),
         _counter(

@@ -64,6 +64,7 @@ from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.worker import Layer
 from dask_gpurt.worker.colocation import ALONE_VARIABLE
 from dask_gpurt.worker.data import WorkerData
+from dask_gpurt.worker.kept_columns import KeptColumns
 from dask_gpurt.worker.kept_ranges import KeptRanges
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms
@@ -362,7 +363,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         on_gpu = not pools.device(pools.main).on_host
         if on_gpu:
             self._undo.callback(set_reader_threads(settings.reads.threads))
-        self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics)
+        columns = KeptColumns(self.tiers.columns, self.tiers.sparing, self.metrics)
+        kept = columns if on_gpu and settings.cache != 0 else None
+        self.reads = WorkerReads(worker, pools.device(pools.main), settings.reads, self.metrics, kept)
         self.programs = WorkerPrograms(settings.compute, pools.device(pools.main), self.metrics)
         self.topology = TopologyReporter(worker, self.exchange.traffic, on_gpu, self.metrics)
         self.overlap = WorkerOverlap(self.exchange, settings.overlap, self.metrics)

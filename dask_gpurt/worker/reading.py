@@ -22,7 +22,7 @@ from distributed.worker_state_machine import StateMachineEvent
 
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.dask_hooks import READS, PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.readers import STREAM_READERS, WRITERS, Readers
+from dask_gpurt.dask_hooks.readers import PATH_READERS, STREAM_READERS, WRITERS, Readers
 from dask_gpurt.dask_hooks.types import WorkerServer, WorkerTask
 from dask_gpurt.dask_hooks.worker import (
     has_left_pool,
@@ -34,8 +34,9 @@ from dask_gpurt.dask_hooks.worker import (
     wrap_submit,
 )
 from dask_gpurt.device import Device, Streams
-from dask_gpurt.device.base import workers_of_device
+from dask_gpurt.device.base import Beside, workers_of_device
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.reads.columns import Asked
 from dask_gpurt.reads.policy import (
     BESIDE_ON_GPU,
     MAX_BESIDE,
@@ -47,6 +48,7 @@ from dask_gpurt.reads.policy import (
 from dask_gpurt.reads.turns import ComputeSlots, Turn
 from dask_gpurt.topology.hosts import nvml_library, visible_devices
 from dask_gpurt.worker import Layer
+from dask_gpurt.worker.kept_columns import KeptColumns, asked_of
 
 #: Environment variable of kvikio and libcudf; libcudf reads it once, at its first read of a file.
 NTHREADS = "KVIKIO_NTHREADS"
@@ -64,6 +66,7 @@ class _Execution:
     ``ends_with_write``: whether the last function that it calls is a writer.
     ``turn``: its turn to run user code.
     ``is_reading``: whether its thread is inside a reader. Readers may call each other.
+    ``asked``: what its call of cudf's reader asks for, until that calls libcudf's.
     ``computed_s``: CPU time of its thread, in seconds.
     """
 
@@ -73,6 +76,7 @@ class _Execution:
     ends_with_write: bool
     turn: Turn
     is_reading: bool = False
+    asked: Asked | None = None
     times: ReadTimes = field(default_factory=ReadTimes)
     computed_s: float = 0.0
 
@@ -95,14 +99,21 @@ class WorkerReads:
 
     ``worker``: the Dask worker; its ``execute`` and its thread pool are wrapped on the instances. Readers and
     writers are wrapped for the whole process; calls from other workers' tasks pass through.
+    ``columns``: keeps columns that are read on streams of a device; None to keep none.
     """
 
     def __init__(
-        self, worker: WorkerServer, device: Device, settings: ReadSettings, metrics: Metrics
+        self,
+        worker: WorkerServer,
+        device: Device,
+        settings: ReadSettings,
+        metrics: Metrics,
+        columns: KeptColumns | None = None,
     ) -> None:
         self._worker = worker
         #: The device, if it has streams beside that of user code.
         self.streams = device if isinstance(device, Streams) else None
+        self.columns = columns if self.streams is not None else None
         self._metrics = metrics
         least = 0 if device.on_host else BESIDE_ON_GPU
         #: Learns how many tasks should leave their slot; None if the settings fix the number.
@@ -113,6 +124,7 @@ class WorkerReads:
         self._undo = ExitStack()
         self._refused = partial(metrics.fallback, Fallback.READS_KEEP_SLOT)
         self.share_stream = partial(metrics.fallback, Fallback.READS_SHARE_STREAM)
+        self._not_kept = partial(metrics.fallback, Fallback.READS_NOT_KEPT)
         self.count_stream = partial(metrics.add, "reads.streams")
         self.turns = ComputeSlots(worker.state.nthreads, partial(has_left_pool, worker), metrics)
         #: Tasks that have started before, and so run without turns.
@@ -133,7 +145,9 @@ class WorkerReads:
         self._writers = Readers(self._patches, _by(WorkerReads.write), self._refused, WRITERS)
         wrapped = STREAM_READERS if self.streams is not None else ()
         self._stream_readers = Readers(self._patches, _on_own_stream, self.share_stream, wrapped)
-        for readers in (self._readers, self._writers, self._stream_readers):
+        by_path = PATH_READERS if self.columns is not None else ()
+        self._path_readers = Readers(self._patches, _noting, self._not_kept, by_path)
+        for readers in (self._readers, self._writers, self._stream_readers, self._path_readers):
             readers.wrap_imported()
         self._execute = self._worker.execute
         wrap_execute(self._patches, self._worker, lambda original: self.execute)
@@ -180,6 +194,7 @@ class WorkerReads:
         """Return whether a task begins by calling a reader, and whether it ends by calling a writer."""
         try:
             self._stream_readers.wrap_imported()
+            self._path_readers.wrap_imported()
             spec = task.run_spec
             return self._readers.begins_with_read(spec), self._writers.ends_with_write(spec)
         # A task may call anything. If this raised out of `execute`, Dask would wait forever for its event.
@@ -309,6 +324,23 @@ def _by(method: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
+def _noting(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap cudf's reader, which has what libcudf's cannot tell of its options, so that columns are kept."""
+
+    @wraps(read_parquet)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        execution = _thread.execution
+        if execution is None or not execution.is_reading or execution.reads.columns is None:
+            return read_parquet(*args, **kwargs)
+        execution.asked = asked_of(*args, **kwargs)
+        try:
+            return read_parquet(*args, **kwargs)
+        finally:
+            execution.asked = None
+
+    return read
+
+
 def _on_own_stream(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap libcudf's reader, so that it does not use the stream of the tasks that compute beside it."""
 
@@ -324,7 +356,10 @@ def _on_own_stream(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:  # whatever CUDA raises: without a stream of its own it can still read
             execution.reads.share_stream(str(error))
             return read_parquet(options, stream, mr, *args, **kwargs)
-        found = read_parquet(options, beside.stream, mr, *args, **kwargs)
+        plainly = partial(read_parquet, options, beside.stream, mr, *args, **kwargs)
+        if (found := _of_columns(execution, options, plainly, beside)) is not None:
+            return found
+        found = plainly()
         try:
             beside.join(found.columns)
         except TypeError as error:
@@ -334,6 +369,16 @@ def _on_own_stream(read_parquet: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return read
+
+
+def _of_columns(execution: _Execution, options: Any, plainly: Callable[[], Any], beside: Beside) -> Any:
+    """Return what a reader of libcudf would, through the cache of columns; None if it has to be called."""
+    asked, kept = execution.asked, execution.reads.columns
+    execution.asked = None
+    if asked is None or kept is None or (found := kept.read(asked, options, plainly, beside)) is None:
+        return None
+    execution.reads.count_stream()
+    return found
 
 
 def set_reader_threads(setting: int | None) -> Callable[[], None]:

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,7 @@ from dask_gpurt.memory.spilling import next_use
 from dask_gpurt.memory.store import TieredBuffer
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.reads.columns import ColumnCache
 from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.topology.hosts import memory_of_host, nvml_library
 from dask_gpurt.worker.reports import MemoryReporter
@@ -47,8 +49,10 @@ DISK_POLL_INTERVAL_S = 2.0
 #: that they do not count as its own memory.
 DROP_PAGES_FROM = 0.5
 
-#: The most of the live tier that cached ranges of files have by default.
+#: The most of a live tier that cached ranges or columns of files have by default.
 CACHE_SHARE = 0.5
+#: The least share of the cached columns that is dropped for an allocation that failed: there may be holes.
+DROPPED_AT_LEAST = 1 / 8
 
 
 class WorkerBuffer(TieredBuffer):
@@ -115,6 +119,9 @@ class WorkerTiers:
         self._host_tier = self.tiered_buffer.host_tier
         #: Ranges of files that tasks have read, in what the live tier in host memory has left.
         self.ranges = RangeCache(self._left_for_ranges, partial(self.ledger.set, self._host_tier, CACHED))
+        #: Columns of files, in what the device tier of a GPU has left.
+        self.columns = ColumnCache(self._left_for_columns, partial(self.ledger.set, Tier.DEVICE, CACHED))
+        self._dropping = False
         self._seen = threading.local()
         self._guard: Guard | None = None
         self._relieving = False
@@ -147,6 +154,11 @@ class WorkerTiers:
 
         Returns whether memory was freed since this thread's previous failure, so that a retry may succeed.
         """
+        if getattr(self._seen, "spares", False):
+            return False
+        if self.columns.release(max(nbytes, int(DROPPED_AT_LEAST * self.columns.nbytes))):
+            self._metrics.add("reads.dropped")
+            return True
         if getattr(self._seen, "spilling", False):
             return False  # spilling itself may allocate: do not recurse
         self._metrics.add("memory.short")
@@ -157,6 +169,15 @@ class WorkerTiers:
             self._seen.spilling = False
         before, self._seen.removals = getattr(self._seen, "removals", 0), self.tiered_buffer.removals
         return bool(self._seen.removals != before)
+
+    @contextmanager
+    def sparing(self) -> Iterator[None]:
+        """Have failed allocations of this thread raise rather than free memory for them."""
+        self._seen.spares = True
+        try:
+            yield
+        finally:
+            self._seen.spares = False
 
     def _shared_memory(self) -> int | None:
         """Return the exchange pool's capacity in bytes if tasks compute on the host, else None."""
@@ -172,6 +193,7 @@ class WorkerTiers:
         if self._guard is not None:
             self._guard.remove()
         self.reporter.close()
+        await in_thread(self.columns.close)
         await in_thread(self.tiered_buffer.close)
         self.executor.shutdown(wait=False)
 
@@ -221,14 +243,32 @@ class WorkerTiers:
 
     def _left_for_ranges(self) -> int:
         """Return the bytes that ranges of files may have now. From any thread."""
-        live, asked = self.limits.live(self._host_tier), self.settings.cache
-        most = asked.of(self.memory_limit) if isinstance(asked, Size) else int(CACHE_SHARE * live)
-        return max(0, min(most, self.ledger.headroom(self._host_tier) - self._beside()))
+        headroom = self.ledger.headroom(self._host_tier) - self._beside()
+        return self._left_to_keep(self.limits.live(self._host_tier), self.memory_limit, headroom)
+
+    def _left_for_columns(self) -> int:
+        """Return the bytes that columns of files may have now on a GPU. From any thread."""
+        if self._guard is None:  # without which allocations of others would fail
+            return 0
+        return self._left_to_keep(self.limits.device, self.limits.device, self.ledger.headroom(Tier.DEVICE))
+
+    def _left_to_keep(self, live: int, total: int, headroom: int) -> int:
+        asked = self.settings.cache
+        most = asked.of(total) if isinstance(asked, Size) else int(CACHE_SHARE * live)
+        return max(0, min(most, headroom))
 
     def _changed(self) -> None:
         """Report a change of the ledger, and give way to it. From any thread."""
         self.ranges.fit()
+        if self.columns.excess() > 0 and not self._dropping:
+            self._dropping = True
+            self.in_background(self._drop_columns)
         self.reporter.changed()
+
+    def _drop_columns(self) -> None:
+        """Drop columns that there is no room for any more. Freeing memory of a GPU may block."""
+        self._dropping = False
+        self.columns.fit()
 
     def _dask_bytes(self) -> int:
         """Return the bytes in host memory of data that Dask keeps, if the runtime leaves them to it."""
@@ -283,7 +323,7 @@ class WorkerTiers:
         process = self.worker.monitor.get_process_memory()
         self.ledger.set(Tier.HOST, "unmanaged", max(0, process - self._managed_on_host()))
         allocated = self.device.allocated() if isinstance(self.device, Allocator) else 0
-        beyond = allocated - self.tiered_buffer.live_bytes(Tier.DEVICE)
+        beyond = allocated - self.tiered_buffer.live_bytes(Tier.DEVICE) - self.columns.nbytes
         self.ledger.set(Tier.DEVICE, "unmanaged", max(0, beyond))
         self.reporter.changed()
         too_much = self.tiered_buffer.reservations.overshoot()

@@ -9,9 +9,10 @@ import pytest
 
 from dask_gpurt.config import ReadSettings
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.observe import Metrics
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.reads.columns import Asked
 from dask_gpurt.reads.policy import BESIDE_ON_GPU
-from dask_gpurt.worker import reading
+from dask_gpurt.worker import kept_columns, reading
 from tests.helpers.far_device import FarDevice
 
 Arguments = tuple[Any, ...]
@@ -28,6 +29,8 @@ class Execution:
     """Stand in for a task that reads, and for the reads, the device and the stream of its worker."""
 
     stream = "own stream"
+    asked: Any = None
+    columns: Any = None
 
     def __init__(
         self,
@@ -115,3 +118,69 @@ def test_without_a_stream_of_its_own_a_read_uses_the_users(
     assert read(execution, "options", monkeypatch=monkeypatch) == ("options", None, None, None)
     assert execution.told == ["none"]
     assert not execution.counted
+
+
+class Columns:
+    """Stand in for columns that are kept, and for the library that takes them apart."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None):
+        self.order: list[Any] = []
+        self.error = error
+        self.new_columns = ["kept"]
+        monkeypatch.setattr(kept_columns, "ColumnRead", self.reading)
+        monkeypatch.setattr(kept_columns, "import_module", lambda name: "tables")
+        self.metrics = Metrics()
+        self.kept = kept_columns.KeptColumns(MagicMock(), MagicMock(), self.metrics)
+
+    def reading(self, cache: Any, tables: Any, asked: Any, read: Any, *_: Any) -> Columns:
+        self.asked, self.read_some = asked, read
+        return self
+
+    def read(self, stream: Any) -> Read:
+        if self.error:
+            raise self.error
+        found: Read = self.read_some(["b"])
+        return found._replace(columns=("copied",))
+
+    def keep(self) -> None:
+        self.order.append("kept")
+
+
+def read_kept(columns: Columns, execution: Any, monkeypatch: pytest.MonkeyPatch) -> Arguments:
+    execution.columns, execution.join = columns.kept, lambda found: columns.order.append([*found])
+    execution.asked = Asked((("/x", None, ()),), ("a", "b"))
+    return read(execution, MagicMock(set_column_names=columns.order.append), monkeypatch=monkeypatch)
+
+
+def test_columns_are_kept_once_the_users_stream_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, execution = Columns(monkeypatch), Execution()
+    assert read_kept(columns, execution, monkeypatch)[1] == "own stream"
+    assert columns.order == [["b"], ["a", "b"], ["copied", "kept"], "kept"]
+    assert execution.asked is None
+    assert execution.counted == 1
+
+
+def test_without_the_cache_of_columns_the_library_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns, execution = Columns(monkeypatch, RuntimeError("none")), Execution()
+    assert read_kept(columns, execution, monkeypatch)[1:] == ("own stream", None, None)
+    assert columns.order == [[], ["a", "b"]]
+    assert Fallback.READS_NOT_KEPT.id in columns.metrics.fallbacks()
+
+
+def test_a_read_through_the_cache_that_has_no_memory_is_not_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    columns = Columns(monkeypatch, MemoryError("none"))
+    with pytest.raises(MemoryError):
+        read_kept(columns, Execution(), monkeypatch)
+    assert columns.order == [[]]
+
+
+def test_what_a_call_of_cudf_asks_for_is_known_within_it_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    execution: Any = Execution()
+    monkeypatch.setattr(reading._thread, "execution", execution)
+    noted = reading._noting(lambda *args, **kwargs: execution.asked)
+    for columns, expected in ((None, None), (object(), Asked((("/x", None, (False, True)),), ("a",)))):
+        execution.columns = columns
+        assert noted(["/x"], "cudf", columns=["a"]) == expected
+        assert execution.asked is None

@@ -1,0 +1,338 @@
+"""Keep the columns that a library has decoded of Parquet files, and read only those that are not there.
+
+A read gives columns of the same row groups of one or several files, its parts. Each column of a part is kept
+by itself, and copied both when it is kept and when it is handed out: what a user's function writes into a
+result is never seen by another one. Reads of other files together, or of more columns, use what is there.
+
+Only reads are taken over whose result follows from their files, row groups and names of columns. All others,
+and those for which something is not as expected, are the library's.
+
+Decisions and their figures: ``docs/decisions/reads.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.eviction import ADMITTED_ONE_IN, EvictingCache
+from dask_gpurt.reads.local import Version, are_lasting, versions_of
+
+#: The file and the row groups of a part of a read, and the options that its columns depend on.
+Part = tuple[str, tuple[int, ...] | None, Hashable]
+#: The names of the columns of a read; None for all columns.
+Names = tuple[str, ...] | None
+#: The most layouts of reads that are known of a part.
+MAX_LAYOUTS = 64
+
+
+class Asked(NamedTuple):
+    """Describe a read.
+
+    Attributes
+    ----------
+    parts
+        What is read, in this order.
+    columns
+        The columns to read. An index that the files have as columns is read as well.
+    """
+
+    parts: tuple[Part, ...]
+    columns: Names
+
+
+class Tables(Protocol):
+    """Take the tables of a library apart, and make new ones; see :mod:`dask_gpurt.device.cuda_tables`."""
+
+    def names(self, table: Any) -> list[Any]:
+        """Return the name of each column, with those of the fields of its type."""
+        ...
+
+    def facts(self, table: Any) -> list[Mapping[bytes, bytes]]:
+        """Return what else is in the footer of each file."""
+        ...
+
+    def rows(self, table: Any) -> list[int]:
+        """Return the rows of each file."""
+        ...
+
+    def columns(self, table: Any) -> list[Any]:
+        """Return the columns."""
+        ...
+
+    def kind(self, column: Any) -> Hashable:
+        """Return the type of a column."""
+        ...
+
+    def nbytes(self, column: Any) -> int:
+        """Return the bytes of a column on the device."""
+        ...
+
+    def copies(self, columns: Sequence[Any], rows: Sequence[int], stream: Any) -> list[list[Any]]:
+        """Copy so many rows of columns each time; return the copies of all columns each time."""
+        ...
+
+    def joined(self, parts: Sequence[Sequence[Any]], stream: Any) -> list[Any]:
+        """Copy the columns of several parts, as columns of all of their rows."""
+        ...
+
+    def table(self, columns: Sequence[Any], names: Sequence[Any], facts: Sequence[Any]) -> Any:
+        """Return a table of columns as the library's reader would."""
+        ...
+
+
+class Column(NamedTuple):
+    """Hold a column of a part.
+
+    Attributes
+    ----------
+    name
+        Its name, with those of the fields of its type.
+    kind
+        Its type.
+    """
+
+    name: Any
+    kind: Hashable
+    data: Any
+    nbytes: int
+
+
+@dataclass
+class Kept:
+    """Hold what is kept of a part.
+
+    Attributes
+    ----------
+    version
+        The version of its file.
+    facts
+        What else is in the footer of its file.
+    layouts
+        The columns that reads have given, by what they asked for.
+    """
+
+    version: Version
+    facts: Mapping[bytes, bytes]
+    layouts: dict[Names, tuple[str, ...]]
+    columns: dict[str, Column] = field(default_factory=dict)
+
+    def names(self, asked: Names) -> Names:
+        """Return the columns that a read would give; None if that is not known."""
+        if asked in self.layouts or asked is None or has_stored_index(self.facts):
+            return self.layouts.get(asked)
+        return asked
+
+
+def has_stored_index(facts: Mapping[bytes, bytes]) -> bool:
+    """Return whether columns of a file are the index of a frame, by what pandas has noted in its footer."""
+    known = json.loads(facts.get(b"pandas", b"{}")).get("index_columns", ())
+    return any(isinstance(each, str) for each in known)
+
+
+class ColumnCache(EvictingCache):
+    """Hold columns of parts, each of one version of its file. Thread-safe."""
+
+    def __init__(self, room: Callable[[], int], changed: Callable[[int], None]):
+        super().__init__(room, changed)
+        self._parts: dict[Part, Kept] = {}
+        self._asked = itertools.count(1)
+
+    def find(self, part: Part, version: Version, wanted: Names) -> Kept | None:
+        """Return what is kept of a version of a part, with those columns that a read would give."""
+        with self._lock:
+            kept = self._parts.get(part)
+            if kept is None or kept.version != version:
+                return None
+            names = kept.names(wanted) or ()
+            found = {name: kept.columns[name] for name in names if name in kept.columns}
+            for name in found:
+                self._order.move_to_end((part, name))
+            return Kept(version, kept.facts, dict(kept.layouts), found)
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether to keep so many bytes: if they fit, or, of those for which others go, some."""
+        room = self._room()
+        return self.nbytes + nbytes <= room or (nbytes <= room and not next(self._asked) % ADMITTED_ONE_IN)
+
+    def keep(self, part: Part, found: Kept) -> None:
+        """Add columns of a part, as far as there is room; forget those of other versions."""
+        dropped = []  # freed without the lock, as in `release`
+        with self._lock:
+            kept = self._parts.get(part)
+            if kept is not None and kept.version != found.version:
+                dropped += [self._drop((part, name)) for name in list(kept.columns)]
+            for name, column in found.columns.items():
+                if (part, name) in self._order or (room := self._room() - column.nbytes) < 0:
+                    continue
+                while self.nbytes > room:
+                    dropped.append(self._drop(next(iter(self._order))))
+                kept = self._parts.setdefault(part, Kept(found.version, found.facts, {}))
+                kept.columns[name] = column
+                self._add((part, name), column.nbytes)
+            if (kept := self._parts.get(part)) is not None and len(kept.layouts) < MAX_LAYOUTS:
+                kept.layouts.update(found.layouts)
+            self._changed(self.nbytes)
+
+    def _forget(self, key: tuple[Part, str]) -> Column:
+        part, name = key
+        kept = self._parts[part]
+        column = kept.columns.pop(name)
+        if not kept.columns:
+            del self._parts[part]
+        return column
+
+
+class ColumnRead:
+    """Read columns once, of the cache and of the library. Not thread-safe.
+
+    The caller joins the stream on which this read with that of all others, in between :meth:`read` and
+    :meth:`keep`, and holds this object until then::
+
+        This thread                               Another one
+        copies a column on its own stream
+                                                  drops the column, whose memory others may write
+        would still be copying                    as soon as their stream comes to it
+
+    Parameters
+    ----------
+    read
+        Calls the library, for some columns or, if None, for what was asked.
+    spare
+        A context in which allocations fail rather than have data spilled for them.
+    """
+
+    def __init__(
+        self,
+        cache: ColumnCache,
+        tables: Tables,
+        asked: Asked,
+        read: Callable[[Sequence[str] | None], Any],
+        spare: Callable[[], AbstractContextManager[None]],
+        metrics: Metrics,
+    ):
+        self._cache, self._tables, self._asked = cache, tables, asked
+        self._read, self._spare, self._metrics = read, spare, metrics
+        self._versions: tuple[Version, ...] = ()
+        self._used: list[Kept] = []
+        self._new: list[Kept] = []
+
+    def read(self, stream: Any) -> Any:
+        """Return a table as the library's reader would."""
+        parts = self._asked.parts
+        self._versions = versions_of(path for path, _, _ in parts)
+        found = [
+            self._cache.find(part, version, self._asked.columns)
+            for part, version in zip(parts, self._versions, strict=True)
+        ]
+        self._used = [kept for kept in found if kept is not None]
+        names = self._names() if len(self._used) == len(found) else None
+        shared = [name for name in names or () if all(name in kept.columns for kept in self._used)]
+        if not shared or not all(map(self._is_alike, shared)):
+            return self._whole(stream)
+        missing = [name for name in names or () if name not in shared]
+        if missing and self._asked.columns is None:
+            return self._whole(stream)
+        return self._completed(names or (), shared, missing, stream)
+
+    @property
+    def new_columns(self) -> list[Any]:
+        """Return the columns that were made to be kept."""
+        return [column.data for kept in self._new for column in kept.columns.values()]
+
+    def keep(self) -> None:
+        """Keep what was read, after all others will see it."""
+        for part, kept in zip(self._asked.parts, self._new, strict=False):
+            self._cache.keep(part, kept)
+
+    def _names(self) -> Names:
+        """Return the columns that the read would give; None if that is not known, or not the same in all."""
+        names = {kept.names(self._asked.columns) for kept in self._used}
+        return names.pop() if len(names) == 1 else None
+
+    def _is_alike(self, name: str) -> bool:
+        columns = [kept.columns[name] for kept in self._used]
+        return all(column.name == columns[0].name and column.kind == columns[0].kind for column in columns)
+
+    def _whole(self, stream: Any) -> Any:
+        table = self._read(None)
+        self._take(table, None, stream)
+        return table
+
+    def _completed(
+        self, names: Sequence[str], shared: Sequence[str], missing: Sequence[str], stream: Any
+    ) -> Any:
+        """Return a table of columns that are kept in all parts, and of others that are read."""
+        tables, columns, specs = self._tables, {}, {}
+        if missing:
+            table = self._read(missing)
+            specs = {_name(spec): spec for spec in tables.names(table)}
+            if not specs.keys() >= {*missing} or not self._take(table, missing, stream):
+                return self._whole(stream)  # replaced in between
+            columns = dict(zip(specs, tables.columns(table), strict=True))
+        held = [[kept.columns[name] for name in shared] for kept in self._used]
+        copies = tables.joined([[column.data for column in part] for part in held], stream)
+        columns.update(zip(shared, copies, strict=True))
+        specs.update((name, column.name) for name, column in zip(shared, held[0], strict=True))
+        self._count(sum(column.nbytes for part in held for column in part), "device")
+        facts = [kept.facts for kept in self._used]
+        return tables.table([columns[name] for name in names], [specs[name] for name in names], facts)
+
+    def _take(self, table: Any, only: Sequence[str] | None, stream: Any) -> bool:
+        """Copy the columns of a table to keep them; return whether the files are what they were before.
+
+        Parameters
+        ----------
+        only
+            The columns that were asked for beside others that are kept; None if the table has all.
+        """
+        tables = self._tables
+        specs, columns = tables.names(table), tables.columns(table)
+        self._count(sum(map(tables.nbytes, columns)), "decoded")
+        if versions_of(path for path, _, _ in self._asked.parts) != self._versions:
+            self._metrics.add("reads.replaced")
+            return False
+        names = tuple(map(_name, specs))
+        if only is None and not self._is_expected(names, tables.facts(table)):
+            return True
+        taken = [at for at, name in enumerate(names) if only is None or name in only]
+        if are_lasting(self._versions) and self._cache.takes(sum(tables.nbytes(columns[at]) for at in taken)):
+            layouts = {self._asked.columns: names} if only is None else {}
+            self._copy(table, [specs[at] for at in taken], [columns[at] for at in taken], layouts, stream)
+        return True
+
+    def _is_expected(self, names: tuple[str, ...], facts: Sequence[Mapping[bytes, bytes]]) -> bool:
+        """Return whether a table has the columns that were asked for, maybe with those of an index."""
+        asked = self._asked.columns
+        if asked is None or any(map(has_stored_index, facts)):
+            return len({*names}) == len(names) and set(asked or ()) <= {*names}
+        return names == asked
+
+    def _copy(
+        self, table: Any, specs: Sequence[Any], columns: Sequence[Any], layouts: dict[Names, Any], stream: Any
+    ) -> None:
+        """Copy columns of a table as those of its parts, if there is memory for it."""
+        tables = self._tables
+        rows, facts = tables.rows(table), tables.facts(table)
+        if not columns or not len(rows) == len(facts) == len(self._versions):
+            return
+        with contextlib.suppress(MemoryError), self._spare():
+            copies = tables.copies(columns, rows, stream)
+            for version, of_file, part in zip(self._versions, facts, copies, strict=True):
+                kept = Kept(version, of_file, layouts)
+                for spec, data in zip(specs, part, strict=True):
+                    kept.columns[_name(spec)] = Column(spec, tables.kind(data), data, tables.nbytes(data))
+                self._new.append(kept)
+
+    def _count(self, nbytes: int, source: str) -> None:
+        self._metrics.add("reads.bytes.{source}", nbytes, source)
+
+
+def _name(spec: Any) -> str:
+    return str(spec[0])

@@ -1,0 +1,106 @@
+"""Keep the columns that a worker's tasks read of local Parquet files in memory of its GPU.
+
+Decisions and their figures: ``docs/decisions/reads.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+from dask_gpurt.device.base import Beside
+from dask_gpurt.observe import Fallback, Metrics
+from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
+
+
+class KeptColumns:
+    """Read Parquet files through a cache of their columns.
+
+    Parameters
+    ----------
+    spare
+        A context in which allocations fail rather than have data spilled for them.
+    """
+
+    def __init__(
+        self, cache: ColumnCache, spare: Callable[[], AbstractContextManager[None]], metrics: Metrics
+    ) -> None:
+        self._cache = cache
+        self._spare = spare
+        self._metrics = metrics
+
+    def read(self, asked: Asked, options: Any, plainly: Callable[[], Any], beside: Beside) -> Any:
+        """Return what a call of libcudf's reader would; None if it has to be made.
+
+        Parameters
+        ----------
+        asked, options
+            What it asks for, and libcudf's options.
+        plainly
+            Makes the call, on the stream of ``beside``.
+        """
+
+        def read(names: Sequence[str] | None) -> Any:
+            if names is None:
+                return plainly()
+            options.set_column_names(list(names))
+            try:
+                return plainly()
+            finally:
+                options.set_column_names(list(asked.columns or ()))
+
+        tables = import_module("dask_gpurt.device.cuda_tables")
+        reading = ColumnRead(self._cache, tables, asked, read, self._spare, self._metrics)
+        try:
+            try:
+                found = reading.read(beside.stream)
+            except BaseException:
+                beside.join(())  # of columns that others may drop, copies may still run
+                raise
+            beside.join([*found.columns, *reading.new_columns])
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever the library raises: it may be able to read as it was asked
+            self._metrics.fallback(Fallback.READS_NOT_KEPT, repr(error))
+            return None
+        reading.keep()
+        return found
+
+
+def asked_of(
+    filepaths_or_buffers: Sequence[Any],
+    engine: str,
+    columns: Sequence[Any] | None = None,
+    row_groups: Sequence[Any] | None = None,
+    use_pandas_metadata: bool | None = None,
+    nrows: int | None = None,
+    skip_rows: int | None = None,
+    allow_mismatched_pq_schemas: bool = False,
+    ignore_missing_columns: bool = True,
+    case_sensitive_names: bool = True,
+    filters: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Asked | None:
+    """Return what a call of cudf's reader asks for; None if its result depends on anything else."""
+    is_plain = nrows is None and skip_rows is None and filters is None and case_sensitive_names
+    if engine != "cudf" or not is_plain or allow_mismatched_pq_schemas or args or kwargs:
+        return None
+    paths = list(filepaths_or_buffers)
+    names = None if columns is None else tuple(columns)
+    if not _are_distinct(paths, "://") or (names is not None and not _are_distinct(names, ".")):
+        return None
+    groups: list[Any] = [None] * len(paths) if row_groups is None else list(row_groups)
+    if len(groups) != len(paths) or not all(each is None or isinstance(each, list) for each in groups):
+        return None
+    options = bool(use_pandas_metadata), ignore_missing_columns
+    numbers = [each if each is None else tuple(map(int, each)) for each in groups]
+    return Asked(tuple((path, each, options) for path, each in zip(paths, numbers, strict=True)), names)
+
+
+def _are_distinct(names: Sequence[Any], without: str) -> bool:
+    """Return whether there are names, all different and without some characters, such as those of a URL."""
+    are_names = all(isinstance(name, str) and without not in name for name in names)
+    return bool(names) and are_names and len({*names}) == len(names)

@@ -1,0 +1,385 @@
+"""Test the cache of columns with a library of arrays on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_gpurt.config import Size
+from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
+from dask_gpurt.memory.tiers import Limits, Tier
+from dask_gpurt.observe import Metrics
+from dask_gpurt.reads import columns as module
+from dask_gpurt.reads import local
+from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
+from dask_gpurt.worker.kept_columns import asked_of
+from dask_gpurt.worker.tiers import WorkerTiers
+
+COLUMNS = ("a", "b", "c")
+INDEX = {b"pandas": b'{"index_columns": ["i"]}'}
+ROWS = 5
+
+
+class Table(NamedTuple):
+    """Stand in for what a reader returns."""
+
+    names: tuple[str, ...]
+    columns: list[np.ndarray]
+    rows: list[int]
+    facts: list[dict[bytes, bytes]]
+
+
+class Tables:
+    """Take tables of arrays apart, as device/cuda_tables.py does with those of pylibcudf."""
+
+    full = False
+
+    def names(self, table: Table) -> list[Any]:
+        return [(name, []) for name in table.names]
+
+    def facts(self, table: Table) -> Any:
+        return table.facts
+
+    def rows(self, table: Table) -> list[int]:
+        return table.rows
+
+    def columns(self, table: Table) -> list[Any]:
+        return table.columns
+
+    def kind(self, column: np.ndarray) -> Any:
+        return column.dtype.str
+
+    def nbytes(self, column: np.ndarray) -> int:
+        return column.nbytes
+
+    def copies(self, columns: Sequence[Any], rows: Sequence[int], stream: Any) -> list[list[Any]]:
+        if self.full:
+            raise MemoryError
+        ends = np.cumsum(rows)
+        return [
+            [column[end - n : end].copy() for column in columns] for n, end in zip(rows, ends, strict=True)
+        ]
+
+    def joined(self, parts: Sequence[Sequence[Any]], stream: Any) -> list[Any]:
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def table(self, columns: Sequence[Any], names: Sequence[Any], facts: Sequence[Any]) -> Table:
+        return Table(tuple(name for name, _ in names), list(columns), [], list(facts))
+
+
+class Library:
+    """Hold files of several versions, and read them. File 0 has an index, and none has a column "none"."""
+
+    def __init__(self) -> None:
+        self.versions = [0, 0, 0]
+        self.calls: list[Any] = []
+        self.replaced_by_read: int | None = None
+
+    def column(self, file: int, name: str) -> np.ndarray:
+        return np.arange(file + ROWS) * 7 + file * 1000 + self.versions[file] * 100 + ord(name)
+
+    def table(self, files: Sequence[int], names: Sequence[str] | None) -> Table:
+        found = [name for name in (COLUMNS if names is None else names) if name in COLUMNS]
+        if 0 in files:
+            found.append("i")
+        facts: list[dict[bytes, bytes]] = [INDEX if 0 in files else {} for _ in files]
+        columns = [np.concatenate([self.column(file, name) for file in files]) for name in found]
+        return Table(tuple(found), columns, [file + ROWS for file in files], facts)
+
+    def read(
+        self, cache: ColumnCache, files: Sequence[int], names: tuple[str, ...] | None, **how: Any
+    ) -> Any:
+        def call(some: Sequence[str] | None) -> Table:
+            self.calls.append(some)
+            if self.replaced_by_read is not None:
+                self.versions[self.replaced_by_read] += 1
+                self.replaced_by_read = None
+            return self.table(files, names if some is None else some)
+
+        asked = Asked(tuple((str(file), None, ()) for file in files), names)
+        tables: Any = how.get("tables", Tables())
+        reading = ColumnRead(
+            cache, tables, asked, call, contextlib.nullcontext, how.get("metrics", Metrics())
+        )
+        found = reading.read(None)
+        reading.keep()
+        return found
+
+    def versions_of(self, paths: Any) -> tuple[Any, ...]:
+        return tuple((self.versions[int(path)],) for path in paths)
+
+
+@pytest.fixture
+def library() -> Iterator[Library]:
+    with simulated() as found:
+        yield found
+
+
+@contextlib.contextmanager
+def simulated() -> Iterator[Library]:
+    found = Library()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "versions_of", found.versions_of)
+        patch.setattr(module, "are_lasting", lambda versions: True)
+        yield found
+
+
+def same(one: Table, other: Table) -> bool:
+    return (
+        one.names == other.names
+        and one.facts == other.facts
+        and all(map(np.array_equal, one.columns, other.columns))
+    )
+
+
+FILES = st.sampled_from([(0,), (1,), (2,), (1, 2), (2, 1)])
+NAMES = st.sampled_from([None, ("a",), ("b", "a"), ("a", "b", "c"), ("c", "b"), ("a", "none")])
+STEPS = st.lists(
+    st.tuples(FILES, NAMES, st.sampled_from([None, None, 0, 1, 2]), st.booleans(), st.integers(0, 600)),
+    max_size=40,
+)
+
+
+@given(steps=STEPS)
+def test_reads_are_as_the_library_makes_them(steps: list[tuple[Any, Any, int | None, bool, int]]) -> None:
+    """Whatever is replaced, before or during a read, evicted, or written into earlier results."""
+    room, told = 600, [0]
+    cache = ColumnCache(lambda: room, told.append)
+    with simulated() as library:
+        for files, names, replaced, during, room in steps:  # the cache asks for it
+            cache.fit()
+            assert cache.nbytes <= room
+            if replaced is not None and during:
+                library.replaced_by_read = replaced
+            elif replaced is not None:
+                library.versions[replaced] += 1
+            before = library.table(files, names)
+            found = library.read(cache, files, names)
+            library.replaced_by_read = None
+            assert same(found, before) or same(found, library.table(files, names))
+            for column in found.columns:
+                column[:] = -1
+            assert told[-1] == cache.nbytes <= room
+
+
+def test_only_what_is_not_there_is_read(library: Library) -> None:
+    cache, metrics = ColumnCache(lambda: 10_000, lambda nbytes: None), Metrics()
+    library.read(cache, (1, 2), ("a", "b"), metrics=metrics)
+    decoded = metrics.total("reads.bytes.{source}")
+    for files, names in (((1,), ("b",)), ((2, 1), ("b", "a")), ((1, 2), ("a", "c"))):
+        assert same(library.read(cache, files, names, metrics=metrics), library.table(files, names))
+    assert library.calls == [None, ["c"]]
+    each = (ROWS + 1 + ROWS + 2) * 8
+    assert decoded == {("decoded",): 2 * each}
+    served = each + 2 * each + (ROWS + 1) * 8
+    assert metrics.total("reads.bytes.{source}") == {("decoded",): 3 * each, ("device",): served}
+
+
+def test_a_file_replaced_between_reads_is_read_and_kept_anew(library: Library) -> None:
+    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
+    library.read(cache, (1,), ("a",))
+    library.versions[1] += 1
+    for _ in range(2):
+        assert same(library.read(cache, (1,), ("a",)), library.table((1,), ("a",)))
+    assert library.calls == [None, None]
+
+
+def test_a_file_replaced_while_other_columns_are_read_is_read_whole(library: Library) -> None:
+    cache, metrics = ColumnCache(lambda: 10_000, lambda nbytes: None), Metrics()
+    library.read(cache, (1,), ("a",))
+    library.replaced_by_read = 1
+    found = library.read(cache, (1,), ("a", "b"), metrics=metrics)
+    assert same(found, library.table((1,), ("a", "b")))
+    assert library.calls == [None, ["b"], None]
+    assert metrics.total("reads.replaced") == {(): 2}
+
+
+@pytest.mark.parametrize("names", [None, ("b",), ("c", "a")])
+def test_an_index_that_is_stored_comes_with_the_columns(library: Library, names: Any) -> None:
+    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
+    library.read(cache, (0,), ("a", "b"))
+    for _ in range(2):
+        assert same(library.read(cache, (0,), names), library.table((0,), names))
+    assert library.calls == [None, None]
+
+
+def test_parts_of_columns_are_not_taken_for_columns(library: Library) -> None:
+    """A column that files lack, or a field of a column, gives other names than were asked for."""
+    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
+    for _ in range(2):
+        assert library.read(cache, (1,), ("a", "none")).names == ("a",)
+    assert (cache.nbytes, library.calls) == (0, [None, None])
+
+
+def test_columns_of_different_types_are_left_to_the_library(library: Library) -> None:
+    cache, tables = ColumnCache(lambda: 10_000, lambda nbytes: None), Tables()
+    tables.kind = lambda column: column.size  # type: ignore[method-assign]
+    for files in ((1,), (2,), (1, 2)):
+        assert same(library.read(cache, files, None, tables=tables), library.table(files, None))
+    assert library.calls == [None] * 3
+
+
+def test_without_memory_for_copies_nothing_is_kept(library: Library) -> None:
+    cache, tables = ColumnCache(lambda: 10_000, lambda nbytes: None), Tables()
+    tables.full = True
+    assert same(library.read(cache, (1,), None, tables=tables), library.table((1,), None))
+    assert cache.nbytes == 0
+
+
+def test_a_table_larger_than_the_cache_does_not_evict_itself(library: Library) -> None:
+    library.versions = [0] * 40
+    cache = ColumnCache(lambda: 10 * 8 * 25, lambda nbytes: None)
+    served = []
+    for _ in range(5):
+        library.calls.clear()
+        for file in range(20, 40):
+            library.read(cache, (file,), ("a",))
+        served.append(20 - len(library.calls))
+    assert min(served[1:]) >= 4
+
+
+CALL: dict[str, Any] = {"filepaths_or_buffers": ["/x", "/y"], "engine": "cudf", "columns": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"engine": "pyarrow"},
+        {"filepaths_or_buffers": [b"PAR1"]},
+        {"filepaths_or_buffers": ["s3://x"]},
+        {"filepaths_or_buffers": ["/x", "/x"]},
+        {"columns": []},
+        {"columns": ["a", "a"]},
+        {"columns": ["a.field"]},
+        {"row_groups": [[0]]},
+        {"row_groups": [0, 1]},
+        {"nrows": 3},
+        {"skip_rows": 3},
+        {"filters": "x > 0"},
+        {"allow_mismatched_pq_schemas": True},
+        {"case_sensitive_names": False},
+        {"_chunk_read_limit": 1},
+    ],
+    ids=repr,
+)
+def test_reads_that_depend_on_more_are_left_alone(other: dict[str, Any]) -> None:
+    assert asked_of(**CALL | other) is None
+
+
+def test_reads_are_known_by_files_row_groups_options_and_columns() -> None:
+    found = asked_of(**CALL, row_groups=[[0, 2], None], use_pandas_metadata=True)
+    assert found == ((("/x", (0, 2), (True, True)), ("/y", None, (True, True))), ("a", "b"))
+    assert asked_of(**CALL | {"columns": None}) == (
+        (("/x", None, (False, True)), ("/y", None, (False, True))),
+        None,
+    )
+
+
+# ---- versions of files ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_file_with_the_same_size_and_time_is_another_one(tmp_path: Path, in_place: bool) -> None:
+    path, new = tmp_path / "x", tmp_path / "new"
+    path.write_bytes(b"one")
+    os.utime(path, (1e9, 1e9))
+    before = local.versions_of([str(path)])
+    assert local.versions_of([str(path)]) == before
+    for _ in range(1000):
+        if local.versions_of([str(path)]) != before:  # not within a tick of the kernel's clock
+            break
+        time.sleep(0.001)
+        (path if in_place else new).write_bytes(b"two")
+        os.utime(path if in_place else new, (1e9, 1e9))
+        if not in_place:
+            new.replace(path)
+    assert local.versions_of([str(path)]) != before
+    assert path.stat().st_size == 3
+    assert path.stat().st_mtime == 1e9
+
+
+def test_files_that_have_just_changed_are_not_known_well_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x"
+    path.touch()
+    os.utime(path, (1e9, 1e9))
+    versions = local.versions_of([str(path)])
+    assert not local.are_lasting(versions)
+    later = path.stat().st_ctime_ns + local.LEAST_AGE_NS + 1
+    monkeypatch.setattr(local, "time", SimpleNamespace(time_ns=lambda: later))
+    assert local.are_lasting(versions)
+    device = f"{os.major(versions[0][0])}:{os.minor(versions[0][0])}"
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"36 35 {device} / /data rw,noatime shared:1 - fuse.store store rw\n")
+    monkeypatch.setattr(local, "MOUNTS", mounts)
+    assert not local.are_lasting(versions)
+    monkeypatch.setattr(local, "MOUNTS", tmp_path / "none")
+    assert not local.are_lasting(versions)
+
+
+# ---- memory of the device -------------------------------------------------------------------------
+
+
+class Tiers(SimpleNamespace):
+    """Stand in for the tiers of a worker with a GPU."""
+
+    def __init__(self, cache: Any = None) -> None:
+        self.spilled: list[int] = []
+        limits = Limits(1000, 0, 0, 0)
+        super().__init__(
+            ledger=Ledger({Tier.DEVICE: 1000}),
+            limits=limits,
+            settings=SimpleNamespace(cache=cache),
+            tiered_buffer=SimpleNamespace(spill=self.spilled.append, removals=0),
+            _guard=object(),
+            _seen=threading.local(),
+            _metrics=Metrics(),
+        )
+        self.columns = ColumnCache(self.room, lambda nbytes: None)
+
+    def room(self) -> int:
+        return WorkerTiers._left_for_columns(self)  # type: ignore[arg-type]
+
+    def _left_to_keep(self, *args: int) -> int:
+        return WorkerTiers._left_to_keep(self, *args)  # type: ignore[arg-type]
+
+    def fail(self, nbytes: int) -> bool:
+        return WorkerTiers._short(self, nbytes)  # type: ignore[arg-type]
+
+
+def test_columns_take_only_what_the_device_tier_has_left() -> None:
+    for setting, most in ((None, 500), (Size.parse("30%", key="", expected=""), 300)):
+        tiers = Tiers(setting)
+        assert tiers.room() == most
+        tiers.ledger.add(Tier.DEVICE, Label(RESERVATIONS), 900)
+        assert tiers.room() == 100
+        tiers._guard = None  # allocations of others would fail
+        assert tiers.room() == 0
+
+
+def test_an_allocation_that_fails_drops_columns_before_anything_is_spilled(library: Library) -> None:
+    tiers = Tiers()
+    for file in (1, 2):
+        library.read(tiers.columns, (file,), None)
+    kept = tiers.columns.nbytes
+    with WorkerTiers.sparing(tiers):  # type: ignore[arg-type]
+        assert not tiers.fail(10)
+    assert tiers.columns.nbytes == kept
+    assert tiers.fail(10)
+    assert 0 < tiers.columns.nbytes < kept
+    assert tiers.fail(kept)
+    assert (tiers.columns.nbytes, tiers.spilled) == (0, [])
+    tiers.fail(10)
+    assert tiers.spilled == [10]
