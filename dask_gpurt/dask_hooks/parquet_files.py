@@ -289,47 +289,50 @@ def _with_files(reader: Any, files: Any) -> Any:
     return found
 
 
-#: A row group of a file, by path and number; all of the file if the number is None.
-Piece = tuple[str, int | None]
+#: A row group of a file, by path and number, and whether the file is local; all of it if the number is None.
+Piece = tuple[str, int | None, bool]
 
 
-def pieces_read(spec: Any) -> list[Piece]:
-    """Return what a task reads of Parquet files that are not on this host. In some microseconds."""
+def pieces_read(spec: Any, *, local: bool) -> list[Piece]:
+    """Return what a task reads of Parquet files on stores, and local ones if wanted. In some microseconds."""
     found: list[Piece] = []
     left = [spec]
     while left:
         node = left.pop()
         if isinstance(node, Task):
             if type(node.func) is ParquetFunctionWrapper:
-                found += _pieces_of_parts(node.func.fs, node.args[0])
+                if local or not is_local(node.func.fs):
+                    found += _pieces_of_parts(node.func.fs, node.args[0])
             elif node.has_subgraph():
                 left += [each for each in node.args[0].values() if each.data_producer]
             else:
                 left += node.args
                 left += node.kwargs.values()
         elif type(node) is parquet.FragmentWrapper:
-            if (path := _remote_path(node)) is not None:
-                found.append((path, None))
+            path, is_on_host = _path(node)
+            if path is not None and (local or not is_on_host):
+                found.append((path, None, is_on_host))
         elif type(node) in (list, tuple):  # of several files
             left += node
     return found
 
 
 def _pieces_of_parts(files: Any, parts: Any) -> Iterator[Piece]:
-    if not is_local(files):
-        for part in parts if isinstance(parts, list) else (parts,):
-            path, groups, *_ = part["piece"]
-            yield from ((path, group) for group in groups or (None,))
+    is_on_host = is_local(files)
+    for part in parts if isinstance(parts, list) else (parts,):
+        path, groups, *_ = part["piece"]
+        yield from ((path, group, is_on_host) for group in groups or (None,))
 
 
-def _remote_path(wrapper: Any) -> str | None:
-    """Return the path of a file on a store of Arrow's file systems; None if it is elsewhere."""
+def _path(wrapper: Any) -> tuple[str | None, bool]:
+    """Return the path of a file of Arrow's file systems, if they are known, and whether it is local."""
     if wrapper._fragment is not None:
-        is_remote = wrapper._fragment.filesystem.type_name in ARROW_STORES
-        return wrapper._fragment.path if is_remote else None
+        kind = wrapper._fragment.filesystem.type_name
+        return wrapper._fragment.path if kind in ARROW_STORES or kind == "local" else None, kind == "local"
     _, path, files, *_ = wrapper._fragment_packed
     # Unpickling a file system makes a client of the store, and takes long.
-    return path if any(module in files for module in _ARROW_STORES) else None
+    is_on_host = b"file:///" in files
+    return path if is_on_host or any(module in files for module in _ARROW_STORES) else None, is_on_host
 
 
 # ---- pickling -------------------------------------------------------------------------------------

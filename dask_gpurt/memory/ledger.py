@@ -162,6 +162,7 @@ class ClusterMemory:
         self._seq: dict[str, tuple[int, int]] = {}
         self._capacity: dict[str, dict[str, int]] = {}
         self._shared_memory: dict[str, int | None] = {}
+        self._on_gpu: set[str] = set()
         self._cells: dict[str, dict[tuple[str, str], int]] = {}
         self._prefixes: dict[str, dict[tuple[str, str], int]] = {}
         #: Cached until the worker reports again.
@@ -178,6 +179,8 @@ class ClusterMemory:
         self._rooms.pop(worker, None)
         self._capacity[worker] = message["capacity"]
         self._shared_memory[worker] = message.get("shared_memory")
+        if self._shared_memory[worker] is None:
+            self._on_gpu.add(worker)
         cells = self._cells.setdefault(worker, {})
         for tier, kind, nbytes in message["cells"]:
             cells[tier, kind] = nbytes
@@ -195,6 +198,7 @@ class ClusterMemory:
         everything: tuple[dict[str, Any], ...] = (self._seq, self._capacity, self._cells, self._prefixes)
         for known in (*everything, self._shared_memory, self._rooms):
             known.pop(worker, None)
+        self._on_gpu.discard(worker)
 
     def shared_memory(self) -> dict[str, int]:
         """Return the capacity of the exchange pool by worker, for workers without a GPU."""
@@ -210,10 +214,15 @@ class ClusterMemory:
             self._rooms[worker] = room
         return room
 
-    def has_cached(self, worker: str) -> bool:
-        """Return whether a worker has cached ranges of files."""
+    @property
+    def has_gpus(self) -> bool:
+        """Return whether any worker has a GPU."""
+        return bool(self._on_gpu)
+
+    def has_cached(self, worker: str, local: bool = False) -> bool:
+        """Return whether a worker has cached any files: on a GPU local ones, else remote ones."""
         cells = self._cells.get(worker, {})
-        return any(cells.get((str(tier), CACHED)) for tier in (Tier.DEVICE, Tier.HOST))
+        return local == (worker in self._on_gpu) and bool(cells.get((str(Tier.DEVICE), CACHED)))
 
     def workers(self) -> list[str]:
         """Return the workers that have reported, sorted."""

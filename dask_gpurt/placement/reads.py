@@ -29,14 +29,23 @@ class ReadPlaces:
     Parameters
     ----------
     keeps
-        Returns whether a worker, by its address, has anything in its cache.
+        Returns whether a worker, by its address, has anything of remote or of local files in its cache.
+    keep_local
+        Returns whether there are workers that keep local files.
     failed
         Called if Dask has to choose; see :class:`Overrides`.
     """
 
-    def __init__(self, state: SchedulerState, keeps: Callable[[str], bool], failed: FailureHandler):
+    def __init__(
+        self,
+        state: SchedulerState,
+        keeps: Callable[[str, bool], bool],
+        keep_local: Callable[[], bool],
+        failed: FailureHandler,
+    ):
         self._state = state
         self._keeps = keeps
+        self._keep_local = keep_local
         self._overrides = Overrides(failed)
         #: The worker that has read a row group last, by its address; the latest reads come last.
         self._places: dict[Piece, str] = {}
@@ -63,7 +72,8 @@ class ReadPlaces:
 
     def _is_rootish(self, ts: SchedulerTask) -> bool:
         spec: Any = ts.run_spec
-        if spec is not None and spec.data_producer and not ts.dependencies and (pieces := pieces_read(spec)):
+        is_read = spec is not None and spec.data_producer and not ts.dependencies
+        if is_read and (pieces := pieces_read(spec, local=self._keep_local())):
             self._reads[ts.key] = pieces
             if self._place(ts) is not None:
                 return False  # Dask gives the others to any worker that asks for one
@@ -85,4 +95,5 @@ class ReadPlaces:
             return None
         address = known[0] if len(known) < 3 else max(set(known), key=known.count)
         ws = self._state.workers.get(address)
-        return ws if ws in self._state.running and self._keeps(address) else None
+        _, _, is_local = pieces[0]
+        return ws if ws in self._state.running and self._keeps(address, is_local) else None

@@ -175,6 +175,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.read_places = ReadPlaces(
             self.scheduler,
             self.cluster_memory.has_cached,
+            lambda: self.cluster_memory.has_gpus,
             lambda name, why: self.metrics.fallback(Fallback.PLACEMENT, why, name),
         )
         token = uuid.uuid4().hex

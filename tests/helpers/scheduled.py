@@ -286,7 +286,9 @@ class _SchedulerRuntime(GpurtSchedulerPlugin):
     def __init__(self, scheduler: Any, settings: config.Settings):
         self.scheduler, self.settings, self.metrics = scheduler, settings, Metrics()
         self.placement = None
-        self.read_places = ReadPlaces(scheduler, lambda worker: False, lambda name, why: None)
+        self.read_places = ReadPlaces(
+            scheduler, lambda worker, local: False, lambda: False, lambda name, why: None
+        )
         self.workers = Workers(scheduler, b"", TOKEN, SilentWorkers(scheduler, self.metrics))
         headroom: Any = None  # only needed for balancing
         self.shuffles = SchedulerShuffles(scheduler, settings, self.metrics, self.workers, headroom)
