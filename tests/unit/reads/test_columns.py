@@ -345,7 +345,11 @@ class Tiers(SimpleNamespace):
             tiered_buffer=SimpleNamespace(spill=self.spilled.append, removals=0),
             _guard=object(),
             _seen=threading.local(),
+            _dropping=False,
             _metrics=Metrics(),
+            ranges=SimpleNamespace(fit=lambda: None),
+            reporter=SimpleNamespace(changed=lambda: None),
+            begun=[],
         )
         self.columns = ColumnCache(self.room, lambda nbytes: None)
 
@@ -354,6 +358,12 @@ class Tiers(SimpleNamespace):
 
     def _left_to_keep(self, *args: int) -> int:
         return WorkerTiers._left_to_keep(self, *args)  # type: ignore[arg-type]
+
+    def in_background(self, function: Any) -> None:
+        self.begun.append(function)
+
+    def _drop_columns(self) -> None:
+        WorkerTiers._drop_columns(self)  # type: ignore[arg-type]
 
     def fail(self, nbytes: int) -> bool:
         return WorkerTiers._short(self, nbytes)  # type: ignore[arg-type]
@@ -383,3 +393,18 @@ def test_an_allocation_that_fails_drops_columns_before_anything_is_spilled(libra
     assert (tiers.columns.nbytes, tiers.spilled) == (0, [])
     tiers.fail(10)
     assert tiers.spilled == [10]
+
+
+def test_a_reservation_drops_columns_on_another_thread_than_its_own(library: Library) -> None:
+    """Freeing memory of a device may block, and the ledger changes on the event loop, too."""
+    tiers = Tiers()
+    library.read(tiers.columns, (1,), None)
+    kept = tiers.columns.nbytes
+    tiers.ledger.add(Tier.DEVICE, Label(RESERVATIONS), 1000 - kept // 2)
+    for _ in range(2):
+        WorkerTiers._changed(tiers)  # type: ignore[arg-type]
+    assert (tiers.columns.nbytes, len(tiers.begun)) == (kept, 1)
+    tiers.begun.pop()()
+    assert 0 < tiers.columns.nbytes <= kept // 2
+    WorkerTiers._changed(tiers)  # type: ignore[arg-type]
+    assert tiers.begun == []

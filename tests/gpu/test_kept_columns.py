@@ -1,0 +1,129 @@
+"""Keep columns of Parquet files in memory of a GPU, and copy them for later reads."""
+
+from __future__ import annotations
+
+import contextlib
+import decimal
+import time
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import dask_gpurt
+from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.columns import ColumnCache, ColumnRead
+from dask_gpurt.reads.local import LEAST_AGE_NS
+from dask_gpurt.worker.kept_columns import asked_of
+from tests.helpers.clusters import cluster
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 1000
+
+
+def table(seed: int) -> pa.Table:
+    """Return a table of most types, with nulls and empty lists."""
+    random = np.random.default_rng(seed)
+    numbers = random.integers(0, 100, ROWS)
+    some = [None if number % 7 == 0 else int(number) for number in numbers]
+    return pa.table(
+        {
+            "number": numbers,
+            "maybe": pa.array(some, pa.int32()),
+            "flag": numbers % 2 == 0,
+            "real": random.random(ROWS).astype("float32"),
+            "time": np.datetime64("2020-01-01", "us") + numbers.astype("m8[s]"),
+            "word": pa.array([None if each is None else "w" * (each % 5) for each in some]),
+            "price": pa.array([decimal.Decimal(int(each)) / 100 for each in numbers], pa.decimal128(12, 2)),
+            "list": pa.array([None if each is None else [each] * (each % 3) for each in some]),
+            "fields": pa.array([{"a": int(each), "b": {"c": str(each)}} for each in numbers]),
+        }
+    )
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    paths = [str(tmp_path / f"{number}.parquet") for number in range(3)]
+    for number, path in enumerate(paths):
+        pq.write_table(table(number), path, row_group_size=300)
+    time.sleep(1.1 * LEAST_AGE_NS / 1e9)
+    return paths
+
+
+def test_columns_of_all_types_are_those_of_the_library(files: list[str]) -> None:
+    import pylibcudf as plc
+
+    from dask_gpurt.device import cuda_tables
+
+    calls = []
+    cache = ColumnCache(lambda: 1 << 30, lambda nbytes: None)
+
+    def read(
+        paths: list[str], columns: list[str] | None, groups: Any = None, *, plainly: bool = False
+    ) -> Any:
+        options = plc.io.parquet.ParquetReaderOptions.builder(plc.io.SourceInfo(paths)).build()
+        if columns is not None:
+            options.set_column_names(columns)
+        if groups is not None:
+            options.set_row_groups(groups)
+
+        def call(some: Any) -> Any:
+            calls.append(some)
+            if some is not None:
+                options.set_column_names(list(some))
+            return plc.io.parquet.read_parquet(options)
+
+        if plainly:
+            return call(None)
+        asked = asked_of(paths, "cudf", columns, groups)
+        assert asked is not None
+        reading = ColumnRead(cache, cuda_tables, asked, call, contextlib.nullcontext, Metrics())
+        found = reading.read(None)
+        reading.keep()
+        return found
+
+    def same(*how: Any) -> None:
+        found, expected = read(*how), read(*how, plainly=True)
+        calls.pop()
+        assert found.column_names(include_children=True) == expected.column_names(include_children=True)
+        assert found.per_file_user_data == expected.per_file_user_data
+        assert pa.table(found.tbl.to_arrow()).equals(pa.table(expected.tbl.to_arrow()))
+
+    every = table(0).column_names
+    same(files, None)
+    same(files, every)
+    same(files[1:2], every[::-1])
+    same([files[2], files[0]], ["fields", "word", "list"])
+    assert calls == [None]
+    same(files[:2], every[:3], [[0, 2], [3]])
+    same(files[:2], every[1:5], [[0, 2], [3]])
+    same(files[:1], every, [[]])
+    assert calls == [None, None, ("real", "time"), None] or calls == [None, None, ["real", "time"], None]
+
+
+def spoiled(frame: Any) -> Any:
+    frame["number"].values[:] = -1
+    frame["maybe"].fillna(7, inplace=True)
+    return frame.head(1)
+
+
+def test_what_a_task_writes_into_its_result_and_full_memory_change_nothing(files: list[str]) -> None:
+    expected = pd.concat([table(number).to_pandas() for number in range(3)])
+    with cluster("cudf", 1) as client, dask.config.set({"dataframe.backend": "cudf"}):
+        frame = dd.read_parquet(files, columns=["number", "maybe", "word"], blocksize=None)
+        for _ in range(3):
+            found = frame.compute()
+            assert int(found.number.sum()) == expected.number.sum()
+            assert int(found.maybe.sum()) == expected.maybe.sum()
+            assert int(found.word.str.len().sum()) == expected.word.str.len().sum()
+            frame.map_partitions(spoiled, meta=frame._meta).compute()
+        report = dask_gpurt.report(client)
+        assert report["counters"]["reads.bytes.device"] >= 5 * report["counters"]["reads.bytes.decoded"] > 0
+        assert "reads.not-kept" not in report["fallbacks"]
