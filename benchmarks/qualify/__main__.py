@@ -2,8 +2,8 @@
 
     python -m benchmarks.qualify --data FOLDER --rounds 3 --json results.json
 
-Each program runs in a new process, on stock Dask under the eyes of ``qualify``, and on a cluster with the
-runtime, in turns; each cluster has two workers with one thread.
+Programs run on stock Dask under the eyes of ``qualify``, and on a cluster with the runtime, in turns. Each
+cluster has two workers with one thread, and a process for its client, which has run no program before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import click
 import numpy as np
 
 from benchmarks.common.commandline import write
-from benchmarks.qualify.measure import WORKERS, Run, console, measure
+from benchmarks.qualify.measure import WORKERS, Run, measure
 from benchmarks.qualify.programs import PROGRAMS
 from dask_gpurt.cli.environment import environment
 
@@ -35,7 +35,9 @@ def main(data: Path, rounds: int, only: str, out: Path) -> None:
     runs: list[Run] = []
     for run in measure(data, rounds, names):
         runs.append(run)
-        console.print(f"{run.program:22} {'on ' if run.runtime else 'off'} {run.seconds:6.2f} s")
+        click.echo(
+            f"{run.program:22} {'on ' if run.runtime else 'off'} {run.seconds:6.2f} s {run.error}", err=True
+        )
         parameters = {"data": data.name, "rounds": rounds, "workers": WORKERS, "threads": 1}
         write({"date": datetime.now(UTC).isoformat(), "parameters": parameters, **judged(runs)}, out)
 
@@ -58,8 +60,8 @@ def judged(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _figure(runs: Sequence[Run], name: str) -> Mapping[str, Any]:
     """Return medians of a program; nothing before it has run both ways."""
-    off = [run for run in runs if run.program == name and not run.runtime]
-    on = [run for run in runs if run.program == name and run.runtime]
+    done = [run for run in runs if run.program == name and not run.error]
+    off, on = [run for run in done if not run.runtime], [run for run in done if run.runtime]
     if not off or not on:
         return {}
     middle = statistics.median
