@@ -271,9 +271,8 @@ async def test_no_failures_are_allowed_and_a_worker_is_lost(
 
 
 @pytest.mark.parametrize("lost", ["its worker", "another worker"])
-@on_gated_cluster(workers=3, **{"distributed.scheduler.worker-saturation": 1.0})
-async def test_a_result_of_a_transfer_is_fetched_by_the_barrier_and_a_worker_is_lost(
-    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch, lost: str
+def test_a_result_of_a_transfer_is_fetched_by_the_barrier_and_a_worker_is_lost(
+    monkeypatch: pytest.MonkeyPatch, lost: str
 ) -> None:
     """As where results are not sent ahead. The barrier is sent again when the lost input is transferred."""
     monkeypatch.setattr(SmallResults, "_send_transfers", lambda self, run, barrier: None)
@@ -288,22 +287,27 @@ async def test_a_result_of_a_transfer_is_fetched_by_the_barrier_and_a_worker_is_
         return await gather(self, worker, to_gather, *args, **kwargs)
 
     monkeypatch.setattr(Worker, "gather_dep", stops)
-    result = client.compute(shuffled())
-    await until(lambda: fetched_from)
-    watched = Watched(scheduler)
-    (leaves,) = [
-        worker
-        for worker in crew
-        if worker.address != stopped.where[0]
-        and (worker.address == fetched_from[0]) == (lost == "its worker")
-    ]
-    await scheduler.remove_worker(leaves.address, stimulus_id="a-worker-is-lost")
-    stopped.open.set()
-    assert_right(await result)
-    assert watched.transferred_since() == watched.transferred_by(leaves.address) != set()
-    assert not counted(scheduler, "shuffle.runs.restarted")
-    await leaves.finished()
-    del result
+
+    @on_gated_cluster(workers=3, **{"distributed.scheduler.worker-saturation": 1.0})
+    async def test(client: Any, scheduler: Any, *crew: Any) -> None:
+        result = client.compute(shuffled())
+        await until(lambda: fetched_from)
+        watched = Watched(scheduler)
+        (leaves,) = [
+            worker
+            for worker in crew
+            if worker.address != stopped.where[0]
+            and (worker.address == fetched_from[0]) == (lost == "its worker")
+        ]
+        await scheduler.remove_worker(leaves.address, stimulus_id="a-worker-is-lost")
+        stopped.open.set()
+        assert_right(await result)
+        assert watched.transferred_since() == watched.transferred_by(leaves.address) != set()
+        assert not counted(scheduler, "shuffle.runs.restarted")
+        await leaves.finished()
+        del result
+
+    test()
 
 
 @on_gated_cluster()

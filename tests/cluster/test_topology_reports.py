@@ -64,19 +64,21 @@ async def test_workers_come_and_go(client: Any, scheduler: Any, a: Any, b: Any) 
     assert await client.scheduler.gpurt_topology() == {"hosts": {}, "workers": {}, "speeds": {}}
 
 
-@on_cluster()
-async def test_where_nvml_fails_there_is_still_a_cluster(
-    client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_nvml_fails_there_is_still_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise RuntimeError("GPU is lost")
 
     monkeypatch.setattr("dask_gpurt.worker.reports.discover", fails)
-    await all_placed(scheduler)
-    assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
-    report = await dask_gpurt.report(client)
-    fallbacks = report["workers"][a.address]["fallbacks"]
-    assert "GPU is lost" in fallbacks["topology.links-unknown"]["reason"]
+
+    @on_cluster()
+    async def run(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+        await all_placed(scheduler)
+        assert topology(scheduler).link(a.address, b.address) == Link.SHARED_MEMORY
+        report = await dask_gpurt.report(client)
+        fallbacks = report["workers"][a.address]["fallbacks"]
+        assert "GPU is lost" in fallbacks["topology.links-unknown"]["reason"]
+
+    run()
 
 
 @on_cluster(workers=2, processes=True)
