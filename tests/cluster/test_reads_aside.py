@@ -159,25 +159,23 @@ def test_as_many_reads_begin_as_there_are_threads_and_so_many_more(files: str, b
     run()
 
 
-def test_a_task_that_starts_beside_a_read_waits_until_the_reader_has_ended(files: str) -> None:
+@on_reading_cluster(workers=1)
+async def test_a_task_that_starts_beside_a_read_waits_until_the_reader_has_ended(
+    client: Any, scheduler: Any, worker: Any, files: str
+) -> None:
     """So it may wait for an event that the reader sets later, as if it had started only then."""
-
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        first = dd.read_parquet(files).partitions[0]
-        GATE.close()
-        future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
-        await has_begun_aside(worker)
-        other = client.submit(meet, "other", "reader", 7)
-        await until(lambda: bool(reads(worker).turns.waiting))
-        assert not event("other").is_set()
-        GATE.open()
-        await until(event("reader").is_set)
-        assert not event("other").is_set()
-        event("go on").set()
-        assert await client.gather([future, other]) == [sum(range(ROWS)), 7]
-
-    run()
+    first = dd.read_parquet(files).partitions[0]
+    GATE.close()
+    future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
+    await has_begun_aside(worker)
+    other = client.submit(meet, "other", "reader", 7)
+    await until(lambda: bool(reads(worker).turns.waiting))
+    assert not event("other").is_set()
+    GATE.open()
+    await until(event("reader").is_set)
+    assert not event("other").is_set()
+    event("go on").set()
+    assert await client.gather([future, other]) == [sum(range(ROWS)), 7]
 
 
 _held = threading.Lock()
@@ -195,21 +193,22 @@ def alone(frame: Any) -> Any:
 _folder: list[str] = []
 
 
-def test_a_lock_may_be_held_across_a_read_and_no_task_runs_beside(files: str) -> None:
+@on_reading_cluster(workers=1, **{"gpurt.reads.beside": 2})
+async def test_a_lock_may_be_held_across_a_read_and_no_task_runs_beside(
+    client: Any, scheduler: Any, worker: Any, files: str
+) -> None:
     """Each task reads, and then again within user code."""
     _folder[:] = [files.removeprefix("gated://")]
-
-    @on_reading_cluster(workers=1, **{"gpurt.reads.beside": 2})
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        table = dd.read_parquet(f"late://{_folder[0]}", storage_options={"delay_s": 0.01})
-        mapped = table.map_partitions(alone, meta=table._meta).map_partitions(alone, meta=table._meta)
-        assert await client.compute(mapped.a.sum()) == TOTAL
-        assert (await dask_gpurt.report(client))["counters"]["reads.aside"] > 0
-
-    run()
+    table = dd.read_parquet(f"late://{_folder[0]}", storage_options={"delay_s": 0.01})
+    mapped = table.map_partitions(alone, meta=table._meta).map_partitions(alone, meta=table._meta)
+    assert await client.compute(mapped.a.sum()) == TOTAL
+    assert (await dask_gpurt.report(client))["counters"]["reads.aside"] > 0
 
 
-def test_a_task_that_has_rejoined_the_pool_waits_for_its_turn(files: str) -> None:
+@on_reading_cluster(workers=1)
+async def test_a_task_that_has_rejoined_the_pool_waits_for_its_turn(
+    client: Any, scheduler: Any, worker: Any, files: str
+) -> None:
     """Its worker has more threads than turns, for reads."""
 
     def waits_for_another() -> int:
@@ -221,123 +220,110 @@ def test_a_task_that_has_rejoined_the_pool_waits_for_its_turn(files: str) -> Non
         event("rejoined").set()
         return int(found) + 1
 
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        future = client.submit(waits_for_another)
-        await until(event("leaving").is_set)
-        turns = reads(worker).turns
-        await until(lambda: any(turn.was_held for turn in turns.waiting))
-        assert not event("rejoined").is_set()
-        event("go on").set()
-        assert await future == 7
-
-    run()
+    future = client.submit(waits_for_another)
+    await until(event("leaving").is_set)
+    turns = reads(worker).turns
+    await until(lambda: any(turn.was_held for turn in turns.waiting))
+    assert not event("rejoined").is_set()
+    event("go on").set()
+    assert await future == 7
 
 
-def test_a_read_that_fails_fails_its_task_alone(tmp_path: Path, files: str) -> None:
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        total = dd.read_parquet(files).partitions[0].a.sum()
-        GATE.close()
-        future = client.compute(total)
-        await has_begun_aside(worker)
-        (tmp_path / "0.parquet").unlink()
-        GATE.open()
-        with pytest.raises(FileNotFoundError):
-            await future
-        assert await client.submit(sum, [1, 2]) == 3
-        assert await client.compute(dd.read_parquet(files).partitions[0].a.sum()) == sum(
-            range(ROWS, 2 * ROWS)
-        )
-
-    run()
+@on_reading_cluster(workers=1)
+async def test_a_read_that_fails_fails_its_task_alone(
+    client: Any, scheduler: Any, worker: Any, tmp_path: Path, files: str
+) -> None:
+    total = dd.read_parquet(files).partitions[0].a.sum()
+    GATE.close()
+    future = client.compute(total)
+    await has_begun_aside(worker)
+    (tmp_path / "0.parquet").unlink()
+    GATE.open()
+    with pytest.raises(FileNotFoundError):
+        await future
+    assert await client.submit(sum, [1, 2]) == 3
+    assert await client.compute(dd.read_parquet(files).partitions[0].a.sum()) == sum(range(ROWS, 2 * ROWS))
 
 
-def test_a_task_is_cancelled_while_it_reads(files: str) -> None:
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        collection = dd.read_parquet(files)
-        GATE.close()
-        future = client.compute(collection.partitions[0].a.sum())
-        await has_begun_aside(worker)
-        (key,) = (task.key for task in worker.state.long_running)
-        await future.cancel()
-        GATE.open()
-        assert await client.submit(sum, [1, 2]) == 3
-        await until(lambda: not reads(worker).is_aside(key) and not worker.state.tasks)
-        assert await client.compute(collection.a.sum()) == TOTAL
+@on_reading_cluster(workers=1)
+async def test_a_task_is_cancelled_while_it_reads(
+    client: Any, scheduler: Any, worker: Any, files: str
+) -> None:
+    collection = dd.read_parquet(files)
+    GATE.close()
+    future = client.compute(collection.partitions[0].a.sum())
+    await has_begun_aside(worker)
+    (key,) = (task.key for task in worker.state.long_running)
+    await future.cancel()
+    GATE.open()
+    assert await client.submit(sum, [1, 2]) == 3
+    await until(lambda: not reads(worker).is_aside(key) and not worker.state.tasks)
+    assert await client.compute(collection.a.sum()) == TOTAL
 
-    run()
 
-
-def test_tasks_take_turns_until_they_have_ended_when_it_is_switched_off(files: str) -> None:
+@gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
+async def test_tasks_take_turns_until_they_have_ended_when_it_is_switched_off(
+    client: Any, scheduler: Any, worker: Any, files: str
+) -> None:
     """Then the pool is Dask's again, with as many threads as it had."""
-
-    @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        await dask_gpurt.enable(client)
-        pool, turns = worker.executor, reads(worker).turns
-        first = dd.read_parquet(files).partitions[0]
-        GATE.close()
-        future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
-        await has_begun_aside(worker)
-        other = client.submit(noting, 1, "other")
-        await until(lambda: bool(turns.waiting))
-        await dask_gpurt.disable(client)
-        GATE.open()
-        await until(event("reader").is_set)
-        assert not event("other").is_set()
-        event("go on").set()
-        assert await client.gather([future, other]) == [sum(range(ROWS)), 1]
-        await until(lambda: len(pool._threads) == pool._max_workers == 1)
-        assert "submit" not in vars(pool)
-        assert await client.submit(sum, [1, 2]) == 3
-
-    run()
+    await dask_gpurt.enable(client)
+    pool, turns = worker.executor, reads(worker).turns
+    first = dd.read_parquet(files).partitions[0]
+    GATE.close()
+    future = client.compute(total_of(first, lambda frame: meet("reader", "go on", frame)))
+    await has_begun_aside(worker)
+    other = client.submit(noting, 1, "other")
+    await until(lambda: bool(turns.waiting))
+    await dask_gpurt.disable(client)
+    GATE.open()
+    await until(event("reader").is_set)
+    assert not event("other").is_set()
+    event("go on").set()
+    assert await client.gather([future, other]) == [sum(range(ROWS)), 1]
+    await until(lambda: len(pool._threads) == pool._max_workers == 1)
+    assert "submit" not in vars(pool)
+    assert await client.submit(sum, [1, 2]) == 3
 
 
-def test_a_task_that_waits_for_its_turn_does_not_run_when_its_worker_closes(files: str) -> None:
-    @gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        await dask_gpurt.enable(client)
-        turns, total = reads(worker).turns, dd.read_parquet(files).partitions[0].a.sum()
-        GATE.close()
-        future = client.compute(total)
-        await has_begun_aside(worker)
-        other = client.submit(noting, 1, "other")
-        await until(lambda: bool(turns.waiting))
-        closing = asyncio.ensure_future(worker.close(executor_wait=False))
-        await until(lambda: not turns.waiting)
-        assert not event("other").is_set()
-        GATE.open()
-        await closing
-        assert not event("other").is_set()
-        assert not future.done()
-        assert not other.done()
-        await dask_gpurt.disable(client)
+@gen_client_cluster(nthreads=[("127.0.0.1", 1)], config=ONE_BESIDE)
+async def test_a_task_that_waits_for_its_turn_does_not_run_when_its_worker_closes(
+    client: Any, scheduler: Any, worker: Any, files: str
+) -> None:
+    await dask_gpurt.enable(client)
+    turns, total = reads(worker).turns, dd.read_parquet(files).partitions[0].a.sum()
+    GATE.close()
+    future = client.compute(total)
+    await has_begun_aside(worker)
+    other = client.submit(noting, 1, "other")
+    await until(lambda: bool(turns.waiting))
+    closing = asyncio.ensure_future(worker.close(executor_wait=False))
+    await until(lambda: not turns.waiting)
+    assert not event("other").is_set()
+    GATE.open()
+    await closing
+    assert not event("other").is_set()
+    assert not future.done()
+    assert not other.done()
+    await dask_gpurt.disable(client)
 
-    run()
 
-
-def test_a_worker_is_paused_while_tasks_wait_for_their_turns(files: str) -> None:
+@on_reading_cluster(workers=1, **{"distributed.worker.memory.pause": False})
+async def test_a_worker_is_paused_while_tasks_wait_for_their_turns(
+    client: Any, scheduler: Any, worker: Any, files: str
+) -> None:
     """Those that have started end; the others run once it is resumed."""
-
-    @on_reading_cluster(workers=1, **{"distributed.worker.memory.pause": False})
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        total = total_of(dd.read_parquet(files), lambda frame: meet("reader", "go on", frame))
-        future = client.compute(total)
-        await until(event("reader").is_set)
-        await until(lambda: bool(reads(worker).turns.waiting))
-        worker.status = Status.paused
-        await until(lambda: scheduler.workers[worker.address].status == Status.paused)
-        event("go on").set()
-        await until(lambda: not worker.state.executing and not worker.state.long_running)
-        assert worker.state.ready
-        assert not future.done()
-        worker.status = Status.running
-        assert await future == TOTAL
-
-    run()
+    total = total_of(dd.read_parquet(files), lambda frame: meet("reader", "go on", frame))
+    future = client.compute(total)
+    await until(event("reader").is_set)
+    await until(lambda: bool(reads(worker).turns.waiting))
+    worker.status = Status.paused
+    await until(lambda: scheduler.workers[worker.address].status == Status.paused)
+    event("go on").set()
+    await until(lambda: not worker.state.executing and not worker.state.long_running)
+    assert worker.state.ready
+    assert not future.done()
+    worker.status = Status.running
+    assert await future == TOTAL
 
 
 @pytest.mark.parametrize("beside", [0, "auto"])
@@ -388,30 +374,25 @@ class Incomparable:
     __hash__ = object.__hash__
 
 
-def test_a_task_may_call_anything() -> None:
-    @on_reading_cluster(workers=1)
-    async def run(client: Any, scheduler: Any, worker: Any) -> None:
-        assert await client.submit(str.upper, "a") == "A"
-        assert await client.submit(Incomparable(), 7) == 7
-
-    run()
+@on_reading_cluster(workers=1)
+async def test_a_task_may_call_anything(client: Any, scheduler: Any, worker: Any) -> None:
+    assert await client.submit(str.upper, "a") == "A"
+    assert await client.submit(Incomparable(), 7) == 7
 
 
-def test_dask_is_as_it_was_once_it_is_switched_off(files: str) -> None:
+@gen_client_cluster(nthreads=[("127.0.0.1", 2)] * 2, config=ONE_BESIDE)
+async def test_dask_is_as_it_was_once_it_is_switched_off(
+    client: Any, scheduler: Any, *workers: Any, files: str
+) -> None:
     before = vars(ParquetFunctionWrapper)["__call__"]
-
-    @gen_client_cluster(nthreads=[("127.0.0.1", 2)] * 2, config=ONE_BESIDE)
-    async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-        await dask_gpurt.enable(client)
-        assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
-        assert vars(ParquetFunctionWrapper)["__call__"] is not before
-        assert [worker.executors["default"]._max_workers for worker in workers] == [3, 3]
-        await dask_gpurt.disable(client)
-        assert vars(ParquetFunctionWrapper)["__call__"] is before
-        assert [worker.executors["default"]._max_workers for worker in workers] == [2, 2]
-        assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
-
-    run()
+    await dask_gpurt.enable(client)
+    assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
+    assert vars(ParquetFunctionWrapper)["__call__"] is not before
+    assert [worker.executors["default"]._max_workers for worker in workers] == [3, 3]
+    await dask_gpurt.disable(client)
+    assert vars(ParquetFunctionWrapper)["__call__"] is before
+    assert [worker.executors["default"]._max_workers for worker in workers] == [2, 2]
+    assert await client.compute(dd.read_parquet(files).a.sum()) == TOTAL
 
 
 def test_a_task_that_runs_out_of_memory_after_its_read_is_run_again(tmp_path: Path) -> None:
