@@ -42,8 +42,9 @@ def keys(label: Any, index: str) -> dict[str, Any]:
     return left | right
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", ["inner", "outer"])
-@pytest.mark.parametrize("index", ["neither", nightly("left"), nightly("right"), "both"])
+@pytest.mark.parametrize("index", ["neither", "left", "right", "both"])
 def test_joins(library: Library, label: Any, index: str, how: str) -> None:
     (left, right), (a, b) = sides(library, label, index)
     joined = left.merge(right, how=how, **keys(label, index))[["x", "y"]].compute()
@@ -51,6 +52,7 @@ def test_joins(library: Library, label: Any, index: str, how: str) -> None:
     assert_same_rows(joined, expected, index=False)
 
 
+@pytest.mark.nightly
 def test_joins_by_columns_with_other_labels(library: Library, label: Any) -> None:
     left, right = LEFT.rename(columns={"k": label}), RIGHT
     ours = library.lazy(parts(left, 5)).merge(library.lazy(parts(right, 3)), left_on=label, right_on="k")
