@@ -26,12 +26,7 @@ from tests.helpers.in_process import gen_client_cluster
 MIB = 2**20
 
 
-TIGHT = {
-    "memory__device": 8 * MIB,
-    "memory__pinned": 8 * MIB,
-    "memory__host": 0,
-    "exchange__pool": 4 * MIB,
-}
+TIGHT = {"memory__device": 8 * MIB, "memory__pinned": 8 * MIB, "memory__host": 0, "exchange__pool": 4 * MIB}
 
 
 def wide(seconds: float = 0.0) -> Any:

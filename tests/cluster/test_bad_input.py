@@ -108,9 +108,7 @@ def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path
 @pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
 @pytest.mark.parametrize(
     ("setting", "value", "said"),
-    [
-        ("GPURT__MEMORY__DEVICE", "500 TiB", "'gpurt.memory.device' comes to 500.00 TiB, which is more than"),
-    ],
+    [("GPURT__MEMORY__DEVICE", "500 TiB", "'gpurt.memory.device' comes to 500.00 TiB, which is more than")],
 )
 def test_a_setting_that_a_server_refuses_is_said_once_and_dask_works(
     tmp_path: Path, setting: str, value: str, said: str

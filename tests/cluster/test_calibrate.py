@@ -10,14 +10,7 @@ from click.testing import CliRunner
 from distributed import get_worker
 
 from dask_gpurt.cli import main
-from dask_gpurt.cli.overlap import (
-    CAPS,
-    WORKLOADS,
-    device_of,
-    launched_by,
-    measure,
-    tables,
-)
+from dask_gpurt.cli.overlap import CAPS, WORKLOADS, device_of, launched_by, measure, tables
 from dask_gpurt.overlap.table import path_of, read, write
 from tests.helpers.clusters import cluster
 from tests.helpers.overlap_cluster import Starting

@@ -11,12 +11,7 @@ import pytest
 
 import dask_gpurt
 from dask_gpurt.exchange import PeerLost
-from dask_gpurt.protocol import (
-    END_TRACE_HANDLER,
-    EVACUATE_HANDLER,
-    NEW_OWNERS_OP,
-    TAKE_EVENTS_HANDLER,
-)
+from dask_gpurt.protocol import END_TRACE_HANDLER, EVACUATE_HANDLER, NEW_OWNERS_OP, TAKE_EVENTS_HANDLER
 from tests.helpers import commands
 from tests.helpers.in_process import gen_client_cluster
 

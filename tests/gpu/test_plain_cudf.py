@@ -61,12 +61,7 @@ def test_parts_come_back_as_they_went_in(
     parts: dict[int, list[Part]] = {}
     for frame, null in zip(frames, nulls, strict=True):
         split = table.split(
-            cudf.from_pandas(frame),
-            "_partitions",
-            groups,
-            OUTPUTS,
-            drop_column=True,
-            ignore_index=False,
+            cudf.from_pandas(frame), "_partitions", groups, OUTPUTS, drop_column=True, ignore_index=False
         )
         for piece in split:
             assert isinstance(piece.rows, PlainRows) is not null

@@ -7,13 +7,7 @@ from typing import Any
 from dask import config
 
 from dask_gpurt.shuffle.owners import Owners
-from tests.helpers.gated_runs import (
-    Gate,
-    Watched,
-    counted,
-    frames,
-    until,
-)
+from tests.helpers.gated_runs import Gate, Watched, counted, frames, until
 
 #: Send no transfer to a worker whose only thread is stopped: it would have to be stolen first.
 ONE_EACH = {"distributed.scheduler.worker-saturation": 1.0}

@@ -159,8 +159,5 @@ def _wait_in_turn(self: Any, timeout: float | None = None) -> bool:
 @contextmanager
 def threads_in_turn() -> Iterator[None]:
     """Make threads of `Turns.on_thread` wait for their turns."""
-    with (
-        mock.patch.object(run, "sync", _sync),
-        mock.patch.object(threading.Condition, "wait", _wait_in_turn),
-    ):
+    with mock.patch.object(run, "sync", _sync), mock.patch.object(threading.Condition, "wait", _wait_in_turn):
         yield

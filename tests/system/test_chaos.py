@@ -33,11 +33,7 @@ from dask_gpurt.tools.chaos.leftovers import Probe, growth, of_probes, of_thread
 from dask_gpurt.tools.chaos.operation import difference
 from dask_gpurt.tools.chaos.report import Ending, Outcome, Report
 from dask_gpurt.tools.chaos.runner import Chaos, as_text
-from dask_gpurt.tools.chaos.worker_side import (
-    OF_THE_RUNTIME,
-    ChaosWorkerPlugin,
-    FullFileSystem,
-)
+from dask_gpurt.tools.chaos.worker_side import OF_THE_RUNTIME, ChaosWorkerPlugin, FullFileSystem
 from tests.helpers.examples import examples
 from tests.helpers.in_process import gen_client_cluster
 from tests.helpers.shared_memory import alone_in_shm
@@ -131,9 +127,7 @@ def test_a_mapping_of_a_dead_process_is_told() -> None:
         "b keeps 4 shards that were offered to it",
         "b keeps <a run>",
     ]
-    assert of_threads({"a": one, "b": other}) == [
-        "b keeps 1 threads when the runtime is off: gpurt-comm_0",
-    ]
+    assert of_threads({"a": one, "b": other}) == ["b keeps 1 threads when the runtime is off: gpurt-comm_0"]
 
 
 def test_memory_that_grows_is_told() -> None:

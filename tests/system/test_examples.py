@@ -75,10 +75,5 @@ def test_the_notebook(tmp_path: Path) -> None:
         + "    print(seconds)\n"
     )
     small_tables(tmp_path / "tables", parts=2)
-    done = run(
-        sys.executable,
-        script,
-        TPCH_TABLES=str(tmp_path / "tables"),
-        PYTHONPATH=str(EXAMPLES.parent),
-    )
+    done = run(sys.executable, script, TPCH_TABLES=str(tmp_path / "tables"), PYTHONPATH=str(EXAMPLES.parent))
     assert "22: " in done.stdout.splitlines()[-1]

@@ -18,14 +18,7 @@ from distributed.protocol.compression import compressions
 import dask_gpurt
 from dask_gpurt.exchange import compression
 from tests.helpers.clusters import assert_same_partitions, by_tasks, counters, partitions
-from tests.helpers.two_hosts import (
-    ADDRESSES,
-    host_of,
-    on_other_host,
-    switched_on,
-    two_hosts,
-    two_plain_hosts,
-)
+from tests.helpers.two_hosts import ADDRESSES, host_of, on_other_host, switched_on, two_hosts, two_plain_hosts
 
 PARTS, ROWS = 8, 20_000
 #: Bandwidth of a slow link in bytes per second (32 Mbit/s): a codec is faster even on a busy machine.

@@ -5,16 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from benchmarks.skew.frames import (
-    KEYS,
-    Size,
-    digest,
-    expected,
-    join,
-    left_frame,
-    right_frame,
-    total,
-)
+from benchmarks.skew.frames import KEYS, Size, digest, expected, join, left_frame, right_frame, total
 
 SIZE = Size(rows=4003, partitions=3)
 

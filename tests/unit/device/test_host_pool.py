@@ -160,9 +160,7 @@ def test_a_pool_with_no_block_waits_for_memory_that_another_holds(monkeypatch: p
     other.close()
 
 
-def test_a_pool_that_is_short_takes_what_its_own_free_blocks_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pool_that_is_short_takes_what_its_own_free_blocks_have(monkeypatch: pytest.MonkeyPatch) -> None:
     shm = Shm(monkeypatch, 4 * MIB)
     (pool,) = shm.pools = [HostPool(8 * MIB)]
     small = [filled(pool, MIB) for _ in range(4)]
@@ -210,9 +208,7 @@ def capacity(size: Size | None) -> int:
         mine.close()
 
 
-def test_a_worker_that_joins_late_has_a_pool_of_the_same_size(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_joins_late_has_a_pool_of_the_same_size(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for free in (2**30, 1000):
         monkeypatch.setattr(host, "shm_memory", lambda free=free: (free, 2**30))

@@ -45,8 +45,7 @@ class ExactlyOnce(RuleBasedStateMachine):
     """Drive a cluster whose every step is drawn by hypothesis."""
 
     @initialize(
-        pool=st.sampled_from([SMALL, LARGE]),
-        paths=st.sampled_from([("shared-memory", "comms"), ("comms",)]),
+        pool=st.sampled_from([SMALL, LARGE]), paths=st.sampled_from([("shared-memory", "comms"), ("comms",)])
     )
     def begins(self, pool: int, paths: tuple[str, ...]) -> None:
         self.pool, self.paths = pool, paths
@@ -136,11 +135,7 @@ class ExactlyOnce(RuleBasedStateMachine):
             self._do(self._transfer(process, self.active, source, nth_fails(first, times)))
 
     async def _transfer(
-        self,
-        process: Process,
-        active: Any,
-        source: int,
-        fails: Callable[[int, int], bool] = none_fails,
+        self, process: Process, active: Any, source: int, fails: Callable[[int, int], bool] = none_fails
     ) -> None:
         active.transferred.pop(source, None)
         await self._hear(process)

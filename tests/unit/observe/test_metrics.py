@@ -126,11 +126,7 @@ def test_fallbacks_are_counted_by_id_with_the_last_reason(caplog: pytest.LogCapt
         metrics.fallback(Fallback.PLACEMENT, reason, "is_rootish")
     assert metrics.snapshot()["fallbacks"] == {
         "exchange.comms": {"text": "bytes go through Dask's comms", "reason": "another", "count": 2},
-        "placement.is_rootish": {
-            "text": "Dask's own is_rootish decides",
-            "reason": "another",
-            "count": 2,
-        },
+        "placement.is_rootish": {"text": "Dask's own is_rootish decides", "reason": "another", "count": 2},
     }
     assert len(caplog.records) == 2
     with pytest.raises(ValueError):

@@ -14,10 +14,7 @@ from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.recording import NVTX_DOMAIN, Kind, Ranges, Recording
 
 
-@given(
-    st.integers(1, 20),
-    st.lists(st.one_of(st.just("mark"), st.integers(1, 8)), max_size=60),
-)
+@given(st.integers(1, 20), st.lists(st.one_of(st.just("mark"), st.integers(1, 8)), max_size=60))
 def test_taken_and_lost_events_are_all_in_order(capacity: int, steps: list[Any]) -> None:
     recording = Recording(capacity)
     model: list[int] = []

@@ -9,20 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.overlap.occupancy import (
-    CapError,
-    Caps,
-    DeviceLimits,
-    LaunchedKernel,
-    Residency,
-)
+from dask_gpurt.overlap.occupancy import CapError, Caps, DeviceLimits, LaunchedKernel, Residency
 from tests.helpers.interposer.sm_model import residency, shared_for
 from tests.helpers.interposers import H200, SMALL
 
 
 @pytest.mark.parametrize(
-    ("cap", "shared"),
-    [(8, 24960), (6, 32384), (5, 38016), (4, 45696), (3, 57472), (2, 76928), (1, 115840)],
+    ("cap", "shared"), [(8, 24960), (6, 32384), (5, 38016), (4, 45696), (3, 57472), (2, 76928), (1, 115840)]
 )
 def test_known_amounts_on_an_h200(cap: int, shared: int) -> None:
     assert shared_for(H200, cap) == shared

@@ -141,10 +141,7 @@ def test_an_outer_join_is_tried_again_and_not_split() -> None:
     left, right = selective("outer")
     memory = Memory()
     join = join_of("outer", left, right)
-    with (
-        failing_allocations(larger_ones_fail(100_000)) as allocations,
-        pytest.raises(MemoryError),
-    ):
+    with failing_allocations(larger_ones_fail(100_000)) as allocations, pytest.raises(MemoryError):
         in_pieces(join, left, right, "outer", memory)
     assert (allocations.failed, memory.rooms, memory.splits) == (2, 1, 0)
 

@@ -178,9 +178,7 @@ def test_whatever_allocations_fail_each_row_arrives_once(
         assert outcome.failed > 1, "once may be spilled for"
 
 
-def test_a_packed_piece_that_cannot_be_published_fails_the_attempt(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_packed_piece_that_cannot_be_published_fails_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece fills the pool, and is published only when the next piece is packed."""
     settled = 0
 

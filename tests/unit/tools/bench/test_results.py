@@ -10,14 +10,7 @@ import pytest
 
 from dask_gpurt.tools.bench.results import PARTS, BenchResult, Machine, Observed, Run, Spent
 
-SECONDS = {
-    "build": 0.1,
-    "optimise": 0.2,
-    "graph": 0.1,
-    "first_task": 0.1,
-    "computing": 2.0,
-    "collect": 0.5,
-}
+SECONDS = {"build": 0.1, "optimise": 0.2, "graph": 0.1, "first_task": 0.1, "computing": 2.0, "collect": 0.5}
 
 
 def spent(busy: float = 0.75, **others: float) -> Spent:
