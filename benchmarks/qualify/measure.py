@@ -39,7 +39,7 @@ class Run:
     cpu
         The CPU seconds of client, scheduler and workers.
     observed, estimated
-        On stock Dask: the seconds that ``qualify`` has seen, and those that it estimates with the runtime.
+        On stock Dask: the seconds that ``qualify`` has seen, and both estimates of those with the runtime.
     parts
         Where the seconds went.
     """
@@ -51,7 +51,7 @@ class Run:
     cpu: float = 0.0
     load: float = 0.0
     observed: float = 0.0
-    estimated: float = 0.0
+    estimated: list[float] = field(default_factory=list)
     parts: dict[str, float] = field(default_factory=dict)
     error: str = ""
 
@@ -84,7 +84,7 @@ def _run(name: str, address: str, runtime: bool, turn: int, data: Path) -> Run:
                 (recording,) = taken()
     found = [Qualified(each, plans.of(each.rows, WORKERS), WORKERS) for each in computations(recording)]
     parts = {part: sum(each.computation.parts[part] for each in found) for part in PARTS}
-    estimated = sum(each.estimate.seconds for each in found)
+    estimated = [sum(each.estimate[at] for each in found) for at in (0, 1)]
     return Run(name, False, turn, seconds, cpu, load, sum(parts.values()), estimated, parts)
 
 

@@ -1,8 +1,8 @@
 """Estimate what the runtime leaves of the time of a computation. Pure.
 
 Each part of the time is multiplied by a factor, which was fitted to queries of TPC-H that both Dask and the
-runtime had run; ``python -m benchmarks.qualify.fit`` prints the factors and their error. A sum of parts does
-not know what a rule leaves out of a plan, so it is off by a fifth for a single program.
+runtime had run, for seconds each; ``python -m benchmarks.qualify.fit`` prints the factors and their error. In
+short programs gaps and planning stay, so there are two estimates. Neither knows what rules leave out.
 """
 
 from __future__ import annotations
@@ -25,23 +25,22 @@ FACTORS: Mapping[str, Mapping[str, float]] = {
     # Arrays, bags and functions: only rechunks go through the runtime.
     "": {"shuffles": 0.50},
 }
-#: Between these times of the estimate are four of five queries that the factors were not fitted to.
-RANGES = {"pandas": (0.79, 1.35), "cudf": (0.82, 1.45), "": (0.79, 1.35)}
+#: What stays in short programs, in which threads wait for latencies, and plans are new.
+STAYS = (IDLE, BEFORE)
 
 
 class Estimate(NamedTuple):
-    """Hold the estimated seconds with the runtime, and the range in which they are four times of five."""
+    """Hold the estimated seconds with the runtime: of long programs, and if gaps and planning stay."""
 
     seconds: float
-    low: float
-    high: float
+    stays: float
 
 
 def estimate(parts: Mapping[str, float], library: str) -> Estimate:
     """Estimate the seconds with the runtime from those of each part without, and the library of frames."""
-    factors, (low, high) = FACTORS[library], RANGES[library]
-    left = sum(factors.get(part, 1.0) * seconds for part, seconds in parts.items())
-    return Estimate(left, low * left, high * left)
+    left = {part: FACTORS[library].get(part, 1.0) * seconds for part, seconds in parts.items()}
+    stays = {part: parts[part] for part in STAYS}
+    return Estimate(sum(left.values()), sum({**left, **stays}.values()))
 
 
 def library_of(rows: Iterable[Mapping[str, Any]], parts: Mapping[str, float]) -> str:

@@ -84,6 +84,7 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def _estimated(seconds: float, left: Estimate) -> str:
-    low, high = format_time(left.low), format_time(left.high)
-    gain = f", {seconds / left.seconds:.1f} times as fast" if left.seconds else ""
-    return f"with the runtime about {format_time(left.seconds)} ({low} to {high}){gain}"
+    times = dict.fromkeys(f"{seconds / each:.1f}" for each in left if each)
+    fast = f"{' or '.join(times)} times as fast"
+    long, short = map(format_time, left)
+    return f"with the runtime about {long}, or {short} if gaps and planning stay: {fast}"
