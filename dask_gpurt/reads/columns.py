@@ -125,15 +125,15 @@ class Kept:
 
     def names(self, asked: Names) -> Names:
         """Return the columns that a read would give; None if that is not known."""
-        if asked in self.layouts or asked is None or has_stored_index(self.facts):
+        if asked in self.layouts or asked is None or stored_index(self.facts):
             return self.layouts.get(asked)
         return asked
 
 
-def has_stored_index(facts: Mapping[bytes, bytes]) -> bool:
-    """Return whether columns of a file are the index of a frame, by what pandas has noted in its footer."""
+def stored_index(facts: Mapping[bytes, bytes]) -> tuple[str, ...]:
+    """Return the columns of a file that are the index of a frame, by what pandas has noted in its footer."""
     known = json.loads(facts.get(b"pandas", b"{}")).get("index_columns", ())
-    return any(isinstance(each, str) for each in known)
+    return tuple(each for each in known if isinstance(each, str))
 
 
 class ColumnCache(EvictingCache):
@@ -309,10 +309,10 @@ class ColumnRead:
 
     def _is_expected(self, names: tuple[str, ...], facts: Sequence[Mapping[bytes, bytes]]) -> bool:
         """Return whether a table has the columns that were asked for, maybe with those of an index."""
-        asked = self._asked.columns
-        if asked is None or any(map(has_stored_index, facts)):
-            return len({*names}) == len(names) and set(asked or ()) <= {*names}
-        return names == asked
+        asked, (index, *others) = self._asked.columns, {stored_index(each) for each in facts}
+        if others or len({*names}) < len(names):
+            return False
+        return asked is None or names == asked or (bool(index) and {*names} == {*asked, *index})
 
     def _copy(
         self, table: Any, specs: Sequence[Any], columns: Sequence[Any], layouts: dict[Names, Any], stream: Any

@@ -93,7 +93,7 @@ class Library:
         found = [name for name in (COLUMNS if names is None else names) if name in COLUMNS]
         if 0 in files:
             found.append("i")
-        facts: list[dict[bytes, bytes]] = [INDEX if 0 in files else {} for _ in files]
+        facts: list[dict[bytes, bytes]] = [{} if file else INDEX for file in files]
         columns = [np.concatenate([self.column(file, name) for file in files]) for name in found]
         return Table(tuple(found), columns, [file + ROWS for file in files], facts)
 
@@ -143,7 +143,7 @@ def same(one: Table, other: Table) -> bool:
     )
 
 
-FILES = st.sampled_from([(0,), (1,), (2,), (1, 2), (2, 1)])
+FILES = st.sampled_from([(0,), (1,), (2,), (1, 2), (2, 1), (0, 1)])
 NAMES = st.sampled_from([None, ("a",), ("b", "a"), ("a", "b", "c"), ("c", "b"), ("a", "none")])
 STEPS = st.lists(
     st.tuples(FILES, NAMES, st.sampled_from([None, None, 0, 1, 2]), st.booleans(), st.integers(0, 600)),
@@ -212,6 +212,12 @@ def test_an_index_that_is_stored_comes_with_the_columns(library: Library, names:
     for _ in range(2):
         assert same(library.read(cache, (0,), names), library.table((0,), names))
     assert library.calls == [None, None]
+
+
+def test_an_index_of_one_file_is_none_of_another(library: Library) -> None:
+    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
+    for files in ((0, 1), (1,), (0, 1), (0,)):
+        assert same(library.read(cache, files, ("a",)), library.table(files, ("a",)))
 
 
 def test_parts_of_columns_are_not_taken_for_columns(library: Library) -> None:
