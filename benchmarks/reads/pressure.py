@@ -63,13 +63,13 @@ def spilling(client: Any) -> None:
 
 
 def kernels(client: Any) -> None:
-    """Sort 2 GiB in one task, which takes most of the pool."""
+    """Sort 1 GiB in one task, which takes more than half of the pool."""
 
     def work(number: int) -> int:
         import cudf
         import cupy
 
-        values = cudf.DataFrame({"x": cupy.arange(1 << 28, 0, -1)})
+        values = cudf.DataFrame({"x": cupy.arange(1 << 27, 0, -1)})
         return int(values.sort_values("x").x.iloc[number])
 
     assert client.gather(client.map(work, range(3), pure=False)) == [1, 2, 3]

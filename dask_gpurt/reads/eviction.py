@@ -30,6 +30,8 @@ class EvictingCache:
         self._order: OrderedDict[Any, int] = OrderedDict()
         self._lock = threading.Lock()
         self.nbytes = 0
+        #: How many things have been released, and freed.
+        self.releases = 0
 
     def excess(self) -> int:
         """Return the bytes that there is no room for any more; 0 or less if there are none."""
@@ -41,16 +43,30 @@ class EvictingCache:
             self.release(beyond)
 
     def release(self, nbytes: int) -> int:
-        """Drop at least so many bytes, if there are as many; return how many were dropped."""
-        if not self.nbytes:
-            return 0
-        dropped = []  # freed without the lock, which may take long on a device
+        """Drop at least so many bytes, if there are as many; return how many were dropped.
+
+        One thing is freed after the other, so that what is here is what another thread can still free::
+
+            Thread 1: drops everything, for a task        Thread 2: runs that task, and has no memory;
+            that starts, and begins to free it            must not find that there is nothing to drop
+        """
+        released = 0
+        while released < nbytes and (size := self._release_next()) is not None:
+            released += size
+        return released
+
+    def _release_next(self) -> int | None:
+        """Drop what is to go next, and return its bytes; None if there is nothing."""
         with self._lock:
-            before = self.nbytes
-            while self._order and self.nbytes > before - nbytes:
-                dropped.append(self._drop(next(iter(self._order))))
+            if not self._order:
+                return None
+            key, size = next(iter(self._order.items()))
+            dropped = self._drop(key)
             self._changed(self.nbytes)
-            return before - self.nbytes
+        del dropped  # without the lock: freeing memory of a device may take long
+        with self._lock:
+            self.releases += 1
+        return size
 
     def close(self) -> None:
         """Drop everything, and keep nothing from now on."""

@@ -158,6 +158,8 @@ class WorkerTiers:
             return False
         if self.columns.release(max(nbytes, int(DROPPED_AT_LEAST * self.columns.nbytes))):
             self._metrics.add("reads.dropped")
+        releases, self._seen.releases = getattr(self._seen, "releases", 0), self.columns.releases
+        if releases != self._seen.releases:  # by this thread, or by others
             return True
         if getattr(self._seen, "spilling", False):
             return False  # spilling itself may allocate: do not recurse

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -399,6 +400,27 @@ def test_an_allocation_that_fails_drops_columns_before_anything_is_spilled(libra
     assert (tiers.columns.nbytes, tiers.spilled) == (0, [])
     tiers.fail(10)
     assert tiers.spilled == [10]
+
+
+def test_an_allocation_is_tried_again_if_another_thread_has_dropped_columns(library: Library) -> None:
+    tiers = Tiers()
+    library.read(tiers.columns, (1,), None)
+    tiers.columns.release(tiers.columns.nbytes)
+    assert [tiers.fail(10), tiers.fail(10)] == [True, False]
+    assert tiers.spilled == [10]
+
+
+def test_columns_are_freed_one_by_one(library: Library) -> None:
+    """So that an allocation that fails meanwhile on another thread still finds some to drop."""
+    cache = ColumnCache(lambda: 10_000, lambda nbytes: None)
+    library.read(cache, (1,), None)
+    left = []
+    for kept in cache._parts.values():
+        for column in kept.columns.values():
+            weakref.finalize(column.data, lambda: left.append(cache.nbytes))
+    del kept, column
+    cache.release(cache.nbytes)
+    assert left == [2 * 8 * (ROWS + 1), 8 * (ROWS + 1), 0]
 
 
 def test_a_reservation_drops_columns_on_another_thread_than_its_own(library: Library) -> None:
