@@ -45,6 +45,7 @@ from dask_gpurt.client.expressions import (
     RangeTargets,
     RearrangeByValues,
 )
+from dask_gpurt.client.planning.catalogue.schema import known_schema
 from dask_gpurt.client.planning.fusing import needed_tasks
 from dask_gpurt.client.planning.rules.partition_notes import (
     are_together,
@@ -357,9 +358,10 @@ class Lowering:
             explicit_comms=bool(dask.config.get("explicit-comms", False)),
             local=runs_locally(),
         )
-        if choice is not None and choice.taken and not all(library(meta(frame)) for frame in frames):
+        undescribed = [frame for frame in frames if known_schema(frame) is None]
+        if choice is not None and choice.taken and not all(library(meta(frame)) for frame in undescribed):
             return MethodChoice.UNSUPPORTED_FRAMES
-        if choice is not None and choice.taken and any(map(_has_column_levels, frames)):
+        if choice is not None and choice.taken and any(map(_has_column_levels, undescribed)):
             return MethodChoice.COLUMN_LEVELS
         if choice is not None and choice.taken and any(map(_overwrites_a_column, frames)):
             return MethodChoice.COLUMN_TAKEN

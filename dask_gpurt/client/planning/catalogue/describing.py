@@ -14,7 +14,7 @@ from dask.dataframe.dask_expr._reductions import Chunk, Max  # Min is one, too
 
 from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, is_stand_in
 from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of, known_schema, schema_of
-from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of
+from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of, same
 from dask_gpurt.dask_hooks.planning import Expr, metadata, reads_more_than_operands, set_metadata
 from dask_gpurt.observe import Metrics
 
@@ -48,7 +48,7 @@ class Describer:
 
     def describe_early(self, expr: Expr) -> None:
         """Set the metadata of an operation of another package, of whose classes Dask's are not the base."""
-        if other_rule_of(type(expr)) is None or any(map(is_stand_in, expr.dependencies())):
+        if other_rule_of(type(expr)) in (None, same) or any(map(is_stand_in, expr.dependencies())):
             return
         if (schema := self._known(expr)) is not None:
             set_metadata(expr, frame_of(schema))

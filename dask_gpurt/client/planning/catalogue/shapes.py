@@ -1,15 +1,16 @@
 """Say of each operation how the schema of its result follows from those of its inputs.
 
-Projections, filters, reads, joins and aggregations have rules for labels, order and sources of columns, which
-hold for any library; dtypes and indexes are the library's own answers about single columns. Every other
-operation is asked about as a whole, once for each schema of its inputs. Where a rule does not know, or an
-answer has other labels than it expects, Dask is asked.
+Projections, filters, assignments, reads, joins and aggregations have rules for labels, order and sources of
+columns, which hold for any library; dtypes and indexes are the library's own answers about single columns.
+Operations on series have one for their names. Every other operation is asked about as a whole, once for each
+schema of its inputs. Where a rule does not know, or an answer has unexpected labels, Dask is asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from inspect import getattr_static
 from typing import Any
 
 import pandas as pd
@@ -21,7 +22,7 @@ from dask.dataframe.dask_expr.io.io import FusedIO
 from dask.dataframe.dask_expr.io.parquet import ReadParquetFSSpec, ReadParquetPyarrowFS
 
 from dask_gpurt.client.planning.catalogue.asking import Library, answered
-from dask_gpurt.client.planning.catalogue.schema import Part, Schema, renamed_index, schema_of
+from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Part, Schema, renamed_index, schema_of
 from dask_gpurt.dask_hooks.parquet_files import base_of_read
 
 #: Returns the schema of an input; None if it has none.
@@ -43,11 +44,20 @@ def of_fused_read(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
 def of_read(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Return the schema of the columns that are read."""
     columns = expr.operand("columns")
-    base = schema_of(base_of_read(expr))
+    base = _schema_of_files(base_of_read(expr))
     if base is None or columns is None or not base.is_frame:
         return base if columns is None and not expr.operand("_series") else None
     chosen = columns if isinstance(columns, list) else [columns]
     return base.series(chosen[0]) if expr.operand("_series") else base.select(chosen)
+
+
+def _schema_of_files(frame: Any) -> Schema | None:
+    """Return the schema of a frame that all reads of some files share, and nobody changes in place."""
+    known = vars(frame)
+    if SCHEMA not in known:
+        known[SCHEMA] = schema_of(frame)
+    found: Schema | None = known[SCHEMA]
+    return found
 
 
 def asked(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
@@ -59,6 +69,36 @@ def asked(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     return library.ask(
         type(expr), [next(schemas) if isinstance(each, Expr) else each for each in expr.operands]
     )
+
+
+def same(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Return the schema of the input."""
+    return of(expr.frame)
+
+
+def of_series(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Combine series: of their names counts which are equal, of text that is compared with text, neither."""
+    inputs = [of(each) if isinstance(each, Expr) else each for each in expr.operands]
+    series = [each for each in inputs if isinstance(each, Schema)]
+    if any(each.is_frame for each in series) or _lacks_schemas(inputs, expr):
+        return asked(expr, of, library)
+    names = dict.fromkeys(each.labels[0] for each in series if each.labels[0] is not None)
+    aliases = {name: f"n{number}" for number, name in enumerate(names)}
+    operands = [
+        each._replace(labels=(aliases.get(each.labels[0]),)) if isinstance(each, Schema) else each
+        for each in inputs
+    ]
+    if type(expr) in _COMPARISONS and type(inputs[1]) is str and type(series[0].dtypes[0]) is pd.StringDtype:
+        operands[1] = "a"
+    found = library.ask(type(expr), operands)
+    if found is None or found.labels[0] not in (None, *aliases.values()):
+        return None
+    by_alias = {alias: name for name, alias in aliases.items()}
+    return found._replace(labels=(by_alias.get(found.labels[0]),))
+
+
+def _lacks_schemas(inputs: Sequence[Any], expr: Any) -> bool:
+    return sum(isinstance(each, Schema) for each in inputs) < len(expr.dependencies())
 
 
 # ---- columns and rows that are chosen or named ----------------------------------------------------
@@ -90,6 +130,29 @@ def _like(frame: Schema, found: Schema | None, labels: tuple[str, ...], columns:
     if found is None or found.labels != labels or found.columns != columns:
         return None
     return frame._replace(index=found.index) if found.axis is None or found.axis == frame.axis else None
+
+
+def assigned(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Set columns: the others stay, and new ones follow them in order."""
+    frame, names = of(expr.frame), expr.operands[1::2]
+    values = [of(each) if isinstance(each, Expr) else each for each in expr.operands[2::2]]
+    if frame is None or not (frame.is_frame and frame.columns and _are_labels(frame.labels)):
+        return asked(expr, of, library)
+    if not _are_labels(names) or _lacks_schemas([frame, *values], expr):
+        return asked(expr, of, library)
+    labels = ("a", *(f"v{number}" for number in range(len(names))))
+    of_values = (each for pair in zip(labels[1:], values, strict=True) for each in pair)
+    found = library.ask(type(expr), [frame.first("a"), *of_values])
+    if found is None or found.labels != labels or found.columns[0] != frame.columns[0]:
+        return None
+    columns = dict(zip(frame.labels, frame.columns, strict=True))
+    columns |= zip(names, found.columns[1:], strict=True)
+    new = found._replace(labels=tuple(columns), columns=tuple(columns.values()))
+    return new if new.axis == frame.axis else None
+
+
+def _are_labels(names: Sequence[Any]) -> bool:
+    return all(type(name) is str for name in names) and len({*names}) == len(names)
 
 
 def isin(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
@@ -312,7 +375,7 @@ _OF_VALUES = (
     _accessor.FunctionMap, _accessor.PropertyMap, _expr.AsType, _expr.Between, _expr.Clip, _expr.Fillna,
     _expr.IsNa, _expr.NotNull, _expr.Mask, _expr.Round, _expr.Where,
 )  # fmt: skip
-_OF_COLUMNS = (_expr.Assign, _expr.ColumnsSetter, _expr.Drop, _expr.RenameFrame, _expr.ResetIndex)
+_OF_COLUMNS = (_expr.ColumnsSetter, _expr.Drop, _expr.RenameFrame, _expr.ResetIndex)
 _OF_GROUPS = (
     _groupby.Count, _groupby.First, _groupby.GroupByChunk, _groupby.Last, _groupby.Max, _groupby.Mean,
     _groupby.Min, _groupby.NUnique, _groupby.Prod, _groupby.Size, _groupby.Std, _groupby.Sum, _groupby.Var,
@@ -324,9 +387,11 @@ _OF_ROWS = (
 )  # fmt: skip
 #: The rule of each operation, by its exact class.
 SCHEMAS: dict[type, Rule] = {
-    **dict.fromkeys((*_COMPARISONS, *_ARITHMETIC, *_OF_VALUES, *_OF_COLUMNS, *_OF_GROUPS, *_OF_ROWS), asked),
+    **dict.fromkeys((*_COMPARISONS, *_ARITHMETIC), of_series),
+    **dict.fromkeys((*_OF_VALUES, *_OF_COLUMNS, *_OF_GROUPS, *_OF_ROWS), asked),
     **dict.fromkeys((_groupby.DecomposableGroupbyAggregation, _groupby.GroupbyAggregation), aggregated),
     **dict.fromkeys((ReadParquetFSSpec, ReadParquetPyarrowFS), of_read),
+    _expr.Assign: assigned,
     _expr.Filter: filtered,
     _expr.Fused: of_fused,
     _expr.Isin: isin,
@@ -338,6 +403,7 @@ SCHEMAS: dict[type, Rule] = {
 OTHERS: dict[str, Rule] = {
     "dask_cudf._expr.groupby:CudfGroupbyAgg": aggregated,
     "dask_cudf._expr.groupby:DecomposableCudfGroupbyAgg": aggregated,
+    "dask_cudf.io.parquet:NoOp": same,
 }
 
 
@@ -345,7 +411,20 @@ OTHERS: dict[str, Rule] = {
 def rule_of(kind: Any) -> Rule | None:
     """Return the rule of a class of operations; None if Dask has to describe them."""
     # Joins are lowered to subclasses of Dask and of the runtime, which have the same metadata.
-    return joined if issubclass(kind, Merge) else SCHEMAS.get(kind) or other_rule_of(kind)
+    if issubclass(kind, Merge):
+        return joined
+    return SCHEMAS.get(kind) or other_rule_of(kind) or (same if _has_that_of_its_frame(kind) else None)
+
+
+def _has_that_of_its_frame(kind: type) -> bool:
+    """Return whether Dask computes the metadata of an operation as just those of its input."""
+    code = getattr(getattr(getattr_static(kind, "_meta", None), "func", None), "__code__", None)
+    known = _meta_of_frame.__code__
+    return code is not None and (code.co_code, code.co_names) == (known.co_code, known.co_names)
+
+
+def _meta_of_frame(self: Any) -> Any:
+    return self.frame._meta
 
 
 def other_rule_of(kind: type) -> Rule | None:

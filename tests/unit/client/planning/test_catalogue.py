@@ -103,6 +103,14 @@ def of_frames(left: Any, right: Any) -> Iterator[Any]:
     yield lambda: left.head(3, compute=False)[few]
     yield lambda: left.assign(key=left.key * 2, new=left.ratio).assign(more=lambda x: x.new)
     yield lambda: left.assign(new=left.key.sum())
+    yield lambda: left.assign(v0=left.key, a=1, key="x")
+    yield lambda: left[few].assign(new=left.index)
+    yield lambda: left[["key", "key"]].assign(new=1)
+    yield lambda: left.key + left.ratio.rename("key") * left.small
+    yield lambda: (left.key.rename(None) + left.ratio).rename("key") + left.key.rename(None)
+    yield lambda: (left.name.rename(None) == "x") & (left.text != "y")
+    yield lambda: left.repartition(npartitions=1).key + left.repartition(npartitions=1).small
+    yield lambda: left.shuffle("key")[few].assign(new=1)
     yield lambda: left.assign(index=1).reset_index()
     yield lambda: left.index
     yield lambda: left[left.index > left.index]
@@ -301,6 +309,17 @@ def test_extremes_of_one_partition_need_no_rows_to_be_described(
     with planner.used():
         result = dd.from_pandas(pd.DataFrame({"key": [3, 5, 4]}), npartitions=1).max()
         assert result.compute(scheduler="sync").to_dict() == {"key": 5}
+
+
+def test_labels_and_text_make_no_new_questions(library: Library, planner: Planner) -> None:
+    left = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)[["key", "name", "ratio"]]
+    with planner.used():
+        for names in (("key", "name", "ratio"), ("a", "b", "c")):
+            few = left.rename(columns=dict(zip(left.columns, names, strict=True)))
+            key, name, ratio = (few[each] for each in names)
+            asked = planner.count("metadata.computed")
+            metadata(few.assign(new=(key * 2 < ratio) & (name == names[1])).expr)
+    assert planner.count("metadata.computed") == asked
 
 
 def test_subclasses_of_operations_are_left_to_dask() -> None:
