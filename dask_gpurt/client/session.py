@@ -296,12 +296,12 @@ async def activate(client: Client) -> None:
     """Switch the runtime on for a client and its cluster; preload hooks await this."""
     dask_hooks.require()
     await require_package(client.scheduler)
-    await asyncio.to_thread(following.prepare)
     from dask_gpurt.monitor import dashboard
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 
     plugin = GpurtSchedulerPlugin(dict(dask.config.get("gpurt", {})), dashboard.observe)
     await client.register_plugin(plugin, NAME)
+    await asyncio.to_thread(following.prepare)
     register_method()
     SESSIONS.open(client)
     follower = await following.follow(client)
