@@ -78,10 +78,7 @@ async def dask_teardown(server: Any) -> None:
 async def activate(server: Any) -> None:
     """Switch the runtime on for the cluster of a server or client.
 
-    Parameters
-    ----------
-    server
-        A scheduler, worker, nanny or client.
+    ``server``: a scheduler, worker, nanny or client.
     """
     import dask
 

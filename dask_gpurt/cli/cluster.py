@@ -73,26 +73,13 @@ def local_cluster(
 ) -> Iterator[Cluster]:
     """Start a cluster on this machine, without a takeover of Dask's own ``p2p``.
 
-    Parameters
-    ----------
-    backend
-        ``pandas`` for processes on the host, ``cudf`` for one process per GPU.
-    protocol
-        Protocol of the cluster; by default Dask's default.
-    rmm_pool_size
-        Size of the RMM pool of each GPU worker, in bytes, as text, or as a fraction of the device.
-    threads
-        Task threads per worker.
-
-    Yields
-    ------
-    Cluster
-        The running cluster.
-
-    Raises
-    ------
-    click.ClickException
-        If not all workers start.
+    ``backend``: ``pandas`` for processes on the host, ``cudf`` for one process per GPU.
+    ``protocol``: protocol of the cluster; by default Dask's default.
+    ``rmm_pool_size``: size of the RMM pool of each GPU worker, in bytes, as text, or as a fraction of the
+    device.
+    ``threads``: task threads per worker.
+    Yields the running cluster.
+    Raises click.ClickException if not all workers start.
     """
     # Otherwise the runtime would take over p2p shuffles, and a comparison would time it against itself.
     with dask.config.set({"gpurt.takeover": False, "dataframe.backend": backend}):
@@ -175,20 +162,9 @@ def _without_interrupts() -> Iterator[None]:
 def connected(address: str, *, as_default: bool = False) -> Iterator[Client]:
     """Connect to a cluster without changing it.
 
-    Parameters
-    ----------
-    as_default
-        Whether the client becomes the default client of this process.
-
-    Yields
-    ------
-    Client
-        The client.
-
-    Raises
-    ------
-    click.ClickException
-        If the address is invalid, or no scheduler answers in time.
+    ``as_default``: whether the client becomes the default client of this process.
+    Yields the client.
+    Raises click.ClickException if the address is invalid, or no scheduler answers in time.
     """
     try:
         require_scheduler(address)
@@ -211,17 +187,9 @@ Show = Callable[[str, int, int | None], None]
 def progress(*, width: int, quiet: bool) -> Iterator[Show]:
     """Show progress on standard error while the body runs.
 
-    Parameters
-    ----------
-    width
-        Characters for what the command does.
-    quiet
-        Whether to show nothing.
-
-    Yields
-    ------
-    function
-        Call it for each step.
+    ``width``: characters for what the command does.
+    ``quiet``: whether to show nothing.
+    Yields a function to call for each step.
     """
     console = Console(stderr=True)
     if quiet:

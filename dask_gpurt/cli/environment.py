@@ -20,10 +20,7 @@ PACKAGES = ("dask", "distributed", "pandas", "numpy", "pyarrow", "dask-cudf", "c
 def environment() -> dict[str, Any]:
     """Return the environment of a timing.
 
-    Returns
-    -------
-    dict
-        ``versions`` by package name and ``hardware`` (CPU, cores, memory, GPUs).
+    Returns ``versions`` by package name and ``hardware`` (CPU, cores, memory, GPUs).
     """
     return {
         "versions": versions(PACKAGES, own="dask-gpurt"),
@@ -39,12 +36,8 @@ def environment() -> dict[str, Any]:
 def versions(packages: Iterable[str], own: str) -> dict[str, str]:
     """Return the versions of Python, of this package, and of the installed ones of the given packages.
 
-    Parameters
-    ----------
-    packages
-        Names of packages, without the CUDA suffix of RAPIDS wheels.
-    own
-        The key for this package.
+    ``packages``: names of packages, without the CUDA suffix of RAPIDS wheels.
+    ``own``: the key for this package.
     """
     return {
         "python": platform.python_version(),
@@ -56,10 +49,7 @@ def versions(packages: Iterable[str], own: str) -> dict[str, str]:
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of the installed ones of the given packages.
 
-    Parameters
-    ----------
-    packages
-        Names of packages, without the CUDA suffix of RAPIDS wheels.
+    ``packages``: names of packages, without the CUDA suffix of RAPIDS wheels.
     """
     found = {}
     for package in packages:

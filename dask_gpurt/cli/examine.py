@@ -34,17 +34,10 @@ PACKAGES = ("dask", "distributed", "pandas", "pyarrow", "cudf", "rmm", "dask-cud
 def examine(client: Client | None = None) -> dict[str, Any]:
     """Collect facts about this machine, its configuration and a cluster.
 
-    Parameters
-    ----------
-    client
-        A synchronous client of the cluster; without one only the machine is examined.
-
-    Returns
-    -------
-    dict
-        JSON-serialisable values: ``ok``, ``settings``, ``versions``, ``machine``, ``cluster`` (None without a
-        client), ``seams`` (the state of each private part of Dask), and lists of sentences: ``problems``
-        (wrong settings), ``ignored`` (settings without effect) and ``notes``.
+    ``client``: a synchronous client of the cluster; without one only the machine is examined.
+    Returns JSON-serialisable values: ``ok``, ``settings``, ``versions``, ``machine``, ``cluster`` (None
+    without a client), ``seams`` (the state of each private part of Dask), and lists of sentences:
+    ``problems`` (wrong settings), ``ignored`` (settings without effect) and ``notes``.
     """
     cluster = None if client is None else _examine_cluster(client)
     settings, machine = _examine_settings(client), _examine_machine()
@@ -72,16 +65,10 @@ def examine(client: Client | None = None) -> dict[str, Any]:
 def shuffles_go(method: str | None, runs: bool, enabled: bool, takeover: bool | str) -> str:
     """Return how shuffles of a client with this configuration run, as the end of a sentence.
 
-    Parameters
-    ----------
-    method
-        The setting ``dataframe.shuffle.method``.
-    runs
-        Whether the cluster has the runtime.
-    enabled
-        Whether the client has it.
-    takeover
-        Whether Dask's own ``p2p`` and ``tasks`` are taken over.
+    ``method``: the setting ``dataframe.shuffle.method``.
+    ``runs``: whether the cluster has the runtime.
+    ``enabled``: whether the client has it.
+    ``takeover``: whether Dask's own ``p2p`` and ``tasks`` are taken over.
     """
     if runs and enabled and method in (None, "gpurt"):
         return "through the runtime"

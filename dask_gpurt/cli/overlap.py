@@ -171,10 +171,7 @@ def cluster_of(backend: str, workers: int, protocol: str | None) -> Iterator[Cli
 def device_of(client: Client) -> str:
     """Return the model of the workers' devices.
 
-    Raises
-    ------
-    click.ClickException
-        If a worker cannot cap kernels, with its reason, or the models differ.
+    Raises click.ClickException if a worker cannot cap kernels, with its reason, or the models differ.
     """
     for worker, reply in dask_gpurt.report(client).workers.items():
         if reason := reply.error or reply.overlap["reason"]:
@@ -190,12 +187,8 @@ def device_of(client: Client) -> str:
 def measure(client: Client, backend: str, size: int, seconds: float) -> OverlapTable:
     """Measure all workloads beside shuffles, each under each cap and without, and choose the caps of kernels.
 
-    Parameters
-    ----------
-    size
-        Total bytes of the data on all workers.
-    seconds
-        Duration; each is measured `MIN_ROUNDS` times at least.
+    ``size``: total bytes of the data on all workers.
+    ``seconds``: duration; each is measured `MIN_ROUNDS` times at least.
     """
     device = device_of(client)
     frame, small = tables(backend, size, PARTITIONS_PER_WORKER * len(client.nthreads()))

@@ -57,12 +57,8 @@ def _of_cluster(address: str) -> dict[str, Any]:
 def print_topology(values: Mapping[str, Any], here: bool) -> None:
     """Print a table of links for each host, and a table of speeds.
 
-    Parameters
-    ----------
-    values
-        As of the handler ``gpurt_topology``.
-    here
-        Whether it is that of this host, so that the GPU of this process can be marked.
+    ``values``: as of the handler ``gpurt_topology``.
+    ``here``: whether it is that of this host, so that the GPU of this process can be marked.
     """
     console = Console(highlight=False)
     hosts = [Host.of(name, host) for name, host in values["hosts"].items()]

@@ -30,17 +30,9 @@ def require_scheduler(address: str) -> None:
     Dask's client tries to connect for 30 seconds without saying why it cannot, and waits forever for a server
     of another kind that accepts the connection.
 
-    Parameters
-    ----------
-    address
-        The scheduler's address.
-
-    Raises
-    ------
-    ValueError
-        If the address cannot be that of a scheduler, or not of one that this process can reach.
-    ConnectionError
-        If no scheduler answers within :data:`TIMEOUT_S`.
+    ``address``: the scheduler's address.
+    Raises ValueError if the address cannot be that of a scheduler, or not of one that this process can reach.
+    Raises ConnectionError if no scheduler answers within :data:`TIMEOUT_S`.
     """
     _require_place(address)
     # In a thread: a notebook's own thread runs an event loop already.
@@ -57,15 +49,8 @@ def require_scheduler(address: str) -> None:
 async def require_package(scheduler: Any) -> None:
     """Check that a scheduler can load this version of the package; if not, it would log tracebacks.
 
-    Parameters
-    ----------
-    scheduler
-        The scheduler, as a client or worker calls it.
-
-    Raises
-    ------
-    UnsupportedError
-        If it cannot, or its Dask is not supported.
+    ``scheduler``: the scheduler, as a client or worker calls it.
+    Raises UnsupportedError if it cannot, or its Dask is not supported.
     """
 
     reply = await scheduler.run_function(**question())

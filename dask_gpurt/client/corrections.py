@@ -34,12 +34,8 @@ from dask_gpurt.frames.variances import float_dtype, sum_of_floats, sum_of_squar
 def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     """Correct joins by labels that Dask takes for none, divisions, filters, sorts, means and variances.
 
-    Parameters
-    ----------
-    is_usable
-        Returns whether the runtime is on for this client.
-    patches
-        Restores what Dask does.
+    ``is_usable``: returns whether the runtime is on for this client.
+    ``patches``: restores what Dask does.
     """
     _join_by_labels(is_usable, patches)
     _see_all_partitions(is_usable, patches)

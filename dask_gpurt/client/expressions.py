@@ -234,15 +234,11 @@ def _hash_join_transfer(
 ) -> Any:
     """Transfer one side of a join, hashed as ``tasks`` does: another join may rely on where its rows are.
 
-    Parameters
-    ----------
-    frame, by, name, npartitions, id, input_partition, by_index
-        As in Dask's task.
-    like
-        The pickled meta of the keys. Its dtypes decide what is cast before hashing: those of one partition
-        may differ, and Dask's own p2p joins go by these.
-    ignore_index
-        Whether rows are numbered anew, by the join; a program then makes no index for them.
+    ``frame``, ``by``, ``name``, ``npartitions``, ``id``, ``input_partition``, ``by_index``: as in Dask's
+    task.
+    ``like``: the pickled meta of the keys. Its dtypes decide what is cast before hashing: those of one
+    partition may differ, and Dask's own p2p joins go by these.
+    ``ignore_index``: whether rows are numbered anew, by the join; a program then makes no index for them.
     """
     known, columns = _loaded(like), set(column_names(frame))
     names = [by] if isinstance(by, str) else by

@@ -72,12 +72,8 @@ async def relay_off(client: Client) -> None:
 class Follower:
     """Open and close the session of a client, as its scheduler says. It does not keep the client alive.
 
-    Parameters
-    ----------
-    client
-        The client.
-    reason
-        Why its computations are planned by Dask nevertheless; None if they are not.
+    ``client``: the client.
+    ``reason``: why its computations are planned by Dask nevertheless; None if they are not.
     """
 
     def __init__(self, client: Client, reason: str | None):

@@ -108,12 +108,9 @@ _was_on = threading.Event()
 def register_shuffle_method(is_usable: Callable[[], bool], on_choice: OnChoice) -> None:
     """Make the name of the method known, permanently. Idempotent.
 
-    Parameters
-    ----------
-    is_usable
-        Returns whether the runtime is on for the current client. If not, Dask's default method is used.
-    on_choice
-        Called for each choice of a method for a shuffle or join while the runtime is usable.
+    ``is_usable``: returns whether the runtime is on for the current client. If not, Dask's default method is
+    used.
+    ``on_choice``: called for each choice of a method for a shuffle or join while the runtime is usable.
     """
     if not _name:
         lower_with(Lowering(is_usable, on_choice), _name)
@@ -137,10 +134,7 @@ def lower_with(lowering: Lowering, patches: PatchSet) -> None:
 def choose(is_usable: Callable[[], bool]) -> None:
     """Make it the default method of shuffles, where the runtime is usable.
 
-    Parameters
-    ----------
-    is_usable
-        See :func:`register_shuffle_method`.
+    ``is_usable``: see :func:`register_shuffle_method`.
     """
     _was_on.set()
     if _default:
@@ -177,23 +171,12 @@ def choose_method(
 ) -> MethodChoice | None:
     """Choose between the runtime and Dask for a shuffle or a join.
 
-    Parameters
-    ----------
-    asked
-        The method in the expression; None if it has none.
-    configured
-        The setting ``dataframe.shuffle.method`` at the time of lowering.
-    takeover
-        The setting ``gpurt.takeover``.
-    explicit_comms
-        The setting ``explicit-comms`` of dask-cuda, which then handles ``tasks`` itself.
-    local
-        Whether a local scheduler of Dask is selected, which has no workers.
-
-    Returns
-    -------
-    MethodChoice or None
-        None for ``p2p``, which the scheduler may take over.
+    ``asked``: the method in the expression; None if it has none.
+    ``configured``: the setting ``dataframe.shuffle.method`` at the time of lowering.
+    ``takeover``: the setting ``gpurt.takeover``.
+    ``explicit_comms``: the setting ``explicit-comms`` of dask-cuda, which then handles ``tasks`` itself.
+    ``local``: whether a local scheduler of Dask is selected, which has no workers.
+    Returns None for ``p2p``, which the scheduler may take over.
     """
     method = asked or configured
     if method == P2P:
@@ -218,10 +201,7 @@ def choose_method(
 class Lowering:
     """Lower the shuffles, shuffling reductions and joins that go through the runtime.
 
-    Parameters
-    ----------
-    is_usable, on_choice
-        See :func:`register_shuffle_method`.
+    ``is_usable``, ``on_choice``: see :func:`register_shuffle_method`.
     """
 
     def __init__(self, is_usable: Callable[[], bool], on_choice: OnChoice):
@@ -430,10 +410,7 @@ def _names_ours(asked: str | None) -> bool:
 def _as_we_join(lowered: Any, *, is_ours: bool = False) -> Any:
     """Replace a join of aligned partitions, or a semi join, by ours; return any other expression unchanged.
 
-    Parameters
-    ----------
-    is_ours
-        Whether a side may be the output of a shuffle through the runtime.
+    ``is_ours``: whether a side may be the output of a shuffle through the runtime.
     """
     if is_ours and type(lowered) is BlockwiseMerge:
         return GpurtBlockwiseMerge(*lowered.operands)

@@ -52,10 +52,7 @@ CONNECT_S, WATCH_S = 5.0, 5.0
 class Results:
     """Get the results of clients for which the runtime is on.
 
-    Parameters
-    ----------
-    is_on
-        Returns whether the runtime is on for a client.
+    ``is_on``: returns whether the runtime is on for a client.
     """
 
     def __init__(self, is_on: Callable[[Client], bool], metrics: Metrics):

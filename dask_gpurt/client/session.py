@@ -53,10 +53,7 @@ MEMORY_COLUMNS = {
 def given_client(client: Client | None) -> Client:
     """Return the given client, or the current one.
 
-    Raises
-    ------
-    TypeError
-        If the argument is not a client.
+    Raises TypeError if the argument is not a client.
     """
     if client is None:
         current: Client = default_client()
@@ -72,10 +69,7 @@ def given_client(client: Client | None) -> Client:
 def open_client(client: Client | None) -> Client:
     """Return the given client, or the current one, as :func:`given_client` does.
 
-    Raises
-    ------
-    RuntimeError
-        If the client is closed.
+    Raises RuntimeError if the client is closed.
     """
     client = given_client(client)
     if client.status == "closed":
@@ -88,19 +82,10 @@ class ClientSession:
 
     A session does not keep its client alive.
 
-    Parameters
-    ----------
-    client
-        The client.
-    planning
-        The settings of planning with which it was switched on.
-    sessions
-        The registry that it is in.
-
-    Attributes
-    ----------
-    id
-        Identifies the client: what is planned for it is not used for another one.
+    ``client``: the client.
+    ``planning``: the settings of planning with which it was switched on.
+    ``sessions``: the registry that it is in.
+    ``id``: identifies the client: what is planned for it is not used for another one.
     """
 
     def __init__(self, client: Client, planning: config.PlanningSettings, sessions: Sessions):
@@ -153,12 +138,8 @@ class ClientSession:
 class Sessions:
     """Keep the sessions of all clients of this process, and what they share. Thread-safe.
 
-    Attributes
-    ----------
-    metrics
-        The counters of planning in this process, which no worker reports.
-    choices
-        Takes the choices of shuffle methods in the computation that is being planned.
+    ``metrics``: the counters of planning in this process, which no worker reports.
+    ``choices``: takes the choices of shuffle methods in the computation that is being planned.
     """
 
     def __init__(self) -> None:

@@ -29,10 +29,7 @@ MAX_EVENTS = 5_000_000
 class Collector:
     """Collect a trace in batches while it is recorded, on the event loop of a client.
 
-    Parameters
-    ----------
-    client
-        A client of the cluster.
+    ``client``: a client of the cluster.
     """
 
     def __init__(self, client: Client):
@@ -46,10 +43,7 @@ class Collector:
     async def begin(self) -> None:
         """Start recording on all servers.
 
-        Raises
-        ------
-        RuntimeError
-            If another trace of the cluster is being recorded.
+        Raises RuntimeError if another trace of the cluster is being recorded.
         """
         began = await self._scheduler.gpurt_trace_begin(token=self._token)
         self.trace.began = began["time"]

@@ -25,15 +25,10 @@ class UnsupportedError(RuntimeError):
 class Seam:
     """Describe a private part of Dask: its name, and the known signature and body.
 
-    Attributes
-    ----------
-    name
-        ``module:attribute.attribute``.
-    parameters
-        The names of its parameters, separated by blanks; None if only its existence is required.
-    bodies
-        The hashes of its known bodies, for functions that the runtime has copied or whose body it relies on;
-        see :func:`hash_of_body`. Empty if the body does not matter.
+    ``name``: ``module:attribute.attribute``.
+    ``parameters``: the names of its parameters, separated by blanks; None if only its existence is required.
+    ``bodies``: the hashes of its known bodies, for functions that the runtime has copied or whose body it
+    relies on; see :func:`hash_of_body`. Empty if the body does not matter.
     """
 
     name: str
@@ -58,10 +53,7 @@ class Seam:
     def difference(self, on: Any = None) -> str | None:
         """Return how the installed Dask differs; None if it does not.
 
-        Parameters
-        ----------
-        on
-            The instance to compare. Another package's wrapper on it may accept additional keywords.
+        ``on``: the instance to compare. Another package's wrapper on it may accept additional keywords.
         """
         try:
             found = _find(self.owner(), self.attribute) if on is None else getattr(on, self.attribute)
@@ -92,12 +84,8 @@ class Seam:
 class SeamGroup:
     """Group the seams that one part of the runtime needs.
 
-    Attributes
-    ----------
-    name
-        The name of the part.
-    without
-        The consequence if one of its seams differs; None if the whole runtime stays off.
+    ``name``: the name of the part.
+    ``without``: the consequence if one of its seams differs; None if the whole runtime stays off.
     """
 
     name: str
@@ -112,10 +100,7 @@ class SeamGroup:
     def require(self) -> None:
         """Check that no seam of the group differs.
 
-        Raises
-        ------
-        UnsupportedError
-            If any differ, with all differences.
+        Raises UnsupportedError if any differ, with all differences.
         """
         if found := differences(self.seams):
             raise UnsupportedError("; ".join(found))
@@ -167,15 +152,8 @@ def _passes_on(found: Any, known: Collection[str] | None) -> bool:
 def hash_of_body(found: Any) -> str:
     """Return the hash of a function's source without comments, layout and docstring.
 
-    Parameters
-    ----------
-    found
-        A function. If it has ``__wrapped__``, the innermost function counts.
-
-    Raises
-    ------
-    OSError, TypeError
-        If the source is not available.
+    ``found``: a function. If it has ``__wrapped__``, the innermost function counts.
+    Raises OSError, TypeError if the source is not available.
     """
     return _hash_of_source(inspect.unwrap(_function(found)))
 

@@ -24,17 +24,9 @@ def add_pages(scheduler: SchedulerServer, pages: Mapping[str, Page], menu: str) 
     of a process. So this inserts a second application with Dask's pages and these in front of the first one,
     which keeps serving its open sessions.
 
-    Parameters
-    ----------
-    pages
-        The pages by path. Dask's JupyterLab extension also lists those under ``/individual-``.
-    menu
-        The path of the page with its own entry in the menu, without the slash.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask's dashboard differs from the known one.
+    ``pages``: the pages by path. Dask's JupyterLab extension also lists those under ``/individual-``.
+    ``menu``: the path of the page with its own entry in the menu, without the slash.
+    Raises UnsupportedError if Dask's dashboard differs from the known one.
     """
     DASHBOARD.require()
     http = getattr(scheduler, "http_application", None)
@@ -69,10 +61,7 @@ def _title(path: str) -> str:
 def fill(document: Any, root: Any, title: str, extra: Mapping[str, Any] | None) -> None:
     """Add a model to a document, in Dask's theme.
 
-    Parameters
-    ----------
-    extra
-        The variables of Dask's templates; None for a page without a menu, to be embedded in another.
+    ``extra``: the variables of Dask's templates; None for a page without a menu, to be embedded in another.
     """
     document.title = f"Dask: {title}"
     document.add_root(root)

@@ -143,23 +143,15 @@ def replace_lowering(
     Each replacement is called as ``replacement(original, expr)``, and returns ``original(expr)`` for
     expressions that it does not handle.
 
-    Parameters
-    ----------
-    shuffle, sort, reduction, merge
-        Replace ``_lower`` of ``Shuffle``, ``SortValues``, ``ShuffleReduce`` and ``Merge``.
-    is_broadcast_join
-        Replaces the property of ``Merge``.
-    is_aligned
-        Replaces ``_on_condition_already_partitioned`` of ``Merge``; called with a side and its keys too.
-    needs_shuffle
-        Replaces ``need_to_shuffle`` of reductions by groups, and of functions that are applied to groups.
-    graph
-        Replaces ``__dask_graph__`` of all expressions.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of these differs from the known one.
+    ``shuffle``, ``sort``, ``reduction``, ``merge``: replace ``_lower`` of ``Shuffle``, ``SortValues``,
+    ``ShuffleReduce`` and ``Merge``.
+    ``is_broadcast_join``: replaces the property of ``Merge``.
+    ``is_aligned``: replaces ``_on_condition_already_partitioned`` of ``Merge``; called with a side and its
+    keys too.
+    ``needs_shuffle``: replaces ``need_to_shuffle`` of reductions by groups, and of functions that are applied
+    to groups.
+    ``graph``: replaces ``__dask_graph__`` of all expressions.
+    Raises UnsupportedError if one of these differs from the known one.
     """
     patches.replace_all(
         {
@@ -182,18 +174,10 @@ def replace_default_method(
 ) -> None:
     """Replace the choice of the default shuffle method.
 
-    Parameters
-    ----------
-    default_method
-        Called as ``default_method(original)``; returns the name of a method.
-    preferring_order
-        Called as ``preferring_order(original, method)`` where Dask prefers a method that keeps the order of
-        rows.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of the functions differs from the known one.
+    ``default_method``: called as ``default_method(original)``; returns the name of a method.
+    ``preferring_order``: called as ``preferring_order(original, method)`` where Dask prefers a method that
+    keeps the order of rows.
+    Raises UnsupportedError if one of the functions differs from the known one.
     """
     # Each module has its own reference to the function.
     default = [seam for seam in EXPRESSIONS.seams if seam.attribute == "get_default_shuffle_method"]
@@ -204,10 +188,7 @@ def replace_default_method(
 def replace_merge(patches: PatchSet, merge: Replacement) -> None:
     """Replace the function that joins collections, which their methods call too.
 
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such function.
+    Raises UnsupportedError if Dask has no such function.
     """
     # Each module has its own reference to the function.
     patches.replace_all({seam: _instead(merge) for seam in EXPRESSIONS.seams if seam.short == "merge"})
@@ -216,16 +197,9 @@ def replace_merge(patches: PatchSet, merge: Replacement) -> None:
 def replace_divisions(patches: PatchSet, divisions: Replacement) -> None:
     """Replace the function that finds how the values of a column are divided, and whether they are sorted.
 
-    Parameters
-    ----------
-    divisions
-        Called as ``divisions(original, frame, column, ...)``; returns the divisions, the least and the
-        greatest value of each partition, and whether the partitions are sorted.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such function.
+    ``divisions``: called as ``divisions(original, frame, column, ...)``; returns the divisions, the least and
+    the greatest value of each partition, and whether the partitions are sorted.
+    Raises UnsupportedError if Dask has no such function.
     """
     patches.replace_all({_seam("_get_divisions"): _instead(divisions)})
 
@@ -233,15 +207,8 @@ def replace_divisions(patches: PatchSet, divisions: Replacement) -> None:
 def replace_null_groups(patches: PatchSet, keywords: Replacement) -> None:
     """Replace the keywords of the steps of means, variances and standard deviations by groups.
 
-    Parameters
-    ----------
-    keywords
-        Called as ``keywords(original, expr)``; returns the keywords, among them ``dropna``.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such properties.
+    ``keywords``: called as ``keywords(original, expr)``; returns the keywords, among them ``dropna``.
+    Raises UnsupportedError if Dask has no such properties.
     """
     steps = [seam for seam in EXPRESSIONS.seams if seam.short.startswith("GroupByReduction.")]
     patches.replace_all(dict.fromkeys(steps, _instead(keywords)), cached=False)
@@ -250,17 +217,10 @@ def replace_null_groups(patches: PatchSet, keywords: Replacement) -> None:
 def replace_simplified(patches: PatchSet, kind: str, simplified: Replacement) -> None:
     """Replace how an operation is simplified together with one that uses it.
 
-    Parameters
-    ----------
-    kind
-        The name of the operation's class: ``Filter``, ``AsType`` or ``SortValues``.
-    simplified
-        Called as ``simplified(original, expr, parent, dependents)``; returns another parent, or None.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such method.
+    ``kind``: the name of the operation's class: ``Filter``, ``AsType`` or ``SortValues``.
+    ``simplified``: called as ``simplified(original, expr, parent, dependents)``; returns another parent, or
+    None.
+    Raises UnsupportedError if Dask has no such method.
     """
     patches.replace_all({_seam(f"{kind}._simplify_up"): _instead(simplified)})
 
@@ -280,17 +240,9 @@ def reads_cast(parent: Any, cast: Any) -> bool:
 def replace_variances(patches: PatchSet, lower: Replacement, aggregation: Replacement) -> None:
     """Replace the lowering of reductions, and the steps of which a variance by groups consists.
 
-    Parameters
-    ----------
-    lower
-        Called as ``lower(original, expr)``, also for other reductions.
-    aggregation
-        Called as ``aggregation(original, …)``; returns the steps, by their kind.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such functions.
+    ``lower``: called as ``lower(original, expr)``, also for other reductions.
+    ``aggregation``: called as ``aggregation(original, …)``; returns the steps, by their kind.
+    Raises UnsupportedError if Dask has no such functions.
     """
     patches.replace_all(
         {

@@ -101,12 +101,9 @@ def _is_one_of(function: Any, functions: set[Callable[..., Any]]) -> bool:
 class Operation(NamedTuple):
     """Describe the call that a node makes.
 
-    Attributes
-    ----------
-    name
-        The name of the function.
-    function, args, kwargs
-        The call; arguments that are results of other nodes are references, with their key.
+    ``name``: the name of the function.
+    ``function``, ``args``, ``kwargs``: the call; arguments that are results of other nodes are references,
+    with their key.
     """
 
     name: str
@@ -168,15 +165,8 @@ def fused_graph_of(node: GraphNode) -> tuple[Graph, Key, dict[Key, Key]] | None:
 def wrap_execution(patches: PatchSet, run: Callable[[Graph, Key, Callable[[], Any]], Any]) -> None:
     """Have a function execute the graphs of fused tasks.
 
-    Parameters
-    ----------
-    run
-        Takes the graph, the key of the result, and a function that returns the result as Dask does.
-
-    Raises
-    ------
-    UnsupportedError
-        If a function of Dask differs from the known one.
+    ``run``: takes the graph, the key of the result, and a function that returns the result as Dask does.
+    Raises UnsupportedError if a function of Dask differs from the known one.
     """
     EXECUTION.require()
 
@@ -197,15 +187,8 @@ def wrap_trees(patches: PatchSet, call: Callable[..., Any]) -> None:
 
     Sums of integers are squared as floats for variances: their squares as integers may wrap around.
 
-    Parameters
-    ----------
-    call
-        Takes the name of the operation, dask_cudf's function, its arguments and its keywords.
-
-    Raises
-    ------
-    UnsupportedError
-        If a function of dask_cudf differs from the known one.
+    ``call``: takes the name of the operation, dask_cudf's function, its arguments and its keywords.
+    Raises UnsupportedError if a function of dask_cudf differs from the known one.
     """
 
     def wrap(name: str, seam: Seam, aggregate: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,22 +23,11 @@ def serve(server: Any, module: str) -> Callable[[], None]:
     A no-op if the scheduler serves them already, because ``distributed.scheduler.http.routes`` lists the
     module.
 
-    Parameters
-    ----------
-    server
-        Dask's scheduler.
-    module
-        The name of a module with ``routes`` in Dask's format: tuples of path, handler and keyword arguments.
-
-    Returns
-    -------
-    function
-        Removes the routes.
-
-    Raises
-    ------
-    UnsupportedError
-        If the HTTP server differs from the known one, or does not exist.
+    ``server``: Dask's scheduler.
+    ``module``: the name of a module with ``routes`` in Dask's format: tuples of path, handler and keyword
+    arguments.
+    Returns a function that removes the routes.
+    Raises UnsupportedError if the HTTP server differs from the known one, or does not exist.
     """
     HTTP.require()
     if (application := getattr(server, "http_application", None)) is None:

@@ -79,13 +79,9 @@ def look_at_files(
     dask_cudf would convert each column of the metadata, which Dask then hashes, by kernels. Here it looks at
     the files as for pandas.
 
-    Parameters
-    ----------
-    look
-        Dask's function.
-    convert
-        Takes an empty frame of pandas, and the function of cudf that converts one; returns the frame of cudf,
-        or None.
+    ``look``: Dask's function.
+    ``convert``: takes an empty frame of pandas, and the function of cudf that converts one; returns the frame
+    of cudf, or None.
     """
     is_of_cudf = isinstance(expr, parquet.ReadParquetFSSpec) and _is_engine_of_cudf(expr.engine)
     if is_of_cudf and (known := _as_for_pandas(look, expr, convert)) is not None:
@@ -160,10 +156,7 @@ def note_state_of_files(expr: Expr, known: dict[str, Any], states: Mapping[str, 
 def version_of_files(expr: Expr) -> tuple[str | None, str | None]:
     """Return what changes with the files that an expression reads.
 
-    Raises
-    ------
-    TokenizationError
-        If files may change without it.
+    Raises TokenizationError if files may change without it.
     """
     checksum = checksum_of_files(expr)
     if not isinstance(expr, parquet.ReadParquetPyarrowFS):
@@ -182,10 +175,7 @@ def has_options(expr: Expr) -> bool:
 def state_of_a_file(expr: Expr) -> Mapping[str, Any] | None:
     """Return what the file system reports of one file of a read; None if it has no files.
 
-    Raises
-    ------
-    FileNotFoundError
-        If the file no longer exists.
+    Raises FileNotFoundError if the file no longer exists.
     """
     facts = expr._dataset_info
     if isinstance(expr, parquet.ReadParquetPyarrowFS):
@@ -238,18 +228,10 @@ def read_through(
 ) -> None:
     """Have tasks read Parquet files that are not local in another way, unless by an engine of the user.
 
-    Parameters
-    ----------
-    fsspec
-        Called with a file system, and a function that reads by the file system that it is given.
-    arrow
-        Called with the fragment of a file on a store, in Dask's wrapper, the filters, the columns, the
-        schema, and a function that reads a fragment, in a wrapper or not.
-
-    Raises
-    ------
-    UnsupportedError
-        If a reader differs from the known one.
+    ``fsspec``: called with a file system, and a function that reads by the file system that it is given.
+    ``arrow``: called with the fragment of a file on a store, in Dask's wrapper, the filters, the columns, the
+    schema, and a function that reads a fragment, in a wrapper or not.
+    Raises UnsupportedError if a reader differs from the known one.
     """
 
     def by_fsspec(read: Method) -> Method:

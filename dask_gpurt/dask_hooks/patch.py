@@ -90,12 +90,8 @@ class _Static(staticmethod):  # type: ignore[type-arg]
 class _Patch:
     """Record one replacement.
 
-    Attributes
-    ----------
-    before, installed
-        The previous value and the replacement.
-    active
-        Whether the replacement is called; if not, calls go to the original.
+    ``before``, ``installed``: the previous value and the replacement.
+    ``active``: whether the replacement is called; if not, calls go to the original.
     """
 
     def __init__(self, place: _Place, layer: int):
@@ -157,11 +153,8 @@ def _patch_of(value: Any) -> _Patch | None:
 class PatchSet:
     """Patch several values and restore all of them together.
 
-    Parameters
-    ----------
-    layer
-        If several sets replace the same value, the set with the higher layer is called first, and must be
-        installed last.
+    ``layer``: if several sets replace the same value, the set with the higher layer is called first, and must
+    be installed last.
     """
 
     def __init__(self, layer: int = 0) -> None:
@@ -174,31 +167,18 @@ class PatchSet:
     def replace(self, seam: Seam, wrap: Wrap, on: Any = None) -> None:
         """Replace the attribute that a seam names.
 
-        Parameters
-        ----------
-        seam
-            A method, a function, a read-only ``property`` or a ``cached_property``.
-        wrap
-            Takes the original and returns its replacement.
-        on
-            The instance to patch. By default the class or module is patched.
-
-        Raises
-        ------
-        UnsupportedError
-            If the attribute differs from the known one; nothing is replaced.
-        PatchOrderError
-            If a set of a higher layer has replaced it.
+        ``seam``: a method, a function, a read-only ``property`` or a ``cached_property``.
+        ``wrap``: takes the original and returns its replacement.
+        ``on``: the instance to patch. By default the class or module is patched.
+        Raises UnsupportedError if the attribute differs from the known one; nothing is replaced.
+        Raises PatchOrderError if a set of a higher layer has replaced it.
         """
         self.replace_all({seam: wrap}, on)
 
     def replace_all(self, wraps: Mapping[Seam, Wrap], on: Any = None, *, cached: bool = True) -> None:
         """Replace several attributes as :meth:`replace` does, or none of them if any differs.
 
-        Parameters
-        ----------
-        cached
-            See :meth:`put`.
+        ``cached``: see :meth:`put`.
         """
         if found := [difference for seam in wraps if (difference := seam.difference(on)) is not None]:
             raise UnsupportedError("; ".join(found))
@@ -208,17 +188,12 @@ class PatchSet:
     def put(self, owner: Any, name: str, wrap: Wrap, *, cached: bool = True) -> None:
         """Replace an attribute without comparing it with the known one.
 
-        Parameters
-        ----------
-        owner
-            An instance, a class or a module.
-        name
-            A method, static method, function, read-only ``property`` or ``cached_property`` of the owner.
-        wrap
-            Takes the original and returns its replacement.
-        cached
-            Whether a ``cached_property`` stays one. If not, it becomes a property, which also takes no notice
-            of what instances have cached: for replacements that can be switched on and off.
+        ``owner``: an instance, a class or a module.
+        ``name``: a method, static method, function, read-only ``property`` or ``cached_property`` of the
+        owner.
+        ``wrap``: takes the original and returns its replacement.
+        ``cached``: whether a ``cached_property`` stays one. If not, it becomes a property, which also takes
+        no notice of what instances have cached: for replacements that can be switched on and off.
         """
         patch = _Patch(_Attribute(owner, name), self._layer)
         if isinstance(patch.before, cached_property) and not cached:
@@ -251,10 +226,7 @@ class PatchSet:
         Messages of servers that have not learned of the end yet arrive afterwards. Dask logs a call of an
         unknown handler, and closes the stream of an unknown operation.
 
-        Parameters
-        ----------
-        off
-            Answers them from then on, until handlers are added again. Has a name, which Dask logs.
+        ``off``: answers them from then on, until handlers are added again. Has a name, which Dask logs.
         """
         for name, handler in added.items():
             patch = _Patch(_Item(handlers, name), self._layer)
@@ -276,10 +248,7 @@ class PatchSet:
 def guarded(name: str, ours: Method, original: Method, failed: FailureHandler) -> Method:
     """Return a function that calls ours, and falls back to Dask's original if ours raises.
 
-    Parameters
-    ----------
-    name
-        Passed to ``failed`` with the exception.
+    ``name``: passed to ``failed`` with the exception.
     """
 
     @wraps(original)

@@ -301,10 +301,7 @@ def fused_into(expr: Expr) -> Sequence[Expr]:
 def rebuild(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """Rebuild a plan bottom up, with each expression replaced.
 
-    Parameters
-    ----------
-    change
-        Takes an expression and returns its replacement, or the same expression.
+    ``change``: takes an expression and returns its replacement, or the same expression.
     """
     return rebuild_from(plan, lambda _, expr: change(expr))
 
@@ -399,10 +396,7 @@ def fuse_blockwise(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
     also fuses a single partition that several others need, such as the small side of a join, into each of
     them. Here it is computed once, as without fusing, since it may be slow or not deterministic.
 
-    Parameters
-    ----------
-    change
-        Takes an expression and returns its replacement, which has as many partitions.
+    ``change``: takes an expression and returns its replacement, which has as many partitions.
     """
     groups = _groups(plan)
     single: dict[str, Expr] = {}
@@ -505,28 +499,17 @@ def replace_planning(
 ) -> None:
     """Replace how expressions are created, optimised and described, and how reads of files are.
 
-    Parameters
-    ----------
-    made
-        Called as ``made(original, kind, *operands, **keywords)``; returns the expression.
-    optimise
-        Called as ``optimise(original, expr, stage)``; returns the optimised expression.
-    metadata, columns, dimensions
-        Called as ``metadata(original, expr)``; return the metadata of an expression, the labels of its
-        columns, and the number of its dimensions.
-    names_index
-        Called as ``names_index(original, frame, columns)``; returns whether columns of a join name an index.
-    look_at_files
-        Called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet files needs.
-    name_read
-        Called as ``name_read(original, expr)``; returns the token of a read of Parquet files.
-    file_plans
-        The number of sets of files and filters for which Dask caches footer statistics.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of these differs from the known one; nothing is replaced.
+    ``made``: called as ``made(original, kind, *operands, **keywords)``; returns the expression.
+    ``optimise``: called as ``optimise(original, expr, stage)``; returns the optimised expression.
+    ``metadata``, ``columns``, ``dimensions``: called as ``metadata(original, expr)``; return the metadata of
+    an expression, the labels of its columns, and the number of its dimensions.
+    ``names_index``: called as ``names_index(original, frame, columns)``; returns whether columns of a join
+    name an index.
+    ``look_at_files``: called as ``look_at_files(original, expr)``; returns the facts that a read of Parquet
+    files needs.
+    ``name_read``: called as ``name_read(original, expr)``; returns the token of a read of Parquet files.
+    ``file_plans``: the number of sets of files and filters for which Dask caches footer statistics.
+    Raises UnsupportedError if one of these differs from the known one; nothing is replaced.
     """
     wraps: dict[Any, Wrap] = {
         PLANNING["__new__"]: lambda original: partial(made, original),
@@ -551,10 +534,7 @@ def replace_planning(
 def observe_planning(patches: PatchSet, *, made: Replacement, optimise: Replacement) -> None:
     """Call functions as expressions are created and optimised, as in :func:`replace_planning`.
 
-    Raises
-    ------
-    UnsupportedError
-        If one of Dask's functions differs from the known one.
+    Raises UnsupportedError if one of Dask's functions differs from the known one.
     """
     patches.replace_all(
         {

@@ -25,15 +25,10 @@ _EXPR = "dask.dataframe.dask_expr.io."
 class FileReader(NamedTuple):
     """Describe a function that reads or writes files.
 
-    Attributes
-    ----------
-    seam
-        The function to wrap.
-    called_by
-        The functions and classes in tasks that begin by calling it, or do nothing else if it is a writer, as
-        ``module:name``.
-    calls_users
-        Returns whether a call with these arguments calls user code. Such calls are not wrapped.
+    ``seam``: the function to wrap.
+    ``called_by``: the functions and classes in tasks that begin by calling it, or do nothing else if it is a
+    writer, as ``module:name``.
+    ``calls_users``: returns whether a call with these arguments calls user code. Such calls are not wrapped.
     """
 
     seam: Seam
@@ -97,14 +92,9 @@ PATH_READERS = (
 class Readers:
     """Wrap the readers of this process, with one patch set.
 
-    Parameters
-    ----------
-    wrap
-        Takes a reader and returns its replacement.
-    failed
-        Called once for each reader that differs from the known one, with the difference.
-    readers
-        The functions to wrap.
+    ``wrap``: takes a reader and returns its replacement.
+    ``failed``: called once for each reader that differs from the known one, with the difference.
+    ``readers``: the functions to wrap.
     """
 
     def __init__(

@@ -44,15 +44,8 @@ def is_in_task() -> bool:
 def replace_get(patches: PatchSet, get: Callable[..., Any]) -> None:
     """Replace how a client computes a graph and gets its results.
 
-    Parameters
-    ----------
-    get
-        Called as ``get(original, client, dsk, keys, *args, **kwargs)``.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask's differs from the known one; nothing is replaced.
+    ``get``: called as ``get(original, client, dsk, keys, *args, **kwargs)``.
+    Raises UnsupportedError if Dask's differs from the known one; nothing is replaced.
     """
     RESULTS_FOR_CLIENTS.require()
     patches.replace_all({RESULTS_FOR_CLIENTS["get"]: lambda original: partial(get, original)})
@@ -87,10 +80,7 @@ async def has_worker(client: Client, worker: str) -> bool:
 async def fetch(client: Client, worker: str, keys: list[Key], connect_s: float) -> dict[Key, Any]:
     """Fetch results from a worker; return those that it has, and none if it is busy.
 
-    Raises
-    ------
-    ConnectionRefusedError
-        If the client cannot connect to the worker within ``connect_s`` seconds.
+    Raises ConnectionRefusedError if the client cannot connect to the worker within ``connect_s`` seconds.
     """
     # Dask may lack it, and then only results go through the scheduler; `replace_get` has compared it.
     from distributed.worker import get_data_from_worker

@@ -25,15 +25,8 @@ class Overrides:
 
     Dask makes the choice if a replacement raises, or if the method differs in this version of Dask.
 
-    Parameters
-    ----------
-    failed
-        Called with the name of such a method and the reason.
-
-    Attributes
-    ----------
-    originals
-        Dask's own methods by name, for replacements that delegate to them.
+    ``failed``: called with the name of such a method and the reason.
+    ``originals``: Dask's own methods by name, for replacements that delegate to them.
     """
 
     def __init__(self, failed: FailureHandler):
@@ -44,10 +37,7 @@ class Overrides:
     def scheduler(self, state: SchedulerState, ours: Callable[[str], Method]) -> None:
         """Replace the choice of a worker for a task.
 
-        Parameters
-        ----------
-        ours
-            Returns the replacement of a method by its name.
+        ``ours``: returns the replacement of a method by its name.
         """
         self._put(PLACEMENT, state, ours)
 
@@ -83,10 +73,7 @@ class Overrides:
 def require_load() -> None:
     """Check that the load of workers can be read.
 
-    Raises
-    ------
-    UnsupportedError
-        If Dask's state differs from the known one.
+    Raises UnsupportedError if Dask's state differs from the known one.
     """
     PLACEMENT_STATE.require()
 
@@ -94,10 +81,7 @@ def require_load() -> None:
 def require_replicas() -> None:
     """Check that results can be sent to workers and counted as replicas.
 
-    Raises
-    ------
-    UnsupportedError
-        If a required part of Dask differs from the known one.
+    Raises UnsupportedError if a required part of Dask differs from the known one.
     """
     RESULTS.require()
 
@@ -108,10 +92,7 @@ def wrap_retirement(patches: PatchSet, scheduler: SchedulerServer, wrap: Wrap) -
     ``(ws, policy, *, prev_status, close, remove, stimulus_id)`` is called once the worker does not get tasks
     any more. It waits until the worker's data have been replicated, and then removes the worker.
 
-    Raises
-    ------
-    UnsupportedError
-        If it differs from the known one.
+    Raises UnsupportedError if it differs from the known one.
     """
     patches.replace(RETIREMENT["_track_retire_worker"], wrap, on=scheduler)
 

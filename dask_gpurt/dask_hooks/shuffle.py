@@ -84,25 +84,14 @@ def replace_on_extension(
 ) -> None:
     """Replace methods of the scheduler's shuffle extension. Each argument wraps the method of its name.
 
-    Parameters
-    ----------
-    retrieve_spec
-        ``(shuffle_id)``: returns the spec of a shuffle.
-    create
-        ``(shuffle_id, key, worker)``: creates a run, requested by the task ``key``.
-    calculate_worker_for
-        ``(spec)``: returns the owner of each output partition.
-    restart_recommendations
-        ``(shuffle_id)``: returns the transitions that restart a shuffle.
-    restart_shuffle
-        ``(shuffle_id, scheduler, *, stimulus_id)``: restarts a shuffle.
-    transition, remove_worker, valid_workers_downscaling
-        The hooks of the scheduler plugin for transitions, departed workers and retirement.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of the methods differs from the known one.
+    ``retrieve_spec``: ``(shuffle_id)``: returns the spec of a shuffle.
+    ``create``: ``(shuffle_id, key, worker)``: creates a run, requested by the task ``key``.
+    ``calculate_worker_for``: ``(spec)``: returns the owner of each output partition.
+    ``restart_recommendations``: ``(shuffle_id)``: returns the transitions that restart a shuffle.
+    ``restart_shuffle``: ``(shuffle_id, scheduler, *, stimulus_id)``: restarts a shuffle.
+    ``transition``, ``remove_worker``, ``valid_workers_downscaling``: the hooks of the scheduler plugin for
+    transitions, departed workers and retirement.
+    Raises UnsupportedError if one of the methods differs from the known one.
     """
     patches.replace_all(
         {
@@ -211,19 +200,8 @@ async def run_barrier(shuffle_id: ShuffleId, *run_ids: int) -> int:
     Dask awaits tasks that are coroutines, without a thread. Its own function blocks one until the event loop
     has run the barrier.
 
-    Parameters
-    ----------
-    run_ids
-        The results of the transfers.
-
-    Returns
-    -------
-    The id of the run.
-
-    Raises
-    ------
-    RuntimeError
-        As Dask's function does, for every error except those that Dask handles by itself.
+    ``run_ids``: the results of the transfers.
+    Raises RuntimeError as Dask's function does, for every error except those that Dask handles by itself.
     """
     try:
         run_id: int = await get_worker_plugin()._barrier(shuffle_id, run_ids)
@@ -280,16 +258,9 @@ def output_of(shuffle_id: ShuffleId, run_id: int, partition: int) -> Any:
 def replace_run_lookup(patches: PatchSet, plugin: ShuffleWorkerPlugin, find: Wrap) -> None:
     """Replace the lookup of runs by a worker's tasks.
 
-    Parameters
-    ----------
-    find
-        Wraps ``get_or_create_shuffle(shuffle_id)`` and ``get_shuffle_run(shuffle_id, run_id)``; called on the
-        threads of tasks.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of the two differs from the known one; then none is replaced.
+    ``find``: wraps ``get_or_create_shuffle(shuffle_id)`` and ``get_shuffle_run(shuffle_id, run_id)``; called
+    on the threads of tasks.
+    Raises UnsupportedError if one of the two differs from the known one; then none is replaced.
     """
     patches.replace_all(dict.fromkeys(RUN_LOOKUP.seams, find), on=plugin)
 
@@ -299,10 +270,7 @@ def keep_barriers_in_bags(patches: PatchSet) -> None:
 
     Dask rebuilds each task as a plain one, without the spec of its shuffle: its own p2p fails too.
 
-    Raises
-    ------
-    UnsupportedError
-        If Dask's function differs from the known one.
+    Raises UnsupportedError if Dask's function differs from the known one.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:

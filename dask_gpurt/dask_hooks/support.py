@@ -36,10 +36,7 @@ class Row(NamedTuple):
 def table(unused: Collection[SeamGroup] = ()) -> list[Row]:
     """Compare all seams with the installed Dask.
 
-    Parameters
-    ----------
-    unused
-        Parts that are not needed with the present settings; they are not compared.
+    ``unused``: parts that are not needed with the present settings; they are not compared.
     """
     return [row for part in PARTS for row in _rows(part, part in unused)]
 
@@ -70,10 +67,7 @@ def why_unsupported() -> str | None:
 def require() -> None:
     """Check that the runtime can work in this process; see :func:`why_unsupported`.
 
-    Raises
-    ------
-    UnsupportedError
-        If it cannot, with the reason.
+    Raises UnsupportedError if it cannot, with the reason.
     """
     if (reason := why_unsupported()) is not None:
         raise UnsupportedError(reason)

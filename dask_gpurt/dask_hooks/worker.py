@@ -34,10 +34,7 @@ LEAVING = (*CLOSING, Status.closing_gracefully)
 def wrap_execute(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
     """Wrap the coroutine ``execute(key, *, stimulus_id)``, which runs a task and returns an event.
 
-    Raises
-    ------
-    UnsupportedError
-        If it differs from the known one.
+    Raises UnsupportedError if it differs from the known one.
     """
     patches.replace(WORKER["execute"], wrap, on=worker)
 
@@ -47,19 +44,11 @@ def wrap_data_access(
 ) -> None:
     """Wrap everything that reads or stores a worker's data, or nothing if any of it differs.
 
-    Parameters
-    ----------
-    execute
-        The coroutine ``execute(key, *, stimulus_id)``, which runs a task and returns an event.
-    gather_dep
-        The coroutine ``gather_dep(worker, to_gather, total_nbytes, *, stimulus_id)``, which fetches.
-    get_data
-        The handler ``get_data(comm, keys, who, serializers)``, which serves peers.
-
-    Raises
-    ------
-    UnsupportedError
-        If one of them differs from the known one.
+    ``execute``: the coroutine ``execute(key, *, stimulus_id)``, which runs a task and returns an event.
+    ``gather_dep``: the coroutine ``gather_dep(worker, to_gather, total_nbytes, *, stimulus_id)``, which
+    fetches.
+    ``get_data``: the handler ``get_data(comm, keys, who, serializers)``, which serves peers.
+    Raises UnsupportedError if one of them differs from the known one.
     """
     if (difference := WORKER["get_data"].difference()) is not None:
         raise UnsupportedError(difference)
@@ -75,15 +64,8 @@ def wrap_submit(patches: PatchSet, worker: WorkerServer, wrap: Wrap) -> None:
 def widen_pool(worker: WorkerServer, by: int) -> Callable[[], None]:
     """Add threads to a worker's pool beyond its slots. Dask still submits only as many tasks as it has slots.
 
-    Returns
-    -------
-    Callable
-        Restores the size: as many threads as were added end once they are idle.
-
-    Raises
-    ------
-    UnsupportedError
-        If the worker's tasks run in a pool of another class.
+    Returns a function that restores the size: as many threads as were added end once they are idle.
+    Raises UnsupportedError if the worker's tasks run in a pool of another class.
     """
     pool = worker.executors["default"]
     if type(pool) is not ThreadPoolExecutor:
@@ -183,19 +165,10 @@ async def call_scheduler(
 ) -> Any:
     """Call a handler of the scheduler, and retry while connections break.
 
-    Parameters
-    ----------
-    subject
-        The caller, for the log.
-    pause_s
-        The pause between two calls, in seconds.
-    wanted
-        Returns whether to retry, or raises; called after each pause.
-
-    Raises
-    ------
-    OSError
-        If the connection breaks and the call is not wanted any more.
+    ``subject``: the caller, for the log.
+    ``pause_s``: the pause between two calls, in seconds.
+    ``wanted``: returns whether to retry, or raises; called after each pause.
+    Raises OSError if the connection breaks and the call is not wanted any more.
     """
     while True:
         try:
@@ -234,10 +207,7 @@ _FOR_BOTH = ("port", "interface", "protocol", "host")
 def require_free_address(nanny: Nanny) -> None:
     """Check that a second nanny with the same arguments can start.
 
-    Raises
-    ------
-    UnsupportedError
-        If nannies differ from the known ones, or the worker's address is fixed.
+    Raises UnsupportedError if nannies differ from the known ones, or the worker's address is fixed.
     """
     NANNY.require()
     if nanny.contact_address or nanny._listen_address:
@@ -247,17 +217,9 @@ def require_free_address(nanny: Nanny) -> None:
 def another_nanny(nanny: Nanny, number: int) -> Nanny:
     """Create a nanny for the same scheduler, whose worker is started like that of ``nanny``.
 
-    Parameters
-    ----------
-    nanny
-        The nanny to copy; it may be starting.
-    number
-        Distinguishes the new nanny; a suffix of its name.
-
-    Returns
-    -------
-    Nanny
-        Not started yet.
+    ``nanny``: the nanny to copy; it may be starting.
+    ``number``: distinguishes the new nanny; a suffix of its name.
+    Returns not started yet.
     """
     ports = nanny._given_worker_port
     worker = {name: value for name, value in nanny.worker_kwargs.items() if name not in _FOR_BOTH}

@@ -27,16 +27,11 @@ OldToNew = Sequence[Sequence[Sequence[tuple[int, slice]]]]
 class Interval(NamedTuple):
     """Describe the elements along one axis that an old and a new chunk have in common.
 
-    Parameters
-    ----------
-    chunk
-        The number of the new chunk.
-    place
-        Its index among the intervals of the new chunk.
-    start
-        Its first element in the new chunk.
-    within
-        Its slice of the old chunk. The end is None if the size is unknown: then it is the whole chunk.
+    ``chunk``: the number of the new chunk.
+    ``place``: its index among the intervals of the new chunk.
+    ``start``: its first element in the new chunk.
+    ``within``: its slice of the old chunk. The end is None if the size is unknown: then it is the whole
+    chunk.
     """
 
     chunk: int
@@ -49,16 +44,10 @@ class Interval(NamedTuple):
 class Box:
     """Describe the elements that an old and a new chunk have in common, or a part of them.
 
-    Attributes
-    ----------
-    output
-        The number of the new chunk.
-    place
-        Its index among the boxes of the new chunk, along each axis.
-    start
-        Its first element in the new chunk.
-    within
-        Its slices of the old chunk.
+    ``output``: the number of the new chunk.
+    ``place``: its index among the boxes of the new chunk, along each axis.
+    ``start``: its first element in the new chunk.
+    ``within``: its slices of the old chunk.
     """
 
     output: int
@@ -99,10 +88,7 @@ def _with(values: tuple[T, ...], at: int, value: T) -> tuple[T, ...]:
 class Grid:
     """Number the chunks of an array in C order.
 
-    Attributes
-    ----------
-    shape
-        The number of chunks along each axis.
+    ``shape``: the number of chunks along each axis.
     """
 
     shape: Index
@@ -134,15 +120,11 @@ class Grid:
 class Plan:
     """Plan the boxes of each old chunk.
 
-    Parameters
-    ----------
-    old
-        The grid of old chunks.
-    new
-        The grid of new chunks.
-    old_to_new
-        Dask's plan. Entries beyond the number of new chunks are ignored: if all chunks of a part of an array
-        are empty, Dask adds an old chunk with elements to the part, and an entry for an additional new chunk.
+    ``old``: the grid of old chunks.
+    ``new``: the grid of new chunks.
+    ``old_to_new``: Dask's plan. Entries beyond the number of new chunks are ignored: if all chunks of a part
+    of an array are empty, Dask adds an old chunk with elements to the part, and an entry for an additional
+    new chunk.
     """
 
     def __init__(self, old: Grid, new: Grid, old_to_new: OldToNew):
@@ -156,12 +138,8 @@ class Plan:
     def boxes(self, source: int, shape: Index) -> Iterator[Box]:
         """Yield the boxes of an old chunk.
 
-        Parameters
-        ----------
-        source
-            The number of the chunk.
-        shape
-            Its number of elements along each axis.
+        ``source``: the number of the chunk.
+        ``shape``: its number of elements along each axis.
         """
         axes = zip(self._intervals, self.old.index(source), strict=True)
         for intervals in itertools.product(*(axis[at] for axis, at in axes)):

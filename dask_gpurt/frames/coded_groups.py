@@ -37,16 +37,10 @@ def grouped_by_codes(
 ) -> Any:
     """Aggregate the groups of a frame as ``aggregate(frame, *by, **how)`` does.
 
-    Parameters
-    ----------
-    by
-        The columns of keys. Strings may be categories, in any order.
-    aggregate
-        Passes what it is given on to ``groupby``, and calls aggregations of pandas.
-    order
-        Whether groups are in the order of their keys, not in that of their first rows.
-    counts
-        The columns, by the name of the result, of which values are only counted.
+    ``by``: the columns of keys. Strings may be categories, in any order.
+    ``aggregate``: passes what it is given on to ``groupby``, and calls aggregations of pandas.
+    ``order``: whether groups are in the order of their keys, not in that of their first rows.
+    ``counts``: the columns, by the name of the result, of which values are only counted.
     """
     keys = [_coded(frame[name], order) for name in by] if len(frame) else []
     known = [key for key in keys if key is not None]
@@ -112,10 +106,7 @@ def _combined(keys: Sequence[Coded]) -> np.ndarray:
 def _numbered(numbers: np.ndarray, count: int, order: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return the group of each row, -1 for none, and the number that each group had before.
 
-    Parameters
-    ----------
-    numbers
-        The keys of each row as a number below `count`, -1 if they are missing.
+    ``numbers``: the keys of each row as a number below `count`, -1 if they are missing.
     """
     rows = len(numbers)
     if count > _most_entries(rows):

@@ -38,10 +38,7 @@ except ImportError:  # not in pandas 2, whose frames are pickled
 class Text:
     """Describe a column of Arrow strings.
 
-    Attributes
-    ----------
-    marks_missing
-        Whether missing strings are ``pandas.NA``; they are NaN otherwise.
+    ``marks_missing``: whether missing strings are ``pandas.NA``; they are NaN otherwise.
     """
 
     marks_missing: bool
@@ -56,16 +53,10 @@ class Text:
 class PandasLayout:
     """Describe the columns in a buffer.
 
-    Attributes
-    ----------
-    columns
-        Labels of the columns.
-    kinds
-        For each column a dtype of numpy, or :class:`Text`.
-    index
-        The dtype of the index; None if it was dropped.
-    name
-        The name of the index.
+    ``columns``: labels of the columns.
+    ``kinds``: for each column a dtype of numpy, or :class:`Text`.
+    ``index``: the dtype of the index; None if it was dropped.
+    ``name``: the name of the index.
     """
 
     columns: pd.Index
@@ -225,21 +216,11 @@ class PandasLayout:
 class Strings:
     """Hold strings as they are stored in a buffer.
 
-    Parameters
-    ----------
-    array
-        The strings.
-
-    Attributes
-    ----------
-    edges
-        The start of each string among the characters, and the end of the last one.
-    present
-        A bitmap of the strings that are not missing; empty if none is.
-    characters
-        The characters, in UTF-8.
-    missing
-        The number of missing strings.
+    ``array``: the strings.
+    ``edges``: the start of each string among the characters, and the end of the last one.
+    ``present``: a bitmap of the strings that are not missing; empty if none is.
+    ``characters``: the characters, in UTF-8.
+    ``missing``: the number of missing strings.
     """
 
     def __init__(self, array: pa.LargeStringArray):
@@ -263,10 +244,7 @@ class Strings:
 class Columns:
     """Hold the columns of a frame to write rows from.
 
-    Parameters
-    ----------
-    frame
-        A frame with this ``layout``.
+    ``frame``: a frame with this ``layout``.
     """
 
     def __init__(self, frame: pd.DataFrame, layout: PandasLayout):
@@ -367,16 +345,9 @@ def order_of(numbers: np.ndarray, *, distinct: bool = False) -> np.ndarray | Non
     Each number is combined with its position into one integer of 64 bits, and these are sorted, which takes a
     third of the time of ``argsort``.
 
-    Parameters
-    ----------
-    distinct
-        Whether to return None if numbers are equal, so that the order is the same for every sort.
-
-    Returns
-    -------
-    numpy.ndarray or None
-        Positions as int64; None for other dtypes, or if the range of numbers is too wide to fit next to a
-        position.
+    ``distinct``: whether to return None if numbers are equal, so that the order is the same for every sort.
+    Returns positions as int64; None for other dtypes, or if the range of numbers is too wide to fit next to a
+    position.
     """
     if not is_whole(numbers.dtype):
         return None

@@ -370,12 +370,8 @@ RowRange = tuple[int, int]
 class CudfLayout:
     """Describe columns that are stored one after the other in a buffer.
 
-    Attributes
-    ----------
-    types
-        The type id, the scale, and the bytes per row of each column.
-    schema
-        The pickled :class:`_Schema`.
+    ``types``: the type id, the scale, and the bytes per row of each column.
+    ``schema``: the pickled :class:`_Schema`.
     """
 
     types: tuple[tuple[int, int, int], ...]

@@ -45,10 +45,7 @@ def dtype_of_cudf(values: Any) -> tuple[Any, ...] | None:
 def assembled(kind: type, labels: pd.Index[Any], values: Sequence[Any], index: Any) -> Any:
     """Return the empty frame of a class that has these columns, under these labels.
 
-    Parameters
-    ----------
-    kind
-        The class of frames of a library.
+    ``kind``: the class of frames of a library.
     """
     if issubclass(kind, pd.DataFrame):
         frame: Any = kind(dict(enumerate(values)), index=index)

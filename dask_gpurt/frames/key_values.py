@@ -33,10 +33,7 @@ _TEXT = ("string", "empty")
 def partitions_by_value(keys: Any, npartitions: int) -> Any:
     """Return the output partition of each row.
 
-    Parameters
-    ----------
-    keys
-        A frame with the keys.
+    ``keys``: a frame with the keys.
     """
     if (library := library_of(keys)) is not None and library.hashes:
         return library.load().partitions_by_value(keys, npartitions)

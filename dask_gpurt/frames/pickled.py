@@ -40,10 +40,7 @@ _WHOLE, _AROUND, _ARRAYS = 0, 1, 2
 class Pickled:
     """Describe a packed buffer: the content of its header.
 
-    Attributes
-    ----------
-    arrays
-        The number of arrays with a chunk of their own.
+    ``arrays``: the number of arrays with a chunk of their own.
     """
 
     arrays: int
@@ -79,12 +76,8 @@ class _Chunks:
 class Chunks:
     """Hold serialised rows of a frame, ready to be packed.
 
-    Parameters
-    ----------
-    rows
-        The rows, ordered by output partition.
-    offsets
-        The row at which each output partition starts, followed by the number of rows.
+    ``rows``: the rows, ordered by output partition.
+    ``offsets``: the row at which each output partition starts, followed by the number of rows.
     """
 
     def __init__(self, rows: pd.DataFrame, offsets: Sequence[int]):
@@ -123,10 +116,7 @@ def own(frame: pd.DataFrame, kept: Collection[int] = ()) -> pd.DataFrame:
 
     Python objects never are, and are not copied.
 
-    Parameters
-    ----------
-    kept
-        The addresses of arrays that are no such views.
+    ``kept``: the addresses of arrays that are no such views.
     """
 
     def copied(array: memoryview) -> Any:

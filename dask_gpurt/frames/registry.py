@@ -23,22 +23,15 @@ from dask_gpurt.frames.programs.values import Engine
 class FrameLibrary:
     """Describe a library of dataframes.
 
-    Attributes
-    ----------
-    device
-        The kind of device that holds its frames.
-    module, table
-        The module of its backend, and the name of the class there that implements
-        :class:`~dask_gpurt.frames.backend.Table`. It is made with the device.
-    before
-        Modules to import before that one, if they are installed.
-    columns
-        Returns the labels of a frame's columns.
-    hashes
-        Whether the module has a ``partitions_by_value`` of its own, as that of
-        :mod:`dask_gpurt.frames.key_values`.
-    columnar
-        The module and the class that operate on columns of its frames, for :mod:`dask_gpurt.frames.programs`.
+    ``device``: the kind of device that holds its frames.
+    ``module``, ``table``: the module of its backend, and the name of the class there that implements
+    :class:`~dask_gpurt.frames.backend.Table`. It is made with the device.
+    ``before``: modules to import before that one, if they are installed.
+    ``columns``: returns the labels of a frame's columns.
+    ``hashes``: whether the module has a ``partitions_by_value`` of its own, as that of
+    :mod:`dask_gpurt.frames.key_values`.
+    ``columnar``: the module and the class that operate on columns of its frames, for
+    :mod:`dask_gpurt.frames.programs`.
     """
 
     device: str
@@ -88,17 +81,9 @@ ARRAY_LIBRARIES = {"cupy": ("cuda", "dask_gpurt.frames.cupy", "CupyChunks")}
 def backend_for(frame: Frame, devices: Callable[[str], Device]) -> Table:
     """Return the backend for ``frame``.
 
-    Parameters
-    ----------
-    frame
-        A partition, or the empty frame that describes one.
-    devices
-        Returns the device of this worker of a kind.
-
-    Raises
-    ------
-    TypeError
-        If no backend supports it.
+    ``frame``: a partition, or the empty frame that describes one.
+    ``devices``: returns the device of this worker of a kind.
+    Raises TypeError if no backend supports it.
     """
     if (found := library_of(frame)) is None:
         raise TypeError(
@@ -165,12 +150,8 @@ def array_library(chunk: Any) -> str:
 def chunk_table(library: str, devices: Callable[[str], Device]) -> ChunkTable:
     """Return the backend for the chunks of an array library.
 
-    Parameters
-    ----------
-    library
-        A result of :func:`array_library`.
-    devices
-        See :func:`backend_for`.
+    ``library``: a result of :func:`array_library`.
+    ``devices``: see :func:`backend_for`.
     """
     if library not in ARRAY_LIBRARIES:
         return NumpyChunks(devices("host"))
@@ -192,10 +173,7 @@ def import_backends(devices: Mapping[str, Device]) -> None:
 def warm_up(devices: Mapping[str, Device]) -> None:
     """Load the kernels that the first shuffle on a GPU would otherwise wait for. Blocks.
 
-    Parameters
-    ----------
-    devices
-        The devices of this worker, by kind.
+    ``devices``: the devices of this worker, by kind.
     """
     for table in _warming_up(devices):
         table.warm_up()
@@ -204,12 +182,8 @@ def warm_up(devices: Mapping[str, Device]) -> None:
 def warm_up_operators(devices: Mapping[str, Device], until: Callable[[], bool]) -> None:
     """Compile the kernels that a library's operators would compile on first use. Blocks for seconds.
 
-    Parameters
-    ----------
-    devices
-        The devices of this worker, by kind.
-    until
-        Returns whether to stop early.
+    ``devices``: the devices of this worker, by kind.
+    ``until``: returns whether to stop early.
     """
     for table in _warming_up(devices):
         table.warm_up_operators(until)

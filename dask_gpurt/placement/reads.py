@@ -26,14 +26,10 @@ class ReadPlaces:
     If that worker is busy, idle ones steal the read, as any task without inputs. All others are Dask's, also
     those whose place has left or is paused.
 
-    Parameters
-    ----------
-    keeps
-        Returns whether a worker, by its address, has anything of remote or of local files in its cache.
-    keep_local
-        Returns whether there are workers that keep local files.
-    failed
-        Called if Dask has to choose; see :class:`Overrides`.
+    ``keeps``: returns whether a worker, by its address, has anything of remote or of local files in its
+    cache.
+    ``keep_local``: returns whether there are workers that keep local files.
+    ``failed``: called if Dask has to choose; see :class:`Overrides`.
     """
 
     def __init__(

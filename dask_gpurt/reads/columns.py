@@ -35,12 +35,8 @@ MAX_LAYOUTS = 64
 class Asked(NamedTuple):
     """Describe a read.
 
-    Attributes
-    ----------
-    parts
-        What is read, in this order.
-    columns
-        The columns to read. An index that the files have as columns is read as well.
+    ``parts``: what is read, in this order.
+    ``columns``: the columns to read. An index that the files have as columns is read as well.
     """
 
     parts: tuple[Part, ...]
@@ -90,12 +86,8 @@ class Tables(Protocol):
 class Column(NamedTuple):
     """Hold a column of a part.
 
-    Attributes
-    ----------
-    name
-        Its name, with those of the fields of its type.
-    kind
-        Its type.
+    ``name``: its name, with those of the fields of its type.
+    ``kind``: its type.
     """
 
     name: Any
@@ -108,14 +100,9 @@ class Column(NamedTuple):
 class Kept:
     """Hold what is kept of a part.
 
-    Attributes
-    ----------
-    version
-        The version of its file.
-    facts
-        What else is in the footer of its file.
-    layouts
-        The columns that reads have given, by what they asked for.
+    ``version``: the version of its file.
+    ``facts``: what else is in the footer of its file.
+    ``layouts``: the columns that reads have given, by what they asked for.
     """
 
     version: Version
@@ -200,12 +187,8 @@ class ColumnRead:
                                                   drops the column, whose memory others may write
         would still be copying                    as soon as their stream comes to it
 
-    Parameters
-    ----------
-    read
-        Calls the library, for some columns or, if None, for what was asked.
-    spare
-        A context in which allocations fail rather than have data spilled for them.
+    ``read``: calls the library, for some columns or, if None, for what was asked.
+    ``spare``: a context in which allocations fail rather than have data spilled for them.
     """
 
     def __init__(
@@ -287,10 +270,7 @@ class ColumnRead:
     def _take(self, table: Any, only: Sequence[str] | None, stream: Any) -> bool:
         """Copy the columns of a table to keep them; return whether the files are what they were before.
 
-        Parameters
-        ----------
-        only
-            The columns that were asked for beside others that are kept; None if the table has all.
+        ``only``: the columns that were asked for beside others that are kept; None if the table has all.
         """
         tables = self._tables
         specs, columns = tables.names(table), tables.columns(table)

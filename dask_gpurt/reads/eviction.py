@@ -15,12 +15,8 @@ ADMITTED_ONE_IN = 8
 class EvictingCache:
     """Count the bytes of what a cache has, and choose what it drops. Thread-safe.
 
-    Parameters
-    ----------
-    room
-        Returns the bytes that the cache may have now. Must not block.
-    changed
-        Called with the bytes that the cache has after each change. Must not block.
+    ``room``: returns the bytes that the cache may have now. Must not block.
+    ``changed``: called with the bytes that the cache has after each change. Must not block.
     """
 
     def __init__(self, room: Callable[[], int], changed: Callable[[int], None]):

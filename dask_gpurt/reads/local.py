@@ -21,10 +21,7 @@ MOUNTS = "/proc/self/mountinfo"
 def versions_of(paths: Iterable[str]) -> tuple[Version, ...]:
     """Return the versions of files. No program can set the time of the last change.
 
-    Raises
-    ------
-    OSError
-        If there is no such file.
+    Raises OSError if there is no such file.
     """
     return tuple(map(_version_of, paths))
 

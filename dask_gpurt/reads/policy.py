@@ -46,11 +46,8 @@ class DetachedReads:
         A computes, and ends. B is now the oldest candidate, and leaves its slot, whether it reads or computes
         C starts, and reads, while B computes
 
-    Parameters
-    ----------
-    limit
-        The most tasks started beyond the slots of the worker. Lowering it does not affect tasks that have
-        already left their slot.
+    ``limit``: the most tasks started beyond the slots of the worker. Lowering it does not affect tasks that
+    have already left their slot.
     """
 
     def __init__(self, limit: int) -> None:
@@ -94,14 +91,9 @@ class DetachedReads:
 class ReadTimes:
     """Time the reads of one task.
 
-    Attributes
-    ----------
-    seconds
-        Total duration of the reads, excluding time on the run queue.
-    waited_s
-        Part of it in which the thread was blocked.
-    nbytes
-        Bytes of the frames read.
+    ``seconds``: total duration of the reads, excluding time on the run queue.
+    ``waited_s``: part of it in which the thread was blocked.
+    ``nbytes``: bytes of the frames read.
     """
 
     seconds: float = 0.0
@@ -119,15 +111,8 @@ class ReadTimes:
 class ReadConcurrency:
     """Learn from the tasks of a worker how long reads wait, and how long threads compute per read.
 
-    Parameters
-    ----------
-    least
-        The number of tasks that leave their slot even if reads do not wait.
-
-    Attributes
-    ----------
-    beside
-        The number of tasks that may leave their slot while they read.
+    ``least``: the number of tasks that leave their slot even if reads do not wait.
+    ``beside``: the number of tasks that may leave their slot while they read.
     """
 
     def __init__(self, least: int = 0) -> None:
@@ -139,10 +124,7 @@ class ReadConcurrency:
     def note(self, times: ReadTimes, computed_s: float) -> None:
         """Add a task that has ended.
 
-        Parameters
-        ----------
-        computed_s
-            The CPU seconds of its thread, including those to decode the data.
+        ``computed_s``: the CPU seconds of its thread, including those to decode the data.
         """
         if not times.nbytes:
             self._computed_s += computed_s
@@ -170,14 +152,10 @@ class ReadConcurrency:
 class ThreadTime(NamedTuple):
     """Hold a snapshot of the clocks of a thread.
 
-    Attributes
-    ----------
-    at
-        Wall clock time in seconds.
-    ran_s
-        CPU time of the thread in seconds.
-    delayed_s
-        Time on the run queue in seconds, runnable but waiting for a CPU; 0 if the kernel does not report it.
+    ``at``: wall clock time in seconds.
+    ``ran_s``: CPU time of the thread in seconds.
+    ``delayed_s``: time on the run queue in seconds, runnable but waiting for a CPU; 0 if the kernel does not
+    report it.
     """
 
     at: float

@@ -16,14 +16,9 @@ from dask_gpurt.reads.eviction import ADMITTED_ONE_IN, EvictingCache
 class Part(NamedTuple):
     """Describe a part of a wanted range.
 
-    Attributes
-    ----------
-    start, stop
-        Its first byte in the file, and the one after its last.
-    data
-        Its bytes; None if they are not there.
-    piece
-        The first byte of the piece that has them.
+    ``start``, ``stop``: its first byte in the file, and the one after its last.
+    ``data``: its bytes; None if they are not there.
+    ``piece``: the first byte of the piece that has them.
     """
 
     start: int

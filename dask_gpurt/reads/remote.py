@@ -35,14 +35,9 @@ HOLE_BYTES = 4 << 20
 class Source(NamedTuple):
     """Give access to an open file of a store.
 
-    Attributes
-    ----------
-    file, version
-        Identify the file, by its store and its path, and its contents as it was opened.
-    fetch
-        Returns the bytes from a first one to before a last one.
-    version_now
-        Asks the store for the present version; None if there is no such file.
+    ``file``, ``version``: identify the file, by its store and its path, and its contents as it was opened.
+    ``fetch``: returns the bytes from a first one to before a last one.
+    ``version_now``: asks the store for the present version; None if there is no such file.
     """
 
     file: tuple[Hashable, str]
@@ -181,10 +176,7 @@ class CachedFile(io.RawIOBase):
 class Reading:
     """Read files through the cache for one call of a reader.
 
-    Parameters
-    ----------
-    metrics
-        Counts the bytes from the cache and from the store, and reads of files that were replaced.
+    ``metrics``: counts the bytes from the cache and from the store, and reads of files that were replaced.
     """
 
     def __init__(self, cache: RangeCache, metrics: Metrics):

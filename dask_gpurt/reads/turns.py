@@ -43,10 +43,7 @@ class ClosedError(Reschedule):
 class Turn:
     """Represent a task among those that hold a turn or wait for one.
 
-    Attributes
-    ----------
-    thread
-        Its thread, once that may run user code, and so may leave the pool.
+    ``thread``: its thread, once that may run user code, and so may leave the pool.
     """
 
     key: Key
@@ -57,12 +54,8 @@ class Turn:
 class ComputeSlots:
     """Hand out the turns of a worker. Thread-safe.
 
-    Parameters
-    ----------
-    count
-        The number of tasks that may run user code at once.
-    has_left
-        Returns whether a thread has left the worker's pool, and so needs no turn.
+    ``count``: the number of tasks that may run user code at once.
+    ``has_left``: returns whether a thread has left the worker's pool, and so needs no turn.
     """
 
     def __init__(self, count: int, has_left: Callable[[threading.Thread], bool], metrics: Metrics) -> None:
@@ -102,10 +95,7 @@ class ComputeSlots:
     def wait(self, turn: Turn) -> None:
         """Block until a task holds its turn; then the current thread may run user code.
 
-        Raises
-        ------
-        ClosedError
-            If the worker closes before.
+        Raises ClosedError if the worker closes before.
         """
         with self._changing():
             if turn not in self._holders:

@@ -18,10 +18,7 @@ ALLOCATING = ("land", "from_host", "gather", "gather_all", "empty")
 class Injector:
     """Replace methods of objects until it is stopped.
 
-    Attributes
-    ----------
-    hits
-        The number of failed calls so far.
+    ``hits``: the number of failed calls so far.
     """
 
     def __init__(self) -> None:

@@ -18,10 +18,7 @@ from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
 class KeptColumns:
     """Read Parquet files through a cache of their columns.
 
-    Parameters
-    ----------
-    spare
-        A context in which allocations fail rather than have data spilled for them.
+    ``spare``: a context in which allocations fail rather than have data spilled for them.
     """
 
     def __init__(
@@ -34,12 +31,8 @@ class KeptColumns:
     def read(self, asked: Asked, options: Any, plainly: Callable[[], Any], beside: Beside) -> Any:
         """Return what a call of libcudf's reader would; None if it has to be made.
 
-        Parameters
-        ----------
-        asked, options
-            What it asks for, and libcudf's options.
-        plainly
-            Makes the call, on the stream of ``beside``.
+        ``asked``, ``options``: what it asks for, and libcudf's options.
+        ``plainly``: makes the call, on the stream of ``beside``.
         """
 
         def read(names: Sequence[str] | None) -> Any:

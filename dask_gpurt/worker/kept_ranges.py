@@ -24,10 +24,8 @@ from dask_gpurt.worker import Layer
 class KeptRanges:
     """Have the tasks of a worker read Parquet files through its cache.
 
-    Parameters
-    ----------
-    worker
-        The Dask worker. The readers are wrapped for the whole process; calls from elsewhere pass through.
+    ``worker``: the Dask worker. The readers are wrapped for the whole process; calls from elsewhere pass
+    through.
     """
 
     def __init__(self, worker: WorkerServer, cache: RangeCache, metrics: Metrics):

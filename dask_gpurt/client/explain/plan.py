@@ -28,24 +28,14 @@ from dask_gpurt.observe import MethodChoice
 class Read:
     """Describe the read of a table.
 
-    Parameters
-    ----------
-    table
-        The name of its file or folder.
-    files, partitions
-        The number of files, and of the partitions in which they are read.
-    columns
-        The columns that are read.
-    of_columns
-        The number of columns in the files.
-    bytes
-        The estimated bytes of these columns in memory; None if unknown.
-    filters
-        The filters by which files and groups of rows are left out; None for none.
-    why
-        Why it has this number of partitions.
-    line
-        The line of the program.
+    ``table``: the name of its file or folder.
+    ``files``, ``partitions``: the number of files, and of the partitions in which they are read.
+    ``columns``: the columns that are read.
+    ``of_columns``: the number of columns in the files.
+    ``bytes``: the estimated bytes of these columns in memory; None if unknown.
+    ``filters``: the filters by which files and groups of rows are left out; None for none.
+    ``why``: why it has this number of partitions.
+    ``line``: the line of the program.
     """
 
     table: str
@@ -72,16 +62,10 @@ class Read:
 class Step:
     """Describe a join or a shuffle.
 
-    Parameters
-    ----------
-    what
-        The operation and its keys.
-    how
-        How it is done: broadcast, shuffle, or in partitions as they are.
-    bytes
-        The estimated bytes of its inputs at most; None if unknown.
-    line
-        The line of the program.
+    ``what``: the operation and its keys.
+    ``how``: how it is done: broadcast, shuffle, or in partitions as they are.
+    ``bytes``: the estimated bytes of its inputs at most; None if unknown.
+    ``line``: the line of the program.
     """
 
     what: str
@@ -111,20 +95,12 @@ class RuleNote:
 class Explanation:
     """Hold the physical plan of a computation, which is readable in a console and a notebook.
 
-    Parameters
-    ----------
-    tasks
-        The number of tasks.
-    seconds
-        The time that planning took.
-    reads, joins, shuffles
-        What is done, in the order of the plan.
-    notes
-        What rules did, and what they left and why.
-    methods
-        Why shuffles go through the runtime or not.
-    names
-        What tasks do, by the name in their keys.
+    ``tasks``: the number of tasks.
+    ``seconds``: the time that planning took.
+    ``reads``, ``joins``, ``shuffles``: what is done, in the order of the plan.
+    ``notes``: what rules did, and what they left and why.
+    ``methods``: why shuffles go through the runtime or not.
+    ``names``: what tasks do, by the name in their keys.
     """
 
     tasks: int
@@ -155,12 +131,8 @@ class Explanation:
 def explain_plan(planned: Planned, origins: Origins) -> Explanation:
     """Describe a plan.
 
-    Parameters
-    ----------
-    planned
-        The plan, as it was made.
-    origins
-        Finds the lines of the program.
+    ``planned``: the plan, as it was made.
+    ``origins``: finds the lines of the program.
     """
     plan = _unwrapped(planned.plan)
     given = [] if planned.facts is None else planned.facts.plans
@@ -195,10 +167,8 @@ def _labels(
 ) -> dict[str, str]:
     """Say in a few words what the tasks of a graph do, by the names in their keys.
 
-    Parameters
-    ----------
-    graph, fused
-        The tasks before and after chains of them are fused: a task then does what others did before it.
+    ``graph``, ``fused``: the tasks before and after chains of them are fused: a task then does what others
+    did before it.
     """
     words = {name_of(node): _words(node, origins) for node in nodes}
     needed: dict[str, set[str]] = {}

@@ -22,17 +22,11 @@ PRINTED_STEPS = 12
 class StepRun:
     """Say what the tasks of one step of a plan have taken.
 
-    Parameters
-    ----------
-    label
-        What the step does.
-    tasks
-        The number of its tasks.
-    computing, waiting
-        The seconds in which they computed, and in which their inputs came from other workers, over all
-        threads.
-    bytes
-        The size of their results.
+    ``label``: what the step does.
+    ``tasks``: the number of its tasks.
+    ``computing``, ``waiting``: the seconds in which they computed, and in which their inputs came from other
+    workers, over all threads.
+    ``bytes``: the size of their results.
     """
 
     label: str
@@ -46,16 +40,10 @@ class StepRun:
 class Run:
     """Hold what was measured in one computation.
 
-    Parameters
-    ----------
-    seconds
-        The time from the call to the result in the client.
-    first, last
-        When its first task began, and its last one ended, in seconds since the call.
-    threads
-        The number of task threads of the cluster.
-    steps
-        The steps, those that took longest first.
+    ``seconds``: the time from the call to the result in the client.
+    ``first``, ``last``: when its first task began, and its last one ended, in seconds since the call.
+    ``threads``: the number of task threads of the cluster.
+    ``steps``: the steps, those that took longest first.
     """
 
     seconds: float
@@ -81,16 +69,10 @@ def measure(
 ) -> Run:
     """Sum up the task stream of a computation by the steps of its plan.
 
-    Parameters
-    ----------
-    rows
-        Rows of Dask's task stream; those of other computations are left out.
-    plan
-        The plan.
-    began, ended
-        The call and the return, on the clock of the task stream, in seconds.
-    threads
-        The number of task threads.
+    ``rows``: rows of Dask's task stream; those of other computations are left out.
+    ``plan``: the plan.
+    ``began``, ``ended``: the call and the return, on the clock of the task stream, in seconds.
+    ``threads``: the number of task threads.
     """
     sums: dict[str, list[float]] = {}
     first, last = ended, began
@@ -117,14 +99,9 @@ def measure(
 class Analysis:
     """Hold the plan of a computation that has run, what was measured, and what to change.
 
-    Parameters
-    ----------
-    plan
-        The plan.
-    run
-        What was measured.
-    advice
-        The changes of the program that would help most, in plain words.
+    ``plan``: the plan.
+    ``run``: what was measured.
+    ``advice``: the changes of the program that would help most, in plain words.
     """
 
     plan: Explanation

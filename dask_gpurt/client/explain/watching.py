@@ -45,10 +45,7 @@ def explain(collection: Any, *, analyze: bool = False) -> Explanation | Analysis
 def require_planning(client: Client) -> None:
     """Check that plans of a client are those of the runtime.
 
-    Raises
-    ------
-    RuntimeError
-        If the runtime is off, leaves plans to Dask, or the client is asynchronous.
+    Raises RuntimeError if the runtime is off, leaves plans to Dask, or the client is asynchronous.
     """
     if client.asynchronous:
         raise RuntimeError("explaining needs a client that is not asynchronous")
@@ -66,10 +63,7 @@ def _threads(client: Client) -> int:
 class Watched:
     """Collect the computations of a program.
 
-    Attributes
-    ----------
-    plans
-        The plan of each, with the time at which it was made.
+    ``plans``: the plan of each, with the time at which it was made.
     """
 
     plans: list[tuple[float, Planned]] = field(default_factory=list)
@@ -85,10 +79,7 @@ class Watched:
     def explanations(self, ended: float) -> list[Explanation | Analysis]:
         """Return what is known of each computation.
 
-        Parameters
-        ----------
-        ended
-            When the program ended. A computation is taken to last until its last task.
+        ``ended``: when the program ended. A computation is taken to last until its last task.
         """
         client = self._client
         if client is None:

@@ -107,15 +107,10 @@ RULES: tuple[Rule, ...] = (
 class Plan(NamedTuple):
     """Hold the optimised form of an expression.
 
-    Attributes
-    ----------
-    expr
-        The optimised expression.
-    choices
-        The choices of shuffle methods that were made for it.
-    files
-        The files on file systems of this host that it reads, as they were before it was made. Dask plans by
-        their footers, too: the length of a table is a constant in the plan.
+    ``expr``: the optimised expression.
+    ``choices``: the choices of shuffle methods that were made for it.
+    ``files``: the files on file systems of this host that it reads, as they were before it was made. Dask
+    plans by their footers, too: the length of a table is a constant in the plan.
     """
 
     expr: Expr
@@ -126,16 +121,11 @@ class Plan(NamedTuple):
 class Planned(NamedTuple):
     """Hold a plan, and how it came about.
 
-    Attributes
-    ----------
-    plan
-        The plan that is computed.
-    facts
-        What the rules have been given and noted, and what is known of tables; None if the plan is Dask's.
-    choices
-        The choices of shuffle methods, each with the name of an expression.
-    seconds
-        The time that planning took.
+    ``plan``: the plan that is computed.
+    ``facts``: what the rules have been given and noted, and what is known of tables; None if the plan is
+    Dask's.
+    ``choices``: the choices of shuffle methods, each with the name of an expression.
+    ``seconds``: the time that planning took.
     """
 
     plan: Expr
@@ -161,21 +151,13 @@ class Planner(Protocol):
 class PlanningCache:
     """Cache expressions, metadata, plans and facts about files while the runtime is on. Thread-safe.
 
-    Parameters
-    ----------
-    current
-        Returns the planner of the client for which this thread plans; None if Dask should plan as shipped.
-    metrics
-        Counts uses of the caches.
-    choices
-        Receives the choices of shuffle methods in plans that another process has made.
-
-    Attributes
-    ----------
-    early_rules, rules
-        The rules that change plans, before and after Dask simplifies them; benchmarks leave one out.
-    origins
-        Finds the lines of the program that made an operation.
+    ``current``: returns the planner of the client for which this thread plans; None if Dask should plan as
+    shipped.
+    ``metrics``: counts uses of the caches.
+    ``choices``: receives the choices of shuffle methods in plans that another process has made.
+    ``early_rules``, ``rules``: the rules that change plans, before and after Dask simplifies them; benchmarks
+    leave one out.
+    ``origins``: finds the lines of the program that made an operation.
     """
 
     def __init__(

@@ -28,10 +28,7 @@ _TAGS = frozenset(
 class Source(Protocol):
     """List the files of a table.
 
-    Attributes
-    ----------
-    has_options
-        Whether the file system has options, given to the read or by fsspec's configuration.
+    ``has_options``: whether the file system has options, given to the read or by fsspec's configuration.
     """
 
     @property
@@ -45,10 +42,7 @@ class Source(Protocol):
 def source_of(read: Mapping[str, Any]) -> Source | None:
     """Return the files of a Parquet read, through fsspec or Arrow's local file system; None for others.
 
-    Parameters
-    ----------
-    read
-        The operands of the read by name.
+    ``read``: the operands of the read by name.
     """
     given, filesystem = read["path"], read["filesystem"]
     is_list = isinstance(given, list)

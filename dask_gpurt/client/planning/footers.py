@@ -45,10 +45,7 @@ class ChangingFileError(OSError):
 def state_of(path: str) -> FileState:
     """Return the state of a file.
 
-    Raises
-    ------
-    OSError
-        If there is no such file.
+    Raises OSError if there is no such file.
     """
     status = os.stat(path)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -64,12 +61,8 @@ def _state_or_none(path: str) -> FileState | None:
 class FilesSeen(NamedTuple):
     """Tell whether any of some files has changed since they were looked at.
 
-    Attributes
-    ----------
-    paths
-        The files.
-    digest
-        The digest of their states.
+    ``paths``: the files.
+    ``digest``: the digest of their states.
     """
 
     paths: tuple[str, ...]
@@ -98,16 +91,10 @@ class Column(NamedTuple):
 class Values(NamedTuple):
     """Estimate what values a column of some rows has.
 
-    Attributes
-    ----------
-    rows
-        The number of rows.
-    distinct
-        About how many values differ.
-    low, high
-        The least and the largest number, or time in nanoseconds; None if unknown.
-    width
-        The bytes of a value in memory.
+    ``rows``: the number of rows.
+    ``distinct``: about how many values differ.
+    ``low``, ``high``: the least and the largest number, or time in nanoseconds; None if unknown.
+    ``width``: the bytes of a value in memory.
     """
 
     rows: float
@@ -135,12 +122,8 @@ class Footer:
     Columns are found by the order in which the schema lists their leaves. The paths of leaves do not tell
     them apart: ``a.id`` is the path of a column of that name, and of the field ``id`` of a column ``a``.
 
-    Attributes
-    ----------
-    state
-        The state of the file.
-    rows
-        The number of its rows.
+    ``state``: the state of the file.
+    ``rows``: the number of its rows.
     """
 
     def __init__(self, state: FileState, metadata: pq.FileMetaData):
@@ -269,10 +252,7 @@ class Footer:
 def footer_of(path: str) -> Footer:
     """Return the footer of a file as it is now.
 
-    Raises
-    ------
-    OSError
-        If there is no such file, or it is being written.
+    Raises OSError if there is no such file, or it is being written.
     """
     state = state_of(path)
     kept = _KEPT.get(path)

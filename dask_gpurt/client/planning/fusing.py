@@ -49,10 +49,7 @@ def fuse(plan: Expr) -> Expr:
 
     Plans of other than dataframes, and those that repartition by size, are unchanged.
 
-    Parameters
-    ----------
-    plan
-        An optimised expression, or a sequence of expressions.
+    ``plan``: an optimised expression, or a sequence of expressions.
     """
     if not is_of_dataframes(plan) or measures_partitions(plan):
         return plan
@@ -101,18 +98,9 @@ def fuse_chains(graph: Graph, keys: Collection[Key], computation: str) -> dict[K
     transfer of the next one: outputs have an owner, and each run identifies its outputs by the barrier that
     they depend on.
 
-    Parameters
-    ----------
-    graph
-        Tasks by key.
-    keys
-        The keys of requested results, which always end a chain.
-    computation
-        Identifies the computation; shuffles with this value are its own.
-
-    Returns
-    -------
-    The remaining tasks by key, without those that no result needs.
+    ``graph``: tasks by key.
+    ``keys``: the keys of requested results, which always end a chain.
+    ``computation``: identifies the computation; shuffles with this value are its own.
     """
     needed = needed_tasks(graph, keys)
     dependents: dict[Key, list[Key]] = {key: [] for key in needed}

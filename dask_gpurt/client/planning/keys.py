@@ -102,10 +102,8 @@ _SIMPLE_KINDS = frozenset("biufcmMOSU")
 class Plain:
     """Track the expressions that hold only plain operands.
 
-    Parameters
-    ----------
-    may_change
-        Returns whether an expression with plain operands may change although its name stays the same.
+    ``may_change``: returns whether an expression with plain operands may change although its name stays the
+    same.
     """
 
     def __init__(self, may_change: Callable[[Expr], bool] = lambda expr: False) -> None:
@@ -221,11 +219,8 @@ class _UnstableError(ValueError):
 def digest_of(*key: Hashable) -> bytes | None:
     """Return a digest that other processes of the same environment give the same key, and only that.
 
-    Parameters
-    ----------
-    key
-        Nested tuples of plain values, dtypes, and functions and classes of trusted packages. For a key with
-        anything else the digest is None.
+    ``key``: nested tuples of plain values, dtypes, and functions and classes of trusted packages. For a key
+    with anything else the digest is None.
     """
     if (here := environment()) is None:
         return None
@@ -278,10 +273,7 @@ def _hash_of(package: str) -> str:
 def sources_of(package: str) -> Iterator[tuple[Path, Path]]:
     """Yield the source files of a package that plan, without its tests, each with the package's folder.
 
-    Raises
-    ------
-    OSError
-        If the package has no folder.
+    Raises OSError if the package has no folder.
     """
     spec = find_spec(package)
     folders = list(spec.submodule_search_locations or ()) if spec else []
@@ -295,10 +287,7 @@ def sources_of(package: str) -> Iterator[tuple[Path, Path]]:
 def _write(value: Any, text: list[str]) -> None:
     """Write a key such that different keys are written differently.
 
-    Raises
-    ------
-    _UnstableError
-        If another process may write a different key in the same way.
+    Raises _UnstableError if another process may write a different key in the same way.
     """
     kind = type(value)
     if kind is tuple:

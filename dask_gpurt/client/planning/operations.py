@@ -85,12 +85,8 @@ _NUMBERS_OF_TIMES = frozenset(
 class Columns(NamedTuple):
     """Describe the columns of an expression; a series has one, under its name.
 
-    Attributes
-    ----------
-    varying
-        Those whose dtype may differ from partition to partition.
-    without_nulls
-        Those that have no nulls in any partition.
+    ``varying``: those whose dtype may differ from partition to partition.
+    ``without_nulls``: those that have no nulls in any partition.
     """
 
     varying: frozenset[Any] = frozenset()
@@ -386,12 +382,8 @@ def is_on_rows(expr: Any) -> bool:
 def after_operation(expr: Any, known: Known) -> Columns | None:
     """Describe the columns of the result of an operation on rows; None if its values depend on partitions.
 
-    Parameters
-    ----------
-    expr
-        An operation for which :func:`is_on_rows` holds.
-    known
-        Describes the columns of its inputs.
+    ``expr``: an operation for which :func:`is_on_rows` holds.
+    ``known``: describes the columns of its inputs.
     """
     kind = type(expr)
     if is_no_operation(expr):

@@ -38,10 +38,7 @@ class Origins:
     def note(self, expr: Expr, optimiser: CodeType) -> None:
         """Remember the line that makes an expression, if it is of a kind that has keys.
 
-        Parameters
-        ----------
-        optimiser
-            The code of the function below which no expression is the user's.
+        ``optimiser``: the code of the function below which no expression is the user's.
         """
         if (kind := kind_of(expr)) is not None and (line := _line(optimiser)) is not None:
             key = (kind, *_keys(kind, expr))

@@ -30,10 +30,7 @@ Value = TypeVar("Value")
 class LRU(Generic[Value]):
     """Keep the most recently used values. Thread-safe.
 
-    Parameters
-    ----------
-    limit
-        The maximum number of values.
+    ``limit``: the maximum number of values.
     """
 
     def __init__(self, limit: int):

@@ -93,14 +93,9 @@ def tuned_to_stay(given: Expr, changed: Expr, optimise: Callable[[Expr, str], Ex
     leaves fewer of these where it reads several files as one, and computing such a collection fails:
     ``client.persist(table[["key"]])``, and with files in many partitions also ``table[["key"]].persist()``.
 
-    Parameters
-    ----------
-    given
-        The results, a sequence of them or one, as Dask has been asked for them.
-    changed
-        What has become of them so far.
-    optimise
-        Takes a plan to a stage.
+    ``given``: the results, a sequence of them or one, as Dask has been asked for them.
+    ``changed``: what has become of them so far.
+    ``optimise``: takes a plan to a stage.
     """
     tuned = optimise(changed, "tuned-logical")
     if not is_sequence(given) or not any(isinstance(each, FusedIO) for each in tuned.walk()):
@@ -123,14 +118,9 @@ def is_idle(expr: Any) -> bool:
 class ParquetRead(NamedTuple):
     """Hold a read of Parquet files as Dask has planned it.
 
-    Attributes
-    ----------
-    expr
-        The expression in the plan: `read`, or Dask's read of several of its files as one partition.
-    read
-        Dask's read of each file as a partition.
-    kind
-        Dask's class for a read of several files as one partition.
+    ``expr``: the expression in the plan: `read`, or Dask's read of several of its files as one partition.
+    ``read``: Dask's read of each file as a partition.
+    ``kind``: Dask's class for a read of several files as one partition.
     """
 
     expr: Any

@@ -70,14 +70,9 @@ HEAD_BYTES = len(MAGIC) + _CHECKSUM_BYTES + _LENGTH_BYTES
 class Found(NamedTuple, Generic[Value]):
     """Hold a result that was sought.
 
-    Attributes
-    ----------
-    value
-        The result; None if there is none.
-    how
-        How it was found.
-    digest
-        What identifies it in the store.
+    ``value``: the result; None if there is none.
+    ``how``: how it was found.
+    ``digest``: what identifies it in the store.
     """
 
     value: Value | None
@@ -88,12 +83,8 @@ class Found(NamedTuple, Generic[Value]):
 class Generation(NamedTuple):
     """Identify the circumstances under which results are valid.
 
-    Attributes
-    ----------
-    number
-        Changes with the client and the settings, within this process.
-    settings
-        The settings, which other processes may have too.
+    ``number``: changes with the client and the settings, within this process.
+    ``settings``: the settings, which other processes may have too.
     """
 
     number: int
@@ -103,14 +94,9 @@ class Generation(NamedTuple):
 class StoredCache(Generic[Value]):
     """Keep results of one kind by generation and key. Thread-safe.
 
-    Parameters
-    ----------
-    kind
-        The name of the kind.
-    limit
-        The most results in memory.
-    store
-        Returns the store; None if results are not kept for other processes.
+    ``kind``: the name of the kind.
+    ``limit``: the most results in memory.
+    ``store``: returns the store; None if results are not kept for other processes.
     """
 
     def __init__(self, kind: str, limit: int, store: Callable[[], Store | None]):
@@ -121,12 +107,8 @@ class StoredCache(Generic[Value]):
     def get(self, generation: Generation, key: Hashable, content: Content) -> Found[Value]:
         """Find a result.
 
-        Parameters
-        ----------
-        key
-            Identifies the result in this process.
-        content
-            Returns what identifies it in all processes; None if nothing does.
+        ``key``: identifies the result in this process.
+        ``content``: returns what identifies it in all processes; None if nothing does.
         """
         found = self._memory.get((generation.number, key))
         if found is not None:
@@ -163,10 +145,7 @@ class StoredCache(Generic[Value]):
 def default_path() -> Path:
     """Return the default path of the file, in a folder of its own, which only the user may write to.
 
-    Raises
-    ------
-    RuntimeError
-        If the user has no home directory.
+    Raises RuntimeError if the user has no home directory.
     """
     return cache_files.directory() / "planning" / "results"
 
@@ -176,12 +155,8 @@ class Store:
 
     Results of this process are collected in memory, until :meth:`save` adds them to the file.
 
-    Parameters
-    ----------
-    path
-        The file, which is made if it does not exist.
-    metrics
-        Counts what could not be read or written.
+    ``path``: the file, which is made if it does not exist.
+    ``metrics``: counts what could not be read or written.
     """
 
     def __init__(self, path: Path, metrics: Metrics):
@@ -283,10 +258,7 @@ class Place(NamedTuple):
 class ResultsFile:
     """Read results of an open file by digest.
 
-    Parameters
-    ----------
-    handle
-        A descriptor of the file, which is closed with this object.
+    ``handle``: a descriptor of the file, which is closed with this object.
     """
 
     def __init__(self, handle: int):
@@ -313,12 +285,8 @@ class ResultsFile:
     def open(cls, path: Path) -> ResultsFile | None:
         """Open a file; None if it does not exist.
 
-        Raises
-        ------
-        ResultsFileError
-            If it is damaged, or may have been written by others.
-        OSError
-            If it cannot be read.
+        Raises ResultsFileError if it is damaged, or may have been written by others.
+        Raises OSError if it cannot be read.
         """
         try:
             check_folder(path.parent)
@@ -338,10 +306,7 @@ class ResultsFile:
     def read(self, digest: bytes) -> bytes | None:
         """Return a pickled result; None if there is none.
 
-        Raises
-        ------
-        ResultsFileError
-            If it is damaged.
+        Raises ResultsFileError if it is damaged.
         """
         if (place := self.places.get(digest)) is None:
             return None
@@ -368,12 +333,8 @@ def _places(index: bytes, room: int) -> dict[bytes, Place]:
 def check_folder(folder: Path) -> None:
     """Check that only the user of this process may write to a folder.
 
-    Raises
-    ------
-    UntrustedFileError
-        If others may.
-    FileNotFoundError
-        If it does not exist.
+    Raises UntrustedFileError if others may.
+    Raises FileNotFoundError if it does not exist.
     """
     _check_owner(os.stat(folder), folder)
 
@@ -388,23 +349,12 @@ def _check_owner(status: os.stat_result, path: Path) -> None:
 def add(path: Path, results: Mapping[bytes, bytes], used: Collection[bytes], now: float) -> None:
     """Add pickled results to a file, and drop those that were not used for longest if it becomes too large.
 
-    Parameters
-    ----------
-    path
-        The file. One that is damaged, or of an older format, is replaced.
-    results
-        Results by digest.
-    used
-        Digests of results in the file that were used, if it still has them.
-    now
-        The time of their use, and of that of ``results``.
-
-    Raises
-    ------
-    UntrustedFileError
-        If others may write to the file or its folder, or it is another kind of file.
-    OSError
-        If it cannot be written, or another process is writing it.
+    ``path``: the file. One that is damaged, or of an older format, is replaced.
+    ``results``: results by digest.
+    ``used``: digests of results in the file that were used, if it still has them.
+    ``now``: the time of their use, and of that of ``results``.
+    Raises UntrustedFileError if others may write to the file or its folder, or it is another kind of file.
+    Raises OSError if it cannot be written, or another process is writing it.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_folder(path.parent)

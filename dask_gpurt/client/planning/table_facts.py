@@ -55,18 +55,11 @@ class FilesChangedError(RuntimeError):
 class Assumption:
     """Hold what a plan relies on in each file of a table.
 
-    Parameters
-    ----------
-    columns
-        The columns that are read.
-    types
-        Their types; None for one that the files do not have.
-    exact
-        Those that would have another dtype in pandas if there were nulls.
-    full
-        Those that must have no nulls.
-    keys
-        The columns whose values must be in the range that they had in this file.
+    ``columns``: the columns that are read.
+    ``types``: their types; None for one that the files do not have.
+    ``exact``: those that would have another dtype in pandas if there were nulls.
+    ``full``: those that must have no nulls.
+    ``keys``: the columns whose values must be in the range that they had in this file.
     """
 
     columns: tuple[Hashable, ...]
@@ -92,10 +85,7 @@ AssumedFile = tuple[str, FileState, tuple[Range, ...]]
 def checked(rows: Any, assumed: Assumption, files: list[AssumedFile]) -> Any:
     """Return rows that have just been read, if what their plan assumes is true of their files.
 
-    Raises
-    ------
-    FilesChangedError
-        If it is not.
+    Raises FilesChangedError if it is not.
     """
     for path, state, ranges in files:
         try:
@@ -133,12 +123,8 @@ def _local_reads(plan: Expr) -> Iterator[Any]:
 class Independence(NamedTuple):
     """Hold on what of its tables a plan relies so that its result does not depend on partitions.
 
-    Attributes
-    ----------
-    plan
-        The plan, which relies on the dtypes of all of its tables.
-    without_nulls
-        Whether it also relies on columns of times and strings that have no nulls.
+    ``plan``: the plan, which relies on the dtypes of all of its tables.
+    ``without_nulls``: whether it also relies on columns of times and strings that have no nulls.
     """
 
     plan: Expr

@@ -266,10 +266,7 @@ class CudfColumns:
 class _Requests:
     """Ask for each aggregation once: programs name columns twice, and count several without nulls.
 
-    Attributes
-    ----------
-    wanted
-        Columns and their aggregations, by the identity of the column.
+    ``wanted``: columns and their aggregations, by the identity of the column.
     """
 
     def __init__(self, requests: Mapping[Any, tuple[Column, Collection[str]]]) -> None:

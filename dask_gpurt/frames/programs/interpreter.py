@@ -38,14 +38,11 @@ class _Failed(Exception):
 class Interpreter:
     """Execute graphs on the columns of one library.
 
-    Parameters
-    ----------
-    engine
-        The operations on columns.
-    failed
-        Called with the name of an operation and an unexpected error; the library runs that node instead.
-    differed
-        Called with the name of an operation and the difference, of those that run through the library too.
+    ``engine``: the operations on columns.
+    ``failed``: called with the name of an operation and an unexpected error; the library runs that node
+    instead.
+    ``differed``: called with the name of an operation and the difference, of those that run through the
+    library too.
     """
 
     def __init__(
@@ -71,10 +68,8 @@ class Interpreter:
         With `check`, each node that runs on columns runs through the library too, whose result is used if it
         differs.
 
-        Raises
-        ------
-        ProgramError
-            If the library's frame could not be made of columns. No node that needs it has run.
+        Raises ProgramError if the library's frame could not be made of columns. No node that needs it has
+        run.
         """
         run = _Run(self, check)
         value = run.closed(run.execute(graph, result, {}))

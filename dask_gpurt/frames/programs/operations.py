@@ -30,10 +30,7 @@ _ACCESSORS = ("str.", "dt.")
 def apply(engine: Engine, name: str, function: Callable[..., Any], args: list[Any], kwargs: Any) -> Result:
     """Apply an operation by its name.
 
-    Raises
-    ------
-    Refused
-        If it is not known, or not for these operands.
+    Raises Refused if it is not known, or not for these operands.
     """
     if (operation := _OPERATIONS.get(name)) is not None:
         return operation(engine, *args, **kwargs)

@@ -15,12 +15,9 @@ class Refused(Exception):
 class Domain:
     """Identify the rows of columns.
 
-    Attributes
-    ----------
-    length
-        The number of rows.
-    index
-        The library's index; None until it is made, from that of `parent` and the rows that `mask` keeps.
+    ``length``: the number of rows.
+    ``index``: the library's index; None until it is made, from that of `parent` and the rows that `mask`
+    keeps.
     """
 
     length: int

@@ -100,24 +100,15 @@ def budget(
 ) -> dict[str, Any]:
     """Divide the time of a query into its phases, and summarise its tasks.
 
-    Parameters
-    ----------
-    began, built, ended
-        When the query began, was built, and had its result, in seconds since the epoch.
-    threads
-        Number of task threads of each worker, by address, as from ``client.nthreads()``.
-
-    Returns
-    -------
-    dict
-        ``seconds``: the duration of each phase; they add up to ``ended - began``.
-        ``graphs``: the number of graphs; more than one if a part was computed to plan the rest.
-        ``tasks``: for each kind of task its count and computing seconds, the longest first.
-        ``steps``: seconds of all threads by action, such as ``compute``, ``transfer``, ``disk-read``.
-        ``thread_busy``: the seconds in tasks relative to those of the task threads, while computing; more
-        than 1 if tasks have left their slot, as for a read.
-        ``gaps``: times in which a thread had no task: their number, mean seconds per thread, median and
-        maximum.
+    ``began``, ``built``, ``ended``: when the query began, was built, and had its result, in seconds since the
+    epoch.
+    ``threads``: number of task threads of each worker, by address, as from ``client.nthreads()``.
+    Returns ``seconds``: the duration of each phase; they add up to ``ended - began``. ``graphs``: the number
+    of graphs; more than one if a part was computed to plan the rest. ``tasks``: for each kind of task its
+    count and computing seconds, the longest first. ``steps``: seconds of all threads by action, such as
+    ``compute``, ``transfer``, ``disk-read``. ``thread_busy``: the seconds in tasks relative to those of the
+    task threads, while computing; more than 1 if tasks have left their slot, as for a read. ``gaps``: times
+    in which a thread had no task: their number, mean seconds per thread, median and maximum.
     """
     computed = [step for step in logged.steps if step.action == "compute"]
     if not computed or not logged.graphs:

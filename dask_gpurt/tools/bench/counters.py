@@ -21,16 +21,12 @@ SPILL_PREFIX, EXCHANGE_PREFIX = "memory.spill.bytes.", "exchange.bytes."
 def read_counters(client: Client, has_runtime: bool) -> dict[str, float]:
     """Return monotonic counters, summed over the workers.
 
-    Returns
-    -------
-    dict
-        ``read_bytes``: bytes read by the processes (Linux's ``rchar``, which counts all read calls, whatever
-        their source, but not direct reads by a GPU).
-        ``moved_bytes``: results of tasks that workers sent to each other and to the client, plus shards: for
-        the runtime those that moved to another worker, for p2p all, since its log does not distinguish them.
-        ``spilled_bytes``: bytes moved to a lower memory tier or, with Dask, to disk, including p2p's files.
-        ``thread_cpu_seconds``: CPU time of the task threads.
-        ``shuffles``: runs of the runtime's shuffles.
+    Returns ``read_bytes``: bytes read by the processes (Linux's ``rchar``, which counts all read calls,
+    whatever their source, but not direct reads by a GPU). ``moved_bytes``: results of tasks that workers sent
+    to each other and to the client, plus shards: for the runtime those that moved to another worker, for p2p
+    all, since its log does not distinguish them. ``spilled_bytes``: bytes moved to a lower memory tier or,
+    with Dask, to disk, including p2p's files. ``thread_cpu_seconds``: CPU time of the task threads.
+    ``shuffles``: runs of the runtime's shuffles.
     """
     found: dict[str, float] = {}
     for counted in client.run(count_worker).values():

@@ -22,17 +22,12 @@ PARTS = ("planning", "starting", "computing", "idle", "collecting")
 class Spent:
     """Hold what a run spent: seconds, bytes and memory.
 
-    Parameters
-    ----------
-    planning, starting, computing, idle, collecting
-        Seconds that add up to the run: until the scheduler has its tasks; until the first task begins; then,
-        for an average task thread, in tasks, and without a task; and from the end of the last task until the
-        client has the result.
-    read_bytes, moved_bytes, spilled_bytes
-        Bytes read from files, moved to other processes, and moved to lower memory tiers or to disk, on all
-        workers.
-    peak_bytes
-        The largest peak memory of a worker process; None if unknown.
+    ``planning``, ``starting``, ``computing``, ``idle``, ``collecting``: seconds that add up to the run: until
+    the scheduler has its tasks; until the first task begins; then, for an average task thread, in tasks, and
+    without a task; and from the end of the last task until the client has the result.
+    ``read_bytes``, ``moved_bytes``, ``spilled_bytes``: bytes read from files, moved to other processes, and
+    moved to lower memory tiers or to disk, on all workers.
+    ``peak_bytes``: the largest peak memory of a worker process; None if unknown.
     """
 
     planning: float
@@ -70,12 +65,8 @@ class Spent:
 class Run:
     """Record a run of a query.
 
-    Parameters
-    ----------
-    warm
-        Whether it is the second run of its round, which counts. The first run includes one-time costs.
-    seconds
-        Seconds from the first expression until the result is on the client.
+    ``warm``: whether it is the second run of its round, which counts. The first run includes one-time costs.
+    ``seconds``: seconds from the first expression until the result is on the client.
     """
 
     query: str
@@ -90,12 +81,8 @@ class Run:
 class Ratio:
     """Hold the ratio of the other method's time to the runtime's.
 
-    Parameters
-    ----------
-    value
-        The median over the rounds of the geometric mean over the queries.
-    low, high
-        The smallest and the largest value of a round.
+    ``value``: the median over the rounds of the geometric mean over the queries.
+    ``low``, ``high``: the smallest and the largest value of a round.
     """
 
     value: float

@@ -36,12 +36,8 @@ SUBFOLDER = "gpurt-bench"
 class TableSize:
     """Set the size of the tables.
 
-    Parameters
-    ----------
-    scale
-        The scale; 1 has 6 million items, as in TPC-H.
-    partitions
-        Number of partitions of orders, and of items.
+    ``scale``: the scale; 1 has 6 million items, as in TPC-H.
+    ``partitions``: number of partitions of orders, and of items.
     """
 
     scale: float
@@ -65,12 +61,8 @@ def make(
 ) -> pd.DataFrame:
     """Generate a partition of a table.
 
-    Parameters
-    ----------
-    scale, partitions
-        See :class:`TableSize`.
-    columns
-        The columns to keep; all by default.
+    ``scale``, ``partitions``: see :class:`TableSize`.
+    ``columns``: the columns to keep; all by default.
     """
     columns_of = {"customer": _customers, "orders": _orders, "lineitem": _items}[name]
     made = pd.DataFrame(columns_of(part, TableSize(scale, partitions)))
@@ -133,10 +125,7 @@ def _items(part: int, size: TableSize) -> dict[str, Any]:
 class Tables:
     """Read the tables lazily, by name.
 
-    Parameters
-    ----------
-    folder
-        The folder in which they have a subfolder; without it each query generates them.
+    ``folder``: the folder in which they have a subfolder; without it each query generates them.
     """
 
     def __init__(self, size: TableSize, backend: str = "pandas", folder: str | None = None) -> None:
@@ -178,12 +167,8 @@ class Tables:
 class Query:
     """Define a query of the bench.
 
-    Parameters
-    ----------
-    name
-        Its name, with the number of the TPC-H query that it is modelled on.
-    order
-        The columns that identify a row of the result.
+    ``name``: its name, with the number of the TPC-H query that it is modelled on.
+    ``order``: the columns that identify a row of the result.
     """
 
     name: str

@@ -161,10 +161,7 @@ def chaos(
 def chosen(option: str, patterns: str, known: Collection[str]) -> list[str]:
     """Return the known names that match a pattern, in their order.
 
-    Raises
-    ------
-    click.UsageError
-        If a pattern matches no name.
+    Raises click.UsageError if a pattern matches no name.
     """
     wanted = [pattern for pattern in patterns.split(",") if pattern]
     for pattern in wanted:

@@ -57,12 +57,8 @@ _numbers = itertools.count()
 class Site:
     """Give faults access to the cluster.
 
-    Parameters
-    ----------
-    cluster
-        The cluster object, which can be scaled; None for an existing cluster.
-    workers
-        The number of workers when nothing is broken.
+    ``cluster``: the cluster object, which can be scaled; None for an existing cluster.
+    ``workers``: the number of workers when nothing is broken.
     """
 
     def __init__(self, client: Client, cluster: Any, workers: int):

@@ -21,10 +21,7 @@ HOST_ONLY = frozenset({"object"})
 def make_partition(number: int, spec: FrameSpec, row: str, backend: str) -> Any:
     """Create a partition of a frame.
 
-    Parameters
-    ----------
-    row
-        Name of the column that numbers the rows of the whole frame.
+    ``row``: name of the column that numbers the rows of the whole frame.
     """
     columns = [name for name in spec.columns if backend == "pandas" or name not in HOST_ONLY]
     first, rows = _rows_of(spec, number)

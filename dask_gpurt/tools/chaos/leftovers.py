@@ -32,16 +32,10 @@ TIER_PREFIX, THREAD_PREFIX = "gpurt-tier-", "gpurt"
 class Probe:
     """Hold the resources of a worker process.
 
-    Attributes
-    ----------
-    anonymous
-        Anonymous memory in bytes.
-    pool_files
-        Inodes of the unnamed files of its own pools.
-    mapped
-        Inodes of the unnamed files of pools that it has mapped.
-    incoming
-        Number of shards that were offered to it and that it has not released.
+    ``anonymous``: anonymous memory in bytes.
+    ``pool_files``: inodes of the unnamed files of its own pools.
+    ``mapped``: inodes of the unnamed files of pools that it has mapped.
+    ``incoming``: number of shards that were offered to it and that it has not released.
     """
 
     anonymous: int
@@ -192,10 +186,7 @@ def named_shm() -> set[str]:
 def growth(samples: Sequence[tuple[float, int]]) -> str | None:
     """Describe a growth of memory from the first to the last minute; return None if there is none. Pure.
 
-    Parameters
-    ----------
-    samples
-        Seconds since the start, and mean bytes of a worker while idle.
+    ``samples``: seconds since the start, and mean bytes of a worker while idle.
     """
     if not samples or samples[-1][0] - samples[0][0] < 2 * WINDOW_S:
         return None

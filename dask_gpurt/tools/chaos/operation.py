@@ -75,12 +75,8 @@ def difference(
 ) -> str | None:
     """Describe the first difference between a result and the expected rows; return None if they are equal.
 
-    Parameters
-    ----------
-    ordered_by
-        The column by which rows have to be sorted across partitions, missing values last.
-    homes
-        The column whose values may each occur in one partition only.
+    ``ordered_by``: the column by which rows have to be sorted across partitions, missing values last.
+    ``homes``: the column whose values may each occur in one partition only.
     """
     found = pd.concat(parts) if parts else expected.iloc[:0]
     if index:

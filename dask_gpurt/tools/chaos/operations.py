@@ -30,16 +30,10 @@ AGGREGATIONS = {ROW: ["sum", "min", "max", "count"], f"float_{ROW}": ["min", "ma
 class FrameOperation(Operation):
     """Define an operation on frames.
 
-    Attributes
-    ----------
-    apply
-        Builds the collection from the collections of its inputs.
-    expected
-        Returns the expected rows, given functions that create the inputs in pandas.
-    compared
-        How they are compared: options of :func:`~dask_gpurt.tools.chaos.operation.difference`.
-    narrow
-        Restricts a drawn specification to values that are valid for this operation.
+    ``apply``: builds the collection from the collections of its inputs.
+    ``expected``: returns the expected rows, given functions that create the inputs in pandas.
+    ``compared``: how they are compared: options of :func:`~dask_gpurt.tools.chaos.operation.difference`.
+    ``narrow``: restricts a drawn specification to values that are valid for this operation.
     """
 
     apply: Callable[[OperationSpec, Frame, Frame], Frame]

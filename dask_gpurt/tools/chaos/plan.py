@@ -29,12 +29,8 @@ DASKS_SHUFFLES, NOT_DASKS = frozenset({"switch", "switch-twice"}), "object"
 class Setup:
     """Describe the settings with which the runtime is switched on.
 
-    Attributes
-    ----------
-    tight
-        Little memory: a small pool, and small tiers.
-    comms
-        Dask's comms as the only path.
+    ``tight``: little memory: a small pool, and small tiers.
+    ``comms``: Dask's comms as the only path.
     """
 
     tight: bool
@@ -45,18 +41,11 @@ class Setup:
 class FrameSpec:
     """Describe a random frame, whose partitions have the same rows each time they are created.
 
-    Attributes
-    ----------
-    rows, partitions
-        Total numbers; rows are distributed over the non-empty partitions.
-    key
-        Kind of the key column, one of :data:`KEYS`.
-    skewed
-        Whether half of the rows have the same key.
-    empty
-        Numbers of the partitions without rows.
-    columns
-        Kinds of the other columns, each of :data:`COLUMNS`.
+    ``rows``, ``partitions``: total numbers; rows are distributed over the non-empty partitions.
+    ``key``: kind of the key column, one of :data:`KEYS`.
+    ``skewed``: whether half of the rows have the same key.
+    ``empty``: numbers of the partitions without rows.
+    ``columns``: kinds of the other columns, each of :data:`COLUMNS`.
     """
 
     seed: int
@@ -73,20 +62,12 @@ class FrameSpec:
 class OperationSpec:
     """Describe an operation on one or two frames.
 
-    Attributes
-    ----------
-    kind
-        Its name in :data:`~dask_gpurt.tools.chaos.operations.OPERATIONS`.
-    frame, other
-        Its inputs; only joins use the second.
-    outputs
-        Requested number of output partitions.
-    variant
-        A random number from which other choices are derived.
-    persisted
-        Whether its input is persisted first.
-    retries
-        How often Dask retries a failed task.
+    ``kind``: its name in :data:`~dask_gpurt.tools.chaos.operations.OPERATIONS`.
+    ``frame``, ``other``: its inputs; only joins use the second.
+    ``outputs``: requested number of output partitions.
+    ``variant``: a random number from which other choices are derived.
+    ``persisted``: whether its input is persisted first.
+    ``retries``: how often Dask retries a failed task.
     """
 
     kind: str
@@ -102,24 +83,14 @@ class OperationSpec:
 class FaultSpec:
     """Describe a fault; each kind uses the fields that it needs.
 
-    Attributes
-    ----------
-    kind
-        Its name in :data:`~dask_gpurt.tools.chaos.faults.FAULTS`.
-    before
-        Whether it begins before the operations are submitted (and after they are built).
-    after_s
-        Otherwise, the delay after submission in seconds.
-    lasting_s
-        Duration in seconds, if it ends by itself.
-    target
-        Number of the targeted worker, modulo the number of workers, in the order of their names.
-    one_in
-        It hits one in this many messages or allocations.
-    nth
-        It hits the message with this number.
-    setup
-        The settings for switching the runtime on again, if the fault switches it off.
+    ``kind``: its name in :data:`~dask_gpurt.tools.chaos.faults.FAULTS`.
+    ``before``: whether it begins before the operations are submitted (and after they are built).
+    ``after_s``: otherwise, the delay after submission in seconds.
+    ``lasting_s``: duration in seconds, if it ends by itself.
+    ``target``: number of the targeted worker, modulo the number of workers, in the order of their names.
+    ``one_in``: it hits one in this many messages or allocations.
+    ``nth``: it hits the message with this number.
+    ``setup``: the settings for switching the runtime on again, if the fault switches it off.
     """
 
     kind: str
@@ -146,12 +117,8 @@ class Step:
 class Plan:
     """Draw all steps of a seed.
 
-    Parameters
-    ----------
-    operations, faults
-        Kinds to draw from. Without faults, nothing is broken.
-    tight, comms
-        The setup of the runtime; None to draw it at random each time.
+    ``operations``, ``faults``: kinds to draw from. Without faults, nothing is broken.
+    ``tight``, ``comms``: the setup of the runtime; None to draw it at random each time.
     """
 
     seed: int

@@ -79,14 +79,9 @@ class _RunningOperation:
 class Chaos:
     """Run a plan on a cluster.
 
-    Parameters
-    ----------
-    limit_s
-        Time limit of an operation in seconds; exceeding it counts as a hang and ends the run.
-    directory
-        Local directory of the workers, if known.
-    on_step
-        Called with the report after each step.
+    ``limit_s``: time limit of an operation in seconds; exceeding it counts as a hang and ends the run.
+    ``directory``: local directory of the workers, if known.
+    ``on_step``: called with the report after each step.
     """
 
     def __init__(

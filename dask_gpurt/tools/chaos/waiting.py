@@ -119,10 +119,7 @@ def waiting(plugin: GpurtWorkerPlugin) -> dict[str, Any]:
 
     Parts that can hang say so in their ``repr``.
 
-    Parameters
-    ----------
-    plugin
-        The worker plugin; its setup may be incomplete.
+    ``plugin``: the worker plugin; its setup may be incomplete.
     """
     parts: dict[str, Callable[[], Any]] = {
         "lines": lambda: [repr(line) for line in plugin.metrics.lines if line.waiting],

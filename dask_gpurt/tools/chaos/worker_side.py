@@ -34,18 +34,11 @@ KILL_DELAY_S = 0.01
 class Rule:
     """Change messages of one operation that this worker sends to other workers.
 
-    Attributes
-    ----------
-    action
-        ``delay``, ``repeat``, ``reset`` or ``kill``.
-    op
-        The handler of the messages, such as ``shuffle_receive``.
-    one_in
-        Hit one in this many messages at random.
-    nth
-        Hit only the message with this number, instead of ``one_in``.
-    seconds
-        Maximum delay.
+    ``action``: ``delay``, ``repeat``, ``reset`` or ``kill``.
+    ``op``: the handler of the messages, such as ``shuffle_receive``.
+    ``one_in``: hit one in this many messages at random.
+    ``nth``: hit only the message with this number, instead of ``one_in``.
+    ``seconds``: maximum delay.
     """
 
     action: str

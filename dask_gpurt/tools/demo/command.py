@@ -169,10 +169,7 @@ def preview(client: Client, methods: Sequence[str], repeat: int, link: str | Non
 def choose_methods(methods: str) -> list[str]:
     """Parse a comma-separated list of shuffle methods.
 
-    Raises
-    ------
-    click.BadParameter
-        If a method is unknown.
+    Raises click.BadParameter if a method is unknown.
     """
     chosen = [method.strip() for method in methods.split(",") if method.strip()]
     if not chosen or set(chosen) - set(METHODS):
@@ -241,15 +238,8 @@ def _run_once(
 def speedups(seconds: Mapping[str, Mapping[str, Sequence[float]]], of: str = "gpurt") -> dict[str, float]:
     """Return the speedup of one method over each other method.
 
-    Parameters
-    ----------
-    seconds
-        Timings by operation, then by method.
-
-    Returns
-    -------
-    dict
-        Speedups by other method: geometric means over the operations that both methods finished.
+    ``seconds``: timings by operation, then by method.
+    Returns speedups by other method: geometric means over the operations that both methods finished.
     """
     ratios: dict[str, list[float]] = {}
     for by_method in seconds.values():

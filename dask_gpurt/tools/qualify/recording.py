@@ -101,10 +101,7 @@ def taken() -> list[Recording]:
 def of_report(path: Path) -> Recording:
     """Read the task stream of a performance report of Dask.
 
-    Raises
-    ------
-    ValueError
-        If there is none in the file.
+    Raises ValueError if there is none in the file.
     """
     text = path.read_text(errors="replace")
     documents = re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.DOTALL)

@@ -66,14 +66,9 @@ class Clock:
     ) -> None:
         """Run an action periodically, until it returns False.
 
-        Parameters
-        ----------
-        interval
-            Returns the seconds until the next call.
-        action
-            Called without arguments.
-        first
-            Extra seconds before the first call.
+        ``interval``: returns the seconds until the next call.
+        ``action``: called without arguments.
+        ``first``: extra seconds before the first call.
         """
 
         def again() -> None:
@@ -91,10 +86,7 @@ class Clock:
     def run(self, until: Callable[[], bool]) -> None:
         """Run actions until a condition holds.
 
-        Raises
-        ------
-        DeadlockError
-            If no event is left that could make it hold.
+        Raises DeadlockError if no event is left that could make it hold.
         """
         while not until():
             if not self._events:

@@ -120,17 +120,10 @@ def _simulate(cluster: Cluster, workload: Workload, placement: str, charge: bool
 def summarise(results: Sequence[Result], ours: str, other: str) -> dict[str, float | str | int]:
     """Compare two placements over all workloads and clusters.
 
-    Parameters
-    ----------
-    results
-        Results of both placements, with the same seeds in the same order.
-
-    Returns
-    -------
-    dict
-        The speedup of ``ours`` over ``other``, as the geometric mean, and for the workload and cluster with
-        the smallest mean over its seeds; the ratio of bytes moved between hosts, as the geometric mean
-        where ``other`` moves any; the numbers of workers over their memory.
+    ``results``: results of both placements, with the same seeds in the same order.
+    Returns the speedup of ``ours`` over ``other``, as the geometric mean, and for the workload and cluster
+    with the smallest mean over its seeds; the ratio of bytes moved between hosts, as the geometric mean where
+    ``other`` moves any; the numbers of workers over their memory.
     """
     runs: defaultdict[str, dict[str, list[Result]]] = defaultdict(lambda: {ours: [], other: []})
     for one in results:

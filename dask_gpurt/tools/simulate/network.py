@@ -58,16 +58,10 @@ class Network:
     many devices have an RDMA NIC per device. TCP has one pair of ports per host, as fast as its fastest link
     in that direction. Racks are joined by uplinks.
 
-    Parameters
-    ----------
-    topology
-        The links between workers, with their speeds for a single transfer.
-    between
-        Speeds of TCP from each host to each other; none if all have that of the topology.
-    racks
-        The rack of each host, if there are racks.
-    uplink
-        Bytes per second, in each direction, between a rack and all other racks.
+    ``topology``: the links between workers, with their speeds for a single transfer.
+    ``between``: speeds of TCP from each host to each other; none if all have that of the topology.
+    ``racks``: the rack of each host, if there are racks.
+    ``uplink``: bytes per second, in each direction, between a rack and all other racks.
     """
 
     def __init__(

@@ -117,10 +117,7 @@ def bind_placement(simulation: Simulation) -> None:
 class Mode(NamedTuple):
     """Define a placement and the class of workers that it is used with.
 
-    Parameters
-    ----------
-    bind
-        See :class:`Simulation`; None if Dask decides.
+    ``bind``: see :class:`Simulation`; None if Dask decides.
     """
 
     bind: Callable[[Simulation], None] | None
@@ -154,22 +151,10 @@ def charged(simulation: Simulation) -> Overheads:
 def simulate(cluster: Cluster, workload: Workload, placement: str = "stock", **options: Any) -> Simulation:
     """Simulate a workload to its end.
 
-    Parameters
-    ----------
-    cluster, workload
-        See :class:`Simulation`.
-    options
-        Other arguments of :class:`Simulation`.
-
-    Returns
-    -------
-    Simulation
-        The finished simulation, with its ``result``.
-
-    Raises
-    ------
-    ValueError
-        If the placement is unknown.
+    ``cluster``, ``workload``: see :class:`Simulation`.
+    ``options``: other arguments of :class:`Simulation`.
+    Returns the finished simulation, with its ``result``.
+    Raises ValueError if the placement is unknown.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"unknown placement {placement!r}: expected one of {', '.join(PLACEMENTS)}")

@@ -78,12 +78,8 @@ class VirtualScheduler(Scheduler):
 
     Messages are handled sequentially.
 
-    Parameters
-    ----------
-    cost
-        Virtual seconds to handle a message, constant so that results are the same on any machine.
-    decision
-        Additional virtual seconds to choose a worker, constant for the same reason.
+    ``cost``: virtual seconds to handle a message, constant so that results are the same on any machine.
+    ``decision``: additional virtual seconds to choose a worker, constant for the same reason.
     """
 
     def __init__(self, clock: Clock, cost: float, report: Send, decision: float = 0.0):
@@ -278,10 +274,7 @@ class VirtualScheduler(Scheduler):
     ) -> None:
         """Submit a graph on behalf of the client, which wants some of its keys.
 
-        Parameters
-        ----------
-        workers
-            The only worker that may run a task, by key; missing tasks may run anywhere.
+        ``workers``: the only worker that may run a task, by key; missing tasks may run anywhere.
         """
         with self._charging():
             self._submit(graph, wanted, workers or {})

@@ -19,10 +19,7 @@ class VirtualShuffles:
 
     The memory of shards is not modelled.
 
-    Parameters
-    ----------
-    works
-        All tasks. Tasks with :attr:`Work.shards` are outputs, in the order of their partitions.
+    ``works``: all tasks. Tasks with :attr:`Work.shards` are outputs, in the order of their partitions.
     """
 
     def __init__(self, works: Mapping[str, Work], scheduler: VirtualScheduler, network: Network):

@@ -122,10 +122,7 @@ class Tiers(MutableMapping[Key, Any]):
     def hold(self, keys: Collection[Key], reserve: int) -> float:
         """Move keys to the live tier and pin them there, and reserve additional bytes.
 
-        Returns
-        -------
-        float
-            The duration in seconds.
+        Returns the duration in seconds.
         """
         self._holders.update(list(keys))  # a list, since Counter.update would add the values of a mapping
         self._reserved += reserve
@@ -144,10 +141,7 @@ class Tiers(MutableMapping[Key, Any]):
     def lend(self, keys: Collection[Key]) -> tuple[list[Key], float]:
         """Read keys from the tiers that they are in, and pin those in the live tier until they are released.
 
-        Returns
-        -------
-        list, float
-            The pinned keys, and the seconds to read all other keys.
+        Returns the pinned keys, and the seconds to read all other keys.
         """
         held = [key for key in keys if self.tier(key) is self.live]
         self.hold(held, 0)
@@ -221,10 +215,8 @@ class RuntimeTiers(Tiers):
     A key is evicted to the first lower tier with room for it, and stays there until it is read; see
     :mod:`dask_gpurt.memory.spilling`.
 
-    Parameters
-    ----------
-    next_use
-        Returns the earliest scheduler priority of the tasks that need a key; None if there is no such task.
+    ``next_use``: returns the earliest scheduler priority of the tasks that need a key; None if there is no
+    such task.
     """
 
     def __init__(

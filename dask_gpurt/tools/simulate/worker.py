@@ -128,12 +128,8 @@ class _VirtualTask(TaskState):
 class VirtualWorker:
     """Run Dask's worker state machine, and execute its instructions in virtual time.
 
-    Parameters
-    ----------
-    threads
-        Maximum number of concurrent tasks.
-    speed
-        Relative speed: tasks take :attr:`Work.seconds` divided by it.
+    ``threads``: maximum number of concurrent tasks.
+    ``speed``: relative speed: tasks take :attr:`Work.seconds` divided by it.
     """
 
     def __init__(

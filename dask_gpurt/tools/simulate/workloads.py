@@ -64,12 +64,8 @@ class Graph:
     def shuffle(self, name: str, inputs: Sequence[Name], weights: Sequence[float]) -> list[Name]:
         """Add Dask's task-based shuffle, in as many steps as its limit on splits requires.
 
-        Parameters
-        ----------
-        name
-            Unique among the shuffles of the graph.
-        weights
-            The fraction of all rows that each output gets; as many as inputs.
+        ``name``: unique among the shuffles of the graph.
+        ``weights``: the fraction of all rows that each output gets; as many as inputs.
         """
         count = len(inputs)
         steps = max(1, math.ceil(math.log(count) / math.log(MAX_BRANCH))) if count > 1 else 1
@@ -129,10 +125,7 @@ class Graph:
 class Scale:
     """Set the size of a workload.
 
-    Parameters
-    ----------
-    memory
-        Total bytes of all live tiers; the data that are read are a fraction of it.
+    ``memory``: total bytes of all live tiers; the data that are read are a fraction of it.
     """
 
     partitions: int

@@ -59,10 +59,7 @@ def is_stand_in(expr: Expr) -> bool:
 class Library:
     """Ask the library of frames, through Dask's operations.
 
-    Parameters
-    ----------
-    keep
-        Keeps answers.
+    ``keep``: keeps answers.
     """
 
     def __init__(self, keep: Keep):
@@ -71,10 +68,7 @@ class Library:
     def ask(self, kind: type, operands: Sequence[Any]) -> Schema | None:
         """Return the schema of the result of an operation; None if Dask has to say it.
 
-        Parameters
-        ----------
-        operands
-            Those of the operation, with schemas as inputs.
+        ``operands``: those of the operation, with schemas as inputs.
         """
         found = self.ask_parts(kind, operands, [()], lambda _: [answered(kind, operands)])
         return None if found is None else found[0]
@@ -90,14 +84,9 @@ class Library:
 
         Those that are missing are asked at once.
 
-        Parameters
-        ----------
-        operands
-            What all parts have in common.
-        parts
-            What each part is about.
-        answer
-            Takes the positions of parts; returns their answers.
+        ``operands``: what all parts have in common.
+        ``parts``: what each part is about.
+        ``answer``: takes the positions of parts; returns their answers.
         """
         keys = tuple(map(_key_of, operands))
         if None in keys:
@@ -109,10 +98,7 @@ class Library:
     def converted(self, frame: Any, convert: Callable[[Any], Any]) -> Any | None:
         """Return an empty frame in another library, of each dtype one column converted; None if it cannot.
 
-        Parameters
-        ----------
-        convert
-            The library's function.
+        ``convert``: the library's function.
         """
         schema = schema_of(frame)
         if schema is None or not schema.is_frame or not 0 < len(schema.labels) == len({*schema.labels}):

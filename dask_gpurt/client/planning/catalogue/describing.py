@@ -33,14 +33,9 @@ def names_index(original: Callable[..., Any], frame: Any, columns: Any) -> Any:
 class Describer:
     """Describe expressions while the runtime plans.
 
-    Parameters
-    ----------
-    keep
-        Keeps the answers of the library.
-    is_on
-        Returns whether the runtime plans for this thread.
-    metrics
-        Counts descriptions.
+    ``keep``: keeps the answers of the library.
+    ``is_on``: returns whether the runtime plans for this thread.
+    ``metrics``: counts descriptions.
     """
 
     def __init__(self, keep: Keep, is_on: Callable[[], bool], metrics: Metrics):

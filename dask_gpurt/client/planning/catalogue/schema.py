@@ -37,12 +37,8 @@ PARTS_LIMIT = 1_024
 class Part:
     """Hold a column, or an index, of empty frames. Parts with equal keys are the same for any frame.
 
-    Attributes
-    ----------
-    key
-        Describes it completely; plain values, dtypes and classes.
-    value
-        The column's values, or the index.
+    ``key``: describes it completely; plain values, dtypes and classes.
+    ``value``: the column's values, or the index.
     """
 
     __slots__ = ("_hash", "_pickled", "key", "value")
@@ -71,12 +67,8 @@ def _part_of(pickled: bytes) -> Part:
 class Axis(NamedTuple):
     """Describe the index of a frame's labels, which are text.
 
-    Attributes
-    ----------
-    text
-        The storage of the dtype for text, and whether its nulls are ``pd.NA``; None for objects.
-    name
-        Its name.
+    ``text``: the storage of the dtype for text, and whether its nulls are ``pd.NA``; None for objects.
+    ``name``: its name.
     """
 
     text: tuple[str, bool] | None
@@ -86,18 +78,11 @@ class Axis(NamedTuple):
 class Schema(NamedTuple):
     """Describe an empty frame or series.
 
-    Attributes
-    ----------
-    frames
-        The class of the library's frames.
-    labels
-        The labels of the columns; of a series its name.
-    columns
-        The columns.
-    index
-        The index.
-    axis
-        The index of the labels; None for a series.
+    ``frames``: the class of the library's frames.
+    ``labels``: the labels of the columns; of a series its name.
+    ``columns``: the columns.
+    ``index``: the index.
+    ``axis``: the index of the labels; None for a series.
     """
 
     frames: type

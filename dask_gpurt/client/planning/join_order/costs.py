@@ -19,18 +19,11 @@ TO_JOIN = 0.3
 class Joined(NamedTuple):
     """Describe joined tables.
 
-    Attributes
-    ----------
-    tables, tree
-        The tables, and in which order they are joined.
-    rows, bytes
-        About how many there are.
-    cost
-        About how many bytes have been moved for it; a byte that is joined counts as some part of one.
-    is_small
-        Whether it is in a single partition, to which no other table need be moved.
-    divided_by
-        The numbers of the keys by which it is divided; None if it is not.
+    ``tables``, ``tree``: the tables, and in which order they are joined.
+    ``rows``, ``bytes``: about how many there are.
+    ``cost``: about how many bytes have been moved for it; a byte that is joined counts as some part of one.
+    ``is_small``: whether it is in a single partition, to which no other table need be moved.
+    ``divided_by``: the numbers of the keys by which it is divided; None if it is not.
     """
 
     tables: Tables
@@ -45,16 +38,10 @@ class Joined(NamedTuple):
 class Costs:
     """Estimate what orders of joins cost.
 
-    Parameters
-    ----------
-    graph
-        The joins.
-    estimates
-        Tells how many rows and values there are.
-    roots
-        The plan.
-    small
-        The bytes up to which a table is a single partition.
+    ``graph``: the joins.
+    ``estimates``: tells how many rows and values there are.
+    ``roots``: the plan.
+    ``small``: the bytes up to which a table is a single partition.
     """
 
     def __init__(self, graph: JoinGraph, estimates: RowEstimates, roots: RowRoots, small: int):

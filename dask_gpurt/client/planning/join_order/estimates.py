@@ -59,10 +59,7 @@ class UnknownSizeError(Exception):
 class RowEstimates:
     """Estimate rows and values of the expressions of a plan.
 
-    Parameters
-    ----------
-    tables
-        Tells what footers of files say.
+    ``tables``: tells what footers of files say.
     """
 
     def __init__(self, tables: TableFacts):
@@ -73,10 +70,7 @@ class RowEstimates:
     def rows(self, expr: Any) -> float:
         """Return about how many rows an expression has.
 
-        Raises
-        ------
-        UnknownSizeError
-            If nothing is known.
+        Raises UnknownSizeError if nothing is known.
         """
         if (name := name_of(expr)) not in self._rows:
             self._rows[name] = max(1.0, self._rows_of(expr))

@@ -35,12 +35,8 @@ class OrderError(Exception):
 class Table(NamedTuple):
     """Hold what is joined.
 
-    Attributes
-    ----------
-    frame
-        Its expression in the plan.
-    stand_in
-        Stands for it in expressions on its columns; another one each time that a frame is joined.
+    ``frame``: its expression in the plan.
+    ``stand_in``: stands for it in expressions on its columns; another one each time that a frame is joined.
     """
 
     frame: Any
@@ -69,20 +65,13 @@ class _Part(NamedTuple):
 class JoinGraph:
     """Describe inner joins without an order.
 
-    Attributes
-    ----------
-    join
-        The last of the joins.
-    tables
-        What is joined.
-    columns
-        The columns of the result that are needed, as expressions on columns of the tables' stand-ins.
-    keys
-        Columns that have to be equal, at most one of a table, by its number.
-    conditions
-        The conditions on rows that are checked in between.
-    tree
-        The joins in the order of the program.
+    ``join``: the last of the joins.
+    ``tables``: what is joined.
+    ``columns``: the columns of the result that are needed, as expressions on columns of the tables'
+    stand-ins.
+    ``keys``: columns that have to be equal, at most one of a table, by its number.
+    ``conditions``: the conditions on rows that are checked in between.
+    ``tree``: the joins in the order of the program.
     """
 
     def __init__(self, part: _Part, needed: Iterable[Hashable], later: Iterable[Any]):
@@ -123,12 +112,8 @@ class JoinGraph:
     def needed(self, tables: Tables, columns: Container[Column] | None = None) -> list[Column]:
         """Return the columns of joined tables that are needed later on, or for the result.
 
-        Parameters
-        ----------
-        tables
-            The tables, or a single one before its rows are chosen.
-        columns
-            Those that are there, by default all: of keys that are equal one is enough to join by.
+        ``tables``: the tables, or a single one before its rows are chosen.
+        ``columns``: those that are there, by default all: of keys that are equal one is enough to join by.
         """
         later = (each.columns for each in self.conditions if not each.tables <= tables or len(tables) == 1)
         found = set(self._shown.union(*later))
@@ -168,10 +153,7 @@ class JoinGraph:
 class JoinFinder:
     """Find the inner joins of a plan that may be in any order.
 
-    Parameters
-    ----------
-    roots
-        The plan.
+    ``roots``: the plan.
     """
 
     def __init__(self, roots: RowRoots):
@@ -197,10 +179,7 @@ class JoinFinder:
     def graph(self, part: _Part) -> JoinGraph:
         """Return the joins without an order.
 
-        Raises
-        ------
-        OrderError
-            If they have to stay in the order in which they are.
+        Raises OrderError if they have to stay in the order in which they are.
         """
         join = part.joins[0]
         later = [

@@ -33,19 +33,12 @@ SMALL_SHARE_ON_GPU = 4
 class PartitionSizes:
     """Hold what the number of partitions depends on besides the tables.
 
-    Parameters
-    ----------
-    workers
-        The number of workers.
-    threads
-        The number of their task threads.
-    partition
-        The bytes of a partition up to which files are put together; 0 for small tables only, None for the
-        default of the library.
-    broadcast
-        The bytes up to which a table is small; 0 for none, None for the default of the library.
-    largest
-        The most bytes of a partition by default; None for no limit.
+    ``workers``: the number of workers.
+    ``threads``: the number of their task threads.
+    ``partition``: the bytes of a partition up to which files are put together; 0 for small tables only, None
+    for the default of the library.
+    ``broadcast``: the bytes up to which a table is small; 0 for none, None for the default of the library.
+    ``largest``: the most bytes of a partition by default; None for no limit.
     """
 
     workers: int
@@ -57,11 +50,8 @@ class PartitionSizes:
     def of(self, blocksize: int) -> tuple[int, int]:
         """Return the bytes of a partition, and of a small table.
 
-        Parameters
-        ----------
-        blocksize
-            The bytes of a partition that dask_cudf aims at; 0 for pandas, whose partitions are left to Dask:
-            each is work for many times the time that a task takes in any case.
+        ``blocksize``: the bytes of a partition that dask_cudf aims at; 0 for pandas, whose partitions are
+        left to Dask: each is work for many times the time that a task takes in any case.
         """
         by_default = blocksize if self.largest is None else min(blocksize, self.largest)
         small = by_default // SMALL_SHARE_ON_GPU if blocksize else SMALL_ON_PANDAS
@@ -74,16 +64,10 @@ class PartitionSizes:
 class Note(NamedTuple):
     """Say what a rule has done to an expression, or why it has left it.
 
-    Attributes
-    ----------
-    rule
-        The name of the rule's class.
-    expression
-        The name of the expression, as it was before.
-    done
-        Whether the rule has changed it.
-    text
-        What was done, or why it was left, as the rest of a sentence that begins with the expression.
+    ``rule``: the name of the rule's class.
+    ``expression``: the name of the expression, as it was before.
+    ``done``: whether the rule has changed it.
+    ``text``: what was done, or why it was left, as the rest of a sentence that begins with the expression.
     """
 
     rule: str
@@ -96,18 +80,11 @@ class Note(NamedTuple):
 class Facts:
     """Hold what rules may ask besides the plan. Each plan gets facts of its own.
 
-    Attributes
-    ----------
-    sizes
-        The cluster, and the sizes that the settings ask for.
-    tables
-        Tells what is in the files, and notes on what of that the plan relies.
-    metrics
-        Counts what is changed.
-    notes
-        What rules have done, and what they have left and why, in this order.
-    plans
-        The plans that were given to the first rule, and to the first after Dask had simplified it.
+    ``sizes``: the cluster, and the sizes that the settings ask for.
+    ``tables``: tells what is in the files, and notes on what of that the plan relies.
+    ``metrics``: counts what is changed.
+    ``notes``: what rules have done, and what they have left and why, in this order.
+    ``plans``: the plans that were given to the first rule, and to the first after Dask had simplified it.
     """
 
     sizes: PartitionSizes
@@ -142,8 +119,5 @@ class Rule(Protocol):
     def apply(self, plan: Expr, facts: Facts) -> Expr:
         """Return a plan with the same result; the same plan if there is nothing to change.
 
-        Raises
-        ------
-        Exception
-            If expressions do something unexpected: the plan is then left to Dask as a whole.
+        Raises Exception if expressions do something unexpected: the plan is then left to Dask as a whole.
         """

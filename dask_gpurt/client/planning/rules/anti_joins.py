@@ -56,10 +56,7 @@ def tested_column(join: Any, condition: Any) -> Hashable:
 def tells_matches(join: Any, column: Hashable, tables: TableFacts) -> bool:
     """Return whether a column is null for exactly those rows of a left join that have no match.
 
-    Raises
-    ------
-    OSError
-        If a file cannot be read.
+    Raises OSError if a file cannot be read.
     """
     return column == _indicator(join) or _is_full(join.right, names_in_join(join)[1][column], tables)
 
@@ -105,10 +102,7 @@ def repeats_keys(join: Any, tables: TableFacts) -> bool:
 
     That is before it is filtered. With fewer rows, leaving each key once may take longer than it saves.
 
-    Raises
-    ------
-    OSError
-        If a file cannot be read.
+    Raises OSError if a file cannot be read.
     """
     keys = keys_of_join(join)[1]
     if not keys or join.left_index or join.right_index or any(isinstance(key, Expr) for key in keys):

@@ -46,14 +46,9 @@ class Broadcast:
 def choose_small(reads: Mapping[str, TableRead], leave: Leave, *, workers: int) -> dict[str, int]:
     """Return 1 for each read that becomes a single partition, by name.
 
-    Parameters
-    ----------
-    reads
-        All reads of a plan.
-    leave
-        Called with the name of a read that is left, and the reason.
-    workers
-        The number of workers.
+    ``reads``: all reads of a plan.
+    ``leave``: called with the name of a read that is left, and the reason.
+    ``workers``: the number of workers.
     """
     largest = max((read.bytes for read in reads.values()), default=0)
     chosen: dict[str, int] = {}

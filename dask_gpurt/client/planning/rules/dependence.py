@@ -119,19 +119,12 @@ class _Order(IntEnum):
 class _Rows(NamedTuple):
     """Describe the rows of an expression.
 
-    Attributes
-    ----------
-    sources
-        The names of the expressions that determine the partitions; none for a single partition.
-    chosen_by
-        The names of the expressions that determine which rows there are, where labels are unique within a
-        partition, and would not be if it had several files.
-    labels
-        What the labels of the index are.
-    order
-        The order of the rows.
-    columns
-        What is known of the columns.
+    ``sources``: the names of the expressions that determine the partitions; none for a single partition.
+    ``chosen_by``: the names of the expressions that determine which rows there are, where labels are unique
+    within a partition, and would not be if it had several files.
+    ``labels``: what the labels of the index are.
+    ``order``: the order of the rows.
+    ``columns``: what is known of the columns.
     """
 
     sources: frozenset[str]
@@ -147,13 +140,9 @@ def depends_on_partitions(plan: Expr, files: Mapping[str, Columns] | None = None
     That is not so for a single partition in the end, computed by operations with the guarantees above. The
     labels and the order of joined rows do not count, since these are in no order.
 
-    Parameters
-    ----------
-    plan
-        The tuned plan.
-    files
-        By name, what is known of the columns of reads of Parquet files. By default, all that would help: for
-        a first look, before footers are read.
+    ``plan``: the tuned plan.
+    ``files``: by name, what is known of the columns of reads of Parquet files. By default, all that would
+    help: for a first look, before footers are read.
     """
     return why_dependent(plan, files) is not None
 

@@ -112,12 +112,8 @@ class _Parts(NamedTuple):
 
     Operations on two of them need the same rows with the same labels, by which pandas aligns them.
 
-    Attributes
-    ----------
-    groups
-        The groupby.
-    rows
-        The latest operation by which rows have been chosen or numbered.
+    ``groups``: the groupby.
+    ``rows``: the latest operation by which rows have been chosen or numbered.
     """
 
     groups: int
@@ -138,12 +134,8 @@ class _Attempt:
     An expression of the plan is identified by its number in the order in which it is visited, which is always
     the same. Names differ from one change to the next.
 
-    Attributes
-    ----------
-    changes
-        The number of expressions that the latest change has replaced, by kind.
-    relied
-        The columns of which no value is in two files, each as a read and the name of the column.
+    ``changes``: the number of expressions that the latest change has replaced, by kind.
+    ``relied``: the columns of which no value is in two files, each as a read and the name of the column.
     """
 
     def __init__(self, facts: TableFacts, leave: Leave) -> None:
@@ -169,16 +161,9 @@ class _Attempt:
     def change(self, plan: Expr, *, by_dask: bool = False) -> Expr:
         """Return the changed plan.
 
-        Parameters
-        ----------
-        by_dask
-            Whether its groups have the same partitions, but are grouped by Dask, in a shuffle. Rows are then
-            deduplicated as in the original plan.
-
-        Raises
-        ------
-        _NotForJoin
-            If a changed groupby has to be excluded.
+        ``by_dask``: whether its groups have the same partitions, but are grouped by Dask, in a shuffle. Rows
+        are then deduplicated as in the original plan.
+        Raises _NotForJoin if a changed groupby has to be excluded.
         """
         self.changes = {}
         self._by_dask = by_dask

@@ -64,10 +64,8 @@ def users_first(plan: Any) -> list[Any]:
 def needed_columns(order: Sequence[Any]) -> dict[str, Names]:
     """Return the columns of each expression that are used, by its name; all or none of a series.
 
-    Parameters
-    ----------
-    order
-        The expressions of a plan, those that use another one before it. Those that nobody uses are left out.
+    ``order``: the expressions of a plan, those that use another one before it. Those that nobody uses are
+    left out.
     """
     return _traced(order, _with_conditions)
 
@@ -75,10 +73,7 @@ def needed_columns(order: Sequence[Any]) -> dict[str, Names]:
 def needed_dtypes(order: Sequence[Any]) -> dict[str, Names]:
     """Return the columns of each expression of which the dtypes matter, by its name.
 
-    Parameters
-    ----------
-    order
-        The expressions of a plan, those that use another one before it.
+    ``order``: the expressions of a plan, those that use another one before it.
     """
     return _traced(order, _dtypes, needed_columns(order))
 

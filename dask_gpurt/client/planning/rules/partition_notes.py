@@ -86,13 +86,9 @@ Hashes = tuple[str | None, ...]
 class Division(NamedTuple):
     """Describe how rows are divided: those that are alike in some columns are in one partition.
 
-    Attributes
-    ----------
-    columns
-        Labels of columns, or of levels of the index.
-    hashed
-        How they were hashed, if Dask's hash of them, modulo the number of partitions, is the number of the
-        partition; else None.
+    ``columns``: labels of columns, or of levels of the index.
+    ``hashed``: how they were hashed, if Dask's hash of them, modulo the number of partitions, is the number
+    of the partition; else None.
     """
 
     columns: tuple[Any, ...]

@@ -46,14 +46,9 @@ class PartitionSize:
 def choose_partitions(reads: Mapping[str, TableRead], leave: Leave, *, threads: int) -> dict[str, int]:
     """Return the number of partitions of each read for which it changes.
 
-    Parameters
-    ----------
-    reads
-        The reads of a plan, by name.
-    leave
-        Called with the name of a read that is left, and the reason.
-    threads
-        The number of task threads.
+    ``reads``: the reads of a plan, by name.
+    ``leave``: called with the name of a read that is left, and the reason.
+    ``threads``: the number of task threads.
     """
     chosen: dict[str, int] = {}
     for name, read in reads.items():

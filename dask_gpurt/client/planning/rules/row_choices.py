@@ -98,10 +98,7 @@ class _UnknownError(Exception):
 def condition_of(query: Any) -> Any:
     """Return the condition that a query states, as an expression on its frame.
 
-    Raises
-    ------
-    _UnknownError
-        If it may be another one for the library of the frame.
+    Raises _UnknownError if it may be another one for the library of the frame.
     """
     frame = query.frame
     if query.expr_kwargs.keys() - {"local_dict"} or not isinstance(text := query.operands[1], str):
@@ -144,10 +141,7 @@ class _Translation:
     def condition(self, tree: ast.expr, *, negated: bool = False) -> Any:
         """Return an expression of booleans.
 
-        Parameters
-        ----------
-        negated
-            Whether rows are chosen for which it is false: then null is not the same.
+        ``negated``: whether rows are chosen for which it is false: then null is not the same.
         """
         match tree:
             case ast.BoolOp(op=op, values=values):

@@ -49,14 +49,10 @@ class Rows(NamedTuple):
 class RowRoots:
     """Hold the roots of the rows of each expression of a plan.
 
-    Attributes
-    ----------
-    order
-        The expressions, those that use another one before it.
-    exprs, rows
-        The expressions, and what their rows are, by name.
-    exits
-        By the name of a root, where its rows, and what is computed from them row by row, are used by others.
+    ``order``: the expressions, those that use another one before it.
+    ``exprs``, ``rows``: the expressions, and what their rows are, by name.
+    ``exits``: by the name of a root, where its rows, and what is computed from them row by row, are used by
+    others.
     """
 
     def __init__(self, plan: Any):

@@ -28,18 +28,11 @@ MOST_FILES = 100
 class TableRead:
     """Describe a read of a table's files.
 
-    Parameters
-    ----------
-    bytes
-        The estimated size of the columns that are read, in memory.
-    files
-        The number of files.
-    partitions
-        The number of partitions that it is read in.
-    partition
-        The bytes of a partition up to which its files are put together; 0 to leave that to Dask.
-    small
-        The bytes up to which it is small.
+    ``bytes``: the estimated size of the columns that are read, in memory.
+    ``files``: the number of files.
+    ``partitions``: the number of partitions that it is read in.
+    ``partition``: the bytes of a partition up to which its files are put together; 0 to leave that to Dask.
+    ``small``: the bytes up to which it is small.
     """
 
     bytes: int
@@ -58,16 +51,10 @@ Choose = Callable[[Mapping[str, TableRead], Leave], Mapping[str, int]]
 def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> tuple[Expr, int, int]:
     """Return a plan with other numbers of partitions, and how many reads were changed and were left.
 
-    Parameters
-    ----------
-    rule
-        The rule that asks.
-    plan
-        A tuned plan, in which a read that a rule has changed is not changed again.
-    facts
-        See :class:`.Facts`.
-    choose
-        Decides, given the reads whose size is known.
+    ``rule``: the rule that asks.
+    ``plan``: a tuned plan, in which a read that a rule has changed is not changed again.
+    ``facts``: see :class:`.Facts`.
+    ``choose``: decides, given the reads whose size is known.
     """
     bare, dependent = facts.bare(plan)
     reads = parquet_reads(bare)
@@ -151,22 +138,10 @@ def bytes_in_memory(columns: Iterable[Column]) -> int:
 def independence_of(plan: Expr, facts: TableFacts) -> Independence | None:
     """Return on what of its tables a plan relies so that its result does not depend on partitions.
 
-    Parameters
-    ----------
-    plan
-        A tuned plan.
-    facts
-        Tells which dtypes of the tables vary.
-
-    Returns
-    -------
-    Independence
-        None if the result may depend on partitions.
-
-    Raises
-    ------
-    OSError
-        If a file cannot be read.
+    ``plan``: a tuned plan.
+    ``facts``: tells which dtypes of the tables vary.
+    Returns None if the result may depend on partitions.
+    Raises OSError if a file cannot be read.
     """
     if (tables := facts.columns(plan)) is None:
         return None
