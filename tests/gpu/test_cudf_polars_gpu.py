@@ -74,7 +74,7 @@ def wait_until_guarded(client: Client) -> None:
         time.sleep(0.05)  # the worker looks every 0.2 s, and reports nothing
 
 
-@pytest.mark.skipif(cuda_devices() < 2, reason="cudf-polars needs a GPU for each worker")
+@pytest.mark.skipif(cuda_devices() < 2, reason="LocalCUDACluster needs a GPU for each worker")
 def test_queries_run_between_shuffles(orders: pd.DataFrame, tmp_path: Path) -> None:
     wanted = as_table(orders.groupby("customer").price.sum().reset_index())
     with cluster("cudf", workers=2) as client:

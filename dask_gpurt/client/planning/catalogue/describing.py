@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dask.dataframe.dask_expr._reductions import Chunk, Max  # Min is one, too
-
 from dask_gpurt.client.planning.catalogue.asking import QUESTION, Keep, Library, is_stand_in
 from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Schema, frame_of, known_schema, schema_of
 from dask_gpurt.client.planning.catalogue.shapes import other_rule_of, rule_of, same
-from dask_gpurt.dask_hooks.planning import Expr, metadata, reads_more_than_operands, set_metadata
+from dask_gpurt.dask_hooks.planning import (
+    Expr,
+    is_chunk_of_extremes,
+    metadata,
+    reads_more_than_operands,
+    set_metadata,
+)
 from dask_gpurt.observe import Metrics
 
 #: A function of Dask that is replaced.
@@ -65,11 +69,8 @@ class Describer:
         return original(expr) if schema is None else list(schema.labels)
 
     def dimensions(self, original: Original, expr: Expr) -> Any:
-        """Return the number of its dimensions.
-
-        Dask asks this of the extremes of a partition, which cudf cannot find of integers without rows.
-        """
-        if type(expr) is Chunk and issubclass(expr.kind, Max) and expr.frame.ndim == 2:
+        """Return the number of its dimensions."""
+        if is_chunk_of_extremes(expr):
             return 2
         schema = self._known(expr)
         return original(expr) if schema is None else 1 + schema.is_frame

@@ -140,6 +140,9 @@ def assigned(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
         return asked(expr, of, library)
     if not _are_labels(names) or _lacks_schemas([frame, *values], expr):
         return asked(expr, of, library)
+    replaced = (value for name, value in zip(names, values, strict=True) if name in frame.labels)
+    if not all(isinstance(value, Schema) for value in replaced):  # cudf sets no text in place of no rows
+        return asked(expr, of, library)
     labels = ("a", *(f"v{number}" for number in range(len(names))))
     of_values = (each for pair in zip(labels[1:], values, strict=True) for each in pair)
     found = library.ask(type(expr), [frame.first("a"), *of_values])
