@@ -11,6 +11,7 @@ from typing import Any
 import dask
 from dask.core import flatten
 
+from dask_gpurt.client.corrections import correct_with
 from dask_gpurt.client.explain.plan import Explanation, explain_plan, prefix_of
 from dask_gpurt.client.planning.cache import Planned, PlanningCache
 from dask_gpurt.client.planning.reads import LOWERED
@@ -51,12 +52,19 @@ class Plans:
     def of(self, rows: Iterable[Mapping[str, Any]], threads: int) -> list[tuple[Explanation, Explanation]]:
         """Explain how Dask has planned the results of tasks, and how the runtime would on so many threads."""
         names = {prefix_of(row["key"]) for row in rows}
-        sizes, origins = PartitionSizes(threads, threads), self._planning.origins
-        return [
-            (explain_plan(planned, origins), explain_plan(self._planning.foresee(expr, sizes), origins))
-            for expr, planned in self.found
-            if names.issuperset(map(prefix_of, flatten(keys_of(planned.plan))))
-        ]
+        sizes, origins, patches = PartitionSizes(threads, threads), self._planning.origins, PatchSet()
+        try:
+            correct_with(lambda: True, patches)  # of what rules make, Dask alone makes wrong plans, or none
+            return [
+                (explain_plan(planned, origins), explain_plan(self._planning.foresee(expr, sizes), origins))
+                for expr, planned in self.found
+                if names.issuperset(map(prefix_of, flatten(keys_of(planned.plan))))
+            ]
+        except UnsupportedError as error:
+            self.why_none = str(error)
+            return []
+        finally:
+            patches.restore()
 
 
 @contextmanager
