@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -67,7 +68,7 @@ class EvictingCache:
     def close(self) -> None:
         """Drop everything, and keep nothing from now on."""
         self._room = int
-        self.release(self.nbytes)
+        self.release(sys.maxsize)  # also what another thread keeps just now, having asked for room before
 
     # ---- under the lock ----------------------------------------------------------------------------
 

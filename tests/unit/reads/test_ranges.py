@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,3 +90,17 @@ def test_a_closed_cache_keeps_nothing() -> None:
     cache.close()
     cache.keep(0, 0, {0: b"abc"})
     assert cache.nbytes == told[-1] == 0
+
+
+def test_a_cache_that_closes_drops_what_another_thread_keeps_just_now() -> None:
+    closing = threading.Thread(target=lambda: cache.close())
+
+    def room() -> int:
+        closing.start()
+        closing.join(0.1)  # it has to wait for this thread
+        return 1000
+
+    cache = RangeCache(room, lambda nbytes: None)
+    cache.keep(0, 0, {0: b"abc"})
+    closing.join()
+    assert cache.nbytes == 0
