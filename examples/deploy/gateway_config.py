@@ -16,7 +16,11 @@ IMAGE = "registry.example.com/dask-gpurt:0.1.0"
 
 def options_handler(options: Any) -> dict[str, Any]:
     """Return the settings of a cluster for what its user has chosen."""
-    shared = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{options.memory // 4}Gi"}}
+    # What is in /dev/shm counts towards the limit of the pod, which is otherwise that of the worker. The
+    # gateway's G are GiB.
+    room = options.memory // 4
+    memory = f"{options.memory + room}Gi"
+    shared = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{room}Gi"}}
     scratch = {"name": "scratch", "emptyDir": {}}
     mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "scratch", "mountPath": "/scratch"}]
     return {
@@ -26,7 +30,10 @@ def options_handler(options: Any) -> dict[str, Any]:
         "worker_threads": 1,
         "worker_memory": f"{options.memory} G",
         "worker_extra_container_config": {
-            "resources": {"limits": {"nvidia.com/gpu": "1"}},
+            "resources": {
+                "limits": {"nvidia.com/gpu": "1", "memory": memory},
+                "requests": {"memory": memory},
+            },
             "volumeMounts": mounts,
         },
         "worker_extra_pod_config": {"volumes": [shared, scratch]},

@@ -21,11 +21,12 @@ GPUS = 4
 def make_cluster(**arguments: Any) -> SLURMCluster:
     """Describe the jobs; nothing is submitted before the cluster is scaled."""
     return SLURMCluster(
-        # dask-cuda makes a worker for each GPU, with these threads and this memory; the job has them all
+        # dask-cuda makes a worker for each GPU, with these threads and this memory; the job has them all, and
+        # a quarter more for what is in /dev/shm, where Slurm limits the memory of jobs
         cores=1,
         memory="64 GiB",
         job_cpu=8 * GPUS,
-        job_mem=f"{64 * GPUS}G",
+        job_mem=f"{80 * GPUS}G",
         queue="gpu",
         walltime="02:00:00",
         job_extra_directives=[f"--gres=gpu:{GPUS}", "--exclusive"],
