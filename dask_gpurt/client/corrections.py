@@ -16,6 +16,7 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.expr import (
     NFirst,
     NLast,
+    NUnique,
     convert_to_list,
     dtypes_of_values,
     is_first_operand,
@@ -24,15 +25,17 @@ from dask_gpurt.dask_hooks.expr import (
     replace_divisions,
     replace_merge,
     replace_null_groups,
+    replace_reductions,
     replace_simplified,
     replace_variances,
     with_dtypes,
 )
+from dask_gpurt.frames.distinct import combine_pairs, count_values, distinct_pairs
 from dask_gpurt.frames.variances import float_dtype, sum_of_floats, sum_of_squared_floats
 
 
 def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Correct joins by labels that Dask takes for none, divisions, filters, sorts, means and variances.
+    """Correct joins by labels that Dask takes for none, divisions, filters, sorts, and statistics of groups.
 
     ``is_usable``: returns whether the runtime is on for this client.
     ``patches``: restores what Dask does.
@@ -44,6 +47,7 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     _square_floats(is_usable, patches)
     _check_after_casts(is_usable, patches)
     _begin_with_nulls(is_usable, patches)
+    _count_values_of_nulls(is_usable, patches)
 
 
 def looks_absent(label: Any) -> bool:
@@ -191,6 +195,25 @@ def _begin_with_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
         return kinds[type(found)](*found.operands)
 
     replace_simplified(patches, "SortValues", simplified)
+
+
+class NUniqueWithNulls(NUnique):
+    """Count the distinct values by group, also of the group whose key is null."""
+
+    chunk = staticmethod(distinct_pairs)
+    combine = staticmethod(combine_pairs)
+    aggregate = staticmethod(count_values)
+
+
+def _count_values_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have ``nunique`` count in the group of nulls where ``dropna=False`` says so, which Dask forgets."""
+
+    def lower(original: Callable[..., Any], expr: Any) -> Any:
+        if type(expr) is NUnique and expr.dropna is False and is_usable():
+            expr = NUniqueWithNulls(*expr.operands)
+        return original(expr)
+
+    replace_reductions(patches, lower)
 
 
 def _float_dtypes(variance: Any) -> Any:

@@ -20,7 +20,7 @@ from dask.dataframe.dask_expr._expr import (
     RenameFrame,
     ResetIndex,
 )
-from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, Var
+from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._merge import (
     BlockwiseMerge,
     BroadcastJoin,
@@ -56,6 +56,7 @@ __all__ = [
     "Merge",
     "NFirst",
     "NLast",
+    "NUnique",
     "P2PShuffle",
     "Projection",
     "RearrangeByColumn",
@@ -79,6 +80,7 @@ __all__ = [
     "replace_lowering",
     "replace_merge",
     "replace_null_groups",
+    "replace_reductions",
     "replace_simplified",
     "task_of",
 ]
@@ -223,6 +225,22 @@ def replace_simplified(patches: PatchSet, kind: str, simplified: Replacement) ->
     Raises UnsupportedError if Dask has no such method.
     """
     patches.replace_all({_seam(f"{kind}._simplify_up"): _instead(simplified)})
+
+
+def replace_reductions(patches: PatchSet, lower: Replacement) -> None:
+    """Replace the lowering of reductions.
+
+    Parameters
+    ----------
+    lower
+        Called as ``lower(original, expr)``, for all reductions.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such method.
+    """
+    patches.replace_all({_seam("ApplyConcatApply._lower"): _instead(lower)})
 
 
 def reads_cast(parent: Any, cast: Any) -> bool:

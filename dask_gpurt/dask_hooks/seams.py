@@ -32,6 +32,7 @@ GRAPHS = SeamGroup(
         Seam("dask.dataframe.core:_concat", "args ignore_index"),
         Seam("dask.dataframe.multi:merge_chunk", "lhs args result_meta kwargs"),
         Seam("dask.dataframe.groupby:_compute_sum_of_squares", "grouped column"),
+        Seam("dask.dataframe.groupby:_groupby_raise_unaligned", "df convert_by_to_list kwargs"),
     ),
 )
 #: Shuffle runs on the scheduler: methods of its extension that are replaced or called.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 from dask._task_spec import Alias, GraphNode, Task, TaskRef, convert_legacy_graph
 from dask.dataframe.core import _concat as concat
 from dask.dataframe.groupby import _compute_sum_of_squares as sum_of_squares
+from dask.dataframe.groupby import _groupby_raise_unaligned as group_aligned
 from dask.dataframe.multi import merge_chunk
 
 # ---- on a worker -----------------------------------------------------------------------------------
@@ -415,6 +416,7 @@ __all__ = [
     "TaskRef",
     "concat",
     "convert_legacy_graph",
+    "group_aligned",
     "merge_chunk",
     "sum_of_squares",
 ]

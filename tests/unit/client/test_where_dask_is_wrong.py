@@ -350,6 +350,25 @@ def test_groups_of_nulls_are_left_out(method: str, keys: str | list[str]) -> Non
         pd.testing.assert_series_equal(ours.sort_index(), theirs.sort_index(), check_index_type=False)
 
 
+OF_DISTINCT: dict[str, Callable[[Any], Any]] = {
+    "a key": lambda frame: frame.groupby("k", dropna=False).x,
+    "several keys": lambda frame: frame.groupby(["k", "s"], dropna=False).x,
+    "a column as key": lambda frame: frame.groupby(frame.k, dropna=False).x,
+    "a series by another": lambda frame: frame.x.groupby(frame.s, dropna=False),
+    "a condition": lambda frame: frame.groupby(["s", frame.k > 20], dropna=False).x,
+}
+
+
+@pytest.mark.parametrize("split_out", [1, 3])
+@pytest.mark.parametrize("name", OF_DISTINCT)
+def test_values_of_nulls_are_counted(name: str, split_out: int) -> None:
+    program = OF_DISTINCT[name]
+    frame = LEFT.assign(s=np.where(LEFT.j % 5 == 0, None, "a"), k=LEFT.k.where(LEFT.k > 9), x=LEFT.x % 9)
+    lazy = dd.from_pandas(frame, npartitions=12)
+    ours = program(lazy).nunique(split_out=split_out).compute()
+    pd.testing.assert_series_equal(ours.sort_index(), program(frame).nunique().sort_index())
+
+
 def test_a_condition_with_alternatives_stays_on_its_side_of_a_join() -> None:
     def program(rows: Any) -> Any:
         chosen = rows[((rows.k < 20) & (rows.j == 1)) | ((rows.k < 20) & (rows.j == 2))]
