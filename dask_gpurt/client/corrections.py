@@ -10,19 +10,25 @@ from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
+import numpy as np
 from dask.base import is_dask_collection
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.expr import (
+    GroupMean,
+    MeanAggregate,
     NFirst,
     NLast,
     NUnique,
+    Sum,
     convert_to_list,
     dtypes_of_values,
     is_first_operand,
     is_variance,
+    meta,
     reads_cast,
     replace_divisions,
+    replace_means,
     replace_merge,
     replace_null_groups,
     replace_reductions,
@@ -31,6 +37,7 @@ from dask_gpurt.dask_hooks.expr import (
     with_dtypes,
 )
 from dask_gpurt.frames.distinct import combine_pairs, count_values, distinct_pairs
+from dask_gpurt.frames.means import float_sum, float_sums_of_groups, sums_of_groups, wraps_around
 from dask_gpurt.frames.variances import float_dtype, sum_of_floats, sum_of_squared_floats
 
 
@@ -48,6 +55,7 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     _check_after_casts(is_usable, patches)
     _begin_with_nulls(is_usable, patches)
     _count_values_of_nulls(is_usable, patches)
+    _sum_floats(is_usable, patches)
 
 
 def looks_absent(label: Any) -> bool:
@@ -214,6 +222,72 @@ def _count_values_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> 
         return original(expr)
 
     replace_reductions(patches, lower)
+
+
+class FloatSum(Sum):
+    """Sum up integers in floats."""
+
+    reduction_chunk = staticmethod(float_sum)
+    reduction_aggregate = Sum.reduction_chunk
+
+
+def _sums_and_counts(rows: Any, *by: Any, **options: Any) -> Any:
+    return float_sums_of_groups(GroupMean.chunk(rows, *by, **options), rows, *by, **options)
+
+
+class MeanOfFloatSums(GroupMean):
+    """Compute means by groups from sums in floats."""
+
+    chunk = staticmethod(_sums_and_counts)
+
+
+def _sum_floats(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have means of integers computed from sums in floats, as pandas does.
+
+    Dask divides sums of integers, which wrap around: already for five times in nanoseconds.
+    """
+
+    def lower(original: Callable[..., Any], expr: Any) -> Any:
+        found = original(expr)
+        if type(found) is not MeanAggregate or type(found.frame) is not Sum or not is_usable():
+            return found
+        return MeanAggregate(FloatSum(*found.frame.operands), found.counter) if _sums_wrap(expr) else found
+
+    def lower_groups(original: Callable[..., Any], expr: Any) -> Any:
+        if type(expr) is GroupMean and is_usable() and wraps_around(meta(expr.frame)):
+            expr = MeanOfFloatSums(*expr.operands)
+        return original(expr)
+
+    def aggregation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        return _from_float_sums(found) if is_usable() else found
+
+    replace_means(patches, lower, aggregation)
+    replace_reductions(patches, lower_groups)
+
+
+def _sums_wrap(mean: Any) -> bool:
+    """Return whether sums of a series, or of a frame of nothing but numbers, may wrap around."""
+    of = meta(mean.frame)
+    if of.ndim == 1 or not wraps_around(of):
+        return wraps_around(of)
+    summed = of.select_dtypes(["number", "bool"]) if mean.numeric_only else of
+    return of.columns.is_unique and all(
+        isinstance(dtype, np.dtype) and dtype.kind in "biuf" for dtype in summed.dtypes
+    )
+
+
+def _from_float_sums(steps: dict[str, Any]) -> dict[str, Any]:
+    """Return the steps of a mean with sums in floats, beside which those of integers may be wanted."""
+    (total, _, of_total), count = steps["chunk_funcs"]
+    (_, add, of_sums), *others = steps["aggregate_funcs"]
+    label, finish, names = steps["finalizer"]
+    floats = f"{total}-of-mean"
+    return {
+        "chunk_funcs": [(floats, sums_of_groups, {"column": of_total["column"]}), count],
+        "aggregate_funcs": [(floats, add, {**of_sums, "column": floats}), *others],
+        "finalizer": (label, finish, {**names, "sum_column": floats}),
+    }
 
 
 def _float_dtypes(variance: Any) -> Any:

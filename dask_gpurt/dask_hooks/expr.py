@@ -21,6 +21,7 @@ from dask.dataframe.dask_expr._expr import (
     ResetIndex,
 )
 from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
+from dask.dataframe.dask_expr._groupby import Mean as GroupMean
 from dask.dataframe.dask_expr._merge import (
     BlockwiseMerge,
     BroadcastJoin,
@@ -28,7 +29,7 @@ from dask.dataframe.dask_expr._merge import (
     Merge,
     create_assign_index_merge_transfer,
 )
-from dask.dataframe.dask_expr._reductions import NFirst, NLast, ShuffleReduce
+from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
 from dask.dataframe.dask_expr._shuffle import (
     AssignPartitioningIndex,
     P2PShuffle,
@@ -52,7 +53,9 @@ __all__ = [
     "Filter",
     "Fused",
     "GroupByApply",
+    "GroupMean",
     "HashJoinP2P",
+    "MeanAggregate",
     "Merge",
     "NFirst",
     "NLast",
@@ -66,6 +69,7 @@ __all__ = [
     "SetPartitionsPreSetIndex",
     "Shuffle",
     "ShuffleReduce",
+    "Sum",
     "convert_to_list",
     "create_assign_index_merge_transfer",
     "default_shuffle_method",
@@ -78,6 +82,7 @@ __all__ = [
     "replace_default_method",
     "replace_divisions",
     "replace_lowering",
+    "replace_means",
     "replace_merge",
     "replace_null_groups",
     "replace_reductions",
@@ -241,6 +246,25 @@ def replace_reductions(patches: PatchSet, lower: Replacement) -> None:
         If Dask has no such method.
     """
     patches.replace_all({_seam("ApplyConcatApply._lower"): _instead(lower)})
+
+
+def replace_means(patches: PatchSet, lower: Replacement, aggregation: Replacement) -> None:
+    """Replace the lowering of means of columns, and the steps of which ``agg`` makes a mean by groups.
+
+    Parameters
+    ----------
+    lower
+        Called as ``lower(original, expr)``.
+    aggregation
+        Called as ``aggregation(original, …)``; returns the steps, by their kind.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such functions.
+    """
+    steps = _seam("_build_agg_args_mean")
+    patches.replace_all({_seam("Mean._lower"): _instead(lower), steps: _instead(aggregation)})
 
 
 def reads_cast(parent: Any, cast: Any) -> bool:

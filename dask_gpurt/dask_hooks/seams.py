@@ -189,6 +189,12 @@ EXPRESSIONS = SeamGroup(
             "result_column func func_args func_kwargs input_column",
             bodies=("cc8024e9722f",),
         ),
+        Seam(_EXPR + "_reductions:Mean._lower", "self"),
+        Seam(
+            "dask.dataframe.groupby:_build_agg_args_mean",
+            "result_column func input_column",
+            bodies=("19e1631c28fe",),
+        ),
         Seam(_EXPR + "_shuffle:_get_divisions"),  # dask_cudf replaces it, with other parameters
         Seam(_EXPR + "_shuffle:P2PShuffle._layer", "self"),
         Seam(_EXPR + "_merge:BlockwiseMerge._task", "self name index"),

@@ -369,6 +369,33 @@ def test_values_of_nulls_are_counted(name: str, split_out: int) -> None:
     pd.testing.assert_series_equal(ours.sort_index(), program(frame).nunique().sort_index())
 
 
+OF_MEANS: dict[str, Callable[[Any], Any]] = {
+    "a series": lambda frame: frame.huge.mean(),
+    "a frame": lambda frame: frame[["huge", "small", "x", "unsigned"]].mean(),
+    "integers": lambda frame: frame[["huge", "k"]].mean(),
+    "nulls": lambda frame: frame.nulls.mean(),
+    "groups": lambda frame: frame.groupby("k").mean(),
+    "a column of groups": lambda frame: frame.groupby("k").huge.mean(),
+    "groups of a series": lambda frame: frame.nulls.groupby(frame.k % 2).mean(),
+    "Arrow": lambda frame: frame.astype({"unsigned": "uint64[pyarrow]"}).groupby("k").unsigned.mean(),
+    "beside sums": lambda frame: frame.groupby("k").agg(
+        {"huge": ["mean", "sum"], "unsigned": "mean", "nulls": "mean", "x": "mean"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_MEANS)
+def test_means_of_integers_do_not_wrap_around(name: str) -> None:
+    program, huge = OF_MEANS[name], INTEGERS.huge * 100
+    frame = INTEGERS.assign(huge=huge, nulls=huge.astype("Int64").mask(INTEGERS.k == 0))
+    ours, wanted = program(dd.from_pandas(frame, npartitions=11)).compute(), program(frame)
+    if np.isscalar(wanted):
+        assert ours == pytest.approx(wanted, rel=1e-12)
+    else:
+        same = pd.testing.assert_series_equal if ours.ndim == 1 else pd.testing.assert_frame_equal
+        same(ours.sort_index(), wanted.sort_index(), rtol=1e-12)
+
+
 def test_a_condition_with_alternatives_stays_on_its_side_of_a_join() -> None:
     def program(rows: Any) -> Any:
         chosen = rows[((rows.k < 20) & (rows.j == 1)) | ((rows.k < 20) & (rows.j == 2))]
