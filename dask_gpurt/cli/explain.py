@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 import time
 from pathlib import Path
 
 import click
+
+from dask_gpurt.cli.script import run_script
+
+#: Said if there is nothing to explain.
+NOTHING = (
+    "the runtime has planned no computation of dataframes: it plans those of a client of a cluster, where it "
+    "is on, as with DASK_GPURT__ENABLED=true"
+)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -22,15 +29,13 @@ def explain(script: Path, arguments: tuple[str, ...]) -> None:
     """
     from dask_gpurt.client.explain.watching import watched
 
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent.resolve()))
     with watched() as found:
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            failed = run_script(str(script), arguments)
         finally:
             explained = found.explanations(time.time())
             if not explained:
-                text = "no computation of dataframes was planned by the runtime: is it on?"
-                click.echo(text, err=True)
+                click.echo(NOTHING, err=True)
             for number, each in enumerate(explained, 1):
                 click.echo(f"\n--- computation {number} of {len(explained)}\n{each!r}", err=True)
+    sys.exit(failed)

@@ -30,6 +30,8 @@ if __name__ == "__main__":
     large = dd.read_parquet({large!r})
     print(large.groupby("key").value.sum().compute().sum())
     print(len(large.merge(dd.read_parquet({small!r}), on="key").compute()))
+    client.close()
+    raise KeyError("afterwards")
 """
 
 
@@ -120,8 +122,11 @@ def test_all_computations_of_a_script_are_explained(folder: Path, tmp_path: Path
         [sys.executable, "-m", "dask_gpurt", "explain", str(script)],
         capture_output=True, text=True, timeout=120, cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert done.stdout.split() == ["4000.0", "100"]
+    assert done.stderr.count("ran in") == 2  # the program closes its client
+    trace = done.stderr.partition("Traceback")[2].partition("KeyError: 'afterwards'")[0]
+    assert trace.splitlines()[1] == f'  File "{script}", line 13, in <module>'
     assert "computation 2 of 2" in done.stderr
     assert "group by key (program.py:10)" in done.stderr
 

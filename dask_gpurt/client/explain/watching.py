@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,8 @@ from dask_gpurt.client.explain.run import Analysis, measure
 from dask_gpurt.client.planning.cache import Planned
 from dask_gpurt.client.session import SESSIONS, open_client
 from dask_gpurt.dask_hooks.planning import optimise
+
+logger = logging.getLogger(__name__)
 
 
 def explain(collection: Any, *, analyze: bool = False) -> Explanation | Analysis:
@@ -60,40 +63,69 @@ def _threads(client: Client) -> int:
 
 
 @dataclass
+class _Tasks:
+    """Record the tasks of a client; they are read before the program closes it, or at the end."""
+
+    client: Client
+    rows: list[Any] = field(default_factory=list)
+    threads: int = 0
+
+    def record(self) -> None:
+        """Begin: the scheduler records tasks from the first call on."""
+        self.client.get_task_stream(count=0)
+        for name in ("close", "shutdown"):
+            setattr(self.client, name, self._read_before(getattr(self.client, name)))
+
+    def _read_before(self, closing: Callable[..., Any]) -> Callable[..., Any]:
+        def read_and_close(*arguments: Any, **options: Any) -> Any:
+            self.read()
+            return closing(*arguments, **options)
+
+        return read_and_close
+
+    def read(self) -> bool:
+        """Read what is recorded, if the client is open; return whether it is read."""
+        if not self.threads and self.client.status == "running":
+            try:
+                self.rows, self.threads = self.client.get_task_stream(), _threads(self.client)
+            except OSError as error:
+                logger.warning("times of tasks are not known: %s", error)
+        return self.threads > 0
+
+
+@dataclass
 class Watched:
     """Collect the computations of a program.
 
-    ``plans``: the plan of each, with the time at which it was made.
+    ``plans``: the plan of each, with the time at which it was made, and the tasks of its client.
     """
 
-    plans: list[tuple[float, Planned]] = field(default_factory=list)
-    _client: Client | None = None
+    plans: list[tuple[float, Planned, _Tasks]] = field(default_factory=list)
 
     def add(self, planned: Planned) -> None:
         """Take a plan that is about to be computed."""
-        if self._client is None:
-            self._client = open_client(None)
-            self._client.get_task_stream(count=0)  # the scheduler records tasks from the first call on
-        self.plans.append((time.time() - planned.seconds, planned))
+        client = open_client(None)
+        tasks = next((tasks for _, _, tasks in self.plans if tasks.client is client), None)
+        if tasks is None:
+            tasks = _Tasks(client)
+            tasks.record()
+        self.plans.append((time.time() - planned.seconds, planned, tasks))
 
     def explanations(self, ended: float) -> list[Explanation | Analysis]:
         """Return what is known of each computation.
 
         ``ended``: when the program ended. A computation is taken to last until its last task.
         """
-        client = self._client
-        if client is None:
-            return []
-        plans = [explain_plan(planned, SESSIONS.planning.origins) for _, planned in self.plans]
-        if client.status != "running":  # the program has closed it
-            return list(plans)
-        rows, threads = client.get_task_stream(), _threads(client)
         found: list[Explanation | Analysis] = []
-        ends = [began for began, _ in self.plans[1:]] + [ended]
-        for (began, _), plan, until in zip(self.plans, plans, ends, strict=True):
-            within = [row for row in rows if began <= row["startstops"][0]["start"] < until]
+        ends = [*(began for began, _, _ in self.plans), ended][1:]
+        for (began, planned, tasks), until in zip(self.plans, ends, strict=True):
+            plan = explain_plan(planned, SESSIONS.planning.origins)
+            if not tasks.read():  # the cluster was closed before the client
+                found.append(plan)
+                continue
+            within = [row for row in tasks.rows if began <= row["startstops"][0]["start"] < until]
             last = max((span["stop"] for row in within for span in row["startstops"]), default=began)
-            run = measure(within, plan, began=began, ended=last, threads=threads)
+            run = measure(within, plan, began=began, ended=last, threads=tasks.threads)
             found.append(Analysis(plan, run, advise(plan, run)))
         return found
 
