@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +15,7 @@ import dask
 from distributed import Client
 
 from dask_gpurt.cli.cluster import connected, local_cluster
+from dask_gpurt.cli.script import run_script
 from dask_gpurt.client.session import is_on_cluster
 from dask_gpurt.tools.qualify import recording
 from dask_gpurt.tools.qualify.parts import computations
@@ -50,7 +49,8 @@ def qualify(workers: int | None, what: str, arguments: tuple[str, ...]) -> None:
     """
     plans, failed = Plans(), False
     if "://" in what:
-        found = [_at(what, arguments[arguments[:1] == ("--",) :])]
+        recorded, failed = _at(what, arguments[arguments[:1] == ("--",) :])
+        found = [recorded]
     elif not Path(what).is_file():
         raise click.UsageError(f"{what} is neither a file nor an address such as tcp://HOST:PORT")
     elif what.endswith((".html", ".htm")):
@@ -80,8 +80,9 @@ def _of_report(path: Path) -> Recording:
         raise click.ClickException(str(error)) from error
 
 
-def _at(address: str, command: Sequence[str]) -> Recording:
-    """Record a cluster while a command runs, or until ctrl-C."""
+def _at(address: str, command: Sequence[str]) -> tuple[Recording, bool]:
+    """Record a cluster while a command runs, or until ctrl-C; return whether the command has failed, too."""
+    failed = False
     with connected(address) as client:
         if client.sync(is_on_cluster, client):
             raise click.ClickException(IS_ON)
@@ -89,7 +90,7 @@ def _at(address: str, command: Sequence[str]) -> Recording:
         try:
             if command:
                 told = {"DASK_SCHEDULER_ADDRESS": address, "DASK_GPURT__ENABLED": "false"}
-                subprocess.run(command, env={**os.environ, **told}, check=False)
+                failed = subprocess.run(command, env={**os.environ, **told}, check=False).returncode != 0
             else:
                 click.echo("recording until ctrl-C", err=True)
                 signal.pause()
@@ -98,26 +99,17 @@ def _at(address: str, command: Sequence[str]) -> Recording:
         except OSError as error:
             raise click.ClickException(f"{command[0]}: {error.strerror}") from error
         found: Recording = client.sync(recording.take, client, began)
-        return found
+        return found, failed
 
 
 def _script(
     script: str, arguments: Sequence[str], workers: int | None
 ) -> tuple[Plans, list[Recording], bool]:
     """Run a script in this process; return its plans, what was recorded, and whether it has failed."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent.resolve()))
     with observed() as plans, ExitStack() as running:
         if workers is not None:
             cluster = running.enter_context(local_cluster("pandas", workers))
             running.enter_context(dask.config.set({"scheduler-address": cluster.scheduler_address}))
             running.enter_context(Client(cluster))
-        failed = False
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except SystemExit as ended:
-            failed = ended.code not in (None, 0)
-        except Exception:  # what it did until then counts
-            traceback.print_exc()
-            failed = True
+        failed = run_script(script, arguments) != 0  # what it did until then counts
         return plans, recording.taken(), failed

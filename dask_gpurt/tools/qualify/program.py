@@ -53,12 +53,17 @@ class Plans:
         """Explain how Dask has planned the results of tasks, and how the runtime would on so many threads."""
         names = {prefix_of(row["key"]) for row in rows}
         sizes, origins, patches = PartitionSizes(threads, threads), self._planning.origins, PatchSet()
+        # Equal plans have equal names: one that a program computes several times counts once.
+        results = {
+            frozenset(map(prefix_of, flatten(keys_of(planned.plan)))): (expr, planned)
+            for expr, planned in self.found
+        }
         try:
             correct_with(lambda: True, patches)  # of what rules make, Dask alone makes wrong plans, or none
             return [
                 (explain_plan(planned, origins), explain_plan(self._planning.foresee(expr, sizes), origins))
-                for expr, planned in self.found
-                if names.issuperset(map(prefix_of, flatten(keys_of(planned.plan))))
+                for prefixes, (expr, planned) in results.items()
+                if names.issuperset(prefixes)
             ]
         except UnsupportedError as error:
             self.why_none = str(error)
