@@ -64,8 +64,12 @@ def overlap(files: tuple[Path, ...], scheduler: str | None, as_json: bool) -> No
     """
     if scheduler:
         with connected(scheduler) as client:
-            workers = dask_gpurt.report(client).workers
-        modes = {name: dict(reply.overlap) for name, reply in workers.items() if reply.overlap}
+            found = dask_gpurt.report(client)
+        if not found.enabled:
+            raise click.ClickException(
+                f"the runtime is off at {scheduler}: dask_gpurt.enable(client) switches it on"
+            )
+        modes = {name: dict(reply.overlap) for name, reply in found.workers.items() if reply.overlap}
         click.echo(json.dumps(modes, indent=2) if as_json else _modes(modes))
         return
     tables = _tables(files or sorted(directory().glob("caps-*.json")))
