@@ -251,6 +251,18 @@ def test_the_walks_name_what_is_there() -> None:
     assert [file for file in files if not (PACKAGE / file).exists() and not (ROOT / file).exists()] == []
 
 
+def test_the_events_of_p2p_name_tests_that_there_are() -> None:
+    page = text("docs/design/p2p-events.md")
+    ours = {
+        name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    named = re.findall(r"`(?:test_\w+\.py|…)::(test_\w+)`", page)
+    assert len(named) > 20
+    assert [name for name in named if name not in ours] == []
+
+
 # ---- decisions -----------------------------------------------------------------------
 
 DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
