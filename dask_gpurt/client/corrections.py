@@ -11,7 +11,9 @@ from numbers import Number
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from dask.base import is_dask_collection
+from dask.utils import M
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.expr import (
@@ -33,6 +35,7 @@ from dask_gpurt.dask_hooks.expr import (
     replace_null_groups,
     replace_reductions,
     replace_simplified,
+    replace_sort,
     replace_variances,
     with_dtypes,
 )
@@ -56,6 +59,7 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     _begin_with_nulls(is_usable, patches)
     _count_values_of_nulls(is_usable, patches)
     _sum_floats(is_usable, patches)
+    _sort_by_functions(is_usable, patches)
 
 
 def looks_absent(label: Any) -> bool:
@@ -288,6 +292,29 @@ def _from_float_sums(steps: dict[str, Any]) -> dict[str, Any]:
         "aggregate_funcs": [(floats, add, {**of_sums, "column": floats}), *others],
         "finalizer": (label, finish, {**names, "sum_column": floats}),
     }
+
+
+def _sort_by_functions(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have rows sorted by what ``key`` returns for their columns. Dask takes it for an option of shuffles.
+
+    The function is one of whole columns, so that there is one partition.
+    """
+
+    def sort(
+        original: Callable[..., Any], frame: Any, by: Any, *args: Any, key: Any = None, **kwargs: Any
+    ) -> Any:
+        unlike = {"sort_function", "sort_function_kwargs"} & kwargs.keys()
+        if key is None or args or unlike or not is_usable() or not isinstance(meta(frame), pd.DataFrame):
+            return original(frame, by, *args, **({} if key is None else {"key": key}), **kwargs)
+        original(frame, by, **kwargs)  # raises what Dask raises
+        order = {
+            name: kwargs[name] for name in ("ascending", "na_position", "ignore_index") if name in kwargs
+        }
+        return frame.repartition(npartitions=1).map_partitions(
+            M.sort_values, by=by, key=key, meta=meta(frame), **order
+        )
+
+    replace_sort(patches, sort)
 
 
 def _float_dtypes(variance: Any) -> Any:

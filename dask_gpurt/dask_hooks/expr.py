@@ -87,6 +87,7 @@ __all__ = [
     "replace_null_groups",
     "replace_reductions",
     "replace_simplified",
+    "replace_sort",
     "task_of",
 ]
 
@@ -265,6 +266,22 @@ def replace_means(patches: PatchSet, lower: Replacement, aggregation: Replacemen
     """
     steps = _seam("_build_agg_args_mean")
     patches.replace_all({_seam("Mean._lower"): _instead(lower), steps: _instead(aggregation)})
+
+
+def replace_sort(patches: PatchSet, sort: Replacement) -> None:
+    """Replace the method that sorts a collection by its columns.
+
+    Parameters
+    ----------
+    sort
+        Called as ``sort(original, frame, by, ...)``; returns a collection.
+
+    Raises
+    ------
+    UnsupportedError
+        If Dask has no such method.
+    """
+    patches.replace_all({_seam("DataFrame.sort_values"): _instead(sort)})
 
 
 def reads_cast(parent: Any, cast: Any) -> bool:

@@ -190,6 +190,7 @@ EXPRESSIONS = SeamGroup(
             bodies=("cc8024e9722f",),
         ),
         Seam(_EXPR + "_reductions:Mean._lower", "self"),
+        Seam(_EXPR + "_collection:DataFrame.sort_values"),
         Seam(
             "dask.dataframe.groupby:_build_agg_args_mean",
             "result_column func input_column",

@@ -219,6 +219,17 @@ def test_nulls_come_first_in_all_of_a_sort(ascending: Any) -> None:
     pd.testing.assert_frame_equal(pd.concat(in_order), wanted)
 
 
+def test_rows_are_sorted_by_a_function() -> None:
+    lazy = dd.from_pandas(LEFT, npartitions=4)
+    for by, options in (("x", {"ascending": False}), (["k", "j"], {"ignore_index": True})):
+        ours, wanted = (
+            frame.sort_values(by, key=lambda c: (c - 20).abs(), **options) for frame in (lazy, LEFT)
+        )
+        pd.testing.assert_frame_equal(ours.compute(), wanted)
+        pd.testing.assert_frame_equal(ours.head(9), wanted.head(9))
+        pd.testing.assert_series_equal(ours.x.tail(9), wanted.x.tail(9))
+
+
 def cast(frame: Any, **dtypes: str) -> Any:
     return frame.astype(dtypes)
 
