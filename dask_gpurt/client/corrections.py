@@ -7,6 +7,7 @@ of rows is corrected where plans are lowered, by :mod:`.lowering`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -22,6 +23,7 @@ from dask_gpurt.dask_hooks.expr import (
     NFirst,
     NLast,
     NUnique,
+    ShuffleReduce,
     Sum,
     convert_to_list,
     dtypes_of_values,
@@ -39,6 +41,7 @@ from dask_gpurt.dask_hooks.expr import (
     replace_variances,
     with_dtypes,
 )
+from dask_gpurt.frames.dictionary_keys import aggregate_present, is_dictionary
 from dask_gpurt.frames.distinct import combine_pairs, count_values, distinct_pairs
 from dask_gpurt.frames.means import float_sum, float_sums_of_groups, sums_of_groups, wraps_around
 from dask_gpurt.frames.variances import float_dtype, sum_of_floats, sum_of_squared_floats
@@ -60,6 +63,7 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     _count_values_of_nulls(is_usable, patches)
     _sum_floats(is_usable, patches)
     _sort_by_functions(is_usable, patches)
+    _repeat_no_words(is_usable, patches)
 
 
 def looks_absent(label: Any) -> bool:
@@ -315,6 +319,22 @@ def _sort_by_functions(is_usable: Callable[[], bool], patches: PatchSet) -> None
         )
 
     replace_sort(patches, sort)
+
+
+def _repeat_no_words(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+    """Have groups by a dictionary of Arrow once where their keys are shuffled.
+
+    To pandas each word of a dictionary is a group, with rows or without, and each partition has all words.
+    """
+
+    def lower(original: Callable[..., Any], expr: Any) -> Any:
+        lowered = original(expr)
+        if type(lowered) is not ShuffleReduce or not is_usable() or not is_dictionary(meta(lowered)):
+            return lowered
+        present = partial(aggregate_present, lowered.aggregate)
+        return lowered.substitute_parameters({"aggregate": present})
+
+    replace_reductions(patches, lower)
 
 
 def _float_dtypes(variance: Any) -> Any:

@@ -14,6 +14,7 @@ import dask
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 
 from dask_gpurt.client.corrections import correct_with
@@ -405,6 +406,17 @@ def test_means_of_integers_do_not_wrap_around(name: str) -> None:
     else:
         same = pd.testing.assert_series_equal if ours.ndim == 1 else pd.testing.assert_frame_equal
         same(ours.sort_index(), wanted.sort_index(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["nunique", "sum", "size", "first"])
+def test_groups_by_words_of_a_dictionary_are_there_once(method: str) -> None:
+    words = pd.ArrowDtype(pa.dictionary(pa.int32(), pa.string()))
+    frame = LEFT.assign(s=LEFT.j.astype("str").astype(words))
+    lazy = dd.from_pandas(frame, npartitions=6)
+    ours = getattr(lazy.groupby("s").x, method)(split_out=4).compute()
+    wanted = getattr(frame.groupby("s").x, method)()
+    assert ours.index.dtype == words
+    same_rows(*(groups.rename("n").rename(index=str).reset_index() for groups in (ours, wanted)))
 
 
 def test_a_condition_with_alternatives_stays_on_its_side_of_a_join() -> None:
