@@ -216,9 +216,9 @@ def _begin_with_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
 class NUniqueWithNulls(NUnique):
     """Count the distinct values by group, also of the group whose key is null."""
 
-    chunk = staticmethod(distinct_pairs)
-    combine = staticmethod(combine_pairs)
-    aggregate = staticmethod(count_values)
+    chunk = staticmethod(distinct_pairs)  # type: ignore[assignment]
+    combine = staticmethod(combine_pairs)  # type: ignore[assignment]
+    aggregate = staticmethod(count_values)  # type: ignore[assignment]
 
 
 def _count_values_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
@@ -226,7 +226,7 @@ def _count_values_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> 
 
     def lower(original: Callable[..., Any], expr: Any) -> Any:
         if type(expr) is NUnique and expr.dropna is False and is_usable():
-            expr = NUniqueWithNulls(*expr.operands)
+            expr = NUniqueWithNulls(*expr.operands)  # type: ignore[no-untyped-call]
         return original(expr)
 
     replace_reductions(patches, lower)
@@ -246,7 +246,7 @@ def _sums_and_counts(rows: Any, *by: Any, **options: Any) -> Any:
 class MeanOfFloatSums(GroupMean):
     """Compute means by groups from sums in floats."""
 
-    chunk = staticmethod(_sums_and_counts)
+    chunk = staticmethod(_sums_and_counts)  # type: ignore[assignment]
 
 
 def _sum_floats(is_usable: Callable[[], bool], patches: PatchSet) -> None:
@@ -259,11 +259,14 @@ def _sum_floats(is_usable: Callable[[], bool], patches: PatchSet) -> None:
         found = original(expr)
         if type(found) is not MeanAggregate or type(found.frame) is not Sum or not is_usable():
             return found
-        return MeanAggregate(FloatSum(*found.frame.operands), found.counter) if _sums_wrap(expr) else found
+        if not _sums_wrap(expr):
+            return found
+        total = FloatSum(*found.frame.operands)  # type: ignore[no-untyped-call]
+        return MeanAggregate(total, found.counter)
 
     def lower_groups(original: Callable[..., Any], expr: Any) -> Any:
         if type(expr) is GroupMean and is_usable() and wraps_around(meta(expr.frame)):
-            expr = MeanOfFloatSums(*expr.operands)
+            expr = MeanOfFloatSums(*expr.operands)  # type: ignore[no-untyped-call]
         return original(expr)
 
     def aggregation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

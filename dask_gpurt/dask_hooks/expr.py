@@ -236,15 +236,8 @@ def replace_simplified(patches: PatchSet, kind: str, simplified: Replacement) ->
 def replace_reductions(patches: PatchSet, lower: Replacement) -> None:
     """Replace the lowering of reductions.
 
-    Parameters
-    ----------
-    lower
-        Called as ``lower(original, expr)``, for all reductions.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such method.
+    ``lower``: called as ``lower(original, expr)``, for all reductions.
+    Raises UnsupportedError if Dask has no such method.
     """
     patches.replace_all({_seam("ApplyConcatApply._lower"): _instead(lower)})
 
@@ -252,17 +245,9 @@ def replace_reductions(patches: PatchSet, lower: Replacement) -> None:
 def replace_means(patches: PatchSet, lower: Replacement, aggregation: Replacement) -> None:
     """Replace the lowering of means of columns, and the steps of which ``agg`` makes a mean by groups.
 
-    Parameters
-    ----------
-    lower
-        Called as ``lower(original, expr)``.
-    aggregation
-        Called as ``aggregation(original, …)``; returns the steps, by their kind.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such functions.
+    ``lower``: called as ``lower(original, expr)``.
+    ``aggregation``: called as ``aggregation(original, …)``; returns the steps, by their kind.
+    Raises UnsupportedError if Dask has no such functions.
     """
     steps = _seam("_build_agg_args_mean")
     patches.replace_all({_seam("Mean._lower"): _instead(lower), steps: _instead(aggregation)})
@@ -271,15 +256,8 @@ def replace_means(patches: PatchSet, lower: Replacement, aggregation: Replacemen
 def replace_sort(patches: PatchSet, sort: Replacement) -> None:
     """Replace the method that sorts a collection by its columns.
 
-    Parameters
-    ----------
-    sort
-        Called as ``sort(original, frame, by, ...)``; returns a collection.
-
-    Raises
-    ------
-    UnsupportedError
-        If Dask has no such method.
+    ``sort``: called as ``sort(original, frame, by, ...)``; returns a collection.
+    Raises UnsupportedError if Dask has no such method.
     """
     patches.replace_all({_seam("DataFrame.sort_values"): _instead(sort)})
 
