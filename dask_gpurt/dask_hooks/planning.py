@@ -73,7 +73,7 @@ __all__ = [
     "observe_planning",
     "operands_of",
     "optimise",
-    "optimize_until",
+    "plan_as_dask",
     "reads_more_than_operands",
     "rebuild",
     "rebuild_from",
@@ -86,6 +86,8 @@ __all__ = [
     "with_seed",
 ]
 
+#: Plans an expression up to a stage, as Dask does.
+plan_as_dask: Callable[[Expr, Any], Expr] = optimize_until
 #: A replacement that gets the original as its first argument.
 Replacement = Callable[..., Any]
 

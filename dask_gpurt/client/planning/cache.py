@@ -81,7 +81,7 @@ from dask_gpurt.dask_hooks.planning import (
     keys_of,
     name_of,
     operands_of,
-    optimize_until,
+    plan_as_dask,
     reads_more_than_operands,
     replace_planning,
     set_token,
@@ -383,14 +383,7 @@ class PlanningCache:
         """Plan a result that goes to the client as if the runtime were on, without keeping anything."""
         facts = Facts(sizes, metrics=self._metrics)
         began = time.perf_counter()
-        plan = fuse(
-            self._by_rules(
-                lambda each, _: optimize_until(each, "simplified-physical"),
-                expr,
-                "simplified-physical",
-                facts,
-            )
-        )
+        plan = fuse(self._by_rules(plan_as_dask, expr, "simplified-physical", facts))
         return Planned(plan, facts, [], time.perf_counter() - began)
 
     def _store(self) -> Store | None:

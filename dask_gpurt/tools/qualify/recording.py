@@ -87,7 +87,7 @@ async def dask_teardown(client: Client) -> None:
 def taken() -> list[Recording]:
     """Return what has been recorded of the clusters of this process, and end recording."""
     for client in list(_OPEN):
-        if client.status == "running":
+        if client.status == "running" and not client.asynchronous:  # others take theirs as they close
             client.sync(dask_teardown, client)
     found = sorted(_TAKEN.values(), key=lambda each: each.began)
     _OPEN.clear()
