@@ -225,11 +225,15 @@ def _count_values_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> 
     """Have ``nunique`` count in the group of nulls where ``dropna=False`` says so, which Dask forgets."""
 
     def lower(original: Callable[..., Any], expr: Any) -> Any:
-        if type(expr) is NUnique and expr.dropna is False and is_usable():
-            expr = NUniqueWithNulls(*expr.operands)  # type: ignore[no-untyped-call]
+        if type(expr) is NUnique and expr.dropna is False and is_usable() and _is_of_pandas(expr.frame):
+            expr = NUniqueWithNulls(*expr.operands)
         return original(expr)
 
     replace_reductions(patches, lower)
+
+
+def _is_of_pandas(frame: Any) -> bool:
+    return isinstance(meta(frame), (pd.DataFrame, pd.Series))
 
 
 class FloatSum(Sum):
@@ -261,12 +265,12 @@ def _sum_floats(is_usable: Callable[[], bool], patches: PatchSet) -> None:
             return found
         if not _sums_wrap(expr):
             return found
-        total = FloatSum(*found.frame.operands)  # type: ignore[no-untyped-call]
+        total = FloatSum(*found.frame.operands)
         return MeanAggregate(total, found.counter)
 
     def lower_groups(original: Callable[..., Any], expr: Any) -> Any:
         if type(expr) is GroupMean and is_usable() and wraps_around(meta(expr.frame)):
-            expr = MeanOfFloatSums(*expr.operands)  # type: ignore[no-untyped-call]
+            expr = MeanOfFloatSums(*expr.operands)
         return original(expr)
 
     def aggregation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

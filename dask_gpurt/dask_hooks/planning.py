@@ -458,11 +458,13 @@ def graph_of(plan: Expr) -> dict[Key, GraphNode]:
 
 
 def is_chunk_of_extremes(expr: Expr) -> bool:
-    """Return whether an expression has the extremes of the columns of each partition, as a frame.
+    """Return whether an expression has the extremes of the columns of a single partition, as a frame.
 
-    Dask asks the library how many dimensions it has, and cudf finds no extremes of integers without rows.
+    Dask asks the library how many dimensions it has, and cudf finds no extremes of integers without rows. Of
+    several partitions nothing is asked: a scheduler may have neither the library nor the files.
     """
-    return type(expr) is Chunk and issubclass(expr.kind, Max) and expr.frame.ndim == 2
+    is_chunk = type(expr) is Chunk and issubclass(expr.kind, Max)
+    return is_chunk and expr.frame.npartitions == 1 and expr.frame.ndim == 2
 
 
 def settings() -> tuple[str, ...]:

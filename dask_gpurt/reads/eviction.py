@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 ADMITTED_ONE_IN = 8
 
 
-class EvictingCache:
+class EvictingCache(ABC):
     """Count the bytes of what a cache has, and choose what it drops. Thread-safe.
 
     ``room``: returns the bytes that the cache may have now. Must not block.
@@ -81,5 +82,6 @@ class EvictingCache:
         self.nbytes -= self._order.pop(key)
         return self._forget(key)
 
+    @abstractmethod
     def _forget(self, key: Any) -> Any:
-        raise NotImplementedError
+        """Remove a thing, and return it."""

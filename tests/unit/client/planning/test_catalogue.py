@@ -329,6 +329,19 @@ def test_labels_and_text_make_no_new_questions(library: Library, planner: Planne
     assert planner.count("metadata.computed") == asked
 
 
+@pytest.mark.parametrize("library", ["pandas"], indirect=True)  # what a scheduler asks of any library
+def test_a_graph_of_several_partitions_asks_nothing_of_the_library(planner: Planner, tmp_path: Path) -> None:
+    for number in range(2):
+        pd.DataFrame({"key": [3, 5, 4]}).to_parquet(tmp_path / f"{number}.parquet")
+    with planner.used():
+        plan = pickle.dumps(dd.read_parquet(tmp_path)[["key"]].max().expr.optimize(fuse=False))
+    gc.collect()  # Dask shares equal expressions
+    planner.cache.remove()
+    sent = pickle.loads(plan)
+    graph_of(sent)
+    assert not [each for each in sent.walk() if "ndim" in vars(each)]
+
+
 def test_subclasses_of_operations_are_left_to_dask() -> None:
     class Own(dd.dask_expr._expr.Projection): ...
 
