@@ -32,9 +32,17 @@ FILTERS = (
         "x != y",
         "x == y",
     ),
+    *(
+        "small > 1",
+        "2 <= small < 3.5",
+        "small < n and small != x",
+        "byte >= 2 and whole < byte",
+        "whole > -2",
+    ),
     *("t >= @begin", "t < u and n > 1", "n < x", "n == 2 and t <= @begin and y > -1", "x - y > 0"),
 )
-LEFT = ("n > 1 or x < 0.5", "not n > 1", "x * y - x > 0", "small > 1", "n in [1, 2]", "t != u")
+LEFT = ("n > 1 or x < 0.5", "not n > 1", "x * y - x > 0", "n in [1, 2]", "t != u")
+LEFT += ("small < 200", "byte > -1", "y32 < 0.3")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["full", "nulls"])
@@ -45,6 +53,9 @@ def frame(request: pytest.FixtureRequest) -> Any:
         "n": random.integers(0, 5, 200),
         "m": random.integers(0, 5, 200),
         "small": random.integers(0, 5, 200).astype("int8"),
+        "byte": random.integers(0, 5, 200).astype("uint8"),
+        "whole": random.integers(-3, 5, 200).astype("int32"),
+        "y32": random.random(200).round(1).astype("float32"),
         "x": np.where(random.random(200) < 0.1, np.nan, random.random(200)),
         "y": random.random(200).round(1),
         "t": times.as_unit("us"),

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from dask._expr import Expr
-from dask.dataframe.dask_expr import _accessor, _expr
+from dask.dataframe.dask_expr import _accessor, _expr, _groupby
 
 from dask_gpurt.client.planning.catalogue.schema import known_schema
 
@@ -47,10 +47,17 @@ __all__ = [
     "is_no_operation",
     "is_of_pandas",
     "is_on_rows",
+    "kind_of",
 ]
 
 #: An operation of dask_cudf that leaves its input as it is.
 _NO_OPERATION = ("dask_cudf.io.parquet", "NoOp")
+#: Those that do what an operation of Dask does, by another call of the library.
+_OF_CUDF: Mapping[tuple[str, str], type[Expr]] = {
+    ("dask_cudf._expr.expr", "RenameAxisCudf"): _expr.RenameAxis,
+    ("dask_cudf._expr.groupby", "CudfGroupbyAgg"): _groupby.GroupbyAggregation,
+    ("dask_cudf._expr.groupby", "DecomposableCudfGroupbyAgg"): _groupby.DecomposableGroupbyAggregation,
+}
 #: Values of which an operation's result has a dtype that follows from their type.
 _SCALARS = (
     bool, int, float, str, np.generic, pd.Timestamp, pd.Timedelta, datetime.date, datetime.timedelta,
@@ -367,11 +374,17 @@ def is_no_operation(expr: Any) -> bool:
     return (type(expr).__module__, type(expr).__name__) == _NO_OPERATION
 
 
+def kind_of(expr: Any) -> type[Expr]:
+    """Return the class of an expression, by which rules know it; Dask's own for some of dask_cudf."""
+    kind: type[Expr] = type(expr)
+    return _OF_CUDF.get((kind.__module__, kind.__name__), kind)
+
+
 def is_on_rows(expr: Any) -> bool:
     """Return whether an operation is row by row, with arguments for which that is known."""
     if is_no_operation(expr):
         return True
-    kind = type(expr)
+    kind = kind_of(expr)
     if kind in KEEPING:
         return all(map(_is_plain, expr.vals)) if kind is _expr.Assign else _names_by_values(expr)
     if kind in _ONLY_IF and not _ONLY_IF[kind](expr):
@@ -385,7 +398,7 @@ def after_operation(expr: Any, known: Known) -> Columns | None:
     ``expr``: an operation for which :func:`is_on_rows` holds.
     ``known``: describes the columns of its inputs.
     """
-    kind = type(expr)
+    kind = kind_of(expr)
     if is_no_operation(expr):
         return known(expr.frame)
     if kind in KEEPING:

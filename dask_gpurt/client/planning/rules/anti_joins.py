@@ -26,6 +26,7 @@ from typing import Any
 from dask.dataframe.dask_expr import _expr
 from dask.dataframe.dask_expr._reductions import DropDuplicates
 
+from dask_gpurt.client.planning.operations import is_no_operation
 from dask_gpurt.client.planning.reads import read_of
 from dask_gpurt.client.planning.rules.needed_columns import keys_of_join, names_in_join
 from dask_gpurt.client.planning.table_facts import TableFacts
@@ -82,7 +83,7 @@ def origin_of(frame: Any, column: Hashable) -> tuple[Any, Hashable]:
         elif kind in (_expr.RenameFrame, _expr.ColumnsSetter):
             column = frame.frame.columns[list(frame.columns).index(column)]
             frame = frame.frame
-        elif kind in (_expr.Assign, _expr.Drop, _expr.Filter, _expr.Projection):
+        elif kind in (_expr.Assign, _expr.Drop, _expr.Filter, _expr.Projection) or is_no_operation(frame):
             frame = frame.frame
         else:
             return frame, column

@@ -36,6 +36,7 @@ from collections.abc import Callable, Hashable, Iterator, Set
 from functools import reduce
 from typing import Any
 
+import pandas as pd
 from dask.dataframe.dask_expr import _expr, _groupby, _reductions
 from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge, SemiMerge
@@ -47,6 +48,7 @@ from dask_gpurt.client.planning.operations import (
     has_fixed_dtypes,
     is_narrow,
     is_of_pandas,
+    kind_of,
 )
 from dask_gpurt.client.planning.reads import read_of
 from dask_gpurt.client.planning.rules import Facts
@@ -309,7 +311,7 @@ class _Plan(RowRoots):
 
     def _below_groups(self, resets: Any, condition: Any, columns: set[Any]) -> list[Placed]:
         groups = self.rows[name_of(resets.frame)].root
-        if type(groups) not in _BY_GROUP or any(isinstance(key, Expr) for key in groups.by):
+        if kind_of(groups) not in _BY_GROUP or any(isinstance(key, Expr) for key in groups.by):
             raise _LeftError("what it has for an index is not made of columns by a groupby")
         if not columns <= {*groups.by} & {*groups.frame.columns} or _has_floats(groups.frame, columns):
             raise _LeftError("it is not on keys of groups alone")
@@ -363,7 +365,7 @@ class _Plan(RowRoots):
         while left:
             name, position = left.pop()
             user = self.exprs[name]
-            kind, follows = type(user), False
+            kind, follows = kind_of(user), False
             if is_computation(user) or is_sequence(user):
                 if not are_results:
                     raise _LeftError("the numbers of its rows are a result")
@@ -469,8 +471,22 @@ def _below_concat(rows: Any, condition: Any, columns: set[Any]) -> Iterator[Plac
 
 
 def _dtypes_differ(expr: Any, frame: Any, names: dict[Any, Any]) -> bool:
+    """Return whether columns of a result, by those of an input, have other dtypes than these."""
     made, given = expr._meta.dtypes, frame._meta.dtypes
-    return any(list(frame.columns).count(old) != 1 or made[new] != given[old] for new, old in names.items())
+    # Dask asks cudf what a join returns for strings of the default dtype, whichever theirs is: a join takes
+    # rows of columns as they are, but for keys that both sides have.
+    keeps_strings = type(expr) in (Merge, SemiMerge) and not is_of_pandas(expr)
+    strings = names.keys() - _shared_keys(expr) if keeps_strings else frozenset[Any]()
+    return any(
+        list(frame.columns).count(old) != 1
+        or not (made[new] == given[old] or (new in strings and _is_text(made[new]) and _is_text(given[old])))
+        for new, old in names.items()
+    )
+
+
+def _is_text(dtype: Any) -> bool:
+    """Return whether a dtype of cudf is of strings: its columns of objects are, too."""
+    return isinstance(dtype, pd.StringDtype) or dtype == "object"
 
 
 def _shared_keys(join: Any) -> set[Any]:

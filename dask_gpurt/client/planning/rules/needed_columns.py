@@ -22,7 +22,13 @@ from dask.dataframe.dask_expr._concat import Concat
 from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._shuffle import SetIndex, SetIndexBlockwise, SortValues
 
-from dask_gpurt.client.planning.operations import COMPUTING, RENAMING, is_on_rows
+from dask_gpurt.client.planning.operations import (
+    COMPUTING,
+    RENAMING,
+    is_no_operation,
+    is_on_rows,
+    kind_of,
+)
 from dask_gpurt.dask_hooks.planning import Expr, is_computation, name_of
 
 #: Operations on columns whose result follows from the values, whichever dtype these have.
@@ -117,7 +123,7 @@ def _columns(expr: Any) -> list[Any]:
 
 def _rule_of(expr: Any) -> Callable[[Any, Names], Needs]:
     """Return what yields the inputs of an expression, and the columns of them that some of its need."""
-    rule = _RULES.get(type(expr))
+    rule = _same if is_no_operation(expr) else _RULES.get(kind_of(expr))
     if rule is None and isinstance(expr, _groupby.GroupByBase) and hasattr(expr, "frame"):
         rule = _of_groups
     if rule is None or any(len({*_columns(each)}) < len(_columns(each)) for each in expr.dependencies()):

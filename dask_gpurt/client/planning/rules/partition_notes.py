@@ -32,7 +32,13 @@ from dask.dataframe.dask_expr._repartition import Repartition, RepartitionToFewe
 from dask.dataframe.dask_expr._shuffle import RearrangeByColumn, ShuffleBase
 from dask.dataframe.utils import UNKNOWN_CATEGORIES
 
-from dask_gpurt.client.planning.operations import dtypes_of, index_of, is_no_operation, is_of_pandas
+from dask_gpurt.client.planning.operations import (
+    dtypes_of,
+    index_of,
+    is_no_operation,
+    is_of_pandas,
+    kind_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +223,7 @@ def _with_clear_labels(expr: Any, found: Iterable[Division]) -> Iterator[Divisio
 
 
 def _derived(expr: Any) -> Iterable[Division]:
-    kind = type(expr)
+    kind = kind_of(expr)
     if isinstance(expr, Merge):
         return _of_join(expr)
     if isinstance(expr, ShuffleBase):

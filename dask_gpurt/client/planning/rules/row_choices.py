@@ -231,7 +231,7 @@ class _TranslationForCudf(_Translation):
         for operand in found.operands:
             dtype = operand._meta.dtype if isinstance(operand, Expr) else None
             is_time = dtype is not None and dtype.kind == "M" and not isinstance(op, ast.NotEq)
-            if dtype is not None and str(dtype) not in ("int64", "float64") and not is_time:
+            if dtype is not None and not is_time and not _is_exact(dtype, found.operands):
                 raise _UnknownError(f"it compares {dtype} on a GPU")
         return found
 
@@ -246,6 +246,19 @@ class _TranslationForCudf(_Translation):
         if isinstance(found, str) or is_too_large or is_between:
             raise _UnknownError(f"{ast.unparse(tree)!r} is another constant on a GPU")
         return found
+
+
+def _is_exact(dtype: Any, operands: Sequence[Any]) -> bool:
+    """Return whether kernels and operators of cudf compare a column with others and constants alike.
+
+    Both compare the wider of two numbers; kernels take no constant for one of the dtype of the column.
+    """
+    if dtype == "float64":
+        return True
+    if not isinstance(dtype, np.dtype) or dtype.kind not in "iu" or dtype == "uint64":
+        return False
+    limits = np.iinfo(dtype)
+    return all(limits.min <= each <= limits.max for each in operands if isinstance(each, int))
 
 
 def _made(kind: Callable[..., Any], *operands: Any) -> Any:

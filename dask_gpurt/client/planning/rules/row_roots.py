@@ -20,7 +20,14 @@ from typing import Any, NamedTuple
 
 from dask.dataframe.dask_expr import _expr
 
-from dask_gpurt.client.planning.operations import COMPUTING, KEEPING, RENAMING, is_on_rows
+from dask_gpurt.client.planning.operations import (
+    COMPUTING,
+    KEEPING,
+    RENAMING,
+    is_no_operation,
+    is_on_rows,
+    kind_of,
+)
 from dask_gpurt.client.planning.rules.needed_columns import dimensions, is_condition, users_first
 from dask_gpurt.dask_hooks.planning import Expr, name_of
 
@@ -116,14 +123,14 @@ class RowRoots:
         while list(frame.columns).count(column) == 1:
             if frame is root:
                 return _expr.Projection(root, column)
-            kind = type(frame)
+            kind = kind_of(frame)
             if kind is _expr.Assign and column in frame.keys:
                 return self.on(root, dict(zip(frame.keys, frame.vals, strict=True))[column])
             if kind is _expr.ToFrame:
                 return self.on(root, frame.frame)
             if kind in RENAMING:
                 column = frame.frame.columns[list(frame.columns).index(column)]
-            elif kind not in _SELECTING:
+            elif kind not in _SELECTING and not is_no_operation(frame):
                 break
             frame = frame.frame
         return None
@@ -131,13 +138,14 @@ class RowRoots:
 
 def _is_row_by_row(expr: Any) -> bool:
     """Return whether each row of an expression is made of a row of its inputs, with its label or a number."""
-    if type(expr) is _expr.ResetIndex:
+    kind = kind_of(expr)
+    if kind is _expr.ResetIndex:
         return bool(expr.drop)
-    if type(expr) is _expr.RenameAxis:
+    if kind is _expr.RenameAxis:
         return not isinstance(expr.operand("columns"), (str, list, dict)) and expr.axis in (0, "index")
-    if type(expr) in _OF_USERS:
+    if kind in _OF_USERS or is_no_operation(expr):
         return True
-    return type(expr) in (*KEEPING, *COMPUTING) and is_on_rows(expr)
+    return kind in (*KEEPING, *COMPUTING) and is_on_rows(expr)
 
 
 def conjuncts(condition: Any) -> list[Any]:
