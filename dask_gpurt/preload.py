@@ -105,6 +105,7 @@ async def _activate(server: Any) -> None:
 
     from dask_gpurt.client import session
     from dask_gpurt.client.addresses import require_package
+    from dask_gpurt.frames import first_uses
     from dask_gpurt.monitor import dashboard
     from dask_gpurt.protocol import NAME
     from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
@@ -113,6 +114,7 @@ async def _activate(server: Any) -> None:
     settings = dict(dask.config.get("gpurt", {}))
     plugin = GpurtSchedulerPlugin(settings, dashboard.observe)
     if isinstance(server, Scheduler):
+        first_uses.begin()  # where a program starts its cluster, it waits for workers now
         await server.register_scheduler_plugin(plugin, idempotent=True)
     elif isinstance(server, Client):
         await session.activate(server)

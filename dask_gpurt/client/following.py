@@ -196,6 +196,9 @@ def _why_not(state: Mapping[str, Any]) -> str | None:
 @cache
 def prepare() -> None:
     """Import what planning needs, and do what its first query would wait for. Takes about a second."""
+    from dask_gpurt.frames import first_uses
+
+    first_uses.begin()
     collects = gc.isenabled()
     gc.disable()  # the libraries that are being imported have no garbage
     try:
