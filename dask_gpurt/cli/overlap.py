@@ -296,20 +296,25 @@ def _modules(backend: str) -> tuple[Any, Any]:
 # ---- on the workers --------------------------------------------------------------------
 
 
+def _overlap(worker: WorkerServer) -> Any:
+    runtime: Any = worker.plugins["gpurt"]
+    return runtime.overlap
+
+
 def _model(dask_worker: WorkerServer) -> str:
-    model: str = dask_worker.plugins["gpurt"].overlap.model()
+    model: str = _overlap(dask_worker).model()
     return model
 
 
 async def _cap(cap: int | None, dask_worker: WorkerServer) -> None:
-    dask_worker.plugins["gpurt"].overlap.use(Caps(cap))
+    _overlap(dask_worker).use(Caps(cap))
 
 
 async def _watch(on: bool, dask_worker: WorkerServer) -> None:
     """Have the interposer list all launches, without a cap, or only those beside runs."""
-    dask_worker.plugins["gpurt"].overlap.use(Caps(), always=on)
+    _overlap(dask_worker).use(Caps(), always=on)
 
 
 def _kernels(dask_worker: WorkerServer) -> list[tuple[int, str, int]]:
-    kernels = dask_worker.plugins["gpurt"].overlap.residency.kernels()
+    kernels = _overlap(dask_worker).residency.kernels()
     return [(kernel.id, kernel.name, kernel.launches) for kernel in kernels]

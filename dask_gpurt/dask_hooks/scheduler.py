@@ -120,8 +120,8 @@ def allowed_workers(state: SchedulerState, task: SchedulerTask) -> AbstractSet[W
 
 def unpaused_later(state: SchedulerState, task: SchedulerTask) -> AbstractSet[WorkerState]:
     """Return the workers that Dask would give a restricted task to if all of them were running."""
-    valid: AbstractSet[WorkerState] = type(state).valid_workers(cast(Any, _AsIfRunning(state)), task)
-    return valid
+    valid: Any = type(state).valid_workers(cast(Any, _AsIfRunning(state)), task)
+    return cast(AbstractSet[WorkerState], valid)
 
 
 class _AsIfRunning:
@@ -140,13 +140,12 @@ class _AsIfRunning:
 
 def network_occupancy(ws: WorkerState) -> int:
     """Return the bytes of inputs that a worker's tasks still have to fetch."""
-    occupied: int = ws._network_occ  # type: ignore[attr-defined]
-    return occupied
+    return ws._network_occ
 
 
 def prefix_duration(state: SchedulerState, prefix: Any) -> float:
     """Return Dask's estimate of the duration of a prefix's tasks, in seconds."""
-    return float(state._get_prefix_duration(prefix))  # type: ignore[attr-defined]
+    return float(state._get_prefix_duration(prefix))
 
 
 def steal_interval_s(stealing: WorkStealing) -> float:

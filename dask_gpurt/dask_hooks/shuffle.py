@@ -13,6 +13,7 @@ from distributed.shuffle._core import (
     P2PBarrierTask,
     SchedulerShuffleState,
     ShuffleId,
+    ShuffleRun,
     ShuffleRunSpec,
     ShuffleSpec,
     barrier_key,
@@ -26,7 +27,7 @@ from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
 
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import BAGS, RUN_LOOKUP, SCHEDULER_SHUFFLES
-from dask_gpurt.dask_hooks.types import ActiveRun, SchedulerServer, SchedulerTask, ShuffleExtension
+from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension
 
 __all__ = [
     "DataFrameShuffleSpec",
@@ -188,9 +189,9 @@ def restart_without(
 # ---- on a worker -----------------------------------------------------------------------------------
 
 
-def active_runs(plugin: ShuffleWorkerPlugin) -> Mapping[ShuffleId, ActiveRun]:
+def active_runs(plugin: ShuffleWorkerPlugin) -> Mapping[ShuffleId, ShuffleRun[Any, Any]]:
     """Return the active runs of a worker's shuffle plugin, by shuffle. This is the live mapping."""
-    runs: Mapping[ShuffleId, ActiveRun] = plugin.shuffle_runs._active_runs
+    runs: Mapping[ShuffleId, ShuffleRun[Any, Any]] = plugin.shuffle_runs._active_runs
     return runs
 
 

@@ -273,9 +273,9 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def lost(self, worker: str, keys: list[Key]) -> None:
         """Remove a worker's replicas of keys that it can no longer read, and recompute the keys if needed."""
         state = self.scheduler.workers.get(worker)
-        recommendations = {}
+        recommendations: dict[Key, Any] = {}
         for task in map(self.scheduler.tasks.get, keys):
-            if task is not None and state in (task.who_has or ()):
+            if task is not None and state is not None and state in (task.who_has or ()):
                 self.scheduler.remove_replica(task, state)
                 if not task.who_has:
                     recommendations[task.key] = "released" if task.run_spec else "forgotten"

@@ -135,8 +135,8 @@ class SchedulerShuffles:
                 restart_without(extension, self._scheduler, run, message, stimulus_id)
 
     def _is_dasks(self, shuffle_id: ShuffleId) -> bool:
-        spec = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec.spec
-        return type(spec) in (DataFrameShuffleSpec, ArrayRechunkSpec)
+        barrier: Any = self._scheduler.tasks[barrier_key(shuffle_id)].run_spec
+        return type(barrier.spec) in (DataFrameShuffleSpec, ArrayRechunkSpec)
 
     def active(self) -> dict[ShuffleId, RunState]:
         """Return the active runs of the runtime, by shuffle."""

@@ -373,7 +373,8 @@ def outputs_of(barrier: SchedulerTask) -> Iterator[tuple[SchedulerTask, int | No
 
     The output is None if it cannot be read from the task.
     """
-    number = _numbering(barrier.run_spec.spec)
+    spec: Any = barrier.run_spec
+    number = _numbering(spec.spec)
     for task in barrier.dependents:
         found = {number(*named) for named in _named_outputs(task.run_spec)} - {None}
         yield task, found.pop() if len(found) == 1 else None

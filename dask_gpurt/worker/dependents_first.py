@@ -113,7 +113,8 @@ class DependentsFirst:
         readers = [reader for reader in task.dependents if reader.state == "ready"]
         for reader in readers:
             first = ready.peek().priority
-            assert reader.priority is not None  # it is ready
+            assert reader.priority is not None  # both are ready
+            assert first is not None
             # Keep the order between graphs, and between user priorities.
             if reader.priority[:_GRAPH_FIELDS] == first[:_GRAPH_FIELDS]:
                 ready.remove(reader)

@@ -326,10 +326,9 @@ class GpurtWorkerPlugin(WorkerPlugin):
         The key suffices to identify the dispatch: the stream keeps the order of messages, so this one
         comes before any later dispatch, and a process that replaces this worker has another stream.
         """
-        if (shuffles := self.worker.plugins.get("shuffle")) is not None:
-            for run in active_runs(shuffles).values():
-                if isinstance(run, ShuffleRun):
-                    run.task_done(key)
+        for run in self._runs().values():
+            if isinstance(run, ShuffleRun):
+                run.task_done(key)
 
     async def evacuate(self, runs: Iterable[tuple[Any, int, int]]) -> dict[Any, int]:
         """Have the shards of runs copied by their owners, for some seconds (handler).
@@ -342,10 +341,13 @@ class GpurtWorkerPlugin(WorkerPlugin):
         left = await asyncio.gather(*(run.evacuate(epoch) for run, epoch in mine.values()))
         return {id: each for id, each in zip(mine, left, strict=True) if each is not None}
 
+    def _runs(self) -> Mapping[ShuffleId, Any]:
+        shuffles: Any = self.worker.plugins.get("shuffle")
+        return {} if shuffles is None else active_runs(shuffles)
+
     def _run(self, id: ShuffleId, run_id: int) -> ShuffleRun | None:
         """Return this worker's part of a run; None if it is not active, or not the runtime's."""
-        shuffles = self.worker.plugins.get("shuffle")
-        run = None if shuffles is None else active_runs(shuffles).get(id)
+        run = self._runs().get(id)
         return run if isinstance(run, ShuffleRun) and run.run_id == run_id and run.is_open else None
 
     def _build(self, worker: WorkerServer, settings: config.Settings, reply: JoinReply) -> None:

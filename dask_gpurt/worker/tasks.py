@@ -360,7 +360,8 @@ class RunLookup:
 
     def install(self) -> None:
         """Replace Dask's lookup, if this version of Dask is supported."""
-        if (plugin := self._worker.plugins.get("shuffle")) is None:
+        plugin: Any = self._worker.plugins.get("shuffle")
+        if plugin is None:
             self._metrics.fallback(Fallback.SHUFFLE_RUN_LOOKUP, "the worker has no plugin 'shuffle'")
             return
         self._runs = active_runs(plugin)

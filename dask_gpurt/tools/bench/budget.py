@@ -88,8 +88,9 @@ def take_log(client: Client) -> Logged:
     """Return and clear the scheduler's log since the last call."""
 
     def take(dask_scheduler: SchedulerServer) -> Logged:
-        log: TaskLog = dask_scheduler.plugins[TaskLog.name]
-        return log.take()
+        log: Any = dask_scheduler.plugins[TaskLog.name]
+        found: Logged = log.take()
+        return found
 
     logged: Logged = client.run_on_scheduler(take)
     return logged

@@ -48,7 +48,7 @@ class Probe:
 
 def probe(dask_worker: WorkerServer) -> Probe:
     """Collect the resources of this worker process."""
-    shuffles = dask_worker.plugins.get("shuffle")
+    shuffles: Any = dask_worker.plugins.get("shuffle")
     active = active_runs(shuffles).values() if shuffles is not None else ()
     return Probe(
         anonymous=anonymous(),
@@ -75,7 +75,7 @@ def anonymous() -> int:
 
 def _pinned(dask_worker: WorkerServer) -> int:
     # It grows to its capacity as it is needed, and keeps what it has been given.
-    runtime = dask_worker.plugins.get(NAME)
+    runtime: Any = dask_worker.plugins.get(NAME)
     return int(runtime.tiers.pinned.backed) if runtime is not None and runtime.is_on else 0
 
 

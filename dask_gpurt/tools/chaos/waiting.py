@@ -10,7 +10,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from dask_gpurt.dask_hooks.types import SchedulerServer, WorkerServer
 
@@ -52,7 +52,7 @@ async def describe_worker(dask_worker: WorkerServer) -> dict[str, Any]:
         "sending": dask_worker.transfer_outgoing_count,
         "executors": {name: queued(each) for name, each in dask_worker.executors.items()},
         "shuffles": _shuffles(dask_worker),
-        "runtime": _runtime(dask_worker.plugins.get("gpurt")),
+        "runtime": _runtime(cast(Any, dask_worker.plugins.get("gpurt"))),
         "threads": thread_stacks(),
         "coroutines": coroutine_stacks(),
     }
@@ -96,7 +96,7 @@ def _shuffles(worker: WorkerServer) -> list[str]:
     # Imported late: this module must load in processes without Dask's shuffles, or with other versions.
     from dask_gpurt.dask_hooks.shuffle import active_runs
 
-    plugin = worker.plugins.get("shuffle")
+    plugin: Any = worker.plugins.get("shuffle")
     return [repr(run) for run in active_runs(plugin).values()] if plugin is not None else []
 
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 from distributed import WorkerPlugin
 from distributed.comm.core import CommClosedError
@@ -206,18 +206,19 @@ class ChaosWorkerPlugin(WorkerPlugin):
 
     def setup(self, worker: WorkerServer) -> None:
         self.worker = worker
-        self.rpc = worker.rpc = FaultyRpc(worker.rpc)
+        self.rpc = FaultyRpc(worker.rpc)
+        worker.rpc = cast(Any, self.rpc)
         self.faults: dict[int, Any] = {}
 
     def teardown(self, worker: WorkerServer) -> None:
         for number in list(self.faults):
             self.stop(number)
-        if worker.rpc is self.rpc:
+        if cast(Any, worker.rpc) is self.rpc:
             worker.rpc = self.rpc.pool
 
     def begin(self, number: int, kind: str, options: dict[str, Any]) -> None:
         """Begin a fault under a number; a no-op for faults that need the runtime while it is off."""
-        runtime = self.worker.plugins.get("gpurt")
+        runtime: Any = self.worker.plugins.get("gpurt")
         if kind == "messages":
             self.faults[number] = self.rpc.rules[number] = Rule(**options)
         elif kind == "full":
@@ -249,12 +250,13 @@ OF_THE_RUNTIME: dict[str, Callable[..., Injector]] = {
 
 def begin(number: int, kind: str, options: dict[str, Any], dask_worker: WorkerServer) -> None:
     """Begin a fault on a worker."""
-    dask_worker.plugins[NAME].begin(number, kind, options)
+    plugin: Any = dask_worker.plugins[NAME]
+    plugin.begin(number, kind, options)
 
 
 def stop(number: int, dask_worker: WorkerServer) -> int:
     """End a fault on a worker; return its number of hits."""
-    plugin = dask_worker.plugins.get(NAME)
+    plugin: Any = dask_worker.plugins.get(NAME)
     return 0 if plugin is None else int(plugin.stop(number))
 
 
