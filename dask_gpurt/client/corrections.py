@@ -31,14 +31,7 @@ from dask_gpurt.dask_hooks.expr import (
     is_variance,
     meta,
     reads_cast,
-    replace_divisions,
-    replace_means,
-    replace_merge,
-    replace_null_groups,
-    replace_reductions,
-    replace_simplified,
-    replace_sort,
-    replace_variances,
+    replace,
     with_dtypes,
 )
 from dask_gpurt.frames.dictionary_keys import aggregate_present, is_dictionary
@@ -53,17 +46,18 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     ``is_usable``: returns whether the runtime is on for this client.
     ``patches``: restores what Dask does.
     """
-    _join_by_labels(is_usable, patches)
-    _see_all_partitions(is_usable, patches)
-    _drop_groups_of_nulls(is_usable, patches)
-    _keep_other_operands(is_usable, patches)
-    _square_floats(is_usable, patches)
-    _check_after_casts(is_usable, patches)
-    _begin_with_nulls(is_usable, patches)
-    _count_values_of_nulls(is_usable, patches)
-    _sum_floats(is_usable, patches)
-    _sort_by_functions(is_usable, patches)
-    _repeat_no_words(is_usable, patches)
+    for name, correct in CORRECTIONS:
+        replace(patches, {name: partial(_while, is_usable, correct)})
+
+
+def _while(
+    is_usable: Callable[[], bool],
+    correct: Callable[..., Any],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return correct(original, *args, **kwargs) if is_usable() else original(*args, **kwargs)
 
 
 def looks_absent(label: Any) -> bool:
@@ -71,36 +65,32 @@ def looks_absent(label: Any) -> bool:
     return isinstance(label, (str, Number)) and not label
 
 
-def _join_by_labels(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Have collections joined by keys labelled "" or 0. Dask sees none, and takes all common columns.
+def _join_by_labels(
+    original: Callable[..., Any],
+    left: Any,
+    right: Any,
+    how: str = "inner",
+    on: Any = None,
+    left_on: Any = None,
+    right_on: Any = None,
+    left_index: bool = False,
+    right_index: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Join by keys labelled "" or 0. Dask sees none, and takes all common columns.
 
     Nor does cudf see such a key, unless it is in a list.
     """
-
-    def merge(
-        original: Callable[..., Any],
-        left: Any,
-        right: Any,
-        how: str = "inner",
-        on: Any = None,
-        left_on: Any = None,
-        right_on: Any = None,
-        left_index: bool = False,
-        right_index: bool = False,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        keys = [on, left_on, right_on]
-        # Dask takes keys for a label where it sets the index of a frame that is no collection.
-        can_list = not (left_index or right_index) or (is_dask_collection(left) and is_dask_collection(right))
-        if is_usable() and can_list and any(map(looks_absent, keys)):
-            keys = list(map(convert_to_list, keys))
-        return original(left, right, how, *keys, left_index, right_index, *args, **kwargs)
-
-    replace_merge(patches, merge)
+    keys = [on, left_on, right_on]
+    # Dask takes keys for a label where it sets the index of a frame that is no collection.
+    can_list = not (left_index or right_index) or (is_dask_collection(left) and is_dask_collection(right))
+    if can_list and any(map(looks_absent, keys)):
+        keys = list(map(convert_to_list, keys))
+    return original(left, right, how, *keys, left_index, right_index, *args, **kwargs)
 
 
-def _see_all_partitions(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+def _see_all_partitions(original: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
     """Have rows sorted where Dask has not seen each partition.
 
     Dask looks at the least and the greatest value of each partition, in order to leave rows where they are
@@ -109,72 +99,48 @@ def _see_all_partitions(is_usable: Callable[[], bool], patches: PatchSet) -> Non
     although the partitions are not; or it labels partitions with ranges that are not theirs, and joins lose
     rows.
     """
-
-    def divisions(original: Callable[..., Any], frame: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen, least, greatest, is_sorted = original(frame, *args, **kwargs)
-        if is_sorted and is_usable():
-            is_sorted = len(least) == frame.npartitions
-        return chosen, least, greatest, is_sorted
-
-    replace_divisions(patches, divisions)
+    chosen, least, greatest, is_sorted = original(frame, *args, **kwargs)
+    return chosen, least, greatest, len(least) == frame.npartitions if is_sorted else is_sorted
 
 
-def _drop_groups_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+def _drop_groups_of_nulls(original: Callable[..., Any], expr: Any) -> Any:
     """Leave out the groups whose key is null in means, variances and standard deviations.
 
     Dask passes on ``dropna=None`` where the user said nothing, which pandas takes for False.
     """
-
-    def keywords(original: Callable[..., Any], expr: Any) -> Any:
-        found = original(expr)
-        return {**found, "dropna": True} if found["dropna"] is None and is_usable() else found
-
-    replace_null_groups(patches, keywords)
+    found = original(expr)
+    return {**found, "dropna": True} if found["dropna"] is None else found
 
 
-def _keep_other_operands(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+def _keep_other_operands(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
     """Leave a filter as it is where it is not the first operand, as on the right side of a join.
 
     Dask takes what the parts of a condition with ``|`` have in common out of it. It puts the new filter in
     the place of the first operand, whichever the old one was: a join then has the right side on both.
     """
-
-    def simplified(original: Callable[..., Any], expr: Any, parent: Any, dependents: Any) -> Any:
-        if is_usable() and not is_first_operand(expr, parent):
-            return None
-        return original(expr, parent, dependents)
-
-    replace_simplified(patches, "Filter", simplified)
+    return original(expr, parent, dependents) if is_first_operand(expr, parent) else None
 
 
-def _square_floats(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Have variances and covariances of groups of integers computed in floats, as pandas does.
+def _square_floats(original: Callable[..., Any], expr: Any) -> Any:
+    """Compute variances and covariances of groups of integers in floats, as pandas does.
 
     Dask squares integers, and their sums, in their own dtype, which wrap around.
     """
-
-    def lower(original: Callable[..., Any], expr: Any) -> Any:
-        if is_variance(expr) and is_usable() and (dtypes := _float_dtypes(expr)):
-            return with_dtypes(expr, dtypes)
-        return original(expr)
-
-    def aggregation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        return _in_floats(found) if is_usable() else found
-
-    replace_variances(patches, lower, aggregation)
+    if is_variance(expr) and (dtypes := _float_dtypes(expr)):
+        return with_dtypes(expr, dtypes)
+    return original(expr)
 
 
-def _check_after_casts(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+def _square_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _in_floats(original(*args, **kwargs))
+
+
+def _check_after_casts(original: Callable[..., Any], cast: Any, parent: Any, dependents: Any) -> Any:
     """Leave a filter after the cast of a column that its condition reads.
 
     Dask checks the condition before: ``"7"`` is no integer, and 1.5 is not equal to 1.
     """
-
-    def simplified(original: Callable[..., Any], cast: Any, parent: Any, dependents: Any) -> Any:
-        return None if reads_cast(parent, cast) and is_usable() else original(cast, parent, dependents)
-
-    replace_simplified(patches, "AsType", simplified)
+    return None if reads_cast(parent, cast) else original(cast, parent, dependents)
 
 
 def _first(df: Any, columns: Any, n: Any, ascending: Any) -> Any:
@@ -197,20 +163,16 @@ class TailAfterNulls(NLast):
     reduction_chunk = reduction_aggregate = staticmethod(_last)
 
 
-def _begin_with_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+def _begin_with_nulls(original: Callable[..., Any], sort: Any, parent: Any, dependents: Any) -> Any:
     """Have nulls come first in the first and last rows of a sort, where a program says so.
 
     Dask forgets that it does. Partitions of a sort are corrected by :mod:`.lowering`.
     """
     kinds: dict[type, Callable[..., Any]] = {NFirst: HeadOfNulls, NLast: TailAfterNulls}
-
-    def simplified(original: Callable[..., Any], sort: Any, parent: Any, dependents: Any) -> Any:
-        found = original(sort, parent, dependents)
-        if type(found) not in kinds or sort.na_position != "first" or not is_usable():
-            return found
-        return kinds[type(found)](*found.operands)
-
-    replace_simplified(patches, "SortValues", simplified)
+    found = original(sort, parent, dependents)
+    if type(found) not in kinds or sort.na_position != "first":
+        return found
+    return kinds[type(found)](*found.operands)
 
 
 class NUniqueWithNulls(NUnique):
@@ -221,19 +183,15 @@ class NUniqueWithNulls(NUnique):
     aggregate = staticmethod(count_values)  # type: ignore[assignment]
 
 
-def _count_values_of_nulls(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+def _count_values_of_nulls(original: Callable[..., Any], expr: Any) -> Any:
     """Have ``nunique`` count in the group of nulls where ``dropna=False`` says so, which Dask forgets."""
-
-    def lower(original: Callable[..., Any], expr: Any) -> Any:
-        if type(expr) is NUnique and expr.dropna is False and is_usable() and _is_of_pandas(expr.frame):
-            expr = NUniqueWithNulls(*expr.operands)
-        return original(expr)
-
-    replace_reductions(patches, lower)
-
-
-def _is_of_pandas(frame: Any) -> bool:
-    return isinstance(meta(frame), (pd.DataFrame, pd.Series))
+    if (
+        type(expr) is NUnique
+        and expr.dropna is False
+        and isinstance(meta(expr.frame), (pd.DataFrame, pd.Series))
+    ):
+        expr = NUniqueWithNulls(*expr.operands)
+    return original(expr)
 
 
 class FloatSum(Sum):
@@ -253,32 +211,25 @@ class MeanOfFloatSums(GroupMean):
     chunk = staticmethod(_sums_and_counts)  # type: ignore[assignment]
 
 
-def _sum_floats(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Have means of integers computed from sums in floats, as pandas does.
+def _sum_floats(original: Callable[..., Any], expr: Any) -> Any:
+    """Compute means of integers from sums in floats, as pandas does.
 
     Dask divides sums of integers, which wrap around: already for five times in nanoseconds.
     """
+    found = original(expr)
+    if type(found) is not MeanAggregate or type(found.frame) is not Sum or not _sums_wrap(expr):
+        return found
+    return MeanAggregate(FloatSum(*found.frame.operands), found.counter)
 
-    def lower(original: Callable[..., Any], expr: Any) -> Any:
-        found = original(expr)
-        if type(found) is not MeanAggregate or type(found.frame) is not Sum or not is_usable():
-            return found
-        if not _sums_wrap(expr):
-            return found
-        total = FloatSum(*found.frame.operands)
-        return MeanAggregate(total, found.counter)
 
-    def lower_groups(original: Callable[..., Any], expr: Any) -> Any:
-        if type(expr) is GroupMean and is_usable() and wraps_around(meta(expr.frame)):
-            expr = MeanOfFloatSums(*expr.operands)
-        return original(expr)
+def _sum_floats_of_groups(original: Callable[..., Any], expr: Any) -> Any:
+    if type(expr) is GroupMean and wraps_around(meta(expr.frame)):
+        expr = MeanOfFloatSums(*expr.operands)
+    return original(expr)
 
-    def aggregation(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        return _from_float_sums(found) if is_usable() else found
 
-    replace_means(patches, lower, aggregation)
-    replace_reductions(patches, lower_groups)
+def _sum_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _from_float_sums(original(*args, **kwargs))
 
 
 def _sums_wrap(mean: Any) -> bool:
@@ -305,43 +256,32 @@ def _from_float_sums(steps: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sort_by_functions(is_usable: Callable[[], bool], patches: PatchSet) -> None:
-    """Have rows sorted by what ``key`` returns for their columns. Dask takes it for an option of shuffles.
+def _sort_by_functions(
+    original: Callable[..., Any], frame: Any, by: Any, *args: Any, key: Any = None, **kwargs: Any
+) -> Any:
+    """Sort rows by what ``key`` returns for their columns. Dask takes it for an option of shuffles.
 
     The function is one of whole columns, so that there is one partition.
     """
-
-    def sort(
-        original: Callable[..., Any], frame: Any, by: Any, *args: Any, key: Any = None, **kwargs: Any
-    ) -> Any:
-        unlike = {"sort_function", "sort_function_kwargs"} & kwargs.keys()
-        if key is None or args or unlike or not is_usable() or not isinstance(meta(frame), pd.DataFrame):
-            return original(frame, by, *args, **({} if key is None else {"key": key}), **kwargs)
-        original(frame, by, **kwargs)  # raises what Dask raises
-        order = {
-            name: kwargs[name] for name in ("ascending", "na_position", "ignore_index") if name in kwargs
-        }
-        return frame.repartition(npartitions=1).map_partitions(
-            M.sort_values, by=by, key=key, meta=meta(frame), **order
-        )
-
-    replace_sort(patches, sort)
+    unlike = {"sort_function", "sort_function_kwargs"} & kwargs.keys()
+    if key is None or args or unlike or not isinstance(meta(frame), pd.DataFrame):
+        return original(frame, by, *args, **({} if key is None else {"key": key}), **kwargs)
+    original(frame, by, **kwargs)  # raises what Dask raises
+    order = {name: kwargs[name] for name in ("ascending", "na_position", "ignore_index") if name in kwargs}
+    return frame.repartition(npartitions=1).map_partitions(
+        M.sort_values, by=by, key=key, meta=meta(frame), **order
+    )
 
 
-def _repeat_no_words(is_usable: Callable[[], bool], patches: PatchSet) -> None:
+def _repeat_no_words(original: Callable[..., Any], expr: Any) -> Any:
     """Have groups by a dictionary of Arrow once where their keys are shuffled.
 
     To pandas each word of a dictionary is a group, with rows or without, and each partition has all words.
     """
-
-    def lower(original: Callable[..., Any], expr: Any) -> Any:
-        lowered = original(expr)
-        if type(lowered) is not ShuffleReduce or not is_usable() or not is_dictionary(meta(lowered)):
-            return lowered
-        present = partial(aggregate_present, lowered.aggregate)
-        return lowered.substitute_parameters({"aggregate": present})
-
-    replace_reductions(patches, lower)
+    lowered = original(expr)
+    if type(lowered) is not ShuffleReduce or not is_dictionary(meta(lowered)):
+        return lowered
+    return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
 
 
 def _float_dtypes(variance: Any) -> Any:
@@ -365,3 +305,24 @@ def _in_floats(steps: dict[str, Any]) -> dict[str, Any]:
         "aggregate_funcs": [(floats, first[1], {**first[2], "column": floats}), *others],
         "finalizer": (label, finish, {**names, "sum_column": floats}),
     }
+
+
+#: What each corrects, by its name in Dask. Of several for one, the last one calls those before it.
+CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("merge", _join_by_labels),
+    ("_get_divisions", _see_all_partitions),
+    ("GroupByReduction.chunk_kwargs", _drop_groups_of_nulls),
+    ("GroupByReduction.combine_kwargs", _drop_groups_of_nulls),
+    ("GroupByReduction.aggregate_kwargs", _drop_groups_of_nulls),
+    ("Filter._simplify_up", _keep_other_operands),
+    ("ApplyConcatApply._lower", _square_floats),
+    ("_build_agg_args_var", _square_floats_of_steps),
+    ("AsType._simplify_up", _check_after_casts),
+    ("SortValues._simplify_up", _begin_with_nulls),
+    ("ApplyConcatApply._lower", _count_values_of_nulls),
+    ("Mean._lower", _sum_floats),
+    ("_build_agg_args_mean", _sum_floats_of_steps),
+    ("ApplyConcatApply._lower", _sum_floats_of_groups),
+    ("DataFrame.sort_values", _sort_by_functions),
+    ("ApplyConcatApply._lower", _repeat_no_words),
+)

@@ -75,8 +75,7 @@ from dask_gpurt.dask_hooks.expr import (
     meta,
     name_of,
     parameters,
-    replace_default_method,
-    replace_lowering,
+    replace,
 )
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
 from dask_gpurt.dask_hooks.planning import keys_of
@@ -118,16 +117,19 @@ def register_shuffle_method(is_usable: Callable[[], bool], on_choice: OnChoice) 
 
 def lower_with(lowering: Lowering, patches: PatchSet) -> None:
     """Have expressions lowered by a :class:`Lowering`."""
-    replace_lowering(
+    replace(
         patches,
-        shuffle=lowering.shuffle,
-        sort=lowering.sort,
-        reduction=lowering.reduction,
-        merge=lowering.merge,
-        is_broadcast_join=lowering.is_broadcast_join,
-        is_aligned=lowering.is_aligned,
-        needs_shuffle=lowering.needs_shuffle,
-        graph=_graph,
+        {
+            "Shuffle._lower": lowering.shuffle,
+            "SortValues._lower": lowering.sort,
+            "ShuffleReduce._lower": lowering.reduction,
+            "Merge._lower": lowering.merge,
+            "Merge.is_broadcast_join": lowering.is_broadcast_join,
+            "Merge._on_condition_already_partitioned": lowering.is_aligned,
+            "ApplyConcatApply.need_to_shuffle": lowering.needs_shuffle,
+            "GroupByApply.need_to_shuffle": lowering.needs_shuffle,
+            "Expr.__dask_graph__": _graph,
+        },
     )
 
 
@@ -150,7 +152,10 @@ def choose(is_usable: Callable[[], bool]) -> None:
         # Decide at lowering, as for all others, since the runtime may be off by then.
         return method if is_ours() else original(method)
 
-    replace_default_method(_default, default_method=default_method, preferring_order=preferring_order)
+    replace(
+        _default,
+        {"get_default_shuffle_method": default_method, "_get_shuffle_preferring_order": preferring_order},
+    )
     correct_with(is_usable, _default)
     _sharing.enter_context(sharing_expressions())
 
