@@ -54,7 +54,6 @@ from dask_gpurt.client.planning.rules.row_choices import RowChoices
 from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
 from dask_gpurt.client.planning.rules.sorting import SortOnce
 from dask_gpurt.client.planning.rules.unequal import Unequal
-from dask_gpurt.client.planning.rules.used_aggregates import UsedAggregates, UsedAssignments
 from dask_gpurt.client.planning.rules.whole_groups import WholeGroups
 from dask_gpurt.client.planning.store import LOADED, Found, Generation, Store, StoredCache
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
@@ -97,12 +96,10 @@ from dask_gpurt.observe.counting import Choices
 EXPRESSIONS_LIMIT, METADATA_LIMIT, PLANS_LIMIT, FILES_LIMIT, TOKENS_LIMIT = 8_192, 4_096, 256, 256, 1_024
 
 #: The rules for plans as users write them, before Dask simplifies these, in the order of application.
-EARLY_RULES: tuple[Rule, ...] = (
-    *(RowChoices(), Unequal(), UsedAggregates(), GroupSizes(), Renaming(), Filters()),
-)
+EARLY_RULES: tuple[Rule, ...] = (RowChoices(), Unequal(), GroupSizes(), Renaming(), Filters())
 #: The rules for tuned plans, in this order: tables that are small are so for the largest of all.
 RULES: tuple[Rule, ...] = (
-    *(UsedAssignments(), SortOnce(), SkipFiles(), JoinOrder()),
+    *(SortOnce(), SkipFiles(), JoinOrder()),
     *(Broadcast(), PartitionSize(), LocalGroups(), WholeGroups(), CodedGroups()),
 )
 
