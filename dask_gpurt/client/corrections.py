@@ -34,10 +34,20 @@ from dask_gpurt.dask_hooks.expr import (
     replace,
     with_dtypes,
 )
-from dask_gpurt.frames.dictionary_keys import aggregate_present, is_dictionary
-from dask_gpurt.frames.distinct import combine_pairs, count_values, distinct_pairs
-from dask_gpurt.frames.means import float_sum, float_sums_of_groups, sums_of_groups, wraps_around
-from dask_gpurt.frames.variances import float_dtype, sum_of_floats, sum_of_squared_floats
+from dask_gpurt.frames.statistics import (
+    aggregate_present,
+    combine_pairs,
+    count_values,
+    distinct_pairs,
+    float_dtype,
+    float_sum,
+    float_sums_of_groups,
+    is_dictionary,
+    sum_of_floats,
+    sum_of_squared_floats,
+    sums_of_groups,
+    wraps_around,
+)
 
 
 def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:

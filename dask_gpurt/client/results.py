@@ -25,8 +25,7 @@ from dask.typing import Key
 from distributed import Client, Future
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.planning import Expr, keys_of, metadata
-from dask_gpurt.dask_hooks.results import (
+from dask_gpurt.dask_hooks.computing import (
     apart,
     concat,
     fetch,
@@ -38,6 +37,7 @@ from dask_gpurt.dask_hooks.results import (
     results_of,
     where_are,
 )
+from dask_gpurt.dask_hooks.planning import Expr, keys_of, metadata
 from dask_gpurt.frames.pickled import own_rest
 from dask_gpurt.observe import Fallback, Metrics
 

@@ -1,19 +1,27 @@
-"""Find out which scheduler and which client the computation that is being planned will run on."""
+"""Find out for which scheduler and client a computation is planned, and how the client gets its results."""
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import dask
 from dask.base import compute, get_scheduler, persist
+from dask.context import thread_state
+from dask.dataframe.core import _concat
 from dask.dataframe.dask_expr._collection import FrameBase
-from distributed import Client
+from dask.dataframe.dask_expr._repartition import RepartitionToFewer
+from dask.typing import Key
+from distributed import Client, Future, as_completed
 
-__all__ = ["chosen_client", "cluster_size", "runs_locally"]
+from dask_gpurt.dask_hooks.patch import PatchSet
+from dask_gpurt.dask_hooks.planning import Expr, PlanWrapper, is_sequence
+from dask_gpurt.dask_hooks.seams import RESULTS_FOR_CLIENTS
 
 #: Values of Dask's setting ``scheduler`` that mean the current client.
 _DISTRIBUTED = ("dask.distributed", "distributed")
@@ -74,3 +82,91 @@ def _owner(get: Any) -> Any:
     """Return the client of a ``get`` function, or the function of a local scheduler."""
     owner = getattr(get, "__self__", None)
     return owner if isinstance(owner, Client) else get
+
+
+# ---- results of a computation ----------------------------------------------------------------------
+
+#: What Dask's task at the end of a computation calls with all partitions.
+concat: Callable[[list[Any]], Any] = _concat
+
+
+def results_of(plan: Expr) -> Sequence[Expr]:
+    """Return the plan of each result of a computation, without what wraps it."""
+    while isinstance(plan, PlanWrapper):
+        plan = plan.plan
+    return [each for plan in plan.operands for each in results_of(plan)] if is_sequence(plan) else [plan]
+
+
+def apart(result: Expr) -> Expr | None:
+    """Return the expression whose partitions a last task puts together; None if there is none."""
+    if type(result) is not RepartitionToFewer or result.new_partitions != 1:
+        return None
+    frame: Expr = result.frame
+    return frame
+
+
+def is_in_task() -> bool:
+    """Return whether a task of a worker runs in this thread."""
+    return bool(getattr(thread_state, "key", False))
+
+
+def replace_get(patches: PatchSet, get: Callable[..., Any]) -> None:
+    """Replace how a client computes a graph and gets its results.
+
+    ``get``: called as ``get(original, client, dsk, keys, *args, **kwargs)``.
+    Raises UnsupportedError if Dask's differs from the known one; nothing is replaced.
+    """
+    RESULTS_FOR_CLIENTS.require()
+    patches.replace_all({RESULTS_FOR_CLIENTS["get"]: lambda original: partial(get, original)})
+
+
+async def last_ends(client: Client, futures: list[Future[Any]]) -> bool:
+    """Wait for all tasks, or for the first one that fails; return whether all have results."""
+    async for future in as_completed(futures, loop=client.loop):
+        if future.status != "finished":
+            return False
+    return True
+
+
+async def where_are(client: Client, keys: list[Key]) -> tuple[dict[Key, list[str]], dict[Key, int]]:
+    """Ask the scheduler for the workers that have results, and for their bytes."""
+    scheduler: Any = client.scheduler
+    holders: dict[Key, list[str]] = await scheduler.who_has(keys=keys)
+    try:
+        nbytes: dict[Key, int] = await scheduler.nbytes(keys=list(holders), summary=False)
+    except KeyError:  # another client has cancelled one of them
+        return {}, {}
+    return holders, nbytes
+
+
+async def has_worker(client: Client, worker: str) -> bool:
+    """Ask the scheduler whether a worker is still there."""
+    scheduler: Any = client.scheduler
+    known: dict[str, int] = await scheduler.ncores(workers=[worker])
+    return worker in known
+
+
+async def fetch(client: Client, worker: str, keys: list[Key], connect_s: float) -> dict[Key, Any]:
+    """Fetch results from a worker; return those that it has, and none if it is busy.
+
+    Raises ConnectionRefusedError if the client cannot connect to the worker within ``connect_s`` seconds.
+    """
+    # Dask may lack it, and then only results go through the scheduler; `replace_get` has compared it.
+    from distributed.worker import get_data_from_worker
+
+    try:
+        comm = await asyncio.wait_for(client.rpc.connect(worker), connect_s)
+    except (OSError, TimeoutError) as error:
+        raise ConnectionRefusedError(
+            f"no connection from the client to worker {worker}: {error!r}"
+        ) from error
+    client.rpc.reuse(worker, comm)
+    reply: Any = await get_data_from_worker(client.rpc, keys, worker)
+    found: dict[Key, Any] = reply["data"] if reply["status"] == "OK" else {}
+    return found
+
+
+async def gather(client: Client, futures: list[Future[Any]]) -> list[Any]:
+    """Get results through the scheduler, and have those computed again that are lost."""
+    found: list[Any] = await client._gather(futures, direct=False)
+    return found

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from dask.array.core import concatenate3
+from dask.array.rechunk import old_to_new as _old_to_new
 from distributed import Reschedule
 from distributed.shuffle import _scheduler_plugin, _shuffle
 from distributed.shuffle._core import (
@@ -21,6 +23,7 @@ from distributed.shuffle._core import (
     id_from_key,
 )
 from distributed.shuffle._exceptions import P2PConsistencyError, P2POutOfDiskError, ShuffleClosedError
+from distributed.shuffle._rechunk import ArrayRechunkSpec
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from distributed.shuffle._shuffle import _get_worker_for_range_sharding as worker_for_range_sharding
 from distributed.shuffle._worker_plugin import ShuffleWorkerPlugin
@@ -30,6 +33,7 @@ from dask_gpurt.dask_hooks.seams import BAGS, RUN_LOOKUP, SCHEDULER_SHUFFLES
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension
 
 __all__ = [
+    "ArrayRechunkSpec",
     "DataFrameShuffleSpec",
     "P2PBarrierTask",
     "P2PConsistencyError",
@@ -42,11 +46,13 @@ __all__ = [
     "ShuffleWorkerPlugin",
     "active_runs",
     "barrier_key",
+    "concatenate",
     "end_run",
     "errors_of_data",
     "id_from_key",
     "keep_barriers_in_bags",
     "name_workers",
+    "old_to_new",
     "output_of",
     "replace_on_extension",
     "replace_run_lookup",
@@ -281,3 +287,19 @@ def keep_barriers_in_bags(patches: PatchSet) -> None:
         return lazify_task
 
     patches.replace(BAGS["lazify_task"], wrap)
+
+
+# ---- chunks of arrays ------------------------------------------------------------------------------
+
+
+def old_to_new(
+    old: tuple[tuple[float, ...], ...], new: tuple[tuple[float, ...], ...]
+) -> list[list[list[tuple[int, slice]]]]:
+    """Return for each axis and new chunk the old chunks that it consists of, with a slice of each."""
+    found: list[list[list[tuple[int, slice]]]] = _old_to_new(old, new)
+    return found
+
+
+def concatenate(arrays: list[Any]) -> Any:
+    """Concatenate arrays in nested lists, one level for each axis, as Dask does."""
+    return concatenate3(arrays)

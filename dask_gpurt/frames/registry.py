@@ -14,8 +14,7 @@ from typing import Any
 
 from dask_gpurt.device import Device
 from dask_gpurt.frames.backend import Frame, Table, WarmUp
-from dask_gpurt.frames.chunks import ChunkTable
-from dask_gpurt.frames.numpy import NumpyChunks
+from dask_gpurt.frames.chunks import ChunkTable, NumpyChunks
 from dask_gpurt.frames.programs.values import Engine
 
 

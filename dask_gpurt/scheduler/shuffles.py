@@ -15,8 +15,8 @@ from distributed.metrics import time
 
 from dask_gpurt.config import Settings
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec
 from dask_gpurt.dask_hooks.shuffle import (
+    ArrayRechunkSpec,
     DataFrameShuffleSpec,
     P2PConsistencyError,
     RunState,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec, old_to_new
+from dask_gpurt.dask_hooks.shuffle import ArrayRechunkSpec, old_to_new
 from dask_gpurt.frames import ChunkTable, Packer, Part, Piece, array_library
 from dask_gpurt.frames.boxes import Chunks, Grid, Plan
 from dask_gpurt.frames.chunks import MAX_BOX_BYTES, opened

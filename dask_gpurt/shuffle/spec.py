@@ -18,8 +18,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dask_gpurt.dask_hooks.arrays import ArrayRechunkSpec
 from dask_gpurt.dask_hooks.shuffle import (
+    ArrayRechunkSpec,
     DataFrameShuffleSpec,
     SchedulerShuffleState,
     ShuffleWorkerPlugin,

@@ -18,8 +18,7 @@ import pytest
 
 import dask_gpurt
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads.columns import ColumnCache, ColumnRead
-from dask_gpurt.reads.local import LEAST_AGE_NS
+from dask_gpurt.reads.columns import LEAST_AGE_NS, ColumnCache, ColumnRead
 from dask_gpurt.worker.kept_columns import asked_of
 from tests.helpers.clusters import cluster
 

@@ -19,8 +19,7 @@ from pyarrow.fs import LocalFileSystem
 
 from dask_gpurt.client.planning import PlanningCache
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
-from dask_gpurt.client.planning.rules.broadcast import Broadcast
-from dask_gpurt.client.planning.rules.partition_size import PartitionSize
+from dask_gpurt.client.planning.rules.partition_size import Broadcast, PartitionSize
 from dask_gpurt.client.planning.store import Store
 from dask_gpurt.observe import MethodChoice, Metrics
 from dask_gpurt.observe.counting import Choices

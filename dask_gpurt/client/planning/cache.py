@@ -43,12 +43,11 @@ from dask_gpurt.client.planning.origins import Origins
 from dask_gpurt.client.planning.packed import LRU, forget_plans, pack
 from dask_gpurt.client.planning.reads import LOWERED, local_files, lower, tuned_to_stay
 from dask_gpurt.client.planning.rules import Facts, Note, PartitionSizes, Rule
-from dask_gpurt.client.planning.rules.broadcast import Broadcast
 from dask_gpurt.client.planning.rules.coded_groups import CodedGroups
 from dask_gpurt.client.planning.rules.filters import Filters
 from dask_gpurt.client.planning.rules.group_sizes import GroupSizes
 from dask_gpurt.client.planning.rules.local_groups import LocalGroups
-from dask_gpurt.client.planning.rules.partition_size import PartitionSize
+from dask_gpurt.client.planning.rules.partition_size import Broadcast, PartitionSize
 from dask_gpurt.client.planning.rules.renaming import Renaming
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
 from dask_gpurt.client.planning.rules.skipped_files import SkipFiles
@@ -57,7 +56,7 @@ from dask_gpurt.client.planning.rules.unequal import Unequal
 from dask_gpurt.client.planning.rules.whole_groups import WholeGroups
 from dask_gpurt.client.planning.store import LOADED, Found, Generation, Store, StoredCache
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.computing import runs_locally
+from dask_gpurt.dask_hooks.computing import apart, results_of, runs_locally
 from dask_gpurt.dask_hooks.parquet_files import (
     checksum_of_files,
     copy_of_facts,
@@ -88,7 +87,6 @@ from dask_gpurt.dask_hooks.planning import (
     settings,
     token_of,
 )
-from dask_gpurt.dask_hooks.results import apart, results_of
 from dask_gpurt.observe import Fallback, MethodChoice, Metrics
 from dask_gpurt.observe.counting import Choices
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpy_strategies
 
-from dask_gpurt.dask_hooks.arrays import old_to_new
+from dask_gpurt.dask_hooks.shuffle import old_to_new
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.frames import Part, Piece, chunk_table

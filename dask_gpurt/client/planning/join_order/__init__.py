@@ -8,7 +8,7 @@ to be equal because of joins, or of a condition ``a == b`` later on, are keys as
 
 The flow of a plan:
 
-1. :mod:`.lookups` makes joins by columns of those that look rows up by an index;
+1. :mod:`.rule` makes joins by columns of those that look rows up by an index;
 2. :mod:`.graph` finds joins whose rows are only joined again, and describes them without an order: tables,
    keys, conditions, and the columns of the result;
 3. :mod:`.estimates` says how many rows and values tables have, by the footers of their files;

@@ -25,8 +25,7 @@ from dask_gpurt.client.lowering import Lowering, lower_with
 from dask_gpurt.client.planning.footers import Column, Footer
 from dask_gpurt.client.planning.reads import FewerPartitions, lower
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
-from dask_gpurt.client.planning.rules.broadcast import Broadcast, choose_small
-from dask_gpurt.client.planning.rules.partition_size import choose_partitions
+from dask_gpurt.client.planning.rules.partition_size import Broadcast, choose_partitions, choose_small
 from dask_gpurt.client.planning.rules.table_sizes import MOST_FILES, TableRead, bytes_in_memory
 from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers.clusters import Library, canonical, to_pandas
