@@ -32,8 +32,10 @@ from dask.dataframe.dask_expr import _accessor, _expr, _groupby
 from dask_gpurt.client.planning.catalogue.schema import known_schema
 
 __all__ = [
+    "COMPARISONS",
     "COMPUTING",
     "KEEPING",
+    "RELABELLING",
     "RENAMING",
     "Columns",
     "Known",
@@ -292,15 +294,18 @@ def has_fixed_dtypes(expr: Any, *, without_nulls: bool = False) -> bool:
     )
 
 
+#: The operators that compare values.
+COMPARISONS = (
+    *(_expr.LT, _expr.LE, _expr.GT, _expr.GE, _expr.EQ, _expr.NE),
+    *(_expr.LTSeries, _expr.LESeries, _expr.GTSeries, _expr.GESeries, _expr.EQSeries, _expr.NESeries),
+)
 _ARITHMETIC_METHODS = frozenset(["add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv"])
 _DIVISIONS = frozenset([_expr.FloorDiv, _expr.Mod])
 _ACCESSORS = (_accessor.FunctionMap, _accessor.PropertyMap)
 #: The operations that compute values, each with a function that returns whether its dtypes are fixed with
 #: pandas. With cudf, where any column may have nulls, those of all are but of divisions.
 COMPUTING: dict[type, Callable[[Any], bool]] = {
-    **dict.fromkeys([_expr.LT, _expr.LE, _expr.GT, _expr.GE, _expr.EQ, _expr.NE], _always),
-    **dict.fromkeys([_expr.LTSeries, _expr.LESeries, _expr.GTSeries, _expr.GESeries], _always),
-    **dict.fromkeys([_expr.EQSeries, _expr.NESeries], _always),
+    **dict.fromkeys(COMPARISONS, _always),
     **dict.fromkeys([_expr.And, _expr.Or, _expr.XOr, _expr.Invert], _logic),
     **dict.fromkeys([_expr.Add, _expr.Sub, _expr.Mul, _expr.Div, _expr.Neg, _expr.Pos], _always),
     **dict.fromkeys([_expr.FloorDiv, _expr.Mod], _division),
@@ -331,11 +336,13 @@ _MAKING_NO_NULLS = frozenset([_expr.Add, _expr.Sub, _expr.Mul, _expr.Round, *_AC
 _BLIND = frozenset([_expr.IsNa, _expr.NotNull])
 #: Those that give the columns of a frame other names, in the same order.
 RENAMING = (_expr.RenameFrame, _expr.ColumnsSetter, _expr.AddPrefix, _expr.AddSuffix)
+#: The same, and those that do so with a series.
+RELABELLING = (*RENAMING, _expr.RenameSeries, _expr.ToFrame)
 #: The operations that choose, move or name columns and rows, whose values and dtypes stay the same.
 KEEPING: dict[type, Callable[[Any, Known], Columns]] = {
     **dict.fromkeys([_expr.Projection, _expr.Drop], lambda expr, known: known(expr.frame).only(expr.columns)),
     **dict.fromkeys(
-        [*RENAMING, _expr.RenameSeries, _expr.ToFrame],
+        RELABELLING,
         lambda expr, known: known(expr.frame).renamed(expr.frame.columns, expr.columns),
     ),
     **dict.fromkeys(

@@ -52,6 +52,7 @@ from dask_gpurt.client.planning.operations import (
 )
 from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
+from dask_gpurt.client.planning.rules.needed_columns import listed, shared_keys
 
 __all__ = ["columns_of_result", "depends_on_partitions", "joins_columns", "numbered", "why_dependent"]
 
@@ -381,20 +382,8 @@ def _columns_of(expr: Any, inputs: list[_Rows]) -> Columns | None:
     return Columns()
 
 
-def _listed(names: Any) -> list[Any]:
-    return list(names) if isinstance(names, (list, tuple)) else [names]
-
-
 def _named(names: Any) -> frozenset[Any]:
-    return frozenset(_listed(names))
-
-
-def _shared_keys(join: Any) -> set[Any]:
-    """Return the keys with the same name on both sides, which become one column."""
-    if join.left_index or join.right_index:
-        return set()
-    pairs = zip(_listed(join.left_on), _listed(join.right_on), strict=True)
-    return {one for one, other in pairs if one == other}
+    return frozenset(listed(names))
 
 
 def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None:
@@ -402,7 +391,7 @@ def _columns_of_join(join: Any, left: Columns, right: Columns) -> Columns | None
         return None
     if any(len(set(side.columns)) < len(side.columns) for side in (join.left, join.right)):
         return None
-    shared = _shared_keys(join)
+    shared = shared_keys(join)
     in_both = (set(join.left.columns) & set(join.right.columns)) - shared
     sides = []
     for side, known, suffix, fills in (
@@ -464,7 +453,7 @@ def _joins_by_name(expr: Any) -> bool:
         isinstance(key, Expr) or (key == index_of(side).name and key not in side.columns)
         for side, on in keys
         if on is not None
-        for key in _listed(on)
+        for key in listed(on)
     )
 
 

@@ -66,6 +66,7 @@ from dask_gpurt.client.planning.rules.needed_columns import (
     listed,
     names_in_join,
     needed_dtypes,
+    shared_keys,
 )
 from dask_gpurt.client.planning.rules.row_roots import (
     Conditions,
@@ -211,7 +212,7 @@ class _Plan(RowRoots):
 
     def _find_inner(self, join: Any, conditions: Conditions) -> None:
         """Make an inner join of a left join if conditions leave out its rows without a match."""
-        names = names_in_join(join)[1].keys() - _shared_keys(join)
+        names = names_in_join(join)[1].keys() - shared_keys(join)
         if join.left_index:  # without a match, pandas fills these with the labels of the left side
             names -= {*keys_of_join(join)[1]}
         for name, condition in conditions.items():
@@ -277,7 +278,7 @@ class _Plan(RowRoots):
         raise _LeftError(f"{kind.__name__} is not computed row by row")
 
     def _below_join(self, join: Any, condition: Any, columns: set[Any]) -> Iterator[Placed]:
-        sides, keys, shared = (join.left, join.right), keys_of_join(join), _shared_keys(join)
+        sides, keys, shared = (join.left, join.right), keys_of_join(join), shared_keys(join)
         if (how := self._how(join)) not in _KEPT or any(
             isinstance(key, Expr) for each in keys for key in each
         ):
@@ -305,7 +306,7 @@ class _Plan(RowRoots):
             return
         names = names_in_join(join)[at]
         filled = (join.left, join.right)[at]._meta.dtypes
-        for name in self._dtypes.get(name_of(join), frozenset()) & names.keys() - _shared_keys(join):
+        for name in self._dtypes.get(name_of(join), frozenset()) & names.keys() - shared_keys(join):
             if is_narrow(filled[names[name]]):
                 raise _LeftError(f"whether {name} has nulls, and so its dtype, depends on it")
 
@@ -487,10 +488,6 @@ def _dtypes_differ(expr: Any, frame: Any, names: dict[Any, Any]) -> bool:
 def _is_text(dtype: Any) -> bool:
     """Return whether a dtype of cudf is of strings: its columns of objects are, too."""
     return isinstance(dtype, pd.StringDtype) or dtype == "object"
-
-
-def _shared_keys(join: Any) -> set[Any]:
-    return {one for one, other in zip(*keys_of_join(join), strict=False) if one == other}
 
 
 def _is_category(frame: Any, column: Any) -> bool:

@@ -23,6 +23,7 @@ from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr._shuffle import SetIndex, SetIndexBlockwise, SortValues
 
 from dask_gpurt.client.planning.operations import (
+    COMPARISONS,
     COMPUTING,
     RENAMING,
     is_no_operation,
@@ -32,11 +33,7 @@ from dask_gpurt.client.planning.operations import (
 from dask_gpurt.dask_hooks.planning import Expr, is_computation, name_of
 
 #: Operations on columns whose result follows from the values, whichever dtype these have.
-_COMPARING = frozenset(
-    [_expr.LT, _expr.LE, _expr.GT, _expr.GE, _expr.EQ, _expr.NE, _expr.Between, _expr.Isin]
-    + [_expr.LTSeries, _expr.LESeries, _expr.GTSeries, _expr.GESeries, _expr.EQSeries, _expr.NESeries]
-    + [_expr.IsNa, _expr.NotNull]
-)
+_COMPARING = frozenset([*COMPARISONS, _expr.Between, _expr.Isin, _expr.IsNa, _expr.NotNull])
 #: Labels of columns.
 Names = frozenset[Any]
 #: What an expression needs of each of its inputs.
@@ -182,11 +179,14 @@ def keys_of_join(join: Any) -> tuple[list[Any], list[Any]]:
     return listed(join.left_on), listed(join.right_on)
 
 
+def shared_keys(join: Any) -> set[Any]:
+    """Return the keys with the same name on both sides, which become one column."""
+    return {one for one, other in zip(*keys_of_join(join), strict=False) if one == other}
+
+
 def names_in_join(join: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Return, for the left and the right side, its columns by the names that they have in the result."""
-    left, right = keys_of_join(join)
-    shared = {one for one, other in zip(left, right, strict=False) if one == other}
-    in_both = {*join.left.columns} & {*join.right.columns} - shared
+    in_both = {*join.left.columns} & {*join.right.columns} - shared_keys(join)
     left_names, right_names = (
         {f"{name}{suffix}" if suffix and name in in_both else name: name for name in side.columns}
         for side, suffix in zip((join.left, join.right), join.suffixes, strict=True)

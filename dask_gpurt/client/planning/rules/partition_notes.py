@@ -10,7 +10,7 @@ What it does not reason about
     Divisions by values of operations that it does not know, or by keys that are computed: these count as
     unknown, and rows are shuffled once more. Whether shuffling once more would take less time.
 Why the result is the same
-    Each operation has a guarantee of which rows stay together (``_KEEP_ROWS``, ``_RELABEL``, joins by kind),
+    Each operation has a guarantee of which rows stay together (``_KEEP_ROWS``, relabelling, joins by kind),
     with random programs as tests; without one a shuffle stays.
 The figure
     Rows, not seconds: Dask's notes repeat groups and lose rows of joins
@@ -33,12 +33,15 @@ from dask.dataframe.dask_expr._shuffle import RearrangeByColumn, ShuffleBase
 from dask.dataframe.utils import UNKNOWN_CATEGORIES
 
 from dask_gpurt.client.planning.operations import (
+    KEEPING,
+    RELABELLING,
     dtypes_of,
     index_of,
     is_no_operation,
     is_of_pandas,
     kind_of,
 )
+from dask_gpurt.client.planning.rules.needed_columns import listed, names_in_join
 
 logger = logging.getLogger(__name__)
 
@@ -57,28 +60,7 @@ INDEX: Any = "<index>", object()
 
 #: Operations that leave each row in its partition, with its values and its index.
 _KEEP_ROWS = frozenset(
-    [
-        _expr.ArrowStringConversion,
-        _expr.Assign,
-        _expr.ClearDivisions,
-        _expr.Drop,
-        _expr.DropDuplicatesBlockwise,
-        _expr.DropnaFrame,
-        _expr.DropnaSeries,
-        _expr.Filter,
-        _expr.Projection,
-    ]
-)
-#: Operations that give columns other names, in the same order.
-_RELABEL = frozenset(
-    [
-        _expr.AddPrefix,
-        _expr.AddSuffix,
-        _expr.ColumnsSetter,
-        _expr.RenameFrame,
-        _expr.RenameSeries,
-        _expr.ToFrame,
-    ]
+    [*KEEPING, _expr.ArrowStringConversion, _expr.ClearDivisions, _expr.DropDuplicatesBlockwise]
 )
 #: The kinds of joins whose result has each row of the left or of the right side as it was.
 _KEEP_LEFT, _KEEP_RIGHT = frozenset(["inner", "left", "leftsemi"]), frozenset(["inner", "right"])
@@ -146,7 +128,7 @@ def groups_need_shuffle(expr: Any) -> bool:
 def _keys_of_groups(expr: Any) -> set[Any]:
     """Return the columns by which rows are grouped or deduplicated; none if they are computed."""
     if not hasattr(expr, "by"):
-        return set(_listed(expr.split_by or expr.frame.columns))
+        return set(listed(expr.split_by or expr.frame.columns))
     return set() if any(isinstance(key, Expr) for key in expr.by) else set(expr._by_columns)
 
 
@@ -232,7 +214,7 @@ def _derived(expr: Any) -> Iterable[Division]:
         return _of_groups(expr)
     if kind in (Repartition, RepartitionToFewer):
         return _of_fewer(expr)
-    if kind in _RELABEL:
+    if kind in RELABELLING:
         return _under(divisions(expr.frame), _positions(expr.frame.columns, expr.columns))
     if kind is _expr.ResetIndex:
         return [each for each in divisions(expr.frame) if INDEX not in each.columns]
@@ -299,7 +281,7 @@ def _of_groups(expr: Any) -> Iterable[Division]:
         found = [each for each in divisions(expr.frame) if keys.issuperset(each.columns)]
         return found if expr.npartitions == expr.frame.npartitions else _weak(found)
     as_many = expr.split_out is True or expr.split_out >= expr.frame.npartitions
-    columns = tuple(_listed(expr.split_by or expr.frame.columns))
+    columns = tuple(listed(expr.split_by or expr.frame.columns))
     return [_hashed(expr.frame, columns, alike=as_many)]
 
 
@@ -355,19 +337,10 @@ def _names(join: Any, side: str) -> tuple[Any, ...]:
 
 def _names_in_result(join: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Return the names that the columns of either side have in the result."""
-    pairs = zip(_names(join, "left"), _names(join, "right"), strict=False)
-    in_both = {*join.left.columns} & {*join.right.columns} - {one for one, other in pairs if one == other}
     index = {INDEX: INDEX} if join.left_index and join.right_index else {}
-    left, right = (
-        {name: f"{name}{suffix}" if suffix and name in in_both else name for name in side.columns} | index
-        for side, suffix in zip(_sides(join), join.suffixes, strict=True)
-    )
+    left, right = ({old: new for new, old in names.items()} | index for names in names_in_join(join))
     return left, right
 
 
 def _keys(on: Any, by_index: bool) -> tuple[Any, ...]:
-    return (INDEX,) if by_index else tuple(_listed(on))
-
-
-def _listed(on: Any) -> list[Any]:
-    return list(on) if isinstance(on, (list, tuple)) else [on]
+    return (INDEX,) if by_index else tuple(listed(on))
