@@ -6,7 +6,7 @@ of rows is corrected where plans are lowered, by :mod:`.lowering`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Number
 from typing import Any
@@ -14,26 +14,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
+from dask.dataframe.dask_expr._expr import Filter, Projection
+from dask.dataframe.dask_expr._groupby import Cov, NUnique, Var
+from dask.dataframe.dask_expr._groupby import Mean as GroupMean
+from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
 from dask.utils import M
 
-from dask_gpurt.dask_hooks import PatchSet
-from dask_gpurt.dask_hooks.expr import (
-    GroupMean,
-    MeanAggregate,
-    NFirst,
-    NLast,
-    NUnique,
-    ShuffleReduce,
-    Sum,
-    convert_to_list,
-    dtypes_of_values,
-    is_first_operand,
-    is_variance,
-    meta,
-    reads_cast,
-    replace,
-    with_dtypes,
-)
+from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
+from dask_gpurt.dask_hooks.types import convert_to_list
 from dask_gpurt.frames.statistics import (
     aggregate_present,
     combine_pairs,
@@ -57,7 +45,7 @@ def correct_with(is_usable: Callable[[], bool], patches: PatchSet) -> None:
     ``patches``: restores what Dask does.
     """
     for name, correct in CORRECTIONS:
-        replace(patches, {name: partial(_while, is_usable, correct)})
+        patches.replace_in(EXPRESSIONS, {name: partial(_while, is_usable, correct)})
 
 
 def _while(
@@ -128,7 +116,7 @@ def _keep_other_operands(original: Callable[..., Any], expr: Any, parent: Any, d
     Dask takes what the parts of a condition with ``|`` have in common out of it. It puts the new filter in
     the place of the first operand, whichever the old one was: a join then has the right side on both.
     """
-    return original(expr, parent, dependents) if is_first_operand(expr, parent) else None
+    return original(expr, parent, dependents) if _is_first_operand(expr, parent) else None
 
 
 def _square_floats(original: Callable[..., Any], expr: Any) -> Any:
@@ -136,8 +124,8 @@ def _square_floats(original: Callable[..., Any], expr: Any) -> Any:
 
     Dask squares integers, and their sums, in their own dtype, which wrap around.
     """
-    if is_variance(expr) and (dtypes := _float_dtypes(expr)):
-        return with_dtypes(expr, dtypes)
+    if _is_variance(expr) and (dtypes := _float_dtypes(expr)):
+        return _with_dtypes(expr, dtypes)
     return original(expr)
 
 
@@ -150,7 +138,7 @@ def _check_after_casts(original: Callable[..., Any], cast: Any, parent: Any, dep
 
     Dask checks the condition before: ``"7"`` is no integer, and 1.5 is not equal to 1.
     """
-    return None if reads_cast(parent, cast) else original(cast, parent, dependents)
+    return None if _reads_cast(parent, cast) else original(cast, parent, dependents)
 
 
 def _first(df: Any, columns: Any, n: Any, ascending: Any) -> Any:
@@ -198,7 +186,7 @@ def _count_values_of_nulls(original: Callable[..., Any], expr: Any) -> Any:
     if (
         type(expr) is NUnique
         and expr.dropna is False
-        and isinstance(meta(expr.frame), (pd.DataFrame, pd.Series))
+        and isinstance(expr.frame._meta, (pd.DataFrame, pd.Series))
     ):
         expr = NUniqueWithNulls(*expr.operands)
     return original(expr)
@@ -233,7 +221,7 @@ def _sum_floats(original: Callable[..., Any], expr: Any) -> Any:
 
 
 def _sum_floats_of_groups(original: Callable[..., Any], expr: Any) -> Any:
-    if type(expr) is GroupMean and wraps_around(meta(expr.frame)):
+    if type(expr) is GroupMean and wraps_around(expr.frame._meta):
         expr = MeanOfFloatSums(*expr.operands)
     return original(expr)
 
@@ -244,7 +232,7 @@ def _sum_floats_of_steps(original: Callable[..., Any], *args: Any, **kwargs: Any
 
 def _sums_wrap(mean: Any) -> bool:
     """Return whether sums of a series, or of a frame of nothing but numbers, may wrap around."""
-    of = meta(mean.frame)
+    of = mean.frame._meta
     if of.ndim == 1 or not wraps_around(of):
         return wraps_around(of)
     summed = of.select_dtypes(["number", "bool"]) if mean.numeric_only else of
@@ -274,12 +262,12 @@ def _sort_by_functions(
     The function is one of whole columns, so that there is one partition.
     """
     unlike = {"sort_function", "sort_function_kwargs"} & kwargs.keys()
-    if key is None or args or unlike or not isinstance(meta(frame), pd.DataFrame):
+    if key is None or args or unlike or not isinstance(frame._meta, pd.DataFrame):
         return original(frame, by, *args, **({} if key is None else {"key": key}), **kwargs)
     original(frame, by, **kwargs)  # raises what Dask raises
     order = {name: kwargs[name] for name in ("ascending", "na_position", "ignore_index") if name in kwargs}
     return frame.repartition(npartitions=1).map_partitions(
-        M.sort_values, by=by, key=key, meta=meta(frame), **order
+        M.sort_values, by=by, key=key, meta=frame._meta, **order
     )
 
 
@@ -289,14 +277,50 @@ def _repeat_no_words(original: Callable[..., Any], expr: Any) -> Any:
     To pandas each word of a dictionary is a group, with rows or without, and each partition has all words.
     """
     lowered = original(expr)
-    if type(lowered) is not ShuffleReduce or not is_dictionary(meta(lowered)):
+    if type(lowered) is not ShuffleReduce or not is_dictionary(lowered._meta):
         return lowered
     return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
 
 
+def _reads_cast(parent: Any, cast: Any) -> bool:
+    """Return whether an operation is a filter whose condition reads a column that is cast before."""
+    if not isinstance(parent, Filter):
+        return False
+    dtypes = cast.operand("dtypes")
+    changed = set(dtypes) if isinstance(dtypes, Mapping) else set(cast.columns)
+    cast_name, condition = cast._name, parent.predicate
+    users = (each for each in condition.walk() if cast_name in (below._name for below in each.dependencies()))
+    reads = any(not isinstance(each, Projection) or changed & {*each.columns} for each in users)
+    return reads or condition._name == cast_name
+
+
+def _is_variance(expr: Any) -> bool:
+    """Return whether an expression computes variances, covariances or correlations by groups."""
+    return isinstance(expr, (Var, Cov))
+
+
+def _dtypes_of_values(groups: Any) -> Any:
+    """Return the dtypes of the columns that are no keys, by label; the dtype of a series."""
+    meta = groups.frame._meta
+    if meta.ndim == 1:
+        return meta.dtype
+    return {label: dtype for label, dtype in meta.dtypes.items() if label not in groups._by_columns}
+
+
+def _with_dtypes(expr: Any, dtypes: Any) -> Any:
+    """Return an expression whose frame has other dtypes: one, or some by label."""
+    return type(expr)(expr.frame.astype(dtypes), *expr.operands[1:])
+
+
+def _is_first_operand(expr: Any, parent: Any) -> bool:
+    """Return whether an expression is the first operand of another one."""
+    first = parent.operands[0]
+    return bool(getattr(first, "_name", None) == expr._name)
+
+
 def _float_dtypes(variance: Any) -> Any:
     """Return the dtypes of floats for the integers that are no keys; empty or None if there are none."""
-    of_values = dtypes_of_values(variance)
+    of_values = _dtypes_of_values(variance)
     if not isinstance(of_values, dict):
         return float_dtype(of_values)
     found = {label: float_dtype(dtype) for label, dtype in of_values.items()}

@@ -7,34 +7,22 @@ import pickle
 from functools import partial
 from typing import Any
 
+from dask.dataframe.dask_expr._expr import Assign, Blockwise, Fused, Projection
+from dask.dataframe.dask_expr._merge import (
+    BlockwiseMerge,
+    BroadcastJoin,
+    HashJoinP2P,
+    create_assign_index_merge_transfer,
+)
+from dask.dataframe.dask_expr._shuffle import AssignPartitioningIndex, P2PShuffle, RearrangeByColumn
+from dask.dataframe.dask_expr._shuffle import _SetPartitionsPreSetIndex as SetPartitionsPreSetIndex
 from dask.utils import apply
 
 from dask_gpurt.client.planning.fusing import OWN_COMPUTATION
-from dask_gpurt.dask_hooks.expr import (
-    Assign,
-    AssignPartitioningIndex,
-    Blockwise,
-    BlockwiseMerge,
-    BroadcastJoin,
-    Fused,
-    HashJoinP2P,
-    P2PShuffle,
-    Projection,
-    RearrangeByColumn,
-    SetPartitionsPreSetIndex,
-    convert_to_list,
-    create_assign_index_merge_transfer,
-    defaults,
-    layer_of,
-    meta,
-    name_of,
-    parameters,
-    task_of,
-)
 from dask_gpurt.dask_hooks.graphs import may_ignore_index
-from dask_gpurt.dask_hooks.planning import set_metadata
+from dask_gpurt.dask_hooks.planning import name_of, set_metadata
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, run_barrier
-from dask_gpurt.dask_hooks.types import Task
+from dask_gpurt.dask_hooks.types import Task, convert_to_list
 from dask_gpurt.frames import Hashed, Ranged, column_names
 from dask_gpurt.frames.key_values import partitions_by_value
 from dask_gpurt.shuffle import ShuffleSpec
@@ -52,15 +40,15 @@ class GpurtShuffle(P2PShuffle):
     It is an operand because the identity of a shuffle, and the keys of its tasks, depend on its operands.
     """
 
-    _parameters = [*parameters(P2PShuffle), OWN_COMPUTATION]
-    _defaults = {**defaults(P2PShuffle), OWN_COMPUTATION: None}
+    _parameters = [*P2PShuffle._parameters, OWN_COMPUTATION]
+    _defaults = {**P2PShuffle._defaults, OWN_COMPUTATION: None}
     #: Otherwise Dask takes the length of the input, which need not be a frame.
     _is_length_preserving = False
     _any_columns = False
 
     @functools.cached_property
     def _meta(self) -> Any:
-        kept = meta(self.frame).drop(columns=self.partitioning_index)
+        kept = self.frame._meta.drop(columns=self.partitioning_index)
         return kept.reset_index(drop=True) if self._drops_index else kept
 
     @property
@@ -71,7 +59,7 @@ class GpurtShuffle(P2PShuffle):
         index, so it is dropped only if new row numbers match that meta.
         """
         set_index = self.original_partitioning_index is None
-        return bool(self.ignore_index) and (set_index or _is_numbering(meta(self.frame).index))
+        return bool(self.ignore_index) and (set_index or _is_numbering(self.frame._meta.index))
 
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         """Move only projections below the shuffle, and only if its input takes them.
@@ -99,7 +87,7 @@ class GpurtShuffle(P2PShuffle):
                 layer[key] = Task(key, shuffle_unpack, *task.args)
             elif task.func.__name__ == "_shuffle_transfer":
                 (producer,) = task.dependencies
-                assign = () if targets is None else (task_of(self.frame, producer, producer[1]),)
+                assign = () if targets is None else (self.frame._task(producer, producer[1]),)
                 layer[key] = Task.fuse(*assign, Task(key, transfer, *task.args), key=key)
         return layer
 
@@ -129,13 +117,13 @@ class HashTargets(AssignPartitioningIndex):
     and the columns to keep, which need not include the keys.
     """
 
-    _parameters = [*parameters(AssignPartitioningIndex), "kept"]
-    _defaults = {**defaults(AssignPartitioningIndex), "kept": None}
+    _parameters = [*AssignPartitioningIndex._parameters, "kept"]
+    _defaults = {**AssignPartitioningIndex._defaults, "kept": None}
 
     @functools.cached_property
     def _meta(self) -> Any:
         *operands, kept = self.operands[1:]
-        full = AssignPartitioningIndex.operation(meta(self.frame), *operands)
+        full = AssignPartitioningIndex.operation(self.frame._meta, *operands)
         return full if kept is None else full[[*kept, self.index_name]]
 
     @staticmethod
@@ -173,7 +161,7 @@ class RangeTargets(Blockwise):
         if len(pairs) != 2 or type(pairs[1]) is not SetPartitionsPreSetIndex:
             return assigned
         column, divisions, ascending, na_position = (
-            getattr(pairs[1], name) for name in parameters(SetPartitionsPreSetIndex)
+            getattr(pairs[1], name) for name in SetPartitionsPreSetIndex._parameters
         )
         if type(column) is not Projection or name_of(column.frame) != name_of(frame) or not ascending:
             return assigned
@@ -183,7 +171,7 @@ class RangeTargets(Blockwise):
     def _meta(self) -> Any:
         by, name, divisions, na_position = self.operands[1:]
         targets = SetPartitionsPreSetIndex(self.frame[by], divisions, True, na_position)
-        return meta(Assign(self.frame, name, targets))
+        return Assign(self.frame, name, targets)._meta
 
     @staticmethod
     def operation(frame: Any, by: Any, name: str, divisions: Any, na_position: str) -> Ranged:
@@ -288,7 +276,7 @@ def _loaded(like: bytes) -> Any:
 
 def _meta_of_keys(side: Any, by: Any, by_index: bool) -> bytes:
     """Return the pickled meta of the keys of a side of a join, with its index."""
-    known = meta(side)
+    known = side._meta
     names = () if by_index else convert_to_list(by) or ()
     return pickle.dumps(known[[name for name in names if name in column_names(known)]])
 
@@ -296,14 +284,14 @@ def _meta_of_keys(side: Any, by: Any, by_index: bool) -> bytes:
 class GpurtHashJoin(HashJoinP2P):
     """Shuffle both sides of a join through the runtime, and join in the unpack tasks."""
 
-    _parameters = [*parameters(HashJoinP2P), "any_columns", OWN_COMPUTATION]
-    _defaults = {**defaults(HashJoinP2P), "any_columns": False, OWN_COMPUTATION: None}
+    _parameters = [*HashJoinP2P._parameters, "any_columns", OWN_COMPUTATION]
+    _defaults = {**HashJoinP2P._defaults, "any_columns": False, OWN_COMPUTATION: None}
 
     def _layer(self) -> dict[Any, Any]:
         whole = _WholeHashJoin(*self.operands)
-        set_metadata(whole, meta(self))
+        set_metadata(whole, self._meta)
         layer = _with_our_spec(
-            layer_of(whole),
+            whole._layer(),
             ignore_index=self._numbers_rows,
             computation=self.computation,
             any_columns=self.any_columns,
@@ -359,8 +347,8 @@ class _WholeHashJoin(HashJoinP2P):
     Dask's own expression hashes modulo the number of wanted partitions, which results in different rows.
     """
 
-    _parameters = [*parameters(GpurtHashJoin)]
-    _defaults = {**defaults(GpurtHashJoin)}
+    _parameters = [*GpurtHashJoin._parameters]
+    _defaults = {**GpurtHashJoin._defaults}
 
     @property
     def npartitions(self) -> int:

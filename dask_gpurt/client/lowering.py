@@ -29,6 +29,16 @@ from typing import Any
 
 import dask
 from dask.core import flatten
+from dask.dataframe.dask_expr._expr import Assign, Projection, RenameFrame, ResetIndex
+from dask.dataframe.dask_expr._groupby import GroupByApply
+from dask.dataframe.dask_expr._merge import BlockwiseMerge, BroadcastJoin, HashJoinP2P, Merge
+from dask.dataframe.dask_expr._shuffle import (
+    AssignPartitioningIndex,
+    RearrangeByColumn,
+    SetIndexBlockwise,
+    Shuffle,
+)
+from dask.dataframe.dask_expr._shuffle import _SetPartitionsPreSetIndex as SetPartitionsPreSetIndex
 from dask.typing import Key
 
 from dask_gpurt import config
@@ -54,31 +64,10 @@ from dask_gpurt.client.planning.rules.partition_notes import (
     is_aligned,
     needs_no_shuffle,
 )
-from dask_gpurt.dask_hooks import PatchSet
+from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
 from dask_gpurt.dask_hooks.computing import runs_locally
-from dask_gpurt.dask_hooks.expr import (
-    Assign,
-    AssignPartitioningIndex,
-    BlockwiseMerge,
-    BroadcastJoin,
-    GroupByApply,
-    HashJoinP2P,
-    Merge,
-    Projection,
-    RearrangeByColumn,
-    RenameFrame,
-    ResetIndex,
-    SetIndexBlockwise,
-    SetPartitionsPreSetIndex,
-    Shuffle,
-    default_shuffle_method,
-    meta,
-    name_of,
-    parameters,
-    replace,
-)
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
-from dask_gpurt.dask_hooks.planning import keys_of
+from dask_gpurt.dask_hooks.planning import default_shuffle_method, keys_of, name_of
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dask_hooks.types import convert_legacy_graph
 from dask_gpurt.frames import library
@@ -117,8 +106,8 @@ def register_shuffle_method(is_usable: Callable[[], bool], on_choice: OnChoice) 
 
 def lower_with(lowering: Lowering, patches: PatchSet) -> None:
     """Have expressions lowered by a :class:`Lowering`."""
-    replace(
-        patches,
+    patches.replace_in(
+        EXPRESSIONS,
         {
             "Shuffle._lower": lowering.shuffle,
             "SortValues._lower": lowering.sort,
@@ -152,8 +141,8 @@ def choose(is_usable: Callable[[], bool]) -> None:
         # Decide at lowering, as for all others, since the runtime may be off by then.
         return method if is_ours() else original(method)
 
-    replace(
-        _default,
+    _default.replace_in(
+        EXPRESSIONS,
         {"get_default_shuffle_method": default_method, "_get_shuffle_preferring_order": preferring_order},
     )
     correct_with(is_usable, _default)
@@ -309,7 +298,7 @@ class Lowering:
         Not if rows of that side are kept, which would repeat: Dask forgets semi joins. Nor where Dask divides
         the other side by a hash that differs from that of the keys it meets.
         """
-        if "shuffle_method" in parameters(type(expr)) and _names_ours(expr.shuffle_method):
+        if "shuffle_method" in type(expr)._parameters and _names_ours(expr.shuffle_method):
             expr = expr.substitute_parameters({"shuffle_method": "p2p"})
         is_ours = type(expr) is Merge and self._is_usable()
         if is_ours and (reason := _why_not_broadcast(expr)) is not None:
@@ -344,7 +333,7 @@ class Lowering:
             local=runs_locally(),
         )
         undescribed = [frame for frame in frames if known_schema(frame) is None]
-        if choice is not None and choice.taken and not all(library(meta(frame)) for frame in undescribed):
+        if choice is not None and choice.taken and not all(library(frame._meta) for frame in undescribed):
             return MethodChoice.UNSUPPORTED_FRAMES
         if choice is not None and choice.taken and any(map(_has_column_levels, undescribed)):
             return MethodChoice.COLUMN_LEVELS
@@ -363,7 +352,7 @@ def _why_not_broadcast(join: Any) -> str | None:
 
 def _has_column_levels(frame: Any) -> bool:
     """Return whether columns have levels: Dask then labels the column of targets ("_partitions", "")."""
-    return bool(frame.ndim == 2 and meta(frame).columns.nlevels > 1)
+    return bool(frame.ndim == 2 and frame._meta.columns.nlevels > 1)
 
 
 def _sorts_by_columns(expr: Any) -> bool:
@@ -442,7 +431,7 @@ def _lower_shuffling_all(original: Callable[[Any], Any], join: Any) -> Any:
     shuffles = {
         name: RearrangeByColumn(side, _INDEX, number, method=join.shuffle_method, index_shuffle=True)
         for name, side in sides.items()
-        if getattr(join, f"{name}_index") and looks_absent(meta(side).index.name)
+        if getattr(join, f"{name}_index") and looks_absent(side._meta.index.name)
     }
     return lowered.substitute_parameters(shuffles)
 

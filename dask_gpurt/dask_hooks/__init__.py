@@ -1,7 +1,7 @@
 """Isolate all access to private parts of Dask. This package takes callables and never imports the runtime.
 
 The names exported here look Dask's parts up by name, so importing them is safe with any version of Dask.
-The modules ``expr``, ``graph``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` import private parts
+The modules ``graphs``, ``planning``, ``shuffle``, ``worker`` and ``scheduler`` import private parts
 directly: import them only after :func:`require`.
 """
 

@@ -17,11 +17,11 @@ which is called first: wrapping a replacement of a higher layer raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from types import FunctionType
 from typing import Any, Protocol
 
-from dask_gpurt.dask_hooks.comparison import Seam, UnsupportedError
+from dask_gpurt.dask_hooks.comparison import Seam, SeamGroup, UnsupportedError
 
 #: A method, bound or unbound, or its replacement.
 Method = Callable[..., Any]
@@ -185,6 +185,17 @@ class PatchSet:
         for seam, wrap in wraps.items():
             self.put(seam.owner() if on is None else on, seam.attribute, wrap, cached=cached)
 
+    def replace_in(self, part: SeamGroup, replacements: Mapping[str, Method]) -> None:
+        """Replace the functions of a part that have these names, wherever Dask has them, or none of them.
+
+        In place of a ``cached_property`` there is a property, see :meth:`put`.
+
+        ``replacements``: each takes the original as its first argument.
+        """
+        seams = [seam for seam in part.seams if seam.short in replacements]
+        assert {seam.short for seam in seams} == replacements.keys()
+        self.replace_all({seam: _instead(replacements[seam.short]) for seam in seams}, cached=False)
+
     def put(self, owner: Any, name: str, wrap: Wrap, *, cached: bool = True) -> None:
         """Replace an attribute without comparing it with the known one.
 
@@ -243,6 +254,10 @@ class PatchSet:
         """Restore all values, in reverse order. Idempotent."""
         while self._patches:
             self._patches.pop().restore()
+
+
+def _instead(replacement: Method) -> Wrap:
+    return lambda original: partial(replacement, original)
 
 
 def guarded(name: str, ours: Method, original: Method, failed: FailureHandler) -> Method:

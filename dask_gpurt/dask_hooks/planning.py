@@ -50,41 +50,7 @@ from dask_gpurt.dask_hooks.parquet_files import OF_FILES, has_options, version_o
 from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import PLANNING
 
-__all__ = [
-    "Expr",
-    "PlanWrapper",
-    "change_operands",
-    "collection_of",
-    "content_of",
-    "deferred_values",
-    "fuse_blockwise",
-    "fused_into",
-    "graph_of",
-    "in_sequence",
-    "is_computation",
-    "is_method_name",
-    "is_of_dataframes",
-    "is_sequence",
-    "is_shared",
-    "keys_of",
-    "measures_partitions",
-    "metadata",
-    "name_of",
-    "observe_planning",
-    "operands_of",
-    "optimise",
-    "plan_as_dask",
-    "reads_more_than_operands",
-    "rebuild",
-    "rebuild_from",
-    "replace_planning",
-    "set_token",
-    "settings",
-    "token_of",
-    "with_deferred_values",
-    "with_operand",
-    "with_seed",
-]
+__all__ = ["Expr"]  # and all that is defined here
 
 #: Plans an expression up to a stage, as Dask does.
 plan_as_dask: Callable[[Expr, Any], Expr] = optimize_until
@@ -467,6 +433,11 @@ def is_chunk_of_extremes(expr: Expr) -> bool:
     return is_chunk and expr.frame.npartitions == 1 and expr.frame.ndim == 2
 
 
+def default_shuffle_method() -> str:
+    """Return the default shuffle method, considering replacements."""
+    return str(vars(_shuffle)["get_default_shuffle_method"]())
+
+
 def settings() -> tuple[str, ...]:
     """Return the settings that influence planning. Equal settings give equal plans and equal metadata.
 
@@ -475,9 +446,8 @@ def settings() -> tuple[str, ...]:
     configured with count, since facts about files include the file system.
     """
     chosen = dask.config.config
-    method = str(vars(_shuffle)["get_default_shuffle_method"]())
     return (
-        method,
+        default_shuffle_method(),
         repr(chosen.get("dataframe")),
         repr(chosen.get("optimization")),
         repr(chosen.get("annotations")),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dask._task_spec import Alias, GraphNode, Task, TaskRef, convert_legacy_graph
 from dask.dataframe.core import _concat as concat
+from dask.dataframe.dask_expr._util import _convert_to_list as convert_to_list
 from dask.dataframe.groupby import _compute_sum_of_squares as sum_of_squares
 from dask.dataframe.groupby import _groupby_raise_unaligned as group_aligned
 from dask.dataframe.multi import merge_chunk
@@ -34,6 +35,7 @@ __all__ = [
     "WorkerTask",
     "concat",
     "convert_legacy_graph",
+    "convert_to_list",
     "group_aligned",
     "merge_chunk",
     "sum_of_squares",

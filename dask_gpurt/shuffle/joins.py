@@ -24,9 +24,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dask_gpurt.dask_hooks.expr import convert_to_list
 from dask_gpurt.dask_hooks.graphs import name_operation
-from dask_gpurt.dask_hooks.types import concat, merge_chunk
+from dask_gpurt.dask_hooks.types import concat, convert_to_list, merge_chunk
 from dask_gpurt.frames import column_names, halves
 from dask_gpurt.frames.programs import call
 from dask_gpurt.frames.registry import is_of_unknown_categories

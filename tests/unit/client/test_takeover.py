@@ -10,11 +10,11 @@ import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
+from dask.dataframe.dask_expr._shuffle import RearrangeByColumn, Shuffle
 
 from dask_gpurt import config
 from dask_gpurt.client.expressions import GpurtHashJoin, GpurtShuffle
 from dask_gpurt.client.lowering import Lowering, choose_method
-from dask_gpurt.dask_hooks.expr import RearrangeByColumn, Shuffle
 from dask_gpurt.observe import MethodChoice
 
 FRAME = pd.DataFrame({"key": [1, 2, 3, 4] * 3, "row": range(12)})

@@ -8,9 +8,9 @@ import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
+from dask.dataframe.dask_expr._shuffle import Shuffle
 
 from dask_gpurt.dask_hooks.computing import runs_locally
-from dask_gpurt.dask_hooks.expr import Shuffle
 from dask_gpurt.dask_hooks.patch import PatchSet
 
 FRAME = pd.DataFrame({"key": [1, 2, 3, 4], "row": range(4)})

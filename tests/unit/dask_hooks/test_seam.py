@@ -18,7 +18,7 @@ PACKAGE = Path(dask_gpurt.__file__).parent
 #: The only package that may.
 SEAM = PACKAGE / "dask_hooks"
 #: Rules of the planner name the expressions of Dask that they change, and read what expressions have.
-PLANNER = PACKAGE / "client" / "planning"
+PLANNER = PACKAGE / "client"
 EXPRESSIONS = re.compile(r"dask\._expr\.|dask\._task_spec\.|dask\.dataframe\.dask_expr\._")
 OF_EXPRESSIONS = {
     "_DelayedExpr",
@@ -28,10 +28,12 @@ OF_EXPRESSIONS = {
     "_compute_partition_boundaries",
     "_contains_index_name",
     "_dataset_info",
+    "_defaults",
     "_divisions",
     "_funcname",
     "_fusion_buckets",
     "_is_single_partition_broadcast",
+    "_layer",
     "_load_multiple_files",
     "_lower",
     "_meta",
