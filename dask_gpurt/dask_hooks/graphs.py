@@ -22,16 +22,6 @@ from dask_gpurt.dask_hooks.comparison import Seam
 from dask_gpurt.dask_hooks.patch import PatchSet
 from dask_gpurt.dask_hooks.seams import EXECUTION
 
-__all__ = [
-    "Graph",
-    "Operation",
-    "arguments_of",
-    "fused_graph_of",
-    "in_order",
-    "operation_of",
-    "wrap_execution",
-]
-
 Graph = Mapping[Key, GraphNode]
 
 #: The names of the functions that nodes call; methods are named ``.method``, and those of accessors

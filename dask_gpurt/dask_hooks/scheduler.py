@@ -12,7 +12,7 @@ from distributed.stealing import WorkStealing
 
 from dask_gpurt.dask_hooks.comparison import SeamGroup, UnsupportedError
 from dask_gpurt.dask_hooks.patch import FailureHandler, Method, PatchSet, Wrap, guarded
-from dask_gpurt.dask_hooks.seams import PLACEMENT, PLACEMENT_STATE, READ_PLACES, RESULTS, RETIREMENT, STEALING
+from dask_gpurt.dask_hooks.seams import RETIREMENT
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerState, SchedulerTask, WorkerState
 
 
@@ -34,22 +34,11 @@ class Overrides:
         self._patches = PatchSet()
         self.originals: dict[str, Method] = {}
 
-    def scheduler(self, state: SchedulerState, ours: Callable[[str], Method]) -> None:
-        """Replace the choice of a worker for a task.
+    def replace(self, part: SeamGroup, owner: Any, ours: Callable[[str], Method]) -> None:
+        """Replace the choices that a part has of a scheduler, or of its extension.
 
         ``ours``: returns the replacement of a method by its name.
         """
-        self._put(PLACEMENT, state, ours)
-
-    def reads(self, state: SchedulerState, ours: Callable[[str], Method]) -> None:
-        """Replace the choice of a worker for tasks that read files; see :meth:`scheduler`."""
-        self._put(READ_PLACES, state, ours)
-
-    def stealing(self, extension: Any, ours: Callable[[str], Method]) -> None:
-        """Replace the choice of a worker that steals a task; see :meth:`scheduler`."""
-        self._put(STEALING, extension, ours)
-
-    def _put(self, part: SeamGroup, owner: Any, ours: Callable[[str], Method]) -> None:
         for seam in part.seams:
             name = seam.attribute
             original = getattr(owner, name, None)
@@ -68,22 +57,6 @@ class Overrides:
     def restore(self) -> None:
         """Restore Dask's own choices."""
         self._patches.restore()
-
-
-def require_load() -> None:
-    """Check that the load of workers can be read.
-
-    Raises UnsupportedError if Dask's state differs from the known one.
-    """
-    PLACEMENT_STATE.require()
-
-
-def require_replicas() -> None:
-    """Check that results can be sent to workers and counted as replicas.
-
-    Raises UnsupportedError if a required part of Dask differs from the known one.
-    """
-    RESULTS.require()
 
 
 def wrap_retirement(patches: PatchSet, scheduler: SchedulerServer, wrap: Wrap) -> None:

@@ -32,39 +32,20 @@ from dask_gpurt.dask_hooks.patch import PatchSet, Wrap
 from dask_gpurt.dask_hooks.seams import BAGS, RUN_LOOKUP, SCHEDULER_SHUFFLES
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension
 
+#: Also what is defined here.
 __all__ = [
     "ArrayRechunkSpec",
     "DataFrameShuffleSpec",
     "P2PBarrierTask",
     "P2PConsistencyError",
-    "RunState",
     "SchedulerShuffleState",
     "ShuffleClosedError",
     "ShuffleId",
     "ShuffleRunSpec",
     "ShuffleSpec",
     "ShuffleWorkerPlugin",
-    "active_runs",
     "barrier_key",
-    "concatenate",
-    "end_run",
-    "errors_of_data",
     "id_from_key",
-    "keep_barriers_in_bags",
-    "name_workers",
-    "old_to_new",
-    "output_of",
-    "replace_on_extension",
-    "replace_run_lookup",
-    "restart",
-    "restart_without",
-    "restrict_again",
-    "run_barrier",
-    "runs_of",
-    "set_restriction",
-    "shuffle_unpack",
-    "silence",
-    "transfer",
     "worker_for_range_sharding",
 ]
 
@@ -76,43 +57,12 @@ RunState = SchedulerShuffleState[Any]
 # ---- on the scheduler ------------------------------------------------------------------------------
 
 
-def replace_on_extension(
-    patches: PatchSet,
-    extension: ShuffleExtension,
-    *,
-    retrieve_spec: Wrap,
-    create: Wrap,
-    calculate_worker_for: Wrap,
-    restart_recommendations: Wrap,
-    restart_shuffle: Wrap,
-    transition: Wrap,
-    remove_worker: Wrap,
-    valid_workers_downscaling: Wrap,
-) -> None:
-    """Replace methods of the scheduler's shuffle extension. Each argument wraps the method of its name.
+def replace_on_extension(patches: PatchSet, extension: ShuffleExtension, wraps: Mapping[str, Wrap]) -> None:
+    """Replace methods of the scheduler's shuffle extension, whose signatures are in the seams.
 
-    ``retrieve_spec``: ``(shuffle_id)``: returns the spec of a shuffle.
-    ``create``: ``(shuffle_id, key, worker)``: creates a run, requested by the task ``key``.
-    ``calculate_worker_for``: ``(spec)``: returns the owner of each output partition.
-    ``restart_recommendations``: ``(shuffle_id)``: returns the transitions that restart a shuffle.
-    ``restart_shuffle``: ``(shuffle_id, scheduler, *, stimulus_id)``: restarts a shuffle.
-    ``transition``, ``remove_worker``, ``valid_workers_downscaling``: the hooks of the scheduler plugin for
-    transitions, departed workers and retirement.
     Raises UnsupportedError if one of the methods differs from the known one.
     """
-    patches.replace_all(
-        {
-            SCHEDULER_SHUFFLES["_retrieve_spec"]: retrieve_spec,
-            SCHEDULER_SHUFFLES["_create"]: create,
-            SCHEDULER_SHUFFLES["_calculate_worker_for"]: calculate_worker_for,
-            SCHEDULER_SHUFFLES["_restart_recommendations"]: restart_recommendations,
-            SCHEDULER_SHUFFLES["_restart_shuffle"]: restart_shuffle,
-            SCHEDULER_SHUFFLES["transition"]: transition,
-            SCHEDULER_SHUFFLES["remove_worker"]: remove_worker,
-            SCHEDULER_SHUFFLES["valid_workers_downscaling"]: valid_workers_downscaling,
-        },
-        on=extension,
-    )
+    patches.replace_all({SCHEDULER_SHUFFLES[name]: wrap for name, wrap in wraps.items()}, on=extension)
 
 
 def runs_of(extension: ShuffleExtension, shuffle_id: ShuffleId) -> Iterable[RunState]:

@@ -13,6 +13,7 @@ from dask.typing import Key
 from dask_gpurt.dask_hooks.parquet_files import Piece, pieces_read
 from dask_gpurt.dask_hooks.patch import FailureHandler
 from dask_gpurt.dask_hooks.scheduler import Overrides
+from dask_gpurt.dask_hooks.seams import READ_PLACES
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 
 #: The most row groups whose last reader is known: some tens of MB.
@@ -50,7 +51,7 @@ class ReadPlaces:
 
     def bind(self) -> None:
         """Replace Dask's choices."""
-        self._overrides.reads(self._state, lambda name: getattr(self, f"_{name}"))
+        self._overrides.replace(READ_PLACES, self._state, lambda name: getattr(self, f"_{name}"))
 
     def unbind(self) -> None:
         """Restore Dask's choices."""

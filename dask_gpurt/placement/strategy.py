@@ -17,6 +17,7 @@ from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 from dask_gpurt.dask_hooks.scheduler import Overrides, Unsuitable, allowed_workers
+from dask_gpurt.dask_hooks.seams import PLACEMENT, STEALING
 from dask_gpurt.dask_hooks.types import SchedulerState, SchedulerTask, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.placement import cost
@@ -275,9 +276,9 @@ class Placement:
     def bind(self) -> None:
         """Replace Dask's choices. Workers and tasks may exist already."""
         self._is_bound = True
-        self._overrides.scheduler(self._state, lambda name: getattr(self, f"_{name}"))
+        self._overrides.replace(PLACEMENT, self._state, lambda name: getattr(self, f"_{name}"))
         if (extension := self._state.extensions.get("stealing")) is not None:
-            self._overrides.stealing(extension, lambda name: getattr(self, name))
+            self._overrides.replace(STEALING, extension, lambda name: getattr(self, name))
         for ws in self._state.workers.values():
             self._check(ws)
 

@@ -18,7 +18,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_gpurt import config, dask_hooks
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
-from dask_gpurt.dask_hooks.scheduler import require_load
+from dask_gpurt.dask_hooks.seams import PLACEMENT_STATE
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import CLOSING
 from dask_gpurt.memory.ledger import ClusterMemory
@@ -315,7 +315,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def _knows_loads(self) -> bool:
         try:
-            require_load()
+            PLACEMENT_STATE.require()
         except dask_hooks.UnsupportedError as error:
             self.metrics.fallback(Fallback.PLACEMENT_UNSUPPORTED, str(error))
             return False

@@ -32,7 +32,7 @@ from distributed.metrics import time
 from distributed.protocol.serialize import ToPickle
 
 from dask_gpurt.dask_hooks import PatchSet, UnsupportedError
-from dask_gpurt.dask_hooks.scheduler import require_replicas
+from dask_gpurt.dask_hooks.seams import RESULTS
 from dask_gpurt.dask_hooks.shuffle import RunState, ShuffleId, barrier_key, id_from_key
 from dask_gpurt.dask_hooks.types import SchedulerServer, SchedulerTask, ShuffleExtension, WorkerState
 from dask_gpurt.observe import Fallback, Metrics
@@ -204,7 +204,7 @@ class SmallResults:
     def install(self) -> None:
         """Start sending results, if this version of Dask is supported."""
         try:
-            require_replicas()
+            RESULTS.require()
         except UnsupportedError as error:
             self._metrics.fallback(Fallback.SHUFFLE_RESULTS_FETCHED, str(error))
             return

@@ -102,14 +102,16 @@ class SchedulerShuffles:
         replace_on_extension(
             self._patches,
             self._extension,
-            retrieve_spec=self._retrieve_spec,
-            create=self._create,
-            calculate_worker_for=self._calculate_worker_for,
-            restart_recommendations=self._restart_recommendations,
-            restart_shuffle=self._restart_shuffle,
-            transition=self._transition,
-            remove_worker=self._remove_worker,
-            valid_workers_downscaling=self._valid_workers_downscaling,
+            {
+                "_retrieve_spec": self._retrieve_spec,
+                "_create": self._create,
+                "_calculate_worker_for": self._calculate_worker_for,
+                "_restart_recommendations": self._restart_recommendations,
+                "_restart_shuffle": self._restart_shuffle,
+                "transition": self._transition,
+                "remove_worker": self._remove_worker,
+                "valid_workers_downscaling": self._valid_workers_downscaling,
+            },
         )
         self._undo.callback(silence(self._was_taken_over))
         try:

@@ -31,27 +31,6 @@ from dask.dataframe.dask_expr import _accessor, _expr, _groupby
 
 from dask_gpurt.client.planning.catalogue.schema import known_schema
 
-__all__ = [
-    "COMPARISONS",
-    "COMPUTING",
-    "KEEPING",
-    "RELABELLING",
-    "RENAMING",
-    "Columns",
-    "Known",
-    "after_operation",
-    "dtypes_of",
-    "has_categories",
-    "has_fixed_dtypes",
-    "has_kinds",
-    "index_of",
-    "is_narrow",
-    "is_no_operation",
-    "is_of_pandas",
-    "is_on_rows",
-    "kind_of",
-]
-
 #: An operation of dask_cudf that leaves its input as it is.
 _NO_OPERATION = ("dask_cudf.io.parquet", "NoOp")
 #: Those that do what an operation of Dask does, by another call of the library.

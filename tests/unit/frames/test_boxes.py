@@ -17,7 +17,7 @@ from dask_gpurt.dask_hooks.shuffle import old_to_new
 from dask_gpurt.device import Block, PoolFull
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.frames import Part, Piece, chunk_table
-from dask_gpurt.frames import numpy as frames_numpy
+from dask_gpurt.frames import chunks as frames_chunks
 from dask_gpurt.frames.boxes import Box, Chunks, Grid, Plan
 
 
@@ -182,8 +182,8 @@ def test_tiles_make_up_an_array(axes: list[int], data: st.DataObject) -> None:
     array = array[tuple(slice(None, None, data.draw(st.sampled_from([1, -1, 2]))) for _ in shape)]
     into = np.full(array.shape, -1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frames_numpy, "TILE", data.draw(st.sampled_from([(7, 3), (1024, 32)])))
-        frames_numpy.copy(into, array)
+        patch.setattr(frames_chunks, "TILE", data.draw(st.sampled_from([(7, 3), (1024, 32)])))
+        frames_chunks.copy(into, array)
     np.testing.assert_array_equal(into, array)
 
 
@@ -206,7 +206,7 @@ def test_chunks_of_other_types_become_what_dask_makes_of_them() -> None:
 
 
 def test_a_block_that_could_not_be_filled_is_given_back() -> None:
-    class Failing(frames_numpy.NumpyChunks):
+    class Failing(frames_chunks.NumpyChunks):
         def write(self, *_: Any) -> None:
             raise MemoryError
 

@@ -22,7 +22,6 @@ from dask_gpurt.memory.ledger import RESERVATIONS, Label, Ledger
 from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import columns as module
-from dask_gpurt.reads import local
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
 from dask_gpurt.worker.kept_columns import asked_of
 from dask_gpurt.worker.tiers import WorkerTiers
@@ -301,17 +300,17 @@ def test_a_file_with_the_same_size_and_time_is_another_one(tmp_path: Path, in_pl
     path, new = tmp_path / "x", tmp_path / "new"
     path.write_bytes(b"one")
     os.utime(path, (1e9, 1e9))
-    before = local.versions_of([str(path)])
-    assert local.versions_of([str(path)]) == before
+    before = module.versions_of([str(path)])
+    assert module.versions_of([str(path)]) == before
     for _ in range(1000):
-        if local.versions_of([str(path)]) != before:  # not within a tick of the kernel's clock
+        if module.versions_of([str(path)]) != before:  # not within a tick of the kernel's clock
             break
         time.sleep(0.001)
         (path if in_place else new).write_bytes(b"two")
         os.utime(path if in_place else new, (1e9, 1e9))
         if not in_place:
             new.replace(path)
-    assert local.versions_of([str(path)]) != before
+    assert module.versions_of([str(path)]) != before
     assert path.stat().st_size == 3
     assert path.stat().st_mtime == 1e9
 
@@ -322,18 +321,18 @@ def test_files_that_have_just_changed_are_not_known_well_enough(
     path = tmp_path / "x"
     path.touch()
     os.utime(path, (1e9, 1e9))
-    versions = local.versions_of([str(path)])
-    assert not local.are_lasting(versions)
-    later = path.stat().st_ctime_ns + local.LEAST_AGE_NS + 1
-    monkeypatch.setattr(local, "time", SimpleNamespace(time_ns=lambda: later))
-    assert local.are_lasting(versions)
+    versions = module.versions_of([str(path)])
+    assert not module.are_lasting(versions)
+    later = path.stat().st_ctime_ns + module.LEAST_AGE_NS + 1
+    monkeypatch.setattr(module, "time", SimpleNamespace(time_ns=lambda: later))
+    assert module.are_lasting(versions)
     device = f"{os.major(versions[0][0])}:{os.minor(versions[0][0])}"
     mounts = tmp_path / "mounts"
     mounts.write_text(f"36 35 {device} / /data rw,noatime shared:1 - fuse.store store rw\n")
-    monkeypatch.setattr(local, "MOUNTS", mounts)
-    assert not local.are_lasting(versions)
-    monkeypatch.setattr(local, "MOUNTS", tmp_path / "none")
-    assert not local.are_lasting(versions)
+    monkeypatch.setattr(module, "MOUNTS", mounts)
+    assert not module.are_lasting(versions)
+    monkeypatch.setattr(module, "MOUNTS", tmp_path / "none")
+    assert not module.are_lasting(versions)
 
 
 # ---- memory of the device -------------------------------------------------------------------------

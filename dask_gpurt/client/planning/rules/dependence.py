@@ -54,8 +54,6 @@ from dask_gpurt.client.planning.reads import FUSED, FewerPartitions, read_of
 from dask_gpurt.client.planning.rules.anti_joins import DistinctKeys
 from dask_gpurt.client.planning.rules.needed_columns import listed, shared_keys
 
-__all__ = ["columns_of_result", "depends_on_partitions", "joins_columns", "numbered", "why_dependent"]
-
 #: Operations that leave out rows.
 _CHOICES = (_expr.DropnaFrame, _expr.DropnaSeries, _expr.Filter)
 #: Reductions whose result does not depend on the order of rows.

@@ -477,7 +477,7 @@ def _dtypes_differ(expr: Any, frame: Any, names: dict[Any, Any]) -> bool:
     # Dask asks cudf what a join returns for strings of the default dtype, whichever theirs is: a join takes
     # rows of columns as they are, but for keys that both sides have.
     keeps_strings = type(expr) in (Merge, SemiMerge) and not is_of_pandas(expr)
-    strings = names.keys() - _shared_keys(expr) if keeps_strings else frozenset[Any]()
+    strings = names.keys() - shared_keys(expr) if keeps_strings else frozenset[Any]()
     return any(
         list(frame.columns).count(old) != 1
         or not (made[new] == given[old] or (new in strings and _is_text(made[new]) and _is_text(given[old])))

@@ -45,16 +45,6 @@ from dask_gpurt.client.planning.rules.needed_columns import listed, names_in_joi
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "Division",
-    "are_together",
-    "divisions",
-    "groups_need_shuffle",
-    "hash_alike",
-    "is_aligned",
-    "needs_no_shuffle",
-]
-
 #: Stands for the whole index among the columns of a division.
 INDEX: Any = "<index>", object()
 
