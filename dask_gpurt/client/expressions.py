@@ -29,7 +29,7 @@ from dask_gpurt.shuffle import ShuffleSpec
 from dask_gpurt.shuffle.joins import merge_aligned, merge_frames, merge_unpack
 from dask_gpurt.shuffle.local import BarrierTask, shuffle_unpack, transfer
 
-#: The option of a shuffle whose outputs keep the order of the inputs, although they are sorted later.
+#: The option of a shuffle whose outputs keep the order of the inputs, also if they are sorted later.
 IN_ORDER = "gpurt-in-order"
 
 
@@ -79,6 +79,7 @@ class GpurtShuffle(P2PShuffle):
             layer,
             ignore_index=self._drops_index,
             order_by=order_by,
+            in_order=in_order,
             computation=self.computation,
             any_columns=self._any_columns,
         )

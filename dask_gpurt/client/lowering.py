@@ -214,7 +214,9 @@ class Lowering:
             return original(expr.substitute_parameters({"method": TASKS}))
         if choice is None or not choice.taken:
             return original(_as_dask_knows(expr, "method"))
-        frame = expr.frame
+        frame, options = expr.frame, expr.options
+        if type(frame) is AssignPartitioningIndex and frame.index_shuffle:  # frames may be aligned by it
+            options = {**(options or {}), IN_ORDER: True}
         if (
             type(frame) is AssignPartitioningIndex
             and frame.frame.ndim == 2
@@ -229,7 +231,7 @@ class Lowering:
             expr.partitioning_index,
             expr.npartitions_out,
             expr.ignore_index,
-            expr.options,
+            options,
             expr.original_partitioning_index,
         )
 

@@ -222,6 +222,7 @@ class Table(Packer, Protocol):
         *,
         drop_column: bool,
         ignore_index: bool,
+        in_order: bool = False,
     ) -> list[Piece | None]:
         """Split ``frame`` into a piece for each group of output partitions.
 
@@ -234,6 +235,8 @@ class Table(Packer, Protocol):
             The output partitions of each owner. Rows of partitions in no group are dropped.
         drop_column, ignore_index
             Whether to drop ``column`` and the index.
+        in_order
+            Whether the rows of an output partition have to keep their order.
 
         Returns
         -------

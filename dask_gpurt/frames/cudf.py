@@ -42,6 +42,8 @@ from dask_gpurt.frames.backend import (
 from dask_gpurt.frames.key_values import NANOSECONDS, unit_of
 
 IDENTITY, MURMUR = hash_id.HASH_IDENTITY, hash_id.HASH_MURMUR3
+FIRST_TO_LAST = [plc.types.Order.ASCENDING], [plc.types.NullOrder.AFTER]
+DONT_CHECK = plc.copying.OutOfBoundsPolicy.DONT_CHECK
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,15 @@ class CudfTable:
         *,
         drop_column: bool,
         ignore_index: bool,
+        in_order: bool = False,
     ) -> list[Piece | None]:
+        if in_order and isinstance(frame, Routed):
+            frame = frame.assigned()
         frame, keys, function = _hashing(frame, column, drop_column=drop_column)
         index = [] if ignore_index and frame._columns else self._index_of(frame)
         columns = [*index, *frame._columns]
         header = pickle.dumps(_Schema.of(frame, columns, index=bool(index)))
-        table, ends = self._partitioned(columns, keys, function, npartitions)
+        table, ends = self._partitioned(columns, keys, function, npartitions, in_order=in_order)
         layout = CudfLayout.of(table, header)
         header = pickle.dumps(layout) if layout else header
         return [self._piece(table, header, layout, partitions, ends) for partitions in groups]
@@ -135,9 +140,19 @@ class CudfTable:
         return [ColumnBase.create(plc.filling.sequence(len(index), first, step, stream=stream), index.dtype)]
 
     def _partitioned(
-        self, columns: list[ColumnBase], keys: list[ColumnBase], function: hash_id, npartitions: int
+        self,
+        columns: list[ColumnBase],
+        keys: list[ColumnBase],
+        function: hash_id,
+        npartitions: int,
+        *,
+        in_order: bool,
     ) -> tuple[plc.Table, list[int]]:
-        """Sort the rows of ``columns`` by output partition; return them, and the end of each partition."""
+        """Sort the rows of ``columns`` by output partition; return them, and the end of each partition.
+
+        ``in_order``: whether rows of a partition keep their order, which they do not in libcudf's hash
+        partitioning: threads of a block race. ``keys`` is then the column of output partitions.
+        """
         stream, raw = self.device.after_compute()
         with access_columns(*columns, *keys, mode="read", scope="internal") as accessed:
             plain = [c.plc_column for c in accessed]
@@ -145,8 +160,11 @@ class CudfTable:
             if function == MURMUR:
                 by = _as_dask_casts(by, stream)
             table, offsets = plc.partitioning.hash_partition(
-                kept, plc.Table(by), npartitions, function, stream=stream
+                plc.Table(by) if in_order else kept, plc.Table(by), npartitions, function, stream=stream
             )
+            if in_order:
+                order = plc.sorting.stable_sorted_order(plc.Table(by), *FIRST_TO_LAST, stream=stream)
+                table = plc.copying.gather(kept, order, DONT_CHECK, stream=stream)
             raw.synchronize()
         ends = [*list(offsets)[1:npartitions], table.num_rows()]
         return table, ends + [table.num_rows()] * (npartitions - len(ends))

@@ -76,6 +76,7 @@ class PandasTable:
         *,
         drop_column: bool,
         ignore_index: bool,
+        in_order: bool = False,  # in any case
     ) -> list[Piece | None]:
         rows, targets = _targets(frame, column, npartitions, drop_column=drop_column)
         order = np.argsort(targets, kind="stable")  # numpy uses a radix sort for small integers

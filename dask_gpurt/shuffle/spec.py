@@ -178,6 +178,8 @@ class ShuffleSpec(RunSpec):
     ``columns``: the column labels of every input partition, including ``column``.
     ``drop_column``, ``ignore_index``: whether to drop ``column`` and the index from the outputs.
     ``order_by``: the column that the outputs will be sorted by; None if unknown.
+    ``in_order``: whether rows keep their order within each input, as where frames are aligned by their index:
+    rows with the same label then meet one by one.
     ``computation``: the name of the only computation that this shuffle is part of; None if several may share
     it.
     ``device``: the kind of device that a worker needs to assemble outputs.
@@ -194,6 +196,7 @@ class ShuffleSpec(RunSpec):
     drop_column: bool
     ignore_index: bool
     order_by: Any = None
+    in_order: bool = False
     computation: str | None = None
     device: str = "host"
     is_open: bool = False
@@ -206,6 +209,7 @@ class ShuffleSpec(RunSpec):
         *,
         ignore_index: bool = False,
         order_by: Any = None,
+        in_order: bool = False,
         computation: str | None = None,
         any_columns: bool = False,
     ) -> ShuffleSpec:
@@ -223,6 +227,7 @@ class ShuffleSpec(RunSpec):
             drop_column=spec.drop_column,
             ignore_index=ignore_index,
             order_by=order_by,
+            in_order=in_order,
             computation=computation,
             device=device_kind(spec.meta) or "host",
             is_open=has_unknown_categories(spec.meta),
@@ -317,6 +322,7 @@ class FrameInput:
                 spec.npartitions,
                 drop_column=spec.drop_column,
                 ignore_index=spec.ignore_index,
+                in_order=spec.in_order,
             )
 
     def halves(self) -> Sequence[FrameInput]:

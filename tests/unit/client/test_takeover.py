@@ -15,6 +15,7 @@ from dask.dataframe.dask_expr._shuffle import RearrangeByColumn, Shuffle
 from dask_gpurt import config
 from dask_gpurt.client.expressions import GpurtHashJoin, GpurtShuffle
 from dask_gpurt.client.lowering import Lowering, choose_method
+from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.observe import MethodChoice
 
 FRAME = pd.DataFrame({"key": [1, 2, 3, 4] * 3, "row": range(12)})
@@ -187,6 +188,16 @@ def test_a_shuffle_in_the_place_of_tasks_has_its_description(ignore_index: bool)
         lowered = lowering.shuffle(original, expr)
     assert list(lowered._meta.index.names) == list(shuffled._meta.index.names)
     assert lowered._meta.index.dtype == shuffled._meta.index.dtype
+
+
+@pytest.mark.parametrize("by_index", [True, False])
+def test_rows_shuffled_by_their_index_keep_their_order(by_index: bool) -> None:
+    """Dask aligns frames so, whose labels may repeat: cudf then needs them in the same order in both."""
+    frame = dd.from_pandas(FRAME.set_index("row"), npartitions=3)
+    expr = shuffle_of(frame.shuffle(on_index=True) if by_index else frame.shuffle("key"))
+    lowered = Lowering(lambda: True, lambda *choice: None).shuffle(original, expr)
+    specs = [task.spec for task in lowered._layer().values() if isinstance(task, P2PBarrierTask)]
+    assert [spec.in_order for spec in specs] == [by_index]
 
 
 #: Runs in a process in which the runtime was never enabled.

@@ -57,7 +57,7 @@ class ListsTable:
         self.device = device
 
     def split(
-        self, frame: Any, column: str, groups: Any, npartitions: int, *, drop_column: bool, ignore_index: bool
+        self, frame: Any, column: str, groups: Any, npartitions: int, *, drop_column: bool, **_: bool
     ) -> list[Piece | None]:
         names = [name for name in frame.columns if name != column or not drop_column]
         pieces: list[Piece | None] = []
