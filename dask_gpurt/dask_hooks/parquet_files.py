@@ -237,7 +237,7 @@ def read_through(
     def by_fsspec(read: Method) -> Method:
         @wraps(read)
         def reading(self: Any, part: Any) -> Any:
-            if self.engine is not ArrowDatasetEngine or is_local(self.fs):
+            if is_local(self.fs) or not _reads_by(self.engine):
                 return read(self, part)
             return fsspec(self.fs, lambda files: read(_with_files(self, files), part))
 
@@ -258,6 +258,14 @@ def read_through(
         return reading
 
     patches.replace_all({READ_PARQUET: by_fsspec, READS["_fragment_to_table"]: by_arrow})
+
+
+def _reads_by(engine: type) -> bool:
+    """Return whether an engine reads files of a store only by the file system that it is given."""
+    if engine is ArrowDatasetEngine:
+        return True
+    # libcudf may read from S3 itself, by URLs.
+    return _is_engine_of_cudf(engine) and not sys.modules["cudf"].get_option("kvikio_remote_io")
 
 
 def is_local(files: Any) -> bool:

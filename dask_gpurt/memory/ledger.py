@@ -220,9 +220,9 @@ class ClusterMemory:
         return bool(self._on_gpu)
 
     def has_cached(self, worker: str, local: bool = False) -> bool:
-        """Return whether a worker has cached any files: on a GPU local ones, else remote ones."""
-        cells = self._cells.get(worker, {})
-        return local == (worker in self._on_gpu) and bool(cells.get((str(Tier.DEVICE), CACHED)))
+        """Return whether a worker has cached any files, which are local ones on GPUs only."""
+        tiers = [tier for tier in Tier if self._cells.get(worker, {}).get((str(tier), CACHED))]
+        return Tier.DEVICE in tiers and worker in self._on_gpu if local else bool(tiers)
 
     def workers(self) -> list[str]:
         """Return the workers that have reported, sorted."""

@@ -32,12 +32,27 @@ Version = tuple[int, int, int, int, int]
 LEAST_AGE_NS = 1_000_000_000
 #: What the kernel knows of the mounted file systems.
 MOUNTS = "/proc/self/mountinfo"
-#: The file and the row groups of a part of a read, and the options that its columns depend on.
-Part = tuple[str, tuple[int, ...] | None, Hashable]
+#: The file and the row groups of a part of a read, and the options that its columns depend on. A file of this
+#: host is named by its path, any other one by its store and that.
+Part = tuple[Any, tuple[int, ...] | None, Hashable]
 #: The names of the columns of a read; None for all columns.
 Names = tuple[str, ...] | None
 #: The most layouts of reads that are known of a part.
 MAX_LAYOUTS = 64
+
+
+class Stored(Protocol):
+    """Represent a file of a store that was opened for a read; see :mod:`dask_gpurt.reads.remote`."""
+
+    @property
+    def version(self) -> Hashable:
+        """Return the version of the file as it was opened."""
+        ...
+
+    @property
+    def was_replaced(self) -> bool:
+        """Return whether bytes that were fetched may be of another version."""
+        ...
 
 
 class Asked(NamedTuple):
@@ -45,10 +60,26 @@ class Asked(NamedTuple):
 
     ``parts``: what is read, in this order.
     ``columns``: the columns to read. An index that the files have as columns is read as well.
+    ``stored``: the files of the parts, if they are of a store; none of local ones.
     """
 
     parts: tuple[Part, ...]
     columns: Names
+    stored: tuple[Stored, ...] = ()
+
+    def versions(self) -> tuple[Hashable, ...]:
+        """Return the versions of the files: of local ones now, of stored ones as they were opened."""
+        return tuple(file.version for file in self.stored) or versions_of(path for path, _, _ in self.parts)
+
+    def are_still(self, versions: tuple[Hashable, ...]) -> bool:
+        """Return whether what was read is of these versions."""
+        if self.stored:
+            return not any(file.was_replaced for file in self.stored)
+        return versions_of(path for path, _, _ in self.parts) == versions
+
+    def are_lasting(self, versions: tuple[Any, ...]) -> bool:
+        """Return whether other contents of the files have other versions."""
+        return bool(self.stored) or are_lasting(versions)
 
 
 class Tables(Protocol):
@@ -113,7 +144,7 @@ class Kept:
     ``layouts``: the columns that reads have given, by what they asked for.
     """
 
-    version: Version
+    version: Hashable
     facts: Mapping[bytes, bytes]
     layouts: dict[Names, tuple[str, ...]]
     columns: dict[str, Column] = field(default_factory=dict)
@@ -139,7 +170,7 @@ class ColumnCache(EvictingCache):
         self._parts: dict[Part, Kept] = {}
         self._asked = itertools.count(1)
 
-    def find(self, part: Part, version: Version, wanted: Names) -> Kept | None:
+    def find(self, part: Part, version: Hashable, wanted: Names) -> Kept | None:
         """Return what is kept of a version of a part, with those columns that a read would give."""
         with self._lock:
             kept = self._parts.get(part)
@@ -210,14 +241,14 @@ class ColumnRead:
     ):
         self._cache, self._tables, self._asked = cache, tables, asked
         self._read, self._spare, self._metrics = read, spare, metrics
-        self._versions: tuple[Version, ...] = ()
+        self._versions: tuple[Hashable, ...] = ()
         self._used: list[Kept] = []
         self._new: list[Kept] = []
 
     def read(self, stream: Any) -> Any:
         """Return a table as the library's reader would."""
         parts = self._asked.parts
-        self._versions = versions_of(path for path, _, _ in parts)
+        self._versions = self._asked.versions()
         found = [
             self._cache.find(part, version, self._asked.columns)
             for part, version in zip(parts, self._versions, strict=True)
@@ -283,14 +314,15 @@ class ColumnRead:
         tables = self._tables
         specs, columns = tables.names(table), tables.columns(table)
         self._count(sum(map(tables.nbytes, columns)), "decoded")
-        if versions_of(path for path, _, _ in self._asked.parts) != self._versions:
+        if not self._asked.are_still(self._versions):
             self._metrics.add("reads.replaced")
             return False
         names = tuple(map(_name, specs))
         if only is None and not self._is_expected(names, tables.facts(table)):
             return True
         taken = [at for at, name in enumerate(names) if only is None or name in only]
-        if are_lasting(self._versions) and self._cache.takes(sum(tables.nbytes(columns[at]) for at in taken)):
+        lasting = self._asked.are_lasting(self._versions)
+        if lasting and self._cache.takes(sum(tables.nbytes(columns[at]) for at in taken)):
             layouts = {self._asked.columns: names} if only is None else {}
             self._copy(table, [specs[at] for at in taken], [columns[at] for at in taken], layouts, stream)
         return True

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads.ranges import RangeCache, Ranges
+from dask_gpurt.reads.ranges import Part, RangeCache, Ranges
 
 #: What stores call that which is another one for each contents of a file.
 VERSIONS = ("ETag", "etag", "generation")
@@ -110,6 +111,7 @@ class CachedFile(io.RawIOBase):
         self.source, self._cache, self._metrics = source, cache, metrics
         self._fetched = Ranges()
         self._at = 0
+        self._asked_after, self._replaced = 0, False
 
     def readable(self) -> bool:
         return True
@@ -137,36 +139,59 @@ class CachedFile(io.RawIOBase):
                 yield part.data
                 continue
             for gap in self._fetched.gaps(part.start, part.stop):
-                self._take(gap.start, gap.stop, self.source.fetch(gap.start, gap.stop))
+                self.take(gap.start, gap.stop, self.source.fetch(gap.start, gap.stop))
             yield from (
                 own.data for own in self._fetched.parts(part.start, part.stop) if own.data is not None
             )
 
-    def _take(self, start: int, stop: int, data: bytes) -> None:
+    def take(self, start: int, stop: int, data: bytes) -> None:
+        """Take bytes that were fetched."""
         if len(data) != stop - start:
             raise OSError(f"{self.source.file[1]}: {len(data)} bytes instead of {stop - start}")
-        self._fetched.put(start, data)
+        for gap in self._fetched.gaps(start, stop):
+            self._fetched.put(gap.start, data[gap.start - start : gap.stop - start])
         self._metrics.add("reads.bytes.{source}", len(data), "store")
+
+    def gaps(self, start: int, stop: int) -> Iterator[Part]:
+        """Yield the parts of a range that are not here."""
+        for part in self._cache.parts(self.source.file, self.source.version, start, stop):
+            if part.data is None:
+                yield from self._fetched.gaps(part.start, part.stop)
 
     def fetch_ahead(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Fetch ranges that will be read, as far as they are not here, with several requests at a time."""
         requests = [
             (at, min(at + BYTES_OF_A_REQUEST, gap.stop))
             for start, stop in wanted
-            for part in self._cache.parts(self.source.file, self.source.version, start, stop)
-            if part.data is None
-            for gap in self._fetched.gaps(part.start, part.stop)
+            for gap in self.gaps(start, stop)
             for at in range(gap.start, gap.stop, BYTES_OF_A_REQUEST)
         ]
         with ThreadPoolExecutor(REQUESTS, "gpurt-fetch") as threads:
             answers = threads.map(lambda request: self.source.fetch(*request), requests)
             for request, data in zip(requests, answers, strict=True):
-                self._take(*request, data)
+                self.take(*request, data)
+
+    def whole(self, start: int, stop: int) -> bytes:
+        """Return a range as one object: as it was fetched, if it was fetched as one."""
+        first, *others = self._parts(start, stop)
+        piece: Any = first.obj
+        return bytes(piece) if not others and len(first) == len(piece) else b"".join([first, *others])
+
+    @property
+    def version(self) -> Hashable:
+        """Return the version of the file as it was opened."""
+        return self.source.version
 
     @property
     def was_replaced(self) -> bool:
-        """Return whether bytes may be of another file that has taken the place of this one."""
-        return bool(self._fetched.pieces) and self.source.version_now() != self.source.version
+        """Return whether bytes may be of another file that has taken the place of this one.
+
+        The store is asked once after each fetch.
+        """
+        if (fetched := len(self._fetched.pieces)) != self._asked_after:
+            self._replaced |= self.source.version_now() != self.source.version
+            self._asked_after = fetched
+        return self._replaced
 
     def keep(self) -> None:
         """Keep what was fetched."""
@@ -182,6 +207,8 @@ class Reading:
     def __init__(self, cache: RangeCache, metrics: Metrics):
         self._cache, self._metrics = cache, metrics
         self._opened: list[CachedFile] = []
+        #: The files of which ranges were handed out last, in their order.
+        self.handed: tuple[CachedFile, ...] = ()
 
     def open(self, source: Source) -> CachedFile:
         """Open a file through the cache."""
@@ -209,6 +236,7 @@ class Reading:
 
     def run(self, read: Callable[[], Any], plainly: Callable[[], Any]) -> Any:
         """Return what a reader returns that opens files here; what ``plainly`` does if any was replaced."""
+        _thread.reading = self
         try:
             try:
                 result = read()
@@ -221,10 +249,27 @@ class Reading:
                         file.keep()
                     return result
         finally:
+            _thread.reading = None
             for file in self._opened:
                 file.source.close()
         self._metrics.add("reads.replaced")
         return plainly()
+
+
+class _Thread(threading.local):
+    """Hold the call of a reader that runs on the current thread."""
+
+    reading: Reading | None = None
+
+
+_thread = _Thread()
+
+
+def handed_out(buffers: Sequence[Any]) -> tuple[CachedFile, ...]:
+    """Return the files that a library has fetched on this thread, if they are these; none otherwise."""
+    files = () if _thread.reading is None else _thread.reading.handed
+    sizes = [len(each) if isinstance(each, bytes) else -1 for each in buffers]
+    return files if sizes == [file.source.size for file in files] else ()
 
 
 class CachedFiles(DirFileSystem):  # type: ignore[misc]  # untyped
@@ -244,6 +289,31 @@ class CachedFiles(DirFileSystem):  # type: ignore[misc]  # untyped
         opened = self.fs.open(path, mode, **{"cache_type": "none", **options})
         source = of_fsspec(opened)
         return opened if source is None else self._reading.open(source)
+
+    def cat_ranges(self, paths: Any, starts: Any, ends: Any, *args: Any, **options: Any) -> Any:
+        """Return ranges of files through the cache, and fetch all others at once, as libraries of GPUs do."""
+        self._reading.handed = ()
+        files = {path: self.open(path) for path in dict.fromkeys(paths)}
+        firsts, lasts = ([each] * len(paths) if each is None else each for each in (starts, ends))
+        are_plain = all(at is None or at >= 0 for at in [*firsts, *lasts]) and not (args or options)
+        if not are_plain or not all(isinstance(file, CachedFile) for file in files.values()):
+            return self.fs.cat_ranges(paths, starts, ends, *args, **options)
+        wanted = [
+            (files[path], start or 0, files[path].source.size if stop is None else stop)
+            for path, start, stop in zip(paths, firsts, lasts, strict=True)
+        ]
+        gaps = [(file, gap) for file, start, stop in wanted for gap in file.gaps(start, stop)]
+        if gaps:
+            named, begins, stops = zip(*[(file.source.file[1], *gap[:2]) for file, gap in gaps], strict=True)
+            files_of_store = gaps[0][0].source.file[0]
+            answers = files_of_store.cat_ranges([*named], [*begins], [*stops], on_error="raise")
+            for (file, gap), data in zip(gaps, answers, strict=True):
+                file.take(gap.start, gap.stop, data)
+        self._reading.handed = tuple(files.values())
+        return [file.whole(start, stop) for file, start, stop in wanted]
+
+    def _strip_protocol(self, path: str) -> Any:  # elsewhere of a class, which does not know the file system
+        return self.fs._strip_protocol(path)
 
 
 def chunks(

@@ -1,10 +1,11 @@
-"""Keep the columns that a worker's tasks read of local Parquet files in memory of its GPU.
+"""Keep the columns that a worker's tasks read of Parquet files in memory of its GPU.
 
 Decisions and their figures: ``docs/decisions/reads.md``.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -82,15 +83,19 @@ def asked_of(
     if engine != "cudf" or not is_plain or allow_mismatched_pq_schemas or args or kwargs:
         return None
     paths = list(filepaths_or_buffers)
+    remote = sys.modules.get("dask_gpurt.reads.remote")  # imported by the first read of a store
+    stored = () if remote is None else remote.handed_out(paths)
     names = None if columns is None else tuple(columns)
-    if not _are_distinct(paths, "://") or (names is not None and not _are_distinct(names, ".")):
+    if not (stored or _are_distinct(paths, "://")) or (names is not None and not _are_distinct(names, ".")):
         return None
     groups: list[Any] = [None] * len(paths) if row_groups is None else list(row_groups)
     if len(groups) != len(paths) or not all(each is None or isinstance(each, list) for each in groups):
         return None
     options = bool(use_pandas_metadata), ignore_missing_columns
     numbers = [each if each is None else tuple(map(int, each)) for each in groups]
-    return Asked(tuple((path, each, options) for path, each in zip(paths, numbers, strict=True)), names)
+    files = [file.source.file for file in stored] or paths
+    parts = tuple((file, each, options) for file, each in zip(files, numbers, strict=True))
+    return Asked(parts, names, stored)
 
 
 def _are_distinct(names: Sequence[Any], without: str) -> bool:

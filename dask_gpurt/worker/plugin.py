@@ -231,7 +231,7 @@ class GpurtWorkerPlugin(WorkerPlugin):
             )
             self.data.install()
             undo.push_async_callback(self._give_data_back)
-        if settings.cache != 0 and self.tiers.device.on_host:
+        if settings.cache != 0:
             kept = KeptRanges(worker, self.tiers.ranges, self.metrics)
             undo.callback(kept.uninstall)
             kept.install()

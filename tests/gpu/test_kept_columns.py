@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import decimal
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dask_gpurt
+from benchmarks.reads.store import serve
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads.columns import LEAST_AGE_NS, ColumnCache, ColumnRead
 from dask_gpurt.worker.kept_columns import asked_of
@@ -108,6 +111,50 @@ def test_columns_of_all_types_are_those_of_the_library(files: list[str]) -> None
     same(files[:2], every[1:5], [[0, 2], [3]])
     same(files[:1], every, [[]])
     assert calls == [None, None, ["real", "time"], None]
+
+
+def test_files_of_a_store_are_fetched_and_decoded_once_until_they_are_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("s3fs")
+    server = serve(tmp_path)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    options = {"key": "k", "secret": "s", "endpoint_url": url, "use_listings_cache": False}
+    (tmp_path / "table").mkdir()
+
+    def put(number: int, value: int) -> None:
+        """Write or replace a file; all have the same size, and the same time of modification."""
+        frame = pd.DataFrame({"x": [value] * ROWS, "y": range(ROWS), "z": "text"})
+        frame.to_parquet(tmp_path / ".new", compression=None, row_group_size=300)
+        os.utime(tmp_path / ".new", (1e9, 1e9))
+        (tmp_path / ".new").replace(tmp_path / "table" / f"{number}.parquet")
+
+    def total(columns: list[str], **given: Any) -> int:
+        table = dd.read_parquet("s3://bucket/table", columns=columns, storage_options=options, **given)
+        return sum(int(table[name].sum().compute()) for name in columns)
+
+    try:
+        for number in range(4):
+            put(number, number)
+        with cluster("cudf", 1) as client, dask.config.set({"dataframe.backend": "cudf"}):
+            sums = {"x": 6 * ROWS, "y": 4 * ROWS * (ROWS - 1) // 2}
+            for given in ({}, {"split_row_groups": 1}):
+                for columns in (["x"], ["x", "y"], ["y"], ["x"]):
+                    assert total(columns, **given) == sum(sums[name] for name in columns)
+            counters = dask_gpurt.report(client)["counters"]
+            size = (tmp_path / "table" / "0.parquet").stat().st_size
+            assert counters["reads.bytes.store"] == 4 * size
+            assert counters["reads.bytes.device"] > counters["reads.bytes.decoded"] > 0
+            for value in (100, 200):
+                put(3, value)
+                for _ in range(2):
+                    assert total(["x"]) == (3 + value) * ROWS
+            assert dask_gpurt.report(client)["counters"]["reads.bytes.store"] == 6 * size
+            assert "reads.not-kept" not in dask_gpurt.report(client)["fallbacks"]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def spoiled(frame: Any) -> Any:

@@ -31,7 +31,7 @@ def test_what_is_read_of_local_files_is_known_where_it_is_kept(tmp_path: Path, w
     assert [piece for spec in specs for piece in pieces_read(spec, local=False)] == []
 
 
-def test_workers_with_a_gpu_keep_local_files_and_the_others_remote_ones() -> None:
+def test_workers_with_a_gpu_keep_local_files_and_all_keep_remote_ones() -> None:
     memory = ClusterMemory()
     for worker, pool in (("host", 0), ("gpu", None)):
         ledger = Ledger(dict.fromkeys(Tier, 100))
@@ -43,10 +43,12 @@ def test_workers_with_a_gpu_keep_local_files_and_the_others_remote_ones() -> Non
         message = ledger.changes()
         assert message is not None
         memory.apply(worker, message)
-        assert [memory.has_cached(worker, local) for local in (False, True)] == [
-            pool is not None,
-            pool is None,
-        ]
+        assert [memory.has_cached(worker, local) for local in (False, True)] == [True, pool is None]
+    memory.forget("gpu")
+    ledger.set(Tier.DEVICE, CACHED, 0)
+    ledger.set(Tier.HOST, CACHED, 7)  # bytes of remote files
+    memory.apply("gpu", ledger.snapshot())
+    assert [memory.has_cached("gpu", local) for local in (False, True)] == [True, False]
     memory.forget("gpu")
     assert not memory.has_gpus
     assert not memory.has_cached("gpu", local=True)

@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from dask_gpurt.observe import Metrics
+from dask_gpurt.reads import remote
 from dask_gpurt.reads.ranges import RangeCache
-from dask_gpurt.reads.remote import Reading, Source, chunks, joined, version_of
+from dask_gpurt.reads.remote import CachedFiles, Reading, Source, chunks, handed_out, joined, version_of
+from dask_gpurt.worker.kept_columns import asked_of
 
 
 class Stored:
@@ -100,6 +102,111 @@ def test_a_file_that_ends_early_is_an_error(cache: RangeCache) -> None:
     stored = Stored(b"0123456789")
     with pytest.raises(OSError, match="bytes instead of"):
         read_all(cache, stored, lambda: setattr(stored, "data", b"01"))
+
+
+class Store:
+    """Stand in for a file system of a store: its files, and the ranges that were fetched of them."""
+
+    def __init__(self, **files: bytes):
+        self.files = {name: Stored(data) for name, data in files.items()}
+        self.fetched: list[tuple[str, int, int]] = []
+
+    async_impl = asynchronous = False
+
+    def _strip_protocol(self, path: str) -> str:
+        return path
+
+    def invalidate_cache(self) -> None:
+        pass
+
+    def open(self, path: str, mode: str, **_: Any) -> Any:
+        return path
+
+    def source(self, path: str) -> Source | None:
+        return None if path == "web" else self.files[path].opened()._replace(file=(self, path))
+
+    def cat_ranges(self, paths: Any, starts: Any, ends: Any, **_: Any) -> list[bytes]:
+        firsts, lasts = ([each] * len(paths) if each is None else each for each in (starts, ends))
+        self.fetched += zip(paths, firsts, lasts, strict=True)
+        return [
+            self.files[path].data[start:stop] for path, start, stop in zip(paths, firsts, lasts, strict=True)
+        ]
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Store:
+    store = Store(a=b"0123456789", b=b"abcdefg", web=b"of the web")
+    monkeypatch.setattr(remote, "of_fsspec", store.source)
+    return store
+
+
+def ranges(cache: RangeCache, store: Store, *asked: Any, then: Any = lambda found: found) -> Any:
+    """Read ranges as cudf does, and do something with them as a part of that read."""
+
+    def through() -> Any:
+        return then(CachedFiles(store, reading).cat_ranges(*asked))
+
+    reading = Reading(cache, Metrics())
+    return reading.run(through, lambda: then(store.cat_ranges(*asked)))
+
+
+def test_files_that_are_fetched_as_a_whole_come_from_the_cache_without_a_copy(
+    cache: RangeCache, store: Store
+) -> None:
+    first = ranges(cache, store, ["a", "b"], None, None)
+    assert first == [b"0123456789", b"abcdefg"]
+    assert store.fetched == [("a", 0, 10), ("b", 0, 7)]
+    second = ranges(cache, store, ["b", "a"], None, None)
+    assert second[0] is first[1]
+    assert second[1] is first[0]
+    assert ranges(cache, store, ["a", "a", "b"], [2, 8, 0], [4, 10, 1]) == [b"23", b"89", b"a"]
+    assert len(store.fetched) == 2
+
+
+def test_only_the_ranges_that_are_not_there_are_fetched(cache: RangeCache, store: Store) -> None:
+    assert ranges(cache, store, ["a", "a"], [2, 2], [5, 5]) == [b"234"] * 2
+    store.fetched.clear()
+    assert ranges(cache, store, ["a", "b"], None, None) == [b"0123456789", b"abcdefg"]
+    assert store.fetched == [("a", 0, 2), ("a", 5, 10), ("b", 0, 7)]
+
+
+@pytest.mark.parametrize("asked", [(["web", "a"], None, None), (["a", "b"], [-3, -3], [None, None])])
+def test_other_ranges_are_the_stores(cache: RangeCache, store: Store, asked: Any) -> None:
+    expected = store.cat_ranges(*asked)
+    assert ranges(cache, store, *asked) == expected
+    assert cache.nbytes == 0
+
+
+def test_columns_of_a_file_of_a_store_are_known_by_it_and_its_version(
+    cache: RangeCache, store: Store
+) -> None:
+    def read(found: list[bytes]) -> Any:
+        return found, asked_of(found, "cudf", ["x"], [[0, 1], [2]]), handed_out(found[:1])
+
+    for _ in range(2):
+        found, asked, others = ranges(cache, store, ["a", "b"], None, None, then=read)
+        assert asked.parts == (((store, "a"), (0, 1), (False, True)), ((store, "b"), (2,), (False, True)))
+        assert asked.columns == ("x",)
+        assert asked.versions() == (0, 0)
+        assert asked.are_lasting((0, 0))
+        assert asked.are_still((0, 0))
+        assert others == ()
+    assert asked_of(found, "cudf") is None  # the read is over
+    store.files["b"].replace(b"ABCDEFG")
+    assert ranges(cache, store, ["a", "b"], None, None, then=read)[1].versions() == (0, 1)
+
+
+def test_columns_of_bytes_of_two_files_are_not_kept(cache: RangeCache, store: Store) -> None:
+    still = []
+
+    def read(found: list[bytes]) -> list[bytes]:
+        if (asked := asked_of(found, "cudf")) is not None:
+            store.files["a"].replace(b"ABCDEFGHIJ")
+            still.append(asked.are_still((0,)))
+        return found
+
+    assert ranges(cache, store, ["a"], None, None, then=read) == [b"ABCDEFGHIJ"]
+    assert still == [False]
 
 
 @pytest.mark.parametrize(
