@@ -132,6 +132,7 @@ PANELS = (
             "reading": _rate("reads_reading_seconds_total"),
             "beside compute": _rate("reads_beside_seconds_total"),
             "waiting to compute": _rate("reads_waiting_seconds_total"),
+            "saved by files that stay": _rate("reads_saved_seconds_total"),
         },
     ),
     Panel(

@@ -246,8 +246,18 @@ METRICS: Mapping[str, Metric] = {
         _counter(
             "reads.bytes.{source}",
             "bytes that tasks read of Parquet files: of remote ones from the `cache`, or the `store`; on a "
-            "GPU of columns of local ones that were on the `device`, or had to be `decoded`",
+            "GPU of columns that were on the `device`, or had to be `decoded`",
             Unit.BYTES,
+        ),
+        _counter(
+            "reads.hits.{source}",
+            "times that tasks found ranges of remote files in the `cache`, or columns on the `device`",
+        ),
+        _counter(
+            "reads.seconds.saved",
+            "time that tasks did not spend on fetching or decoding what they found there, by the mean of what "
+            "was not",
+            Unit.SECONDS,
         ),
         _counter("reads.replaced", "reads made once more since a file was replaced while it was read"),
         _counter("reads.dropped", "allocations that failed, for which columns kept of files were dropped"),

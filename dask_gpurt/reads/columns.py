@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads.eviction import ADMITTED_ONE_IN, EvictingCache
+from dask_gpurt.reads.eviction import ADMITTED_ONE_IN, EvictingCache, count_found
 
 #: The device and the inode of a file, its size, and the times of its modification and change.
 Version = tuple[int, int, int, int, int]
@@ -282,8 +282,16 @@ class ColumnRead:
         columns = [kept.columns[name] for kept in self._used]
         return all(column.name == columns[0].name and column.kind == columns[0].kind for column in columns)
 
+    def _decoded(self, names: Sequence[str] | None) -> Any:
+        """Return what the library reads."""
+        with self._cache.missing() as sizes:
+            table = self._read(names)
+            sizes += map(self._tables.nbytes, self._tables.columns(table))
+        self._metrics.add("reads.bytes.{source}", sum(sizes), "decoded")
+        return table
+
     def _whole(self, stream: Any) -> Any:
-        table = self._read(None)
+        table = self._decoded(None)
         self._take(table, None, stream)
         return table
 
@@ -293,7 +301,7 @@ class ColumnRead:
         """Return a table of columns that are kept in all parts, and of others that are read."""
         tables, columns, specs = self._tables, {}, {}
         if missing:
-            table = self._read(missing)
+            table = self._decoded(missing)
             specs = {_name(spec): spec for spec in tables.names(table)}
             if not specs.keys() >= {*missing} or not self._take(table, missing, stream):
                 return self._whole(stream)  # replaced in between
@@ -302,7 +310,8 @@ class ColumnRead:
         copies = tables.joined([[column.data for column in part] for part in held], stream)
         columns.update(zip(shared, copies, strict=True))
         specs.update((name, column.name) for name, column in zip(shared, held[0], strict=True))
-        self._count(sum(column.nbytes for part in held for column in part), "device")
+        nbytes = sum(column.nbytes for part in held for column in part)
+        count_found(self._metrics, self._cache, nbytes, "device")
         facts = [kept.facts for kept in self._used]
         return tables.table([columns[name] for name in names], [specs[name] for name in names], facts)
 
@@ -313,7 +322,6 @@ class ColumnRead:
         """
         tables = self._tables
         specs, columns = tables.names(table), tables.columns(table)
-        self._count(sum(map(tables.nbytes, columns)), "decoded")
         if not self._asked.are_still(self._versions):
             self._metrics.add("reads.replaced")
             return False
@@ -349,9 +357,6 @@ class ColumnRead:
                 for spec, data in zip(specs, part, strict=True):
                     kept.columns[_name(spec)] = Column(spec, tables.kind(data), data, tables.nbytes(data))
                 self._new.append(kept)
-
-    def _count(self, nbytes: int, source: str) -> None:
-        self._metrics.add("reads.bytes.{source}", nbytes, source)
 
 
 def _name(spec: Any) -> str:

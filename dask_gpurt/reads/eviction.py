@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from dask_gpurt.observe import Metrics
 
 #: While a cache is full, one new thing in so many is kept as one that was used; the others go first, or are
 #: not kept at all. So a table that is larger than the cache, and read again and again, does not evict itself.
 ADMITTED_ONE_IN = 8
+
+
+def count_found(metrics: Metrics, cache: EvictingCache, nbytes: int, source: str) -> None:
+    """Count bytes that a task has found in a cache, and the time that it did not spend on getting them."""
+    metrics.add("reads.bytes.{source}", nbytes, source)
+    metrics.add("reads.hits.{source}", 1, source)
+    metrics.add("reads.seconds.saved", cache.saved(nbytes))
 
 
 class EvictingCache(ABC):
@@ -30,6 +41,23 @@ class EvictingCache(ABC):
         self.nbytes = 0
         #: How many things have been released, and freed.
         self.releases = 0
+        #: The bytes that were not here, and the seconds that it took to get them.
+        self._missed: tuple[int, float] = 0, 0.0
+
+    @contextmanager
+    def missing(self) -> Iterator[list[int]]:
+        """Measure how long it takes to get what is not here, whose bytes the block appends to a list."""
+        sizes: list[int] = []
+        began = time.perf_counter()
+        yield sizes
+        seconds = time.perf_counter() - began
+        with self._lock:
+            self._missed = self._missed[0] + sum(sizes), self._missed[1] + seconds
+
+    def saved(self, nbytes: int) -> float:
+        """Return the seconds that it would have taken to get bytes that are here, by the mean of others."""
+        missed, seconds = self._missed
+        return nbytes * seconds / missed if missed else 0.0
 
     def excess(self) -> int:
         """Return the bytes that there is no room for any more; 0 or less if there are none."""

@@ -23,6 +23,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.spec import AbstractBufferedFile
 
 from dask_gpurt.observe import Metrics
+from dask_gpurt.reads.eviction import count_found
 from dask_gpurt.reads.ranges import Part, RangeCache, Ranges
 
 #: What stores call that which is another one for each contents of a file.
@@ -135,11 +136,13 @@ class CachedFile(io.RawIOBase):
     def _parts(self, start: int, stop: int) -> Iterator[memoryview]:
         for part in self._cache.parts(self.source.file, self.source.version, start, stop):
             if part.data is not None:
-                self._metrics.add("reads.bytes.{source}", part.stop - part.start, "cache")
+                count_found(self._metrics, self._cache, part.stop - part.start, "cache")
                 yield part.data
                 continue
             for gap in self._fetched.gaps(part.start, part.stop):
-                self.take(gap.start, gap.stop, self.source.fetch(gap.start, gap.stop))
+                with self._cache.missing() as sizes:
+                    sizes.append(len(data := self.source.fetch(gap.start, gap.stop)))
+                self.take(gap.start, gap.stop, data)
             yield from (
                 own.data for own in self._fetched.parts(part.start, part.stop) if own.data is not None
             )
@@ -166,9 +169,10 @@ class CachedFile(io.RawIOBase):
             for gap in self.gaps(start, stop)
             for at in range(gap.start, gap.stop, BYTES_OF_A_REQUEST)
         ]
-        with ThreadPoolExecutor(REQUESTS, "gpurt-fetch") as threads:
+        with ThreadPoolExecutor(REQUESTS, "gpurt-fetch") as threads, self._cache.missing() as sizes:
             answers = threads.map(lambda request: self.source.fetch(*request), requests)
             for request, data in zip(requests, answers, strict=True):
+                sizes.append(len(data))
                 self.take(*request, data)
 
     def whole(self, start: int, stop: int) -> bytes:
@@ -205,14 +209,14 @@ class Reading:
     """
 
     def __init__(self, cache: RangeCache, metrics: Metrics):
-        self._cache, self._metrics = cache, metrics
+        self.cache, self._metrics = cache, metrics
         self._opened: list[CachedFile] = []
         #: The files of which ranges were handed out last, in their order.
         self.handed: tuple[CachedFile, ...] = ()
 
     def open(self, source: Source) -> CachedFile:
         """Open a file through the cache."""
-        self._opened.append(opened := CachedFile(source, self._cache, self._metrics))
+        self._opened.append(opened := CachedFile(source, self.cache, self._metrics))
         return opened
 
     def fragment(self, fragment: Any, filters: Any, columns: Iterable[str] | None, schema: Any) -> Any:
@@ -306,7 +310,9 @@ class CachedFiles(DirFileSystem):  # type: ignore[misc]  # untyped
         if gaps:
             named, begins, stops = zip(*[(file.source.file[1], *gap[:2]) for file, gap in gaps], strict=True)
             files_of_store = gaps[0][0].source.file[0]
-            answers = files_of_store.cat_ranges([*named], [*begins], [*stops], on_error="raise")
+            with self._reading.cache.missing() as sizes:
+                answers = files_of_store.cat_ranges([*named], [*begins], [*stops], on_error="raise")
+                sizes += map(len, answers)
             for (file, gap), data in zip(gaps, answers, strict=True):
                 file.take(gap.start, gap.stop, data)
         self._reading.handed = tuple(files.values())

@@ -184,6 +184,8 @@ def test_only_what_is_not_there_is_read(library: Library) -> None:
     assert decoded == {("decoded",): 2 * each}
     served = each + 2 * each + (ROWS + 1) * 8
     assert metrics.total("reads.bytes.{source}") == {("decoded",): 3 * each, ("device",): served}
+    assert metrics.total("reads.hits.{source}") == {("device",): 3}
+    assert metrics.total("reads.seconds.saved")[()] > 0
 
 
 def test_a_file_replaced_between_reads_is_read_and_kept_anew(library: Library) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from dask_gpurt.observe import Metrics
-from dask_gpurt.reads import remote
+from dask_gpurt.reads import eviction, remote
 from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.reads.remote import CachedFiles, Reading, Source, chunks, handed_out, joined, version_of
 from dask_gpurt.worker.kept_columns import asked_of
@@ -56,6 +56,25 @@ def test_the_second_read_is_served_from_the_cache(cache: RangeCache) -> None:
     stored = Stored(b"0123456789")
     assert [read_all(cache, stored) for _ in range(2)] == [stored.data] * 2
     assert stored.fetches == 2
+
+
+def test_what_is_found_saves_the_time_of_fetching_it(
+    cache: RangeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, metrics, stored = [0.0], Metrics(), Stored(b"0123456789")
+    monkeypatch.setattr(eviction.time, "perf_counter", lambda: now[0])
+    fetch = stored._fetch
+
+    def slow(start: int, stop: int) -> bytes:
+        now[0] += 0.5 * (stop - start)
+        return fetch(start, stop)
+
+    monkeypatch.setattr(stored, "_fetch", slow)
+    read_all(cache, stored, metrics=metrics)
+    assert metrics.total("reads.seconds.saved") == {}
+    read_all(cache, stored, metrics=metrics)
+    assert metrics.total("reads.seconds.saved") == {(): 5.0}
+    assert metrics.total("reads.hits.{source}") == {("cache",): 2}
 
 
 def test_a_file_replaced_between_reads_is_read_anew(cache: RangeCache) -> None:
