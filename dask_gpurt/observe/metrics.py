@@ -255,8 +255,8 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter(
             "reads.seconds.saved",
-            "time that tasks did not spend on fetching or decoding what they found there, by the mean of what "
-            "was not",
+            "time that tasks did not spend on fetching or decoding what they found, by the mean of what they did "
+            "not find",
             Unit.SECONDS,
         ),
         _counter("reads.replaced", "reads made once more since a file was replaced while it was read"),

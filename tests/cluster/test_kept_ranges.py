@@ -15,7 +15,7 @@ import fsspec
 import pandas as pd
 import pyarrow.fs as pa_fs
 import pytest
-from distributed import Client
+from distributed import Client, Event
 from fsspec.implementations.dirfs import DirFileSystem
 
 import dask_gpurt
@@ -154,6 +154,43 @@ def test_the_cache_of_a_killed_worker_is_read_elsewhere(bucket: Bucket) -> None:
         bucket.write(0, 1)
         os.kill(pid, signal.SIGKILL)
         assert (bucket.table("fsspec").x + 1).sum().compute() == expected + FILES * ROWS
+
+
+def stop_here() -> None:
+    """Block the thread of a worker until the test ends, as a worker that is far too slow does."""
+    Event("begun").set()
+    Event("end").wait()
+
+
+def test_nothing_waits_for_a_slow_worker_that_has_the_files(bucket: Bucket) -> None:
+    """A worker that has just joined has nothing to do, and so steals its reads, and keeps what it reads."""
+    with cluster("pandas", 1) as client:
+        assert bucket.table("fsspec").y.sum().compute() == FILES * sum(range(ROWS))
+        (slow,) = client.nthreads()
+        client.cluster.scale(2)
+        client.wait_for_workers(2)
+        blocked = client.submit(stop_here, workers=[slow])
+        Event("begun").wait()
+        from_store(client)
+        try:
+            for number in (1, 2):  # two queries, the second one of what the new worker has
+                again = client.compute((bucket.table("fsspec").y + number).sum())
+                assert again.result(timeout=60) == FILES * (sum(range(ROWS)) + number * ROWS)
+                assert (from_store(client) > 0) == (number == 1)
+        finally:
+            Event("end").set()
+        blocked.result()
+
+
+def test_the_files_of_a_worker_that_retires_are_read_elsewhere(bucket: Bucket) -> None:
+    with dask.config.set({"distributed.scheduler.work-stealing": False}), cluster("pandas", 3) as client:
+        assert bucket.table("fsspec").y.sum().compute() == FILES * sum(range(ROWS))
+        client.retire_workers([next(iter(client.nthreads()))], close_workers=False, remove=True)
+        from_store(client)
+        for number in (1, 2):
+            found = (bucket.table("fsspec").y + number).sum().compute()
+            assert found == FILES * (sum(range(ROWS)) + number * ROWS)
+            assert (from_store(client) > 0) == (number == 1)
 
 
 def test_nothing_is_kept_if_it_is_off(bucket: Bucket) -> None:
