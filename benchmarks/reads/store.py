@@ -124,7 +124,9 @@ def _tag(path: Path) -> str:
     return f'"{status.st_ino:x}-{status.st_size:x}-{status.st_mtime_ns:x}-{status.st_ctime_ns:x}"'
 
 
-def serve(folder: Path, rate: float = 1e12, latency: float = 0.0, port: int = 0) -> ThreadingHTTPServer:
+def serve(
+    folder: Path, rate: float = 1e12, latency: float = 0.0, port: int = 0, address: str = "127.0.0.1"
+) -> ThreadingHTTPServer:
     """Return a server of a folder, yet to be started.
 
     Parameters
@@ -137,7 +139,7 @@ def serve(folder: Path, rate: float = 1e12, latency: float = 0.0, port: int = 0)
     handler = type(
         "Served", (Store,), {"folder": folder, "rate": rate, "latency": latency, "requests": count()}
     )
-    return ThreadingHTTPServer(("127.0.0.1", port), handler)
+    return ThreadingHTTPServer((address, port), handler)
 
 
 if __name__ == "__main__":
@@ -146,7 +148,8 @@ if __name__ == "__main__":
     options.add_argument("--rate", type=float, default=200e6)
     options.add_argument("--latency", type=float, default=0.02)
     options.add_argument("--port", type=int, default=0)
+    options.add_argument("--address", default="127.0.0.1")
     given = options.parse_args()
-    server = serve(given.folder, given.rate, given.latency, given.port)
+    server = serve(given.folder, given.rate, given.latency, given.port, given.address)
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -255,8 +255,7 @@ METRICS: Mapping[str, Metric] = {
         ),
         _counter(
             "reads.seconds.saved",
-            "time that tasks did not spend on fetching or decoding what they found, by the mean of what they did "
-            "not find",
+            "time that tasks did not spend on fetching or decoding what they found there; an estimate",
             Unit.SECONDS,
         ),
         _counter("reads.replaced", "reads made once more since a file was replaced while it was read"),
