@@ -72,18 +72,19 @@ class ReadPlaces:
         is_read = spec is not None and spec.data_producer and not ts.dependencies
         if is_read and (pieces := pieces_read(spec, local=self._keep_local())):
             self._reads[ts.key] = pieces
-            if self._place(ts) is not None:
+            if self.place(ts) is not None:
                 return False  # Dask gives the others to any worker that asks for one
         rootish: bool = self._overrides.originals["is_rootish"](ts)
         return rootish
 
     def _decide_worker_non_rootish(self, ts: SchedulerTask) -> WorkerState | None:
-        if (place := self._place(ts)) is not None:
+        if (place := self.place(ts)) is not None:
             return place
         chosen: WorkerState | None = self._overrides.originals["decide_worker_non_rootish"](ts)
         return chosen
 
-    def _place(self, ts: SchedulerTask) -> WorkerState | None:
+    def place(self, ts: SchedulerTask) -> WorkerState | None:
+        """Return the worker that has what a task reads; None if there is none, or if Dask has to choose."""
         pieces = self._reads.get(ts.key)
         if not pieces or ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from heapq import nsmallest
@@ -251,6 +251,7 @@ class Placement:
     ``state``: Dask's ``SchedulerState``. Its extension ``stealing`` is bound too, if present.
     ``topology``: the places of workers. It may learn them before or after Dask does, see
     :meth:`on_place_changed`.
+    ``kept_at``: returns the worker that has kept what a task reads, if it is known; the task goes there.
 
     Examples
     --------
@@ -259,9 +260,17 @@ class Placement:
     >>> state.transitions({"x": "processing"}, "start")  # doctest: +SKIP
     """
 
-    def __init__(self, state: SchedulerState, topology: Topology, headroom: Headroom, metrics: Metrics):
+    def __init__(
+        self,
+        state: SchedulerState,
+        topology: Topology,
+        headroom: Headroom,
+        metrics: Metrics,
+        kept_at: Callable[[SchedulerTask], WorkerState | None] = lambda ts: None,
+    ):
         self._state = state
         self._metrics = metrics
+        self._kept_at = kept_at
         self._estimates = Estimates(state, topology, headroom)
         self._available = AvailableWorkers(state, self._estimates)
         self._candidates = CandidateSelector(state, self._estimates, self._available)
@@ -316,6 +325,8 @@ class Placement:
         state = self._state
         if not state.running or ts.actor:
             return self._dasks("decide_worker_non_rootish", ts)
+        if not ts.dependencies and (place := self._kept_at(ts)) is not None:
+            return place
         valid = allowed_workers(state, ts)
         if valid is not None and not valid:
             return None

@@ -299,7 +299,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Switch placement on or off; while it is off, Dask chooses the workers of tasks."""
         if on and self.placement is None and self._knows_loads():
             topology = self.places.topology
-            placement = Placement(self.scheduler, topology, self._headroom(), self.metrics)
+            kept_at = self.read_places.place
+            placement = Placement(self.scheduler, topology, self._headroom(), self.metrics, kept_at)
             self.placement = GatedPlacement(placement, self.scheduler, topology, self.metrics)
             self.placement.bind()
         elif not on and self.placement is not None:

@@ -71,8 +71,8 @@ class _Events(SchedulerPlugin):
 class _TimedPlacement(Placement):
     """Bind and unbind placement beneath the instrumentation that times decisions."""
 
-    def __init__(self, simulation: Simulation, topology: Topology, headroom: VirtualHeadroom):
-        super().__init__(simulation.scheduler, topology, headroom, simulation.metrics)
+    def __init__(self, simulation: Simulation, topology: Topology, headroom: VirtualHeadroom, **options: Any):
+        super().__init__(simulation.scheduler, topology, headroom, simulation.metrics, **options)
         self._scheduler = simulation.scheduler
 
     def bind(self) -> None:
@@ -86,13 +86,16 @@ class _TimedPlacement(Placement):
             super().unbind()
 
 
-def bind_placement(simulation: Simulation) -> None:
-    """Use the runtime's placement in a simulation. It learns the speeds of links from transfers."""
+def bind_placement(simulation: Simulation, **options: Any) -> None:
+    """Use the runtime's placement in a simulation. It learns the speeds of links from transfers.
+
+    ``options``: other arguments of :class:`Placement`.
+    """
     topology = simulation.cluster.belief()
     for worker in simulation.workers:
         topology.add(worker, simulation.machine(worker).place)
     headroom = VirtualHeadroom(simulation)
-    scheduler, bound = simulation.scheduler, _TimedPlacement(simulation, topology, headroom)
+    scheduler, bound = simulation.scheduler, _TimedPlacement(simulation, topology, headroom, **options)
     clock = simulation.clock
     placement = GatedPlacement(bound, scheduler, topology, simulation.metrics, lambda: clock.now)
 

@@ -10,10 +10,16 @@ import dask.dataframe as dd
 import pandas as pd
 import pyarrow.fs as pa_fs
 import pytest
+from dask._task_spec import Task
+from dask.dataframe.io.parquet.core import ParquetFunctionWrapper
 
+from benchmarks.placement.decisions import BareState, headroom_of, topology_of
 from dask_gpurt.dask_hooks.parquet_files import pieces_read
 from dask_gpurt.memory.ledger import CACHED, ClusterMemory, Ledger
 from dask_gpurt.memory.tiers import Tier
+from dask_gpurt.observe import Metrics
+from dask_gpurt.placement import Placement
+from dask_gpurt.placement.reads import ReadPlaces
 
 
 @pytest.mark.parametrize("way", ["fsspec", "arrow", "arrow, pickled"])
@@ -52,3 +58,30 @@ def test_workers_with_a_gpu_keep_local_files_and_all_keep_remote_ones() -> None:
     memory.forget("gpu")
     assert not memory.has_gpus
     assert not memory.has_cached("gpu", local=True)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_reads_go_to_their_files_also_while_links_decide_about_all_else(first: int) -> None:
+    state = BareState(6)
+    places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
+    placement = Placement(state, topology_of(state), headroom_of(state), Metrics(), places.place)
+    for part in (places, placement)[:: 1 - 2 * first]:
+        part.bind()
+    found = []
+    for query in range(3):
+        # Fewer tasks than workers, so that Dask does not queue them, in another order each time.
+        files = list(range(5))[:: 1 - 2 * (query % 2)]
+        graph = {f"read{query}-{file}": read_of(f"read{query}-{file}", file) for file in files}
+        state.submit(graph, set(graph))
+        done = state.run()
+        for key, worker in done:
+            places.transition(key, "memory", worker)
+        found.append({key.partition("-")[2]: worker for key, worker in done})
+    assert found[0] == found[1] == found[2]
+
+
+def read_of(key: str, file: int) -> Task:
+    """Return a task that reads a file, as Dask makes it."""
+    reader: Any = object.__new__(ParquetFunctionWrapper)
+    reader.fs = None
+    return Task(key, reader, {"piece": (f"/{file}", None, None)}, _data_producer=True)
