@@ -78,12 +78,10 @@ PANELS = (
     ),
     Panel(
         "Exchange, threads at work",
-        "Threads that pull, compress and decompress on average, and producers that wait for a full pool.",
+        "Threads that pull on average, and producers that wait for a full pool.",
         "short",
         {
             "pulling": _rate("exchange_pulling_seconds_total"),
-            "compressing": _rate("exchange_compressing_seconds_total"),
-            "decompressing": _rate("exchange_decompressing_seconds_total"),
             "waiting for room": _rate("exchange_waiting_for_room_seconds_total"),
         },
     ),

@@ -40,7 +40,6 @@ class ExchangeSettings:
     #: Maximum bytes that one worker pulls at a time.
     inflight: int = _knob(values.nbytes, "1 GiB")
     paths: frozenset[str] = _setting(values.paths)
-    compression: str = _setting(values.compression)
 
 
 @dataclass(frozen=True)
@@ -167,6 +166,7 @@ RETIRED = {
         "gpurt.planning.optimise switches all of planning",
     ),
     "gpurt.planning.filter": "joins are no longer filtered by the keys of the other side; remove it",
+    "gpurt.exchange.compression": "Dask compresses, with 'distributed.comm.compression'; remove it",
     "gpurt.overlap.adaptive": "compute is no longer confined to some of the SMs; remove it",
     "gpurt.overlap.fixed": "set 'gpurt.overlap.mode' to the number of blocks, such as 4",
     "gpurt.overlap.learned": "'dask gpurt calibrate' writes a table for each model of device; remove it",

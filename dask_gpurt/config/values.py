@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -218,21 +217,6 @@ def paths(key: str, value: object) -> frozenset[str]:
             f"unknown path {name!r} in {key!r}{_hint(name, PATHS)} Known paths: {', '.join(PATHS)}"
         )
     return frozenset(names | {"comms"})
-
-
-#: The modes of compression.
-COMPRESSIONS = ("auto", "off")
-
-
-def compression(key: str, value: object) -> str:
-    word = "off" if value is False else str(value).strip().lower()  # yaml reads off as false
-    if word == "gpu":
-        what = f"{key!r} is 'gpu': nothing is compressed on a GPU any more, so that it means 'auto'"
-        warnings.warn(what, DeprecationWarning, stacklevel=2)
-        return "auto"
-    if word not in COMPRESSIONS:
-        raise wrong(key, value, "'auto' or 'off'")
-    return word
 
 
 def _hint(word: str, known: Iterable[str]) -> str:

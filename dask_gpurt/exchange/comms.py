@@ -1,6 +1,6 @@
 """Pull shards, out of mapped pools or through Dask's comms: owners fetch them, producers serve them.
 
-Coroutines run on the event loop, copies and compression in threads of the exchange.
+Coroutines run on the event loop, copies in threads of the exchange.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter
 from typing import Any
-from weakref import WeakValueDictionary
 
 import numpy as np
 from distributed.protocol.serialize import to_serialize
@@ -23,7 +22,6 @@ from dask_gpurt.device import Block, Device, DirectComms, PoolFull
 from dask_gpurt.device.base import direct_comms
 from dask_gpurt.device.libraries import is_device_buffer
 from dask_gpurt.device.pool import Buffer
-from dask_gpurt.exchange.compression import CODECS_MISSING, Codec, Compressor, codecs
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
 from dask_gpurt.exchange.paths import COMMS, Endpoint
 from dask_gpurt.exchange.shard import ExchangeClosed, PeerLost, RunKey
@@ -33,18 +31,11 @@ from dask_gpurt.protocol import FETCH_HANDLER
 
 
 class Comms:
-    """Fetch shards from peers, and serve the fetches of peers.
+    """Fetch shards from peers, and serve the fetches of peers."""
 
-    ``compression``: whether to compress shards sent to another host: "auto" or "off".
-    """
-
-    def __init__(self, endpoint: Endpoint, compression: str):
+    def __init__(self, endpoint: Endpoint):
         self._end = endpoint
         self._protocol = endpoint.me.address.partition("://")[0]
-        self._compress = compression != "off"
-        self._compressor = Compressor(endpoint.metrics)
-        #: By peer, the lock for its first shard, held while that is fetched.
-        self._first: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         #: The copies in the pool in host memory, made or in the making, by kind of device, shard and share.
         self._copies: dict[tuple[str, int, int], tuple[RunKey, asyncio.Task[dict[str, Any] | None]]] = {}
 
@@ -61,17 +52,6 @@ class Comms:
         Raises PeerLost if the producer no longer has the shard, or has left.
         Raises ExchangeClosed if the shard is no longer needed.
         """
-        peer = incoming.shard.producer.address
-        packing = await self._packing(peer, incoming.device)
-        if packing is not None and not self._end.links.is_measured(peer):
-            # Fetch the first shard of a peer alone, to measure the link before the others are sent.
-            async with self._first.setdefault(peer, asyncio.Lock()):
-                if not self._end.links.is_measured(peer):
-                    return await self._ask(incoming, packing)
-            packing = await self._packing(peer, incoming.device)
-        return await self._ask(incoming, packing)
-
-    async def _ask(self, incoming: IncomingShard, packing: dict[str, Any] | None) -> dict[str, Any]:
         shard = incoming.shard
         producer = shard.producer
         start = perf_counter()
@@ -84,7 +64,6 @@ class Comms:
             shard=shard.id,
             share=shard.share,
             run=list(incoming.run),
-            packing=packing,
             staged_for=None if incoming.path.staging is None else self._end.me.address,
             to=producer.incarnation,
         )
@@ -92,34 +71,10 @@ class Comms:
             raise PeerLost(f"the runtime was switched off at worker {producer.address}")
         if reply["data"] is None:
             raise PeerLost(f"worker {producer.address} no longer has shard {shard.id}")
-        if not reply["staged"]:
-            self._note(producer.address, reply["data"], perf_counter() - start - reply["seconds"])
+        if not reply["staged"]:  # without the time in which the peer copied
+            seconds = perf_counter() - start - reply["seconds"]
+            self._end.traffic.note(producer.address, COMMS, sum(map(size_of, reply["data"])), seconds)
         return reply
-
-    async def _packing(self, peer: str, device: Device) -> dict[str, Any] | None:
-        """Return the bandwidth and codecs for the producer to decide on compression; None to disable it."""
-        if self._compress:
-            await self._end.links.learn(peer)
-        bandwidth = self._end.links.bandwidth_between_hosts(peer)
-        if not self._compress or bandwidth is None:
-            return None
-        names = list(await self._end.offload(self._codecs, device))  # blocks: the first call loads libraries
-        if not names:
-            if self._compress and self._direct(device) is None:
-                self._compress = False  # so that the fallback is counted once
-                self._end.metrics.fallback(Fallback.EXCHANGE_UNCOMPRESSED, CODECS_MISSING)
-            return None
-        return {"bandwidth": bandwidth, "codecs": names}
-
-    def _codecs(self, device: Device) -> dict[str, Codec]:
-        """Return the codecs for shards of a device; none if the comms send its buffers directly."""
-        return codecs(device.to_host) if self._direct(device) is None else {}
-
-    def _note(self, peer: str, data: list[Any], seconds: float) -> None:
-        """Record a transfer, without the time in which the peer copied and compressed."""
-        nbytes, now = sum(map(size_of, data)), perf_counter()
-        self._end.traffic.note(peer, COMMS, nbytes, seconds)
-        self._end.links.observe(peer, nbytes, now - seconds, now)
 
     def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
         """Return the sections of a fetched shard. Staged ones are valid until it is released. Blocks."""
@@ -127,20 +82,14 @@ class Comms:
         if reply["staged"]:
             assert incoming.path.staging is not None
             return list(map(incoming.path.staging.view, reply["staged"]["offsets"], sizes))
-        if reply["codec"] is None:
-            whole = [received(data) for data in reply["data"]]
-            # An inproc comm passes the producer's own memory, which the producer will reuse.
-            return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
-        with self._end.metrics.seconds("exchange.seconds.decompressing"):
-            (packed,) = map(received, reply["data"])
-            return list(self._codecs(incoming.device)[reply["codec"]].decompress(packed, sizes))
+        whole = [received(data) for data in reply["data"]]
+        # An inproc comm passes the producer's own memory, which the producer will reuse.
+        return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
 
     def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
         """Return the function that copies fetched sections into buffers of a device."""
         direct = self._direct(device)
-        if direct is None or reply["staged"] or reply["codec"] is not None:
-            return device.from_host
-        return direct.from_comm
+        return device.from_host if direct is None or reply["staged"] else direct.from_comm
 
     # ---- serving -----------------------------------------------------------------------
 
@@ -150,7 +99,6 @@ class Comms:
         shard: int,
         share: int,
         run: list[Any],
-        packing: dict[str, Any] | None,
         staged_for: str | None,
         to: str,
     ) -> dict[str, Any]:
@@ -159,10 +107,9 @@ class Comms:
         If possible, the block in the pool is sent without a copy, since it is not reused before the peer has
         released it.
 
-        ``packing``: the bandwidth of the link and the codecs of the peer; None to disable compression.
         ``staged_for``: the address of the peer if it maps this worker's pool in host memory, else None.
         Returns, under "staged", the place of the sections in that pool; otherwise, under "data", the
-        sections, or a single buffer if compressed. Also the "codec", and the "seconds" it took.
+        sections; and the "seconds" it took.
         """
         start = perf_counter()
         key = (run[0], run[1])
@@ -178,9 +125,9 @@ class Comms:
         if staged_for:
             copy = partial(self._copy, device, blocks, key, share, staged_for)
             staged = await self._staged((kind, shard, share), key, copy)
-        codec, data = None, []
+        data: list[Any] = []
         if staged is None:
-            codec, data = await self._end.offload(self._prepared, device, blocks, key, packing)
+            data = await self._end.offload(self._sendable, device, blocks)
         if outbox.view(shard, share) is None:  # released meanwhile, or its run has ended
             if staged is not None:
                 self._end.pools.known("host").release([(staged["shard"], share)])
@@ -188,7 +135,6 @@ class Comms:
         return {
             "data": [to_serialize(one) for one in data],
             "staged": staged,
-            "codec": codec,
             "seconds": perf_counter() - start,
         }
 
@@ -244,24 +190,13 @@ class Comms:
             "offsets": [copy.offset for copy in copies],
         }
 
-    def _prepared(
-        self, device: Device, blocks: Sequence[Block], run: RunKey, packing: dict[str, Any] | None
-    ) -> tuple[str | None, list[Any]]:
-        sections = [block.buffer for block in blocks]
-        if packing is not None:
-            shared = [codec for name, codec in self._codecs(device).items() if name in packing["codecs"]]
-            if found := self._compressor.pack(run, sections, packing["bandwidth"], shared):
-                codec, packed = found
-                return codec.name, [packed]
-        return None, [self._sendable(device, section) for section in sections]
-
-    def _sendable(self, device: Device, buffer: Buffer) -> Any:
-        direct = self._direct(device)
-        return memoryview(device.to_host(buffer)) if direct is None else direct.for_comm(buffer)
+    def _sendable(self, device: Device, blocks: Sequence[Block]) -> list[Any]:
+        if (direct := self._direct(device)) is not None:
+            return [direct.for_comm(block.buffer) for block in blocks]
+        return [memoryview(device.to_host(block.buffer)) for block in blocks]
 
     def forget(self, run: RunKey) -> None:
         """Forget a run that is over; its copies are freed with its other blocks."""
-        self._compressor.forget(run)
         self._copies = {which: known for which, known in self._copies.items() if known[0] != run}
 
 

@@ -85,7 +85,7 @@ class Exchange:
             self.me, worker, pools, self.links, self.traffic, self.calls, metrics, self.offload
         )
         self.peers = Peers(endpoint, settings.exchange.paths, self._close_soon)
-        self.comms = Comms(endpoint, settings.exchange.compression)
+        self.comms = Comms(endpoint)
         self.executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="gpurt-comm")
         self.requests = PeerRequests(endpoint, self)
         hooks = PoolHooks(self._goes_on, self._is_read, self.requests.ask_for_room, self.host_room.ask)

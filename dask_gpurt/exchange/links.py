@@ -1,4 +1,4 @@
-"""Know the links from peers to this worker by the scheduler's topology, and measure their bandwidth.
+"""Know the links from peers to this worker by the scheduler's topology, and total transfers over them.
 
 The scheduler is asked for a link only when a shard may cross it, so that memory grows with the number of
 pairs of workers in use, not with that of all pairs. Transfers are also totalled by peer and path, for the
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
@@ -19,13 +18,11 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.topology import SHIPPED, Link, Speed
-from dask_gpurt.topology.model import BETWEEN_HOSTS, WITHIN_HOST, WindowedRatio
+from dask_gpurt.topology import Link
+from dask_gpurt.topology.model import WITHIN_HOST
 
 #: Seconds until the scheduler is asked again about an unknown peer.
 UNKNOWN_PEER_RETRY_S = 10.0
-#: Bytes that the prior speed counts for, and window of the running average in bytes.
-PRIOR_BYTES, WINDOW_BYTES = 2**20, 2**26
 #: The most pairs of a peer and a path in one report; transfers beyond that are not counted.
 MAX_PEERS = 64
 #: Pseudo-path of shards that are read in place, which takes no copy and counts no time.
@@ -45,33 +42,6 @@ def _without_port(address: str) -> str:
     return address.rpartition(":")[0]
 
 
-class MeasuredBandwidth:
-    """Measure the total bandwidth of a worker's concurrent transfers.
-
-    Unlike the averages of the topology, this one has a short window, so that a slow link is detected during
-    the run that uses it. It is the bandwidth of the whole worker, not that of a single transfer among
-    several, because all of them share about one core for compression.
-    """
-
-    def __init__(self, usual: Speed):
-        self._latency = usual.latency
-        self._seconds_per_byte = WindowedRatio(PRIOR_BYTES / usual.bandwidth, PRIOR_BYTES, WINDOW_BYTES)
-        self._until = -math.inf
-
-    def observe(self, nbytes: int, begin: float, end: float) -> None:
-        """Add a completed transfer, in order of completion; times in seconds of any clock."""
-        seconds = end - max(begin, self._until)
-        if begin >= self._until:
-            seconds = max(seconds - self._latency, seconds / 2)
-        self._until = end
-        self._seconds_per_byte.observe(seconds, nbytes)
-
-    @property
-    def bandwidth(self) -> float:
-        """Return bytes per second."""
-        return self._seconds_per_byte.inverse
-
-
 class Links:
     """Hold the links to this worker, by peer. On the event loop, not thread-safe."""
 
@@ -82,7 +52,6 @@ class Links:
         self._missing: set[str] = set()
         self._asking: asyncio.Task[None] | None = None
         self._closed = False
-        self._measured: dict[Link, MeasuredBandwidth] = {}
 
     def peer_class(self, peer: str) -> PeerClass:
         """Return the class of a peer, from its link or, if that is unknown, from its address."""
@@ -136,25 +105,6 @@ class Links:
     def close(self) -> None:
         """Ask the scheduler no more. From any thread."""
         self._closed = True
-
-    # ---- measurements ------------------------------------------------------------------
-
-    def observe(self, peer: str, nbytes: int, begin: float, end: float) -> None:
-        """Add a completed transfer from a peer, in order of completion; times in seconds of any clock."""
-        if (link := self._known.get(peer)) is not None:
-            self._measured.setdefault(link, MeasuredBandwidth(SHIPPED[link])).observe(nbytes, begin, end)
-
-    def is_measured(self, peer: str) -> bool:
-        """Return whether any link of the same class as that of a peer has been measured."""
-        return self._known.get(peer) in self._measured
-
-    def bandwidth_between_hosts(self, peer: str) -> float | None:
-        """Return the estimated bytes per second from a peer on another host; None for any other peer."""
-        link = self._known.get(peer)
-        if link is None or link not in BETWEEN_HOSTS:
-            return None
-        measured = self._measured.get(link)
-        return measured.bandwidth if measured else SHIPPED[link].bandwidth
 
 
 class TransferTotals(NamedTuple):

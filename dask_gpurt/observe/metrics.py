@@ -186,15 +186,11 @@ METRICS: Mapping[str, Metric] = {
         _counter("exchange.shards.{path}", "shards offered to owners, by path", finer=_PEER),
         _counter("exchange.pulled.bytes", "bytes copied from mapped pools, not read in place", Unit.BYTES),
         _counter("exchange.seconds.pulling", "thread time spent copying shards", Unit.SECONDS),
-        _counter("exchange.seconds.compressing", "thread time spent compressing shards", Unit.SECONDS),
-        _counter("exchange.seconds.decompressing", "thread time spent decompressing shards", Unit.SECONDS),
         _counter(
             "exchange.seconds.waiting-for-room",
             "time that producers waited for room in a full pool",
             Unit.SECONDS,
         ),
-        _counter("exchange.compression.bytes.before", "bytes of shards before compression", Unit.BYTES),
-        _counter("exchange.compression.bytes.after", "bytes of shards after compression", Unit.BYTES),
         _counter("exchange.drains", "requests to owners to make room in the pool of a peer"),
         _counter("exchange.calls.repeated", "repeated calls to peers"),
         _counter(

@@ -74,8 +74,6 @@ STEPS: Mapping[str, Step] = {
     "shuffle.seconds.splitting": Step("split", "input"),
     "shuffle.seconds.packing": Step("pack", "input"),
     "shuffle.seconds.assembling": Step("assemble", "output"),
-    "exchange.seconds.compressing": Step("compress"),
-    "exchange.seconds.decompressing": Step("decompress"),
     "exchange.seconds.waiting-for-room": Step("wait for room"),
     "reads.seconds.reading": Step("read"),
     "reads.seconds.waiting": Step("wait for a turn"),

@@ -89,9 +89,7 @@ async def test_a_shard_goes_through_host_memory(
 async def serve(exchange: Any, shard: Shard, owner: Any) -> Any:
     """Serve a fetch of a shard by an owner that maps the pool in host memory."""
     fetch = {"kind": "accelerator", "shard": shard.id, "share": shard.share, "run": list(RUN)}
-    return await exchange.comms.serve(
-        **fetch, packing=None, staged_for=owner.address, to=exchange.me.incarnation
-    )
+    return await exchange.comms.serve(**fetch, staged_for=owner.address, to=exchange.me.incarnation)
 
 
 @on_cluster(workers=2)

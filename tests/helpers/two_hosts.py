@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import dask
 import pytest
@@ -14,9 +13,9 @@ from distributed import Client
 
 import dask_gpurt
 from benchmarks.two_hosts.hosts import ADDRESSES, LINK, PATIENCE_S, UnsupportedError, host_of, make_hosts
-from tests.helpers.clusters import QUICK, instrument, nested
+from tests.helpers.clusters import QUICK, instrument
 
-__all__ = ["ADDRESSES", "host_of", "on_other_host", "switched_on", "two_hosts", "two_plain_hosts"]
+__all__ = ["ADDRESSES", "host_of", "on_other_host", "two_hosts"]
 
 #: The scheduler's ports by protocol; the client, which is on neither host, uses the first one.
 PORTS = {"tcp": 8786, "ucx": 8788}
@@ -25,39 +24,17 @@ UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": LINK}
 
 
 @contextlib.contextmanager
-def two_hosts(scratch: Path, **options: Any) -> Iterator[Client]:
-    """Run a cluster with the runtime enabled; for the options see :func:`two_plain_hosts`."""
-    with two_plain_hosts(scratch, **options) as client, switched_on(client):
-        yield client
-
-
-@contextlib.contextmanager
-def switched_on(client: Client, **settings: Any) -> Iterator[None]:
-    """Enable the runtime; ``settings`` are keys under ``gpurt``."""
-    with dask.config.set(nested(settings)):
-        dask_gpurt.enable(client)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError, TimeoutError):
-            dask_gpurt.disable(client)
-
-
-@contextlib.contextmanager
-def two_plain_hosts(
-    scratch: Path, workers: int = 2, *, rate: int | None = None, protocol: str = "tcp"
-) -> Iterator[Client]:
-    """Run a cluster without the runtime, with ``workers`` workers on each of two hosts.
+def two_hosts(scratch: Path, workers: int = 2, *, protocol: str = "tcp") -> Iterator[Client]:
+    """Run a cluster with the runtime enabled, with ``workers`` workers on each of two hosts.
 
     The scheduler runs on the first host.
 
     ``scratch``: folder of the workers' files.
-    ``rate``: bandwidth of the link in each direction, in bytes per second; unlimited by default.
     ``protocol``: protocol of the workers' comms; "ucx" runs over TCP.
     """
     with dask.config.set(QUICK), contextlib.ExitStack() as stack:
         try:
-            hosts = make_hosts(stack, rate, UCX)
+            hosts = make_hosts(stack, None, UCX)
         except UnsupportedError as error:
             pytest.skip(str(error))
         dask_command = (sys.executable, "-m", "dask")
@@ -73,7 +50,12 @@ def two_plain_hosts(
             client = stack.enter_context(Client(_scheduler("tcp"), timeout=PATIENCE_S))
         client.wait_for_workers(2 * workers, timeout=PATIENCE_S)
         instrument(client)
-        yield client
+        dask_gpurt.enable(client)
+        try:
+            yield client
+        finally:
+            with contextlib.suppress(OSError, TimeoutError):
+                dask_gpurt.disable(client)
 
 
 def _scheduler(protocol: str) -> str:

@@ -13,16 +13,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed import Client, Event
-from distributed.protocol.compression import compressions
 
 import dask_gpurt
-from dask_gpurt.exchange import compression
 from tests.helpers.clusters import assert_same_partitions, by_tasks, counters, partitions
-from tests.helpers.two_hosts import ADDRESSES, host_of, on_other_host, switched_on, two_hosts, two_plain_hosts
+from tests.helpers.two_hosts import ADDRESSES, host_of, on_other_host, two_hosts
 
 PARTS, ROWS = 8, 20_000
-#: Bandwidth of a slow link in bytes per second (32 Mbit/s): a codec is faster even on a busy machine.
-SLOW = 4_000_000
 
 
 def make(part: int, waits: str | None = None, rows: int = ROWS) -> pd.DataFrame:
@@ -41,11 +37,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def have_codecs(found: dict[str, Any] | None) -> None:
-    """Register the given codecs with Dask; all of them if None."""
-    compression.compressions = compressions if found is None else found
-
-
 def shuffle(df: Any) -> Any:
     return df.shuffle("key", ignore_index=True)
 
@@ -62,13 +53,6 @@ def assert_like_tasks(ours: list[pd.DataFrame], df: Any) -> None:
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Yield two hosts with two workers each, shared by tests that leave them unchanged."""
     with two_hosts(tmp_path_factory.mktemp("workers")) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def slowly_joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """Yield two hosts with one worker each and a slow link, for tests that enable and disable the runtime."""
-    with two_plain_hosts(tmp_path_factory.mktemp("workers"), workers=1, rate=SLOW) as client:
         yield client
 
 
@@ -120,41 +104,3 @@ def test_a_worker_on_the_other_host_is_killed(tmp_path: Path) -> None:
         ours = partitions(out)
         assert_like_tasks(ours, collection())
         assert len(client.nthreads()) == 3
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not compression.codecs(memoryview), reason="neither lz4 nor zstandard is installed")
-def test_over_a_slow_link_shards_are_compressed(slowly_joined: Client) -> None:
-    with switched_on(client := slowly_joined):
-        partitions(collection(rows=4 * ROWS).shuffle("key"))  # measures the link
-        known = counters(client)
-        df = collection(rows=6 * ROWS)
-        assert_like_tasks(shuffled(df), df)
-        found = {name: amount - known.get(name, 0) for name, amount in counters(client).items()}
-        before, after = (found[f"exchange.compression.bytes.{when}"] for when in ("before", "after"))
-        assert before > found["exchange.bytes.comms"] / 2
-        assert after < before * 2 / 3
-
-
-@pytest.mark.nightly
-def test_switched_off_shards_go_as_they_are(slowly_joined: Client) -> None:
-    with switched_on(client := slowly_joined, exchange__compression="off"):
-        for rows in (ROWS, 2 * ROWS):
-            df = collection(rows=rows)
-            assert_like_tasks(shuffled(df), df)
-        assert "exchange.compression.bytes.before" not in counters(client)
-
-
-@pytest.mark.nightly
-def test_without_a_codec_that_is_said_once(slowly_joined: Client) -> None:
-    with switched_on(client := slowly_joined):
-        client.run(have_codecs, {})
-        try:
-            for seed in (1, 2):
-                shuffled(collection(rows=ROWS + seed))
-            for worker in dask_gpurt.report(client)["workers"].values():
-                fallback = worker["fallbacks"]["exchange.uncompressed"]
-                assert fallback["count"] == 1
-                assert "dask-gpurt[compression]" in fallback["reason"]
-        finally:
-            client.run(have_codecs, None)

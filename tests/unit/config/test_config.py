@@ -268,12 +268,6 @@ def test_unknown_key_has_a_suggestion(key: str, meant: str) -> None:
     assert problem == f"unknown key {unknown!r}: did you mean {meant!r}?"
 
 
-def test_compression_on_a_gpu_in_an_old_file_is_compression_on_the_host() -> None:
-    with pytest.warns(DeprecationWarning, match="auto"):
-        settings = load({"gpurt": {"exchange": {"compression": "gpu"}}})
-    assert settings.exchange.compression == "auto"
-
-
 def test_a_key_that_is_gone_is_ignored_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -65,14 +65,14 @@ def test_a_ratio_is_that_of_rounds() -> None:
 
 
 def test_a_result_prints_its_figures_and_what_makes_them_doubtful() -> None:
-    found = result(*ROUNDS, departed=1, fallbacks={"exchange.uncompressed": 3})
+    found = result(*ROUNDS, departed=1, fallbacks={"exchange.shm-full": 3})
     printed = repr(found)
     for said in (
         "2 workers, 2 threads, pandas; small ones",
         "2.00 MiB",
         "p2p takes 1.87 times as long as the runtime (1.73 to 2.00 in 2 rounds; geometric mean",
         "Workers that left meanwhile: 1.",
-        "The runtime fell back 3 times, exchange.uncompressed",
+        "The runtime fell back 3 times, exchange.shm-full",
     ):
         assert said in printed
     frame = found.to_pandas()
