@@ -64,8 +64,6 @@ RECOVER_HANDLER = "gpurt_recover"
 SILENT_HANDLER = "gpurt_silent"
 #: ``peers: list, closing: bool`` → those of them that have left (or are closing).
 GONE_HANDLER = "gpurt_gone"
-#: ``worker, peers`` → the classes of the links from peers to a worker.
-LINKS_HANDLER = "gpurt_links"
 #: ``host: str`` → bytes that the other workers of a host could free in shared memory.
 HOST_ROOM_HANDLER = "gpurt_host_room"
 #: → bytes of shared memory that each host's workers hold.

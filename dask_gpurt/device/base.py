@@ -153,6 +153,10 @@ class Device(Protocol):
         """
         ...
 
+    def is_same(self, ticket: Ticket) -> bool:
+        """Return whether the pool of a peer that was mapped is in the memory of this very device."""
+        ...
+
     def map(self, ticket: Ticket) -> Mapping:
         """Map the pool of a peer.
 

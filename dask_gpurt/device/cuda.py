@@ -99,6 +99,7 @@ class CudaMapping:
 class CudaPool:
     """Allocate blocks from device memory of a fixed size.
 
+    ``device``: the UUID of the device.
     Raises NoMemoryForPool if CUDA has none left.
     """
 
@@ -107,7 +108,8 @@ class CudaPool:
     #: It is one allocation, which peers have mapped.
     shrinks = False
 
-    def __init__(self, nbytes: int):
+    def __init__(self, nbytes: int, device: str):
+        self._device = device
         self._arena = Arena(nbytes)
         self._lock = threading.Lock()
         try:
@@ -138,6 +140,7 @@ class CudaPool:
             "host": host_id(),
             "pid": os.getpid(),
             "handle": bytes(runtime.ipcGetMemHandle(self._base)),
+            "device": self._device,
             "nbytes": self.capacity,
         }
 
@@ -180,7 +183,8 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
 
     def __init__(self) -> None:
         self.index = runtime.getDevice()
-        self.integrated = bool(runtime.getDeviceProperties(self.index)["integrated"])
+        properties = runtime.getDeviceProperties(self.index)
+        self.integrated, self.uuid = bool(properties["integrated"]), properties["uuid"].hex()
         self._streams = threading.local()
         self._guard: ResourceGuard | None = None
         self._staging = Staging(self._start, bounce_buffers(self, STAGING_CHUNK_BYTES))
@@ -235,7 +239,7 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
         return {
             "kind": self.kind,
             "name": properties["name"].decode(),
-            "uuid": properties["uuid"].hex(),
+            "uuid": self.uuid,
             "compute_capability": f"{properties['major']}.{properties['minor']}",
             "memory": total,
             "memory_free": free,
@@ -263,7 +267,10 @@ class CudaDevice(Streams, Files, Pinning, DirectComms, Allocator):
 
     def create_pool(self, nbytes: int) -> Pool:
         runtime.setDevice(self.index)
-        return CudaPool(nbytes)
+        return CudaPool(nbytes, self.uuid)
+
+    def is_same(self, ticket: Ticket) -> bool:
+        return bool(ticket["device"] == self.uuid)
 
     def map(self, ticket: Ticket) -> Mapping:
         if ticket["host"] != host_id():

@@ -25,9 +25,8 @@ from dask_gpurt.exchange.calls import Calls, is_exiting, off_on
 from dask_gpurt.exchange.comms import Comms, Puller
 from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.incoming import IncomingShard, Landing, ShardState
-from dask_gpurt.exchange.links import IN_PLACE, Links, Traffic
 from dask_gpurt.exchange.outgoing import PoolHooks
-from dask_gpurt.exchange.paths import Endpoint, Path, Peers
+from dask_gpurt.exchange.paths import IN_PLACE, Endpoint, Path, Peers, Traffic, peer_class
 from dask_gpurt.exchange.pools import ActiveRuns, Pools, PoolUsers
 from dask_gpurt.exchange.requests import PeerRequests
 from dask_gpurt.exchange.shard import ExchangeClosed, Peer, PeerLost, RunKey, Shard
@@ -79,11 +78,8 @@ class Exchange:
         self.landing = Landing(tiered_buffer, pools.main, metrics)
         self.traffic = Traffic()
         self.recent_runs = RecentRuns()
-        self.links = Links(worker)
         self.calls = Calls(worker, metrics)
-        endpoint = Endpoint(
-            self.me, worker, pools, self.links, self.traffic, self.calls, metrics, self.offload
-        )
+        endpoint = Endpoint(self.me, worker, pools, self.traffic, self.calls, metrics, self.offload)
         self.peers = Peers(endpoint, settings.exchange.paths, self._close_soon)
         self.comms = Comms(endpoint)
         self.executor = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="gpurt-comm")
@@ -208,7 +204,7 @@ class Exchange:
         incoming = IncomingShard(run, shard, path, device, self.landing, release, failed)
         self._incoming[shard.producer].add(incoming)
         headers = sum(len(section.header) for section in shard.sections)
-        peer = self.links.peer_class(shard.producer.address)
+        peer = peer_class(self.me.address, shard.producer.address)
         self.metrics.add("exchange.bytes.{path}", shard.nbytes + headers, path.name, peer)
         self.metrics.add("exchange.shards.{path}", 1, path.name, peer)
         pressed = (
@@ -359,7 +355,6 @@ class Exchange:
 
     def on_worker_removed(self, address: str) -> None:
         """Forget a worker that has left the cluster; a new one at the same address is unrelated to it."""
-        self.links.forget([address])
         self.peers.forget([address])
         self.calls.on_worker_removed(address)
         self.requests.unclaimed.forget(address)
@@ -412,7 +407,6 @@ class Exchange:
         self.closed = True
         self._users.close()
         self.pools.wake()
-        self.links.close()
         self.host_room.close()
         self._patches.restore()
         self.executor.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Find the path from each peer's pools to this worker, and keep mapped pools open.
+"""Find the path from each peer's pools to this worker, keep mapped pools open, and total what is transferred.
 
 Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import StrEnum
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import Device, Mapping, MappingError
 from dask_gpurt.device.pool import Buffer, Ticket
 from dask_gpurt.exchange.calls import Calls
-from dask_gpurt.exchange.links import Links, Traffic
 from dask_gpurt.exchange.pools import Pools
 from dask_gpurt.exchange.shard import Peer, PeerError, PeerLost
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.protocol import TICKET_HANDLER
-from dask_gpurt.topology import Link
 
 COMMS = "comms"
 LOCAL = "local"
@@ -74,7 +74,6 @@ def choose(
     device: Device | None,
     ticket: Ticket | None,
     allowed: frozenset[str],
-    link: Link | None = None,
     staging: Mapping | None = None,
 ) -> Path:
     """Return the best path from a peer's pool that is possible. Blocks while mapping.
@@ -82,7 +81,6 @@ def choose(
     ``device``: this worker's device of the kind of the pool; None if it has none.
     ``ticket``: the ticket of the peer's pool; None if it has none.
     ``allowed``: the setting ``gpurt.exchange.paths``.
-    ``link``: the class of link between the two workers; None if unknown.
     ``staging``: the peer's pool in host memory, if this worker maps it.
     """
     if device is None or ticket is None:
@@ -94,7 +92,7 @@ def choose(
         except MappingError as error:
             reason = str(error)
         else:
-            return Path(name, mapping, device.reads_in_place or link is Link.SAME_DEVICE)
+            return Path(name, mapping, device.reads_in_place or device.is_same(ticket))
     else:
         reason = f"gpurt.exchange.paths excludes {name}"
     if staging is not None and not device.on_host:
@@ -158,6 +156,81 @@ class HeldMapping:
         self.retire()
 
 
+# ---- what is transferred over them -------------------------------------------------------------------
+
+#: The most pairs of a peer and a path in one report; transfers beyond that are not counted.
+MAX_PEERS = 64
+#: Pseudo-path of shards that are read in place, which takes no copy and counts no time.
+IN_PLACE = "in-place"
+
+
+class PeerClass(StrEnum):
+    """Classify peers by distance: the label ``peer`` of metrics."""
+
+    SAME_WORKER = "same-worker"
+    SAME_HOST = "same-host"
+    OTHER_HOST = "other-host"
+
+
+def _without_port(address: str) -> str:
+    """Return the protocol and the host of an address; for inproc addresses only the protocol."""
+    return address.rpartition(":")[0]
+
+
+def peer_class(me: str, peer: str) -> PeerClass:
+    """Return the class of a peer as seen from this worker, by their addresses."""
+    if peer == me:
+        return PeerClass.SAME_WORKER
+    return PeerClass.SAME_HOST if _without_port(peer) == _without_port(me) else PeerClass.OTHER_HOST
+
+
+class TransferTotals(NamedTuple):
+    """Hold the totals of transfers from one peer over one path."""
+
+    peer: str
+    path: str
+    nbytes: int
+    seconds: float
+    transfers: int
+
+
+class Traffic:
+    """Total transfers by peer and path. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._totals: dict[tuple[str, str], TransferTotals] = {}
+
+    def note(self, peer: str, path: str, nbytes: int, seconds: float) -> None:
+        """Add a completed transfer."""
+        with self._lock:
+            if (peer, path) not in self._totals and len(self._totals) >= MAX_PEERS:
+                return
+            known = self._totals.get((peer, path), TransferTotals(peer, path, 0, 0.0, 0))
+            self._totals[peer, path] = TransferTotals(
+                peer, path, known.nbytes + nbytes, known.seconds + seconds, known.transfers + 1
+            )
+
+    def timed(
+        self, peer: str, path: str, copy: Callable[[Sequence[Any]], list[Any]], nbytes: int
+    ) -> Callable[[Sequence[Any]], list[Any]]:
+        """Wrap ``copy`` to add each successful call."""
+
+        def timed(sources: Sequence[Any]) -> list[Any]:
+            start = perf_counter()
+            copied = copy(sources)
+            self.note(peer, path, nbytes, perf_counter() - start)
+            return copied
+
+        return timed
+
+    def take(self) -> list[TransferTotals]:
+        """Return the totals since the last call, and reset them."""
+        with self._lock:
+            totals, self._totals = self._totals, {}
+        return list(totals.values())
+
+
 # ---- the paths to all peers --------------------------------------------------------------------------
 
 
@@ -168,7 +241,6 @@ class Endpoint:
     me: Peer
     worker: WorkerServer
     pools: Pools
-    links: Links
     traffic: Traffic
     calls: Calls
     metrics: Metrics
@@ -213,11 +285,10 @@ class Peers:
             return Path(LOCAL, outbox.pool, True)
         reply = await self._ticket(peer.address, kind, peer.incarnation)
         device, ticket = self._end.pools.devices.get(kind), reply["ticket"]
-        link = staging = None
+        staging = None
         if device is not None and not device.on_host:  # else read in place, or through comms
-            link = await self._end.links.learn(peer.address)
             staging = (await self.path(peer, "host")).mapping
-        found: Path = await self._end.offload(choose, device, ticket, self._allowed, link, staging)
+        found: Path = await self._end.offload(choose, device, ticket, self._allowed, staging)
         found = self._held(found)
         if self._closed:  # `close` ran while this was being mapped, and did not retire it
             await asyncio.to_thread(_retire_mappings, found)

@@ -11,7 +11,7 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
-from dask_gpurt.protocol import HOST_HANDLER, LINKS_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP, is_off
+from dask_gpurt.protocol import HOST_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP, is_off
 from dask_gpurt.scheduler.worker_calls import ask
 from dask_gpurt.topology import Link, Place, Topology
 from dask_gpurt.topology.hosts import Host
@@ -50,7 +50,7 @@ class SchedulerTopology:
         """Register the handlers that workers and clients call."""
         operations = {PLACE_OP: self.placed, TRAFFIC_OP: self.traffic}
         self._patches.add_handlers(self._scheduler.stream_handlers, operations, off=is_off)
-        handlers = {TOPOLOGY_HANDLER: self.describe, LINKS_HANDLER: self.links}
+        handlers = {TOPOLOGY_HANDLER: self.describe}
         self._patches.add_handlers(self._scheduler.handlers, handlers, off=is_off)
 
     def uninstall(self) -> None:
@@ -100,11 +100,6 @@ class SchedulerTopology:
                 continue  # one of them has left, or has not reported its place yet
             if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):
                 self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
-
-    def links(self, worker: str, peers: Sequence[str]) -> dict[str, str]:
-        """Return the class of link from each placed peer to a worker (handler)."""
-        placed = [peer for peer in peers if self.topology.place(peer) and self.topology.place(worker)]
-        return {peer: str(self.topology.link(peer, worker)) for peer in placed}
 
     def describe(self) -> dict[str, Any]:
         """Return the topology as plain values (handler)."""

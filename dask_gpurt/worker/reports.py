@@ -18,8 +18,7 @@ from distributed.comm.core import CommClosedError
 
 from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer
-from dask_gpurt.exchange.links import Traffic
-from dask_gpurt.exchange.paths import COMMS
+from dask_gpurt.exchange.paths import COMMS, Traffic
 from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.progress import RecentRuns

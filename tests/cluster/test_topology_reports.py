@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster, Worker
 
 import dask_gpurt
 from dask_gpurt.cli import main
-from dask_gpurt.exchange.links import Traffic
+from dask_gpurt.exchange.paths import Traffic
 from dask_gpurt.observe import Metrics
 from dask_gpurt.scheduler.topology import SchedulerTopology
 from dask_gpurt.topology import SHIPPED, Link, Place, hosts

@@ -175,9 +175,6 @@ class Scheduler:
         process = self.network.processes.get(address)
         return process is not None and process.status is Status.closing
 
-    async def gpurt_links(self, worker: str, peers: list[str]) -> dict[str, Any]:
-        return {}
-
     async def shuffle_get(self, id: str, worker: str) -> Any:
         if id not in self.active or worker not in self.workers:
             return received(error_message(P2PConsistencyError(f"No active shuffle with id={id!r} found")))

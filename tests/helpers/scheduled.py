@@ -71,7 +71,7 @@ SCHEDULER = "scheduler"
 #: Calls to the scheduler that are answered at once, and those that are never lost, since Dask makes them and
 #: would fail the task.
 DIRECT, RELIABLE = (
-    ("gpurt_gone", "gpurt_links"),
+    ("gpurt_gone",),
     ("shuffle_get", "shuffle_get_or_create", "shuffle_restrict_task"),
 )
 STATUS = "worker-status-change"
@@ -333,7 +333,6 @@ class DaskScheduler(VirtualScheduler):
             RECOVER_HANDLER: self.recovery.recover,
             "gpurt_gone": self.runtime.gone,
             "gpurt_silent": self.shuffles.abandoning.continues_without,
-            "gpurt_links": _no_links,
         }
         self.stream_handlers |= {
             READY_OP: self.runtime.is_ready,
@@ -456,10 +455,6 @@ class DaskScheduler(VirtualScheduler):
 
     def close(self) -> None:  # type: ignore[override]
         self.shuffles._patches.restore()
-
-
-async def _no_links(**_: Any) -> dict[str, Any]:
-    return {}
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class Collector(SchedulerPlugin):
         return on_traffic
 
     def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
-        """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.links.Traffic`."""
+        """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.paths.Traffic`."""
         for peer, path, nbytes, seconds, _ in totals:
             self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
 
