@@ -81,7 +81,7 @@ LOST_KEYS_OP = "gpurt-lost"
 #: Bytes of each tier; as a metric too, in case a message is lost.
 MEMORY_OP = "gpurt-memory"
 MEMORY_METRIC = "gpurt_memory"
-#: ``place, name``: where on its host a worker runs.
+#: ``place, name, devices``: where on its host a worker runs, and what the host of that name has.
 PLACE_OP = "gpurt-place"
 #: ``totals``: tuples of peer, path, bytes, seconds, transfers.
 TRAFFIC_OP = "gpurt-traffic"
@@ -101,8 +101,6 @@ PROGRESS_METRIC = "gpurt_progress"
 WORKER_REPORT_HANDLER = "gpurt_report"
 #: ``runs`` → how many shards of a retiring worker its owners have not copied yet.
 EVACUATE_HANDLER = "gpurt_evacuate"
-#: → the links of the worker's host.
-HOST_HANDLER = "gpurt_host"
 #: → bytes freed in shared memory, for another worker of the host.
 MAKE_ROOM_HANDLER = "gpurt_make_room"
 #: ``token, limit`` → a batch of the worker's events; ``token`` ends its trace.

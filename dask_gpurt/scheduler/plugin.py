@@ -41,6 +41,7 @@ from dask_gpurt.protocol import (
     MEMORY_OP,
     NAME,
     OWNERS_HANDLER,
+    PLACE_OP,
     READY_OP,
     RECOVER_HANDLER,
     REFUSED_OP,
@@ -49,6 +50,8 @@ from dask_gpurt.protocol import (
     SILENT_HANDLER,
     STATUS_OP,
     TOKEN_HANDLER,
+    TOPOLOGY_HANDLER,
+    TRAFFIC_OP,
     is_off,
 )
 from dask_gpurt.scheduler.clients import Clients, queries
@@ -130,8 +133,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             await self.workers.require()
             self._undo.enter_context(sharing_expressions())
             self._show()
-            self.places.install()
-            self._undo.callback(self.places.uninstall)
             self._listen()
             self._register(STARTING)
             self._undo.callback(self._unregister, STARTING)
@@ -194,6 +195,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             GONE_HANDLER: self.gone,
             MEMORY_HANDLER: self.memory,
             SHARED_MEMORY_HANDLER: self.shared_memory,
+            TOPOLOGY_HANDLER: self.places.describe,
             JOIN_HANDLER: self.workers.join,
             TOKEN_HANDLER: lambda: self.workers.token,
             OWNERS_HANDLER: self.shuffles.recovery.owners,
@@ -202,6 +204,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         }
         operations = {
             MEMORY_OP: self.memory_changed,
+            PLACE_OP: self.places.placed,
+            TRAFFIC_OP: self.places.traffic,
             LOST_KEYS_OP: self.lost,
             READY_OP: self.is_ready,
             LEFT_OP: self.workers.has_left,

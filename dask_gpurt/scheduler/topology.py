@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dask_gpurt.config.values import PATHS
-from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import SchedulerServer
-from dask_gpurt.dask_hooks.worker import call_soon
 from dask_gpurt.exchange.paths import COMMS
-from dask_gpurt.protocol import HOST_HANDLER, PLACE_OP, TOPOLOGY_HANDLER, TRAFFIC_OP, is_off
-from dask_gpurt.scheduler.worker_calls import ask
 from dask_gpurt.topology import Link, Place, Topology
 from dask_gpurt.topology.hosts import Host
 
-#: Seconds after which another worker of a host is asked to describe it.
-HOST_TIMEOUT_S = 60.0
 #: Links that each path of the exchange may cross. Transfers over other links are not samples of these.
 LINKS_OF_PATH = dict(
     zip(
@@ -43,46 +37,19 @@ class SchedulerTopology:
         self._moved = moved
         self.topology = Topology()
         self._hosts: dict[str, Host] = {}
-        self._asked: set[str] = set()
-        self._patches = PatchSet()
-
-    def install(self) -> None:
-        """Register the handlers that workers and clients call."""
-        operations = {PLACE_OP: self.placed, TRAFFIC_OP: self.traffic}
-        self._patches.add_handlers(self._scheduler.stream_handlers, operations, off=is_off)
-        handlers = {TOPOLOGY_HANDLER: self.describe}
-        self._patches.add_handlers(self._scheduler.handlers, handlers, off=is_off)
-
-    def uninstall(self) -> None:
-        """Answer no longer."""
-        self._patches.restore()
 
     # ---- places of workers -------------------------------------------------------------
 
-    def placed(self, worker: str, place: dict[str, Any], name: str) -> None:
-        """Place a worker that reports its host and devices (stream handler)."""
+    def placed(self, worker: str, place: dict[str, Any], name: str, devices: dict[str, Any]) -> None:
+        """Place a worker that reports its place and what its host has (stream handler)."""
         if worker in self._scheduler.workers:
             reported = Place(**place)
             self.topology.add(worker, reported)
-            self._ask_soon(reported.host, name)
+            host = Host.of(name, devices)
+            if host.gpus or reported.host not in self._hosts:  # not where NVML has failed for this worker
+                self._hosts[reported.host] = host
+                self.topology.describe(reported.host, host.joins)
             self._moved(worker)
-
-    def _ask_soon(self, host: str, name: str) -> None:
-        if not self.topology.described(host) and host not in self._asked:
-            self._asked.add(host)
-            call_soon(self._scheduler, self._ask, host, name)
-
-    async def _ask(self, host: str, name: str) -> None:
-        """Have one worker of a host describe the host; try the next worker if that one does not answer."""
-        try:
-            for worker in list(self.topology.on_host(host)):
-                values = await ask(self._scheduler, worker, HOST_HANDLER, HOST_TIMEOUT_S)
-                if isinstance(values, Mapping) and self.topology.on_host(host):
-                    described = self._hosts[host] = Host.of(name, values)
-                    self.topology.describe(host, described.joins)
-                    return
-        finally:
-            self._asked.discard(host)
 
     def remove(self, worker: str) -> None:
         """Forget a worker that has left."""

@@ -211,10 +211,6 @@ class Topology:
         """Set the links between pairs of devices of a host; those of other pairs follow from their places."""
         self._hosts[host] = links
 
-    def described(self, host: str) -> bool:
-        """Return whether the links of a host are known."""
-        return host in self._hosts
-
     def place(self, worker: str) -> Place | None:
         """Return the place of a worker; None if it is not known."""
         return self._places.get(worker)

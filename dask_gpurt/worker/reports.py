@@ -16,13 +16,12 @@ from typing import Any
 
 from distributed.comm.core import CommClosedError
 
-from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange.paths import COMMS, Traffic
 from dask_gpurt.memory.ledger import KINDS, Ledger
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.observe.progress import RecentRuns
-from dask_gpurt.protocol import HOST_HANDLER, MEMORY_METRIC, MEMORY_OP, PLACE_OP, TRAFFIC_OP, is_off
+from dask_gpurt.protocol import MEMORY_METRIC, MEMORY_OP, PLACE_OP, TRAFFIC_OP
 from dask_gpurt.topology.hosts import Host, discover, host_name, nvml_missing, own_place, visible_devices
 from dask_gpurt.topology.model import Place
 
@@ -135,13 +134,12 @@ class TopologyReporter:
         self._host = Host(host_name())
         self._looked = 0.0
         self._timer: object | None = None
-        self._patches = PatchSet()
 
     async def start(self) -> None:
         """Report the place of this worker, and start the periodic reports of transfers."""
-        self._patches.add_handlers(self._worker.handlers, {HOST_HANDLER: self.host}, off=is_off)
         place = await asyncio.to_thread(self._detect_place)
-        self._send({"op": PLACE_OP, "place": vars(place), "name": self._host.name})
+        devices = self._host.to_dict()
+        self._send({"op": PLACE_OP, "place": vars(place), "name": self._host.name, "devices": devices})
         self._later()
 
     def _detect_place(self) -> Place:
@@ -159,10 +157,6 @@ class TopologyReporter:
                 nvml_missing() or f"NVML reports no GPU for CUDA_VISIBLE_DEVICES={visible}",
             )
         return place
-
-    async def host(self) -> dict[str, Any]:
-        """Return the devices of this host (handler)."""
-        return self._host.to_dict()
 
     # ---- transfers ---------------------------------------------------------------------
 
@@ -193,7 +187,6 @@ class TopologyReporter:
 
     def close(self) -> None:
         """Stop reporting."""
-        self._patches.restore()
         if self._timer is not None:
             self._worker.loop.remove_timeout(self._timer)
             self._timer = None
