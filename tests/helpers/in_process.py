@@ -22,6 +22,7 @@ from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.protocol import PLACE_OP
 from dask_gpurt.scheduler.topology import SchedulerTopology
 from dask_gpurt.topology import Place, Topology
+from dask_gpurt.topology.hosts import Host
 from tests.helpers.clusters import METHOD, QUICK
 from tests.helpers.waiting import LIMIT_S
 
@@ -59,19 +60,15 @@ async def until(holds: Callable[[], bool], seconds: float = LIMIT_S) -> None:
 
 
 async def all_placed(scheduler: Any) -> None:
-    await until(
-        lambda: (
-            all(topology(scheduler).place(worker) for worker in scheduler.workers)
-            and all(topology(scheduler).described(host) for host in topology(scheduler).hosts)
-        )
-    )
+    await until(lambda: all(topology(scheduler).place(worker) for worker in scheduler.workers))
 
 
 async def placed_apart(scheduler: Any, *workers: Any) -> None:
     """Make a scheduler believe that its workers are at :data:`PLACES`."""
     await all_placed(scheduler)
     for worker, place in zip(workers, PLACES, strict=True):
-        scheduler.stream_handlers[PLACE_OP](worker=worker.address, place=vars(place), name=place.host)
+        report = {"place": vars(place), "name": place.host, "devices": Host(place.host).to_dict()}
+        scheduler.stream_handlers[PLACE_OP](worker=worker.address, **report)
 
 
 def on_cluster(*, workers: int = 2, processes: bool = False, **settings: Any) -> Decorator:
