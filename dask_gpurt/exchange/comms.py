@@ -5,9 +5,8 @@ Coroutines run on the event loop, copies in threads of the exchange.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter
@@ -18,15 +17,14 @@ from distributed.protocol.serialize import to_serialize
 from distributed.utils import nbytes as size_of
 
 from dask_gpurt.dask_hooks.worker import call_soon
-from dask_gpurt.device import Block, Device, DirectComms, PoolFull
+from dask_gpurt.device import Block, Device, DirectComms
 from dask_gpurt.device.base import direct_comms
 from dask_gpurt.device.libraries import is_device_buffer
 from dask_gpurt.device.pool import Buffer
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState, drop_pages
 from dask_gpurt.exchange.paths import COMMS, Endpoint
-from dask_gpurt.exchange.shard import ExchangeClosed, PeerLost, RunKey
+from dask_gpurt.exchange.shard import ExchangeClosed, PeerLost
 from dask_gpurt.memory.waits import WaitLine
-from dask_gpurt.observe import Fallback
 from dask_gpurt.protocol import FETCH_HANDLER
 
 
@@ -36,8 +34,6 @@ class Comms:
     def __init__(self, endpoint: Endpoint):
         self._end = endpoint
         self._protocol = endpoint.me.address.partition("://")[0]
-        #: The copies in the pool in host memory, made or in the making, by kind of device, shard and share.
-        self._copies: dict[tuple[str, int, int], tuple[RunKey, asyncio.Task[dict[str, Any] | None]]] = {}
 
     def _direct(self, device: Device) -> DirectComms | None:
         """Return the device if this worker's comms can send its buffers directly, else None."""
@@ -45,10 +41,9 @@ class Comms:
 
     # ---- fetching ----------------------------------------------------------------------
 
-    async def fetch(self, incoming: IncomingShard) -> dict[str, Any]:
-        """Fetch a shard from its producer.
+    async def fetch(self, incoming: IncomingShard) -> list[Any]:
+        """Return the sections of a shard, fetched from its producer.
 
-        Returns the reply, for :meth:`unpacked`.
         Raises PeerLost if the producer no longer has the shard, or has left.
         Raises ExchangeClosed if the shard is no longer needed.
         """
@@ -63,56 +58,35 @@ class Comms:
             kind=shard.device,
             shard=shard.id,
             share=shard.share,
-            run=list(incoming.run),
-            staged_for=None if incoming.path.staging is None else self._end.me.address,
             to=producer.incarnation,
         )
         if reply is None:  # Dask's reply to an unknown operation
             raise PeerLost(f"the runtime was switched off at worker {producer.address}")
         if reply["data"] is None:
             raise PeerLost(f"worker {producer.address} no longer has shard {shard.id}")
-        if not reply["staged"]:  # without the time in which the peer copied
-            seconds = perf_counter() - start - reply["seconds"]
-            self._end.traffic.note(producer.address, COMMS, sum(map(size_of, reply["data"])), seconds)
-        return reply
-
-    def unpacked(self, incoming: IncomingShard, reply: dict[str, Any]) -> list[Any]:
-        """Return the sections of a fetched shard. Staged ones are valid until it is released. Blocks."""
-        sizes = [section.nbytes for section in incoming.shard.sections]
-        if reply["staged"]:
-            assert incoming.path.staging is not None
-            return list(map(incoming.path.staging.view, reply["staged"]["offsets"], sizes))
-        whole = [received(data) for data in reply["data"]]
+        data = [received(section) for section in reply["data"]]
+        # without the time in which the peer copied
+        seconds = perf_counter() - start - reply["seconds"]
+        self._end.traffic.note(producer.address, COMMS, sum(map(size_of, data)), seconds)
         # An inproc comm passes the producer's own memory, which the producer will reuse.
-        return [np.array(data) for data in whole] if self._protocol == "inproc" else whole
+        return [np.array(section) for section in data] if self._protocol == "inproc" else data
 
-    def bring(self, device: Device, reply: dict[str, Any]) -> Callable[[Sequence[Any]], list[Buffer]]:
+    def bring(self, device: Device) -> Callable[[Sequence[Any]], list[Buffer]]:
         """Return the function that copies fetched sections into buffers of a device."""
         direct = self._direct(device)
-        return device.from_host if direct is None or reply["staged"] else direct.from_comm
+        return device.from_host if direct is None else direct.from_comm
 
     # ---- serving -----------------------------------------------------------------------
 
-    async def serve(
-        self,
-        kind: str,
-        shard: int,
-        share: int,
-        run: list[Any],
-        staged_for: str | None,
-        to: str,
-    ) -> dict[str, Any]:
+    async def serve(self, kind: str, shard: int, share: int, to: str) -> dict[str, Any]:
         """Handle a fetch: return the bytes of a shard published by incarnation ``to``.
 
         If possible, the block in the pool is sent without a copy, since it is not reused before the peer has
         released it.
 
-        ``staged_for``: the address of the peer if it maps this worker's pool in host memory, else None.
-        Returns, under "staged", the place of the sections in that pool; otherwise, under "data", the
-        sections; and the "seconds" it took.
+        Returns, under "data", the sections, None if there are none any more; and the "seconds" it took.
         """
         start = perf_counter()
-        key = (run[0], run[1])
         if to != self._end.me.incarnation:
             self._end.metrics.add("exchange.messages.stale")
             return {"data": None}
@@ -120,89 +94,15 @@ class Comms:
         blocks = outbox.view(shard, share)
         if blocks is None:
             return {"data": None}
-        device = self._end.pools.device(kind)
-        staged = None
-        if staged_for:
-            copy = partial(self._copy, device, blocks, key, share, staged_for)
-            staged = await self._staged((kind, shard, share), key, copy)
-        data: list[Any] = []
-        if staged is None:
-            data = await self._end.offload(self._sendable, device, blocks)
+        data = await self._end.offload(self._sendable, self._end.pools.device(kind), blocks)
         if outbox.view(shard, share) is None:  # released meanwhile, or its run has ended
-            if staged is not None:
-                self._end.pools.known("host").release([(staged["shard"], share)])
             return {"data": None}
-        return {
-            "data": [to_serialize(one) for one in data],
-            "staged": staged,
-            "seconds": perf_counter() - start,
-        }
-
-    async def _staged(
-        self, which: tuple[str, int, int], run: RunKey, copy: Callable[[], dict[str, Any] | None]
-    ) -> dict[str, Any] | None:
-        """Return a shard's copy in the pool in host memory; None if that has no room.
-
-        A repeated fetch gets the same copy: its owner does not know of an earlier one, and would free only
-        one of them.
-        """
-        if (known := self._copies.get(which)) is None:
-            known = self._copies[which] = run, asyncio.ensure_future(self._end.offload(copy))
-        _, copying = known
-        try:
-            return await asyncio.shield(copying)
-        finally:
-            if copying.done() and _result(copying) is None and self._copies.get(which) is known:
-                del self._copies[which]  # the next fetch tries again
-
-    def release(self, kind: str, shards: Iterable[tuple[int, int]]) -> None:
-        """Free the copies of shards that their owners have released, given as pairs of a shard and a share.
-
-        An owner releases a shard once it does not read it any more, so it does not read the copy either.
-        """
-        for shard, share in shards:
-            if (known := self._copies.pop((kind, shard, share), None)) is not None:
-                known[1].add_done_callback(partial(self._free, share))
-
-    def _free(self, share: int, copying: asyncio.Future[dict[str, Any] | None]) -> None:
-        if (staged := _result(copying)) is not None:
-            self._end.pools.known("host").release([(staged["shard"], share)])
-
-    def _copy(
-        self, device: Device, blocks: Sequence[Block], run: RunKey, share: int, peer: str
-    ) -> dict[str, Any] | None:
-        """Copy a shard into the pool in host memory; return None if that has no room. Blocks."""
-        outbox = self._end.pools.outbox("host")
-        copies: list[Block] = []
-        try:
-            for block in blocks:
-                copies.append(outbox.allocate(block.nbytes))
-            into = [[copy.buffer] for copy in copies]
-            device.scatter([block.buffer for block in blocks], into, ordered=False)()
-        except (PoolFull, MemoryError) as error:
-            for copy in copies:
-                outbox.give_back(copy)
-            reason = f"the pool in host memory has no room: {error}"
-            self._end.metrics.fallback(Fallback.EXCHANGE_COMMS, reason)
-            return None
-        return {
-            "shard": outbox.publish(run, share, peer, copies, is_copy=True),
-            "offsets": [copy.offset for copy in copies],
-        }
+        return {"data": [to_serialize(section) for section in data], "seconds": perf_counter() - start}
 
     def _sendable(self, device: Device, blocks: Sequence[Block]) -> list[Any]:
         if (direct := self._direct(device)) is not None:
             return [direct.for_comm(block.buffer) for block in blocks]
         return [memoryview(device.to_host(block.buffer)) for block in blocks]
-
-    def forget(self, run: RunKey) -> None:
-        """Forget a run that is over; its copies are freed with its other blocks."""
-        self._copies = {which: known for which, known in self._copies.items() if known[0] != run}
-
-
-def _result(copying: asyncio.Future[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return a copy that is complete; None if there was no room or it has failed."""
-    return None if copying.cancelled() or copying.exception() is not None else copying.result()
 
 
 def received(data: Any) -> Buffer | np.ndarray:
@@ -276,9 +176,9 @@ class Puller:
 
     async def _pull_fetched(self, incoming: IncomingShard) -> None:
         began = perf_counter()
-        reply = await self._comms.fetch(incoming)
+        sections = await self._comms.fetch(incoming)
         self._record_fetch(incoming, began)
-        await self._end.offload(self._land_fetched, incoming, reply)
+        await self._end.offload(self._land_fetched, incoming, sections)
 
     def _record_fetch(self, incoming: IncomingShard, began: float) -> None:
         if (recording := self._end.metrics.recording) is not None:
@@ -296,14 +196,9 @@ class Puller:
             drop_pages([incoming])
         self._end.metrics.add("exchange.pulled.bytes", incoming.shard.nbytes)
 
-    def _land_fetched(self, incoming: IncomingShard, reply: dict[str, Any]) -> None:
+    def _land_fetched(self, incoming: IncomingShard, sections: list[Any]) -> None:
         with self._recorded(incoming):
-            sources = self._comms.unpacked(incoming, reply)
-            self._land(incoming, sources, self._comms.bring(incoming.device, reply))
-        if staged := reply["staged"]:
-            assert incoming.path.staging is not None
-            for offset, section in zip(staged["offsets"], incoming.shard.sections, strict=True):
-                incoming.path.staging.drop_pages(offset, section.nbytes)
+            self._land(incoming, sections, self._comms.bring(incoming.device))
 
     def _recorded(self, incoming: IncomingShard) -> AbstractContextManager[None]:
         """Record the body as a pull, if a trace is being recorded."""

@@ -252,7 +252,6 @@ class Exchange:
 
     async def withdraw(self, run: RunKey) -> None:
         """Free the published blocks of a run, once no owner reads them any more."""
-        self.comms.forget(run)
         await self.requests.withdraw(run)
 
     # ---- what peers call -------------------------------------------------------------
@@ -268,9 +267,7 @@ class Exchange:
     def release(self, kind: str, shards: Sequence[Sequence[int]], to: str) -> None:
         """Handle the release of shards of incarnation ``to``, given as pairs of a shard and a share."""
         if to == self.me.incarnation:
-            released = [(shard, share) for shard, share in shards]
-            self.pools.known(kind).release(released)
-            self.comms.release(kind, released)
+            self.pools.known(kind).release((shard, share) for shard, share in shards)
             self.requests.note_released()
         else:  # for a former worker at this address, whose shard ids mean nothing here
             self.metrics.add("exchange.messages.stale")

@@ -38,8 +38,6 @@ class _Publication:
     blocks: tuple[Block, ...]
     #: The addresses of the owners that may read them, by share.
     readers: dict[int, str]
-    #: Whether it was copied for its one reader. Such a copy is never offered again.
-    is_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,14 +119,9 @@ class Outbox:
             self.pool.free(block)
             self.room.wake()
 
-    def publish(
-        self, run: RunKey, share: int, owner: str, blocks: Iterable[Block], *, is_copy: bool = False
-    ) -> int:
-        """Publish the blocks of a shard to the owner of a share; return the id of the shard.
-
-        ``is_copy``: whether these are copies of published blocks, made for this owner.
-        """
-        entry = _Publication(run, tuple(blocks), {share: owner}, is_copy)
+    def publish(self, run: RunKey, share: int, owner: str, blocks: Iterable[Block]) -> int:
+        """Publish the blocks of a shard to the owner of a share; return the id of the shard."""
+        entry = _Publication(run, tuple(blocks), {share: owner})
         with self._changed:
             shard = next(self._ids)
             self._entries[shard] = entry
@@ -192,7 +185,7 @@ class Outbox:
             return
         del self._entries[shard]
         self._busy.add(entry.run)
-        if not entry.is_copy and self._hooks.retains(entry.run):
+        if self._hooks.retains(entry.run):
             self._retained[shard] = entry
             self.room.wake()  # a waiting producer may reclaim it
         else:

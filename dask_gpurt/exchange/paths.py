@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from time import perf_counter
@@ -26,62 +25,46 @@ from dask_gpurt.protocol import TICKET_HANDLER
 
 COMMS = "comms"
 LOCAL = "local"
-THROUGH_HOST = "through-host"
 
 
 @dataclass(frozen=True)
 class Path:
     """Describe a path along which shards of a peer are read.
 
-    ``name``: "local", "shared-memory", "cuda-ipc", "through-host" or "comms".
-    ``mapping``: the peer's pool; None if its bytes come through a comm or through host memory.
+    ``name``: "local", "shared-memory", "cuda-ipc" or "comms".
+    ``mapping``: the peer's pool; None if its bytes come through a comm.
     ``in_place``: whether shards are read in the peer's pool, without a copy.
     ``reason``: why a better path is not possible.
-    ``staging``: the peer's pool in host memory, into which it copies shards on request.
     """
 
     name: str
     mapping: Mapping | None
     in_place: bool
     reason: str | None = None
-    staging: Mapping | None = None
 
     def describe(self) -> dict[str, Any]:
         return {"path": self.name, "reason": self.reason}
 
-    @property
-    def mappings(self) -> tuple[HeldMapping, ...]:
-        """Return the mapped pools of the peer that it uses."""
-        return tuple(each for each in (self.mapping, self.staging) if isinstance(each, HeldMapping))
-
     def hold(self) -> bool:
-        """Keep its mappings open until :meth:`let_go`; return False if the peer has left."""
-        with ExitStack() as undo:
-            for mapping in self.mappings:
-                if not mapping.hold():
-                    return False
-                undo.callback(mapping.let_go)
-            undo.pop_all()
-        return True
+        """Keep its mapping open until :meth:`let_go`; return False if the peer has left."""
+        return self.mapping.hold() if isinstance(self.mapping, HeldMapping) else True
 
     def let_go(self) -> None:
         """Undo one :meth:`hold`."""
-        for mapping in self.mappings:
-            mapping.let_go()
+        if isinstance(self.mapping, HeldMapping):
+            self.mapping.let_go()
 
 
 def choose(
     device: Device | None,
     ticket: Ticket | None,
     allowed: frozenset[str],
-    staging: Mapping | None = None,
 ) -> Path:
     """Return the best path from a peer's pool that is possible. Blocks while mapping.
 
     ``device``: this worker's device of the kind of the pool; None if it has none.
     ``ticket``: the ticket of the peer's pool; None if it has none.
     ``allowed``: the setting ``gpurt.exchange.paths``.
-    ``staging``: the peer's pool in host memory, if this worker maps it.
     """
     if device is None or ticket is None:
         return Path(COMMS, None, False, "one of the two workers has no such device")
@@ -95,8 +78,6 @@ def choose(
             return Path(name, mapping, device.reads_in_place or device.is_same(ticket))
     else:
         reason = f"gpurt.exchange.paths excludes {name}"
-    if staging is not None and not device.on_host:
-        return Path(THROUGH_HOST, None, False, reason, staging)
     return Path(COMMS, None, False, reason)
 
 
@@ -285,13 +266,10 @@ class Peers:
             return Path(LOCAL, outbox.pool, True)
         reply = await self._ticket(peer.address, kind, peer.incarnation)
         device, ticket = self._end.pools.devices.get(kind), reply["ticket"]
-        staging = None
-        if device is not None and not device.on_host:  # else read in place, or through comms
-            staging = (await self.path(peer, "host")).mapping
-        found: Path = await self._end.offload(choose, device, ticket, self._allowed, staging)
+        found: Path = await self._end.offload(choose, device, ticket, self._allowed)
         found = self._held(found)
         if self._closed:  # `close` ran while this was being mapped, and did not retire it
-            await asyncio.to_thread(_retire_mappings, found)
+            await asyncio.to_thread(_retire_mapping, found)
             raise PeerError(f"the exchange of {self._end.me.address} is closed")
         self._note(found)
         return found
@@ -323,8 +301,7 @@ class Peers:
     def _note(self, path: Path) -> None:
         """Count a fallback if a better path was not possible."""
         if path.reason is not None:
-            ways = {COMMS: Fallback.EXCHANGE_COMMS, THROUGH_HOST: Fallback.EXCHANGE_THROUGH_HOST}
-            self._end.metrics.fallback(ways[path.name], path.reason)
+            self._end.metrics.fallback(Fallback.EXCHANGE_COMMS, path.reason)
 
     async def connect_all(self) -> None:
         """Find the paths from all workers of the cluster."""
@@ -370,12 +347,12 @@ class Peers:
 
 def _retire(task: asyncio.Task[Path]) -> None:
     if (path := _result(task)) is not None:
-        _retire_mappings(path)
+        _retire_mapping(path)
 
 
-def _retire_mappings(path: Path) -> None:
-    for mapping in path.mappings:
-        mapping.retire()
+def _retire_mapping(path: Path) -> None:
+    if isinstance(path.mapping, HeldMapping):
+        path.mapping.retire()
 
 
 def _never() -> None:

@@ -158,7 +158,7 @@ class PeerRequests:
 
     async def withdraw(self, run: RunKey) -> None:
         """Free the published blocks of a run, once no owner reads them any more."""
-        # Loop, since a fetch in progress may have published a staged copy in the meantime.
+        # Loop, since a transfer in progress may have published more in the meantime.
         while published := self._end.pools.owners(run):
             await asyncio.gather(*(self._withdraw_from(owner, run, outbox) for outbox, owner in published))
 

@@ -37,7 +37,6 @@ class Fallback(Enum):
     SHUFFLE_RETIREMENT = "shuffle.retirement", "inputs of a worker that retires are transferred again"
 
     EXCHANGE_COMMS = "exchange.comms", "bytes go through Dask's comms"
-    EXCHANGE_THROUGH_HOST = "exchange.through-host", "bytes are copied through host memory"
     EXCHANGE_SHM_FULL = "exchange.shm-full", "producers wait for room in shared memory"
     EXCHANGE_FEW_DESCRIPTORS = "exchange.few-descriptors", "transfers may fail for lack of file descriptors"
     EXCHANGE_SPILLED_ON_ARRIVAL = "exchange.spilled-on-arrival", "pulled shards do not fit on the device"

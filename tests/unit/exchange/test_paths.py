@@ -11,17 +11,11 @@ from dask_gpurt.exchange.paths import PeerClass, choose, peer_class
 from tests.helpers.far_device import Accelerator
 
 ALL = frozenset(PATHS)
-STAGING: Any = object()
 
 
-@pytest.mark.parametrize(
-    ("staging", "mapped", "path"),
-    [(STAGING, True, "cuda-ipc"), (STAGING, False, "through-host"), (None, False, "comms")],
-)
-def test_what_can_be_mapped_comes_before_host_memory_and_that_before_comms(
-    staging: Any, mapped: bool, path: str
-) -> None:
-    chosen = choose(Accelerator(2**30), {"mapped": mapped, "device": "other"}, ALL, staging)
+@pytest.mark.parametrize(("mapped", "path"), [(True, "cuda-ipc"), (False, "comms")])
+def test_what_can_be_mapped_comes_before_comms(mapped: bool, path: str) -> None:
+    chosen = choose(Accelerator(2**30), {"mapped": mapped, "device": "other"}, ALL)
     assert (chosen.name, chosen.in_place) == (path, False)
 
 

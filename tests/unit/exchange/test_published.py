@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -81,20 +80,11 @@ def test_a_producer_that_waits_gets_the_room_of_a_block_that_was_lent() -> None:
     outbox.allocate(8 * KIB)
 
 
-def test_the_copy_made_for_an_owner_goes_with_its_share() -> None:
+def test_what_a_share_may_read_goes_with_it() -> None:
     outbox = outbox_of(HostPool(MIB))
-    for is_copy in (False, True):
-        outbox.publish(RUN, 7, OWNER, [outbox.allocate(4 * KIB)], is_copy=is_copy)
-    assert outbox.unread(RUN, ME) == 2
+    outbox.publish(RUN, 7, OWNER, [outbox.allocate(4 * KIB)])
+    assert outbox.unread(RUN, ME) == 1
     outbox.drop_shares(RUN, {7})
     assert outbox.unread(RUN, ME) == 0
     assert outbox.owners(RUN) == set()
-    assert outbox.retained == outbox.pool.used == 4 * KIB  # a copy is never offered again
-
-
-def test_a_copy_is_freed_once_its_owner_has_read_it() -> None:
-    pool: Any = HostPool(MIB)
-    outbox = outbox_of(pool)
-    copy = outbox.publish(RUN, 7, OWNER, [outbox.allocate(4 * KIB)], is_copy=True)
-    outbox.release([(copy, 7)])
-    assert pool.used == 0
+    assert outbox.retained == outbox.pool.used == 4 * KIB
