@@ -101,8 +101,7 @@ class trace:
     """Record a trace of the cluster while the body runs, and write it to a file for https://ui.perfetto.dev.
 
     The trace has tasks by thread, the steps of shuffles, spilling and unspilling, waits, decisions and
-    faults, of all workers and the scheduler. An arrow connects the packing of each shard to its reads. See
-    ``docs/guides/traces.md``.
+    faults, of all workers and the scheduler. See ``docs/guides/traces.md``.
 
     Parameters
     ----------

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -146,16 +145,13 @@ def plain(process: ProcessTrace) -> dict[str, Any]:
 #
 # The format is specified in
 # https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each server is a process
-# with a track for each of its threads. Perfetto's requirements hold: slices of a track are nested, and each
-# flow has one begin and one end, in this order, inside slices.
+# with a track for each of its threads. Perfetto's requirement holds: slices of a track are nested.
 #
 # Steps are timed on their thread. Tasks are timed by Dask, from their submission to a thread, so a step may
 # extend beyond its task by the delay until the thread starts; the task is then widened. Coroutine tasks,
 # and copies that were started together, may overlap on one thread, which then gets several tracks.
 
 
-#: Maximum number of flows in a trace; the rest are only counted.
-MAX_FLOWS = 100_000
 #: Track numbers reserved for each process.
 TRACKS_PER_PROCESS = 1000
 
@@ -163,16 +159,13 @@ TRACKS_PER_PROCESS = 1000
 def chrome_trace(trace: Trace) -> dict[str, Any]:
     """Return a trace as JSON-serialisable values, with times in microseconds since its first event.
 
-    ``otherData`` reports what is missing from the trace: lost events, flows without one of their ends,
-    workers that did not answer.
+    ``otherData`` reports what is missing from the trace: lost events, and workers that did not answer.
     """
     first = min((event.at for process in trace.processes.values() for event in process.events), default=0.0)
-    flows = _Flows()
     written: list[dict[str, Any]] = []
     ordered = sorted(trace.processes.items(), key=lambda item: (item[0] != SCHEDULER, item[0]))
     for number, (address, process) in enumerate(ordered, start=1):
-        written += _Process(number, address, process, first, flows).written()
-    written += flows.written()
+        written += _Process(number, address, process, first).written()
     written.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0)))
     return {
         "traceEvents": written,
@@ -182,7 +175,6 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
             "time of the first event": trace.began + first,
             "lost events": trace.lost,
             "workers that did not answer": dict(trace.unanswered),
-            "flows": dict(flows.counts),
             "processes": {address: plain(process) for address, process in ordered},
         },
     }
@@ -199,14 +191,13 @@ class _Slice:
 
 
 class _Process:
-    """Convert the events of one server, and collect the ends of flows in them."""
+    """Convert the events of one server."""
 
-    def __init__(self, number: int, address: str, process: ProcessTrace, first: float, flows: _Flows):
+    def __init__(self, number: int, address: str, process: ProcessTrace, first: float):
         self._number = number
         self._address = address
         self._process = process
         self._first = first
-        self._flows = flows
         self._tracks: dict[tuple[int, int], int] = {}
 
     def written(self) -> Iterator[dict[str, Any]]:
@@ -254,21 +245,14 @@ class _Process:
             for one in nested:
                 one.track = self._track(thread, lane)
                 yield self._slice(one)
-        enclosing = _Enclosing(slices)
         for event in events:
-            at = self._nanoseconds(event.at)
             if event.kind == Kind.MARK:
                 yield {
-                    **self._common(event, "i", at),
+                    **self._common(event, "i", self._nanoseconds(event.at)),
                     "s": "t",
                     "tid": self._track(thread, 0),
                     "args": _finite(event.args),
                 }
-            elif event.kind in (Kind.SENT, Kind.READ):
-                self._flows.add(event.kind, event.args["shard"], self._number, enclosing.at(at), at)
-        for one in slices:
-            if one.event.step == "pull" and "shard" in one.event.args:
-                self._flows.add("pulled", one.event.args["shard"], self._number, one, one.begin)
 
     def _slice(self, one: _Slice) -> dict[str, Any]:
         event = one.event
@@ -335,100 +319,6 @@ def in_lanes(slices: Iterable[_Slice]) -> list[list[_Slice]]:
             lanes.append([one])
             open_ends.append([one.end])
     return lanes
-
-
-class _Enclosing:
-    """Find the innermost slice of a thread that contains an instant."""
-
-    def __init__(self, slices: Iterable[_Slice]):
-        self._slices = sorted(
-            (one for one in slices if one.event.step != TASK), key=lambda one: (one.begin, -one.end)
-        )
-        self._begins = [one.begin for one in self._slices]
-
-    def at(self, moment: int) -> _Slice | None:
-        # Steps are nested only a few levels deep, so only the last slices that have begun need checking.
-        last = bisect_right(self._begins, moment)
-        for one in reversed(self._slices[max(0, last - 64) : last]):
-            if one.end >= moment:
-                return one
-        return None
-
-
-# ---- flows ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _End:
-    """Hold one end of a flow: an instant inside a slice."""
-
-    process: int
-    slice: _Slice
-    at: int
-
-
-@dataclass
-class _Shard:
-    """Hold the events of one shard: offered by its producer, pulled by its owner, and read for outputs."""
-
-    sent: _End | None = None
-    pulled: _End | None = None
-    read: list[_End] = field(default_factory=list)
-
-
-class _Flows:
-    """Pair the events of shards into flows from the producer to each read, via the pull if there is one.
-
-    ``counts``: numbers of flows: ``written``; with an end ``missing`` from the trace; ``backwards`` in time
-    because of inexact clocks; and ``left out`` beyond :data:`MAX_FLOWS`.
-    """
-
-    def __init__(self) -> None:
-        self._shards: defaultdict[str, _Shard] = defaultdict(_Shard)
-        self.counts = Counter({"written": 0, "missing": 0, "backwards": 0, "left out": 0})
-
-    def add(self, what: str, shard: str, process: int, around: _Slice | None, at: int) -> None:
-        """Add an event of a shard; without an enclosing slice it cannot be the end of a flow."""
-        if around is None:
-            self.counts["missing"] += 1
-            return
-        end = _End(process, around, at)
-        match what:
-            case Kind.SENT:
-                self._shards[shard].sent = end
-            case "pulled":
-                self._shards[shard].pulled = end
-            case _:
-                self._shards[shard].read.append(end)
-
-    def written(self) -> Iterator[dict[str, Any]]:
-        """Yield the two ends of each flow."""
-        for shard, moments in self._shards.items():
-            for begin, end in self._pairs(moments):
-                at = max(begin.at, end.at)
-                if at > end.slice.end:
-                    self.counts["backwards"] += 1
-                elif self.counts["written"] >= MAX_FLOWS:
-                    self.counts["left out"] += 1
-                else:
-                    self.counts["written"] += 1
-                    common = {"name": "shard", "cat": "shard", "id": self.counts["written"]}
-                    args = {"args": {"shard": shard}}
-                    yield {"ph": "s", **common, **_place(begin, begin.at), **args}
-                    yield {"ph": "f", "bp": "e", **common, **_place(end, at), **args}
-
-    def _pairs(self, moments: _Shard) -> Iterator[tuple[_End, _End]]:
-        source = moments.pulled or moments.sent
-        if moments.sent is None or not (moments.read or moments.pulled):
-            self.counts["missing"] += 1
-        if moments.sent is not None and moments.pulled is not None:
-            yield moments.sent, moments.pulled
-        if source is not None:
-            yield from ((source, read) for read in moments.read)
-
-
-def _place(end: _End, at: int) -> dict[str, Any]:
-    return {"ts": at / 1000, "pid": end.process, "tid": end.slice.track}
 
 
 def _finite(args: Mapping[str, Any]) -> dict[str, Any]:

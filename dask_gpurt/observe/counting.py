@@ -60,16 +60,14 @@ class Metrics:
         :data:`~dask_gpurt.observe.recording.STEPS`.
         """
         recording = self.recording  # a recording that starts during the body has not seen its begin
-        step = None if recording is None else STEPS.get(name)
-        if recording is not None and step is not None:
-            recording.enter(step.name)
         start = perf_counter()
         try:
             yield
         finally:
-            self.add(name, perf_counter() - start)
-            if recording is not None and step is not None:
-                recording.leave(step.name, start, {} if subject is None else {step.subject: subject})
+            self.add(name, seconds := perf_counter() - start)
+            if recording is not None and (step := STEPS.get(name)) is not None:
+                args = {} if subject is None else {step.subject: subject}
+                recording.timed(step.name, start, seconds, **args)
 
     def fallback(self, what: Fallback, reason: str, *labels: str) -> None:
         """Count an operation that was left to Dask or done in a lesser way; log the first occurrence.

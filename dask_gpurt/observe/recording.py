@@ -1,4 +1,4 @@
-"""Record the steps of one process while a trace is taken, in a bounded ring buffer and as NVTX ranges.
+"""Record the steps of one process while a trace is taken, in a bounded ring buffer.
 
 While no trace is taken, :attr:`dask_gpurt.observe.Metrics.recording` is None, and checking it is the only
 cost of a step. Most steps are timed for a metric anyway: :data:`STEPS` names them. Threads append to the
@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from time import perf_counter, time
 from typing import Any, NamedTuple
 
 from dask.context import thread_state
-from dask.utils import key_split
 
 #: Capacity of the ring; an event takes about 300 bytes.
 RING_EVENTS = 50_000
 #: How often clocks are compared; the least difference counts, since a thread may be interrupted within one.
 CLOCK_READINGS = 5
-#: The domain of NVTX ranges, for filtering in Nsight Systems.
-NVTX_DOMAIN = "dask_gpurt"
 
 
 class Kind(StrEnum):
@@ -36,10 +33,6 @@ class Kind(StrEnum):
     WAIT = "wait"
     #: An instant.
     MARK = "mark"
-    #: The instant at which a thread offered a shard; ``args`` has the shard, its owner and its bytes.
-    SENT = "sent"
-    #: The instant at which a thread read an offered shard.
-    READ = "read"
 
 
 class Event(NamedTuple):
@@ -114,13 +107,9 @@ class Batch(NamedTuple):
 
 
 class Recording:
-    """Keep the last events of a process. Thread-safe and non-blocking.
+    """Keep the last events of a process. Thread-safe and non-blocking."""
 
-    ``ranges``: emits NVTX ranges around steps; None to emit none.
-    """
-
-    def __init__(self, capacity: int = RING_EVENTS, ranges: Ranges | None = None):
-        self._ranges = ranges
+    def __init__(self, capacity: int = RING_EVENTS):
         self._lock = threading.Lock()
         self._ring: deque[Event] = deque(maxlen=capacity)
         self._threads: dict[int, str] = {}
@@ -135,26 +124,14 @@ class Recording:
     @contextmanager
     def span(self, step: str, **args: Any) -> Iterator[None]:
         """Record the body as a step of this thread."""
-        self.enter(step)
         began = perf_counter()
         try:
             yield
         finally:
-            self.leave(step, began, args)
-
-    def enter(self, step: str) -> None:
-        """Begin an NVTX range around a step of this thread; :meth:`leave` ends it."""
-        if self._ranges is not None:
-            self._ranges.push(step, _task())
-
-    def leave(self, step: str, began: float, args: Mapping[str, Any]) -> None:
-        """Record a step of this thread that ends now, and end its range."""
-        self._append(Kind.SPAN, step, began, perf_counter() - began, args)
-        if self._ranges is not None:
-            self._ranges.pop()
+            self.timed(step, began, perf_counter() - began, **args)
 
     def timed(self, step: str, began: float, seconds: float, **args: Any) -> None:
-        """Record a step of this thread that has already ended, without an NVTX range."""
+        """Record a step of this thread that has ended."""
         self._append(Kind.SPAN, step, began, seconds, args)
 
     def waited(self, step: str, began: float, **args: Any) -> None:
@@ -164,14 +141,6 @@ class Recording:
     def mark(self, step: str, **args: Any) -> None:
         """Record an instant."""
         self._append(Kind.MARK, step, perf_counter(), 0.0, args)
-
-    def sent(self, shard: str, owner: str, nbytes: int) -> None:
-        """Record that this thread offers a shard to the worker at an address."""
-        self._append(Kind.SENT, "", perf_counter(), 0.0, {"shard": shard, "owner": owner, "bytes": nbytes})
-
-    def read(self, shard: str) -> None:
-        """Record that this thread reads a shard."""
-        self._append(Kind.READ, "", perf_counter(), 0.0, {"shard": shard})
 
     def add(self, event: Event) -> None:
         """Record an event that was timed elsewhere."""
@@ -204,31 +173,3 @@ class Recording:
 def _task() -> str:
     """Return the key of the task that Dask runs on this thread."""
     return str(getattr(thread_state, "key", ""))
-
-
-class Ranges:
-    """Emit NVTX ranges around steps, named after the step and the prefix of its task: ``pack (shuffle)``.
-
-    ``push``, ``pop``: ``nvtx.push_range`` and ``nvtx.pop_range``.
-    """
-
-    def __init__(self, push: Callable[..., Any], pop: Callable[..., Any]):
-        self._push = push
-        self._pop = pop
-
-    @classmethod
-    def find(cls) -> Ranges | None:
-        """Return ranges if the package ``nvtx`` is installed, which this imports; otherwise None."""
-        try:
-            import nvtx
-        except ImportError:
-            return None
-        return cls(nvtx.push_range, nvtx.pop_range)
-
-    def push(self, step: str, task: str) -> None:
-        """Begin a range of this thread."""
-        self._push(message=f"{step} ({key_split(task)})" if task else step, domain=NVTX_DOMAIN)
-
-    def pop(self) -> None:
-        """End the innermost range of this thread."""
-        self._pop(domain=NVTX_DOMAIN)

@@ -354,15 +354,11 @@ class Receiver:
             places, empty = list(received.outputs[partition].items()), received.inputs.empty
         places.sort(key=lambda place: (place[0].shard.source, place[0].shard.part))
         wanted = [(incoming, which, at) for incoming, mine in places for which, at in mine]
-        metrics = self.exchange.metrics
         landing = self.exchange.landing
         sections = [(incoming, which) for incoming, which, _ in wanted]
         read = reading(sections, landing, self._check, key)
-        timed = metrics.seconds("shuffle.seconds.assembling", partition)
+        timed = self.exchange.metrics.seconds("shuffle.seconds.assembling", partition)
         with read as found, timed, self._progress.seconds("assembling"):
-            if (recording := metrics.recording) is not None:
-                for incoming, _ in places:
-                    recording.read(incoming.shard.name)
             parts = [
                 _part(incoming.shard.sections[which], at, *bytes_)
                 for (incoming, which, at), bytes_ in zip(wanted, found, strict=True)

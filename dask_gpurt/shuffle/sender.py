@@ -317,8 +317,6 @@ class _Packing:
             raise
         shard = self._describe(id_, share, packed)
         self.shards.append(shard)
-        if (recording := sender.exchange.metrics.recording) is not None:
-            recording.sent(shard.name, share.owner, shard.nbytes)
         sender.progress.offered(shard.nbytes)
         sender.offer(share.owner, shard)
         self._parts[share.id] += 1

@@ -18,7 +18,7 @@ from dask_gpurt.dask_hooks import PatchSet
 from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.exchange import Exchange
 from dask_gpurt.observe import Metrics
-from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Ranges, Recording
+from dask_gpurt.observe.recording import TASK, Batch, Event, Kind, Recording
 from dask_gpurt.protocol import END_TRACE_HANDLER, TAKE_EVENTS_HANDLER, is_off
 
 #: A trace ends after this time without a client that takes batches, in seconds.
@@ -38,7 +38,7 @@ class Recorder:
         recording = self._metrics.recording
         if recording is None or self.token != token:
             self.token = token
-            recording = self._metrics.recording = Recording(ranges=Ranges.find())
+            recording = self._metrics.recording = Recording()
         self._renew(token)
         return recording
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 #: Phases that the runtime writes.
-PHASES = frozenset("MXibesf")
+PHASES = frozenset("MXibe")
 
 
 class Slice(NamedTuple):
@@ -59,8 +59,6 @@ def check(trace: Mapping[str, Any]) -> None:
     check_names(events)
     check_nesting(trace)
     check_waits(events)
-    for begin, end in flows(trace):
-        assert begin["ts"] <= end["ts"]
 
 
 def check_names(events: list[Mapping[str, Any]]) -> None:
@@ -69,7 +67,7 @@ def check_names(events: list[Mapping[str, Any]]) -> None:
     assert len(named) == len(set(named))
     for event in events:
         assert ("process_name", event["pid"], 0) in named
-        if event["ph"] in "Xisf":
+        if event["ph"] in "Xi":
             assert ("thread_name", event["pid"], event["tid"]) in named, event
 
 
@@ -98,32 +96,3 @@ def check_waits(events: list[Mapping[str, Any]]) -> None:
         elif event["ph"] == "e":
             assert begun.pop(which) <= event["ts"]
     assert not begun
-
-
-def flows(trace: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield both ends of each flow; asserts that both exist once, each inside a slice."""
-    ends: defaultdict[int, dict[str, Mapping[str, Any]]] = defaultdict(dict)
-    for event in trace["traceEvents"]:
-        if event["ph"] in "sf":
-            assert event["ph"] not in ends[event["id"]], event
-            ends[event["id"]][event["ph"]] = event
-    by_track: defaultdict[tuple[int, int], list[Slice]] = defaultdict(list)
-    for one in slices(trace):
-        by_track[one.pid, one.tid].append(one)
-    for pair in ends.values():
-        assert pair.keys() == {"s", "f"}, pair
-        for event in pair.values():
-            at = nanoseconds(event["ts"])
-            assert any(one.begin <= at <= one.end for one in by_track[event["pid"], event["tid"]]), event
-        yield pair["s"], pair["f"]
-
-
-def around(trace: Mapping[str, Any], event: Mapping[str, Any]) -> Slice:
-    """Return the innermost slice around an end of a flow: Perfetto attaches the flow to it."""
-    at = nanoseconds(event["ts"])
-    found = [
-        one
-        for one in slices(trace)
-        if (one.pid, one.tid) == (event["pid"], event["tid"]) and one.begin <= at <= one.end
-    ]
-    return max(found, key=lambda one: (one.begin, -one.end))

@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 
 from dask_gpurt.monitor.trace import SCHEDULER, ProcessTrace, Trace, chrome_trace
 from dask_gpurt.observe.recording import TASK, Event, Kind
-from tests.helpers.trace_format import around, check, flows, slices
+from tests.helpers.trace_format import check, slices
 
 A, B = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
 
 
 def span(step: str, at: float, seconds: float, thread: int = 1, task: str = "", **args: Any) -> Event:
     return Event(Kind.SPAN, step, at, seconds, thread, task, args)
-
-
-def point(kind: Kind, at: float, shard: str, thread: int = 1) -> Event:
-    return Event(kind, "", at, 0.0, thread, "", {"shard": shard})
 
 
 def trace(**processes: ProcessTrace) -> Trace:
@@ -30,7 +26,7 @@ def trace(**processes: ProcessTrace) -> Trace:
 times = st.integers(0, 400).map(lambda ticks: ticks / 64)
 events = st.builds(
     Event,
-    st.sampled_from([Kind.SPAN, Kind.SPAN, Kind.SPAN, Kind.WAIT, Kind.MARK, Kind.SENT, Kind.READ]),
+    st.sampled_from([Kind.SPAN, Kind.SPAN, Kind.SPAN, Kind.WAIT, Kind.MARK]),
     st.sampled_from([TASK, "pack", "pull", "assemble"]),
     times,
     times,
@@ -50,45 +46,6 @@ def test_whatever_is_recorded_can_be_read(one: list[Event], other: list[Event], 
     assert len(slices(written)) == len(spans)
     marks = [event for event in written["traceEvents"] if event["ph"] == "i"]
     assert len(marks) == sum(event.kind == Kind.MARK for event in [*one, *other])
-    assert len(list(flows(written))) == written["otherData"]["flows"]["written"]
-
-
-def test_a_shard_flows_from_its_pack_to_its_pull_and_on_to_its_outputs() -> None:
-    producer = [span("pack", 1, 1), point(Kind.SENT, 1.5, "s1"), point(Kind.SENT, 1.6, "s2")]
-    owner = [
-        span("pull", 2, 1, shard="s1", thread=5),
-        *(span("assemble", at, 0.5, output=at) for at in (4, 5)),
-        point(Kind.READ, 4.1, "s1"),
-        point(Kind.READ, 5.1, "s1"),
-        point(Kind.READ, 4.1, "s2"),
-    ]
-    written = chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
-    check(written)
-    found = [
-        (s["args"]["shard"], around(written, s).name, around(written, f).name) for s, f in flows(written)
-    ]
-    assert sorted(found) == [
-        ("s1", "pack", "pull"),
-        ("s1", "pull", "assemble"),
-        ("s1", "pull", "assemble"),
-        ("s2", "pack", "assemble"),
-    ]
-
-
-def test_a_flow_of_which_an_end_is_missing_is_counted_and_not_written() -> None:
-    lone = [span("pack", 1, 1), point(Kind.SENT, 1.5, "sent"), point(Kind.SENT, 3, "outside")]
-    read = [span("assemble", 4, 1), point(Kind.READ, 4.5, "read")]
-    written = chrome_trace(trace(a=ProcessTrace(events=lone), b=ProcessTrace(events=read)))
-    check(written)
-    assert written["otherData"]["flows"] == {"written": 0, "missing": 3, "backwards": 0, "left out": 0}
-
-
-def test_a_read_that_seems_to_precede_its_send_is_no_flow() -> None:
-    producer = [span("pack", 5, 1), point(Kind.SENT, 5.5, "s")]
-    owner = [span("assemble", 1, 1), point(Kind.READ, 1.5, "s")]
-    written = chrome_trace(trace(a=ProcessTrace(events=producer), b=ProcessTrace(events=owner)))
-    check(written)
-    assert written["otherData"]["flows"]["backwards"] == 1
 
 
 def test_a_task_is_widened_to_its_steps_and_not_over_its_neighbours() -> None:
@@ -154,7 +111,6 @@ def test_the_summary_adds_up() -> None:
                 span("pull", 0, 1.0, bytes=10),
                 span("pull", 2, 3.0, bytes=20),
                 span(TASK, 0, 0.5, task="('shuffle-transfer-0123456789abcdef', 1)"),
-                point(Kind.SENT, 0.5, "s"),
             ]
         )
     )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_gpurt.observe import Fallback, Metrics
-from dask_gpurt.observe.recording import NVTX_DOMAIN, Kind, Ranges, Recording
+from dask_gpurt.observe.recording import Kind, Recording
 
 
 @given(st.integers(1, 20), st.lists(st.one_of(st.just("mark"), st.integers(1, 8)), max_size=60))
@@ -102,18 +102,6 @@ def test_a_recording_that_begins_in_the_middle_of_a_step_leaves_it_out() -> None
     assert recording.take(10).events == []
 
 
-def test_one_that_ends_in_the_middle_of_a_step_still_ends_its_range() -> None:
-    metrics, ranges = Metrics(), []
-    recording = metrics.recording = Recording(
-        ranges=Ranges(lambda **given: ranges.append(given["message"]), lambda **_: ranges.pop())
-    )
-    with metrics.seconds("shuffle.seconds.packing"):
-        metrics.recording = None
-        assert ranges == ["pack"]
-    assert ranges == []
-    assert [event.step for event in recording.take(10).events] == ["pack"]
-
-
 def test_nothing_is_allocated_while_nothing_is_recorded() -> None:
     metrics = Metrics()
     metrics.add("shuffle.rows")
@@ -129,14 +117,3 @@ def test_nothing_is_allocated_while_nothing_is_recorded() -> None:
     before = sys.getallocatedblocks()
     steps()
     assert sys.getallocatedblocks() - before < 50
-
-
-def test_ranges_are_named_after_the_prefix_of_the_task() -> None:
-    nvtx = pytest.importorskip("nvtx", reason="the package nvtx is not installed")
-    ranges = Ranges.find()
-    assert ranges is not None
-    ranges.push("pack", "('shuffle-transfer-0123456789abcdef', 3)")  # a no-op without an attached tool
-    ranges.pop()
-    said: list[dict[str, Any]] = []
-    Ranges(lambda **given: said.append(given), nvtx.pop_range).push("pack", "('shuffle-transfer-0123', 3)")
-    assert said == [{"message": "pack (shuffle-transfer)", "domain": NVTX_DOMAIN}]
