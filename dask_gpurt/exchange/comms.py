@@ -1,6 +1,8 @@
 """Pull shards, out of mapped pools or through Dask's comms: owners fetch them, producers serve them.
 
 Coroutines run on the event loop, copies in threads of the exchange.
+
+Decisions and their figures: ``docs/decisions/shuffle.md``.
 """
 
 from __future__ import annotations
