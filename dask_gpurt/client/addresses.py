@@ -18,7 +18,7 @@ from distributed.security import Security
 from distributed.utils import import_term
 
 from dask_gpurt.dask_hooks import UnsupportedError
-from dask_gpurt.scheduler.verdict import objection, question
+from dask_gpurt.scheduler.switching import objection, question
 
 #: Timeouts for the scheduler's answer, and for one more connection that tells why there was none, in seconds.
 TIMEOUT_S, ONCE_TIMEOUT_S = 6.0, 1.0

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.pool import ALIGNMENT
 
 #: Blocks that copy together: several on each SM of an H200, which has 132.
 SHARED_BLOCKS = 2048

@@ -29,7 +29,6 @@ from cupy.cuda import runtime
 from cupy.cuda.runtime import CUDARuntimeError
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
-from dask_gpurt.device.arena import Arena
 from dask_gpurt.device.base import (
     Allocator,
     DeviceFiles,
@@ -57,6 +56,7 @@ from dask_gpurt.device.cuda_memory import (
 from dask_gpurt.device.libraries import lives_on_device
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_FREE,
+    Arena,
     Block,
     Buffer,
     Mapping,

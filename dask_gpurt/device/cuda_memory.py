@@ -21,10 +21,9 @@ from cuda.bindings import runtime as bindings
 from cupy.cuda import runtime
 from rmm.pylibrmm.stream import DEFAULT_STREAM, Stream
 
-from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.base import PAGE, Fence
 from dask_gpurt.device.copies import Copy, DeviceSpan, grid_of
-from dask_gpurt.device.pool import Buffer
+from dask_gpurt.device.pool import ALIGNMENT, Buffer
 from dask_gpurt.device.staging import BounceBuffers
 
 #: First driver version with cudaMemcpyBatchAsync: CUDA 12.8.

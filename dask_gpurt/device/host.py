@@ -23,10 +23,10 @@ import numpy as np
 import psutil
 from dask.utils import format_bytes
 
-from dask_gpurt.device.arena import Arena, Ranges
 from dask_gpurt.device.base import Fence, no_fence
 from dask_gpurt.device.pool import (
     AUTO_POOL_OF_SHM,
+    Arena,
     Block,
     Buffer,
     Mapping,
@@ -35,6 +35,7 @@ from dask_gpurt.device.pool import (
     Pool,
     PoolFull,
     PoolLimits,
+    Ranges,
     SharedMemoryFull,
     Ticket,
 )

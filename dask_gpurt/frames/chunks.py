@@ -23,8 +23,7 @@ import numpy as np
 
 from dask_gpurt.dask_hooks.shuffle import concatenate
 from dask_gpurt.device import Device
-from dask_gpurt.device.arena import ALIGNMENT
-from dask_gpurt.device.pool import Buffer
+from dask_gpurt.device.pool import ALIGNMENT, Buffer
 from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, Piece, giving_back
 from dask_gpurt.frames.boxes import Box, Index
 from dask_gpurt.frames.pickled import dumps

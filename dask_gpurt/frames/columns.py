@@ -25,7 +25,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.pool import ALIGNMENT
 from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, giving_back
 
 try:

@@ -25,11 +25,10 @@ from rmm.pylibrmm.stream import DEFAULT_STREAM
 
 from dask_gpurt.dask_hooks.types import concat
 from dask_gpurt.device import Block, Device, Pool, PoolFull
-from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.copies import Copy, DeviceSpan, address
 from dask_gpurt.device.cuda import CudaDevice
 from dask_gpurt.device.cuda_memory import copy_on_device
-from dask_gpurt.device.pool import Buffer
+from dask_gpurt.device.pool import ALIGNMENT, Buffer
 from dask_gpurt.frames.backend import (
     BlockAllocator,
     Hashed,

@@ -27,7 +27,7 @@ import numpy as np
 import pandas as pd
 from distributed.protocol import pickle as dask_pickle
 
-from dask_gpurt.device.arena import ALIGNMENT
+from dask_gpurt.device.pool import ALIGNMENT
 from dask_gpurt.frames.backend import BlockAllocator, Packed, Part, giving_back
 
 #: Arrays of fewer bytes, typically labels, stay in the pickle.

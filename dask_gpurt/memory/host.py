@@ -14,8 +14,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from dask_gpurt.device.arena import ALIGNMENT, Arena
 from dask_gpurt.device.base import PAGE, Device, Fence, no_fence
+from dask_gpurt.device.pool import ALIGNMENT, Arena
 from dask_gpurt.memory.serialize import Frames, Scattered, on_device
 from dask_gpurt.memory.tiers import NoRoom, Tier
 

@@ -26,10 +26,9 @@ from dask.typing import Key
 from distributed.protocol.serialize import Serialized, deserialize
 
 from dask_gpurt.device import Block, Device, DirectComms, Pool, PoolFull
-from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.copies import DeviceSpan, address
 from dask_gpurt.device.libraries import SERIALIZERS, deserializers, is_device_buffer
-from dask_gpurt.device.pool import Buffer
+from dask_gpurt.device.pool import ALIGNMENT, Buffer
 from dask_gpurt.memory.serialize import Frames, NotMovable, on_device, to_frames
 from dask_gpurt.observe import Fallback, Metrics
 

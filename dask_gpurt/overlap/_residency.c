@@ -1,5 +1,5 @@
 /* Residency caps: how much dynamic shared memory a launch gets, so that no more blocks of its kernel fit on an SM
- * than the policy says. overlap/occupancy.py does the same arithmetic.
+ * than the policy says. overlap/interposer.py does the same arithmetic.
  */
 #define _GNU_SOURCE
 #include "_interposer.h"

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from dask_gpurt.config.cache_files import directory, replace
-from dask_gpurt.overlap.occupancy import MAX_KERNELS, Caps
+from dask_gpurt.overlap.interposer import MAX_KERNELS, Caps
 
 #: The version of the file's format.
 FILE_FORMAT = 1

@@ -55,11 +55,10 @@ from dask_gpurt.protocol import (
     is_off,
 )
 from dask_gpurt.scheduler.clients import Clients, queries
-from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTracing
+from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTopology, SchedulerTracing
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.silence import SilentWorkers
 from dask_gpurt.scheduler.switching import Switch, Workers
-from dask_gpurt.scheduler.topology import SchedulerTopology
 from dask_gpurt.scheduler.worker_calls import make_room
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from dask_gpurt.worker.streams import PromptStreams

@@ -1,4 +1,4 @@
-"""Report the counters and fallbacks of a cluster, including workers that have left, and take traces of it.
+"""Collect what the workers of a cluster report: counters and fallbacks, traces, places and transfers.
 
 A killed worker cannot be queried. Each heartbeat carries the worker's counters, so the cluster's totals
 include everything up to its last heartbeat, or up to the last report that it has answered.
@@ -7,14 +7,16 @@ include everything up to its last heartbeat, or up to the last report that it ha
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed.metrics import time
 
 from dask_gpurt._version import __version__
+from dask_gpurt.config.values import PATHS
 from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.exchange.paths import COMMS
 from dask_gpurt.observe import Metrics
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.protocol import (
@@ -27,6 +29,8 @@ from dask_gpurt.protocol import (
     WORKER_REPORT_HANDLER,
 )
 from dask_gpurt.scheduler.worker_calls import ask, ask_all
+from dask_gpurt.topology import Link, Place, Topology
+from dask_gpurt.topology.hosts import Host
 from dask_gpurt.worker.tracing import LEASE_S, Recorder, packed
 
 #: How long to wait for a worker, which may be busy, in seconds; less for the doctor, which a user waits for.
@@ -239,3 +243,82 @@ def _batch(reply: Any) -> dict[str, Any]:
     if isinstance(reply, dict):
         return reply
     return {"error": "the runtime is off there" if reply is None else str(reply)}
+
+
+# ---- places of workers and their transfers -----------------------------------------------------------
+
+#: Links that each path of the exchange may cross. Transfers over other links are not samples of these.
+LINKS_OF_PATH = dict(
+    zip(
+        PATHS,
+        (
+            {Link.SHARED_MEMORY},
+            {Link.SAME_DEVICE, Link.NVLINK, Link.PCIE},
+            {Link.LOOPBACK, Link.RDMA, Link.TCP},
+        ),
+        strict=True,
+    )
+)
+
+
+class SchedulerTopology:
+    """Keep a :class:`Topology` in step with the workers of a scheduler.
+
+    ``moved``: called with a worker that has reported its place.
+    """
+
+    def __init__(self, scheduler: SchedulerServer, moved: Callable[[str], None]):
+        self._scheduler = scheduler
+        self._moved = moved
+        self.topology = Topology()
+        self._hosts: dict[str, Host] = {}
+
+    # ---- places of workers -------------------------------------------------------------
+
+    def placed(self, worker: str, place: dict[str, Any], name: str, devices: dict[str, Any]) -> None:
+        """Place a worker that reports its place and what its host has (stream handler)."""
+        if worker in self._scheduler.workers:
+            reported = Place(**place)
+            self.topology.add(worker, reported)
+            host = Host.of(name, devices)
+            if host.gpus or reported.host not in self._hosts:  # not where NVML has failed for this worker
+                self._hosts[reported.host] = host
+                self.topology.describe(reported.host, host.joins)
+            self._moved(worker)
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker that has left."""
+        place = self.topology.place(worker)
+        self.topology.remove(worker)
+        if place is not None and not self.topology.on_host(place.host):
+            self._hosts.pop(place.host, None)
+
+    # ---- speeds of links ---------------------------------------------------------------
+
+    def traffic(self, worker: str, totals: Sequence[tuple[str, str, int, float, int]]) -> None:
+        """Learn speeds from the transfers that a worker reports (stream handler)."""
+        for peer, path, nbytes, seconds, transfers in totals:
+            if not self.topology.place(peer) or not self.topology.place(worker):
+                continue  # one of them has left, or has not reported its place yet
+            if self.topology.link(peer, worker, path == COMMS) in LINKS_OF_PATH.get(path, ()):
+                self.topology.observe(peer, worker, nbytes, seconds, transfers, path == COMMS)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the topology as plain values (handler)."""
+        names = self._names()
+        workers = {}
+        for worker in self._scheduler.workers:
+            place = self.topology.place(worker)
+            if place is not None and place.host in names:
+                known = any(gpu.id == place.device for gpu in self._hosts[place.host].gpus)
+                workers[worker] = {"host": names[place.host], "gpu": place.device if known else None}
+        return {
+            "speeds": {str(link): vars(speed) for link, speed in self.topology.measured().items()},
+            "hosts": {names[host]: described.to_dict() for host, described in self._hosts.items()},
+            "workers": workers,
+        }
+
+    def _names(self) -> dict[str, str]:
+        """Return the names of hosts by their ids; hosts that share a name keep their ids."""
+        count = Counter(host.name for host in self._hosts.values())
+        return {id: host.name if count[host.name] == 1 else id for id, host in self._hosts.items()}

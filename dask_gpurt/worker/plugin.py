@@ -64,8 +64,7 @@ from dask_gpurt.shuffle.run import ShuffleRun
 from dask_gpurt.worker import Layer
 from dask_gpurt.worker.colocation import ALONE_VARIABLE
 from dask_gpurt.worker.data import WorkerData
-from dask_gpurt.worker.kept_columns import KeptColumns
-from dask_gpurt.worker.kept_ranges import KeptRanges
+from dask_gpurt.worker.kept_reads import KeptColumns, KeptRanges
 from dask_gpurt.worker.overlap import WorkerOverlap
 from dask_gpurt.worker.programs import WorkerPrograms
 from dask_gpurt.worker.reading import WorkerReads, set_reader_threads

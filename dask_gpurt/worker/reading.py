@@ -48,7 +48,7 @@ from dask_gpurt.reads.policy import (
 from dask_gpurt.reads.turns import ComputeSlots, Turn
 from dask_gpurt.topology.hosts import nvml_library, visible_devices
 from dask_gpurt.worker import Layer
-from dask_gpurt.worker.kept_columns import KeptColumns, asked_of
+from dask_gpurt.worker.kept_reads import KeptColumns, asked_of
 
 #: Environment variable of kvikio and libcudf; libcudf reads it once, at its first read of a file.
 NTHREADS = "KVIKIO_NTHREADS"

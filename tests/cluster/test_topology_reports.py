@@ -14,7 +14,7 @@ import dask_gpurt
 from dask_gpurt.cli import main
 from dask_gpurt.exchange.paths import Traffic
 from dask_gpurt.observe import Metrics
-from dask_gpurt.scheduler.topology import SchedulerTopology
+from dask_gpurt.scheduler.reports import SchedulerTopology
 from dask_gpurt.topology import SHIPPED, Link, Place, hosts
 from dask_gpurt.topology.hosts import Host
 from dask_gpurt.worker.reports import TopologyReporter

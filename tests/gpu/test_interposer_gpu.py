@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.overlap.occupancy import DeviceLimits
+from dask_gpurt.overlap.interposer import DeviceLimits
 from tests.helpers.commands import answer
 from tests.helpers.interposer.sm_model import residency, shared_for
 from tests.helpers.interposers import ROOT, SOURCES, build_interposer, needs_compiler

@@ -22,7 +22,7 @@ import dask_gpurt
 from benchmarks.reads.store import serve
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads.columns import LEAST_AGE_NS, ColumnCache, ColumnRead
-from dask_gpurt.worker.kept_columns import asked_of
+from dask_gpurt.worker.kept_reads import asked_of
 from tests.helpers.clusters import cluster
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,7 @@ from dask_gpurt.client.session import register_method
 from dask_gpurt.memory.ledger import Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.protocol import PLACE_OP
-from dask_gpurt.scheduler.topology import SchedulerTopology
+from dask_gpurt.scheduler.reports import SchedulerTopology
 from dask_gpurt.topology import Place, Topology
 from dask_gpurt.topology.hosts import Host
 from tests.helpers.clusters import METHOD, QUICK

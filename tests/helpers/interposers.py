@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.overlap.occupancy import DeviceLimits
+from dask_gpurt.overlap.interposer import DeviceLimits
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(__file__).with_name("interposer")

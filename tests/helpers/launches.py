@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from dask_gpurt.overlap.occupancy import DeviceLimits, LaunchedKernel
+from dask_gpurt.overlap.interposer import DeviceLimits, LaunchedKernel
 
 
 class Launches:

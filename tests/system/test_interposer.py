@@ -14,8 +14,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dask_gpurt.overlap.interposer import name_id
-from dask_gpurt.overlap.occupancy import DeviceLimits
+from dask_gpurt.overlap.interposer import DeviceLimits, name_id
 from tests.helpers.examples import examples
 from tests.helpers.interposer.sm_model import residency, shared_for
 from tests.helpers.interposers import (

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dask_gpurt.overlap.interposer import Interposer
-from dask_gpurt.overlap.occupancy import Caps, Residency
+from dask_gpurt.overlap.interposer import Caps, Interposer, Residency
 
 POINTER, UNSIGNED = ctypes.c_void_p, ctypes.c_uint
 #: Stand-ins for the kernel's parameters, which must arrive unchanged.

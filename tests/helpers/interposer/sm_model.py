@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_gpurt.overlap.occupancy import DeviceLimits, check
+from dask_gpurt.overlap.interposer import DeviceLimits, check
 
 #: Threads of a warp.
 WARP_THREADS = 32

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.device.arena import ALIGNMENT, Arena, Extent
+from dask_gpurt.device.pool import ALIGNMENT, Arena, Extent
 
 UNITS = 40
 ONE = st.tuples(st.just("one"), st.integers(0, 9))

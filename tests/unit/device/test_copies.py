@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.device.arena import ALIGNMENT
 from dask_gpurt.device.copies import runs
+from dask_gpurt.device.pool import ALIGNMENT
 
 
 def aligned(size: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.device.arena import Ranges
+from dask_gpurt.device.pool import Ranges
 
 END = 40
 RANGE = st.tuples(st.integers(0, END), st.integers(0, END)).map(lambda pair: (min(pair), max(pair)))

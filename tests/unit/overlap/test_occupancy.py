@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_gpurt.overlap.occupancy import CapError, Caps, DeviceLimits, LaunchedKernel, Residency
+from dask_gpurt.overlap.interposer import CapError, Caps, DeviceLimits, LaunchedKernel, Residency
 from tests.helpers.interposer.sm_model import residency, shared_for
 from tests.helpers.interposers import H200, SMALL
 

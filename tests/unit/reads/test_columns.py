@@ -23,7 +23,7 @@ from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import columns as module
 from dask_gpurt.reads.columns import Asked, ColumnCache, ColumnRead
-from dask_gpurt.worker.kept_columns import asked_of
+from dask_gpurt.worker.kept_reads import asked_of
 from dask_gpurt.worker.tiers import WorkerTiers
 
 COLUMNS = ("a", "b", "c")

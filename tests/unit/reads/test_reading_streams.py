@@ -12,7 +12,7 @@ from dask_gpurt.device.host import HostDevice
 from dask_gpurt.observe import Fallback, Metrics
 from dask_gpurt.reads.columns import Asked
 from dask_gpurt.reads.policy import BESIDE_ON_GPU
-from dask_gpurt.worker import kept_columns, reading
+from dask_gpurt.worker import kept_reads, reading
 from tests.helpers.far_device import FarDevice
 
 Arguments = tuple[Any, ...]
@@ -127,10 +127,10 @@ class Columns:
         self.order: list[Any] = []
         self.error = error
         self.new_columns = ["kept"]
-        monkeypatch.setattr(kept_columns, "ColumnRead", self.reading)
-        monkeypatch.setattr(kept_columns, "import_module", lambda name: "tables")
+        monkeypatch.setattr(kept_reads, "ColumnRead", self.reading)
+        monkeypatch.setattr(kept_reads, "import_module", lambda name: "tables")
         self.metrics = Metrics()
-        self.kept = kept_columns.KeptColumns(MagicMock(), MagicMock(), self.metrics)
+        self.kept = kept_reads.KeptColumns(MagicMock(), MagicMock(), self.metrics)
 
     def reading(self, cache: Any, tables: Any, asked: Any, read: Any, *_: Any) -> Columns:
         self.asked, self.read_some = asked, read

@@ -13,7 +13,7 @@ from dask_gpurt.observe import Metrics
 from dask_gpurt.reads import eviction, remote
 from dask_gpurt.reads.ranges import RangeCache
 from dask_gpurt.reads.remote import CachedFiles, Reading, Source, chunks, handed_out, joined, version_of
-from dask_gpurt.worker.kept_columns import asked_of
+from dask_gpurt.worker.kept_reads import asked_of
 
 
 class Stored:
