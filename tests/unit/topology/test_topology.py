@@ -122,7 +122,18 @@ def test_workers_that_come_move_and_go_leave_nothing_behind(moves: list[tuple[st
         for other in there:
             assert topology.link(one, other) == topology.link(other, one) == fresh.link(one, other)
     assert set(topology.hosts) == {place.host for place in there.values()}
-    assert all(topology.described(host) == (host in topology.hosts) for host in "abc")
+
+
+def test_what_a_host_has_is_forgotten_with_its_last_worker() -> None:
+    topology, pair = Topology(), {"one": Place("a", "x"), "other": Place("a", "y")}
+    for described, link in ((True, Link.SHARED_MEMORY), (False, Link.PCIE)):
+        for worker, place in pair.items():
+            topology.add(worker, place)
+        if described:
+            topology.describe("a", {frozenset("xy"): Link.SHARED_MEMORY})
+        assert topology.link("one", "other") is link
+        for worker in pair:
+            topology.remove(worker)
 
 
 # ---- learning from transfers ---------------------------------------------------------
