@@ -18,7 +18,7 @@ from dask_gpurt.dask_hooks.shuffle import ShuffleId, ShuffleRunSpec, barrier_key
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.placement import Headroom
 from dask_gpurt.scheduler.recovery import Recovery
-from dask_gpurt.scheduler.runs import sharing_outputs
+from dask_gpurt.scheduler.runs import ActiveRuns, sharing_outputs
 from dask_gpurt.shuffle.balance import Moves, OwnerCapacity, RunSizes, balanced
 from dask_gpurt.shuffle.messages import sizes_of_task
 from dask_gpurt.shuffle.owners import Owners
@@ -29,8 +29,9 @@ logger = logging.getLogger(__name__)
 class Balancing:
     """Watch the runs of a scheduler, and move outputs away from workers that would get too many bytes."""
 
-    def __init__(self, scheduler: SchedulerServer, recovery: Recovery, headroom: Headroom):
+    def __init__(self, scheduler: SchedulerServer, runs: ActiveRuns, recovery: Recovery, headroom: Headroom):
         self._scheduler = scheduler
+        self._runs = runs
         self._recovery = recovery
         self._headroom = headroom
         self._watched: dict[ShuffleId, RunSizes] = {}
@@ -58,7 +59,7 @@ class Balancing:
             return
         watched = self._watched[shuffle]
         reported = sizes_of_task(self._scheduler.tasks[key], watched.run)
-        if reported is not None and self._recovery.is_current(shuffle, watched.run):
+        if reported is not None and self._runs.is_current(shuffle, watched.run):
             watched.add(*reported)
             if watched.is_complete:
                 self._balance(shuffle)
@@ -81,7 +82,7 @@ class Balancing:
 
     def _is_complete(self, shuffle: ShuffleId) -> bool:
         watched = self._watched.get(shuffle)
-        return watched is not None and watched.is_complete and self._recovery.is_current(shuffle, watched.run)
+        return watched is not None and watched.is_complete and self._runs.is_current(shuffle, watched.run)
 
     def _decide(self, together: Collection[ShuffleId], sizes: Collection[RunSizes]) -> Moves:
         """Return the moves of outputs to make now, for shuffles that share them."""
@@ -90,7 +91,7 @@ class Balancing:
             for output, size in each.nbytes().items():
                 nbytes[output] += size
         # movable() is expensive and mostly unnecessary: first check whether any output would move.
-        moves = self._moves(together, nbytes, self._recovery.owners_of(next(iter(together))))
+        moves = self._moves(together, nbytes, self._runs.owners(next(iter(together))))
         if moves.to:
             moves = self._moves(together, nbytes, self._recovery.movable(together))
         if logger.isEnabledFor(logging.DEBUG):
@@ -111,7 +112,7 @@ class Balancing:
         held = defaultdict[str, float](float)
         for output, owner in owners.items():
             held[owner] += nbytes[output]
-        possible, known = set(self._recovery.candidates(*together)), self._scheduler.workers
+        possible, known = set(self._runs.candidates(*together)), self._scheduler.workers
         capacities = [
             OwnerCapacity(
                 worker,

@@ -53,6 +53,7 @@ class Recovery:
         self,
         scheduler: SchedulerServer,
         workers: Workers,
+        runs: ActiveRuns,
         retries: int,
         metrics: Metrics,
         begin_again: Callable[[ShuffleId, str], None],
@@ -60,7 +61,7 @@ class Recovery:
         self._scheduler = scheduler
         self._extension: ShuffleExtension = scheduler.extensions["shuffle"]
         self._workers = workers
-        self._runs = ActiveRuns(scheduler, workers)
+        self._runs = runs
         self._retries = retries
         self._metrics = metrics
         self._begin_again = begin_again
@@ -263,18 +264,6 @@ class Recovery:
         return fair_share(waiting, len(self._runs.candidates(shuffle)))
 
     # ---- outputs that move for balance -----------------------------------------------
-
-    def is_current(self, shuffle: ShuffleId, run_id: int) -> bool:
-        """Return whether a run is the current run of its shuffle."""
-        return self._runs.is_current(shuffle, run_id)
-
-    def owners_of(self, shuffle: ShuffleId) -> Mapping[int, str]:
-        """Return the owner of each output of an active run."""
-        return self._runs.owners(shuffle)
-
-    def candidates(self, *shuffles: ShuffleId) -> list[str]:
-        """Return the workers that may own outputs of all given shuffles."""
-        return self._runs.candidates(*shuffles)
 
     def movable(self, shuffles: Collection[ShuffleId]) -> dict[int, str]:
         """Return the outputs that can still move to other workers, with their current owners.

@@ -82,12 +82,14 @@ class SchedulerShuffles:
         self._patches = PatchSet()
         self._undo = ExitStack()
         self._runs = ConsecutiveRuns()
-        self.recovery = Recovery(scheduler, workers, settings.shuffle.retries, metrics, self._begin_again)
         runs = ActiveRuns(scheduler, workers)
+        self.recovery = Recovery(
+            scheduler, workers, runs, settings.shuffle.retries, metrics, self._begin_again
+        )
         self.abandoning = Abandoning(scheduler, workers, runs, self.recovery.rerun)
         self._barrier_ends = BarrierEnds(scheduler)
         self.results = SmallResults(scheduler, workers.ready, metrics)
-        self._balancing = Balancing(scheduler, self.recovery, headroom)
+        self._balancing = Balancing(scheduler, runs, self.recovery, headroom)
         self._retirement = Retirement(scheduler, self.recovery, metrics)
 
     def _begin_again(self, shuffle_id: ShuffleId, reason: str) -> None:

@@ -12,7 +12,6 @@ moved, and of uneven ones as few as possible. Speeds of workers and of links do 
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -140,7 +139,7 @@ def balanced(
     if not _pays(before, best):
         return Moves({}, before, before)
     bound, to = best * SLACK, dict[int, str]()
-    takers = _Takers(load for load in loads if load.per_thread <= bound)
+    takers = [load for load in loads if load.per_thread <= bound]
     late = [load for load in loads if load.per_thread > bound]
     for load in sorted(late, key=lambda load: (-load.per_thread, load.worker)):
         to |= _relieve(load, bound, takers)
@@ -207,46 +206,28 @@ def _lower_bound(loads: Collection[_Load]) -> float:
     return max(even, *(load.heaviest for load in loads))
 
 
-def _relieve(load: _Load, bound: float, takers: _Takers) -> dict[int, str]:
+def _relieve(load: _Load, bound: float, takers: Collection[_Load]) -> dict[int, str]:
     """Move the heaviest outputs that fit into the excess over ``bound``, then one that covers the rest."""
     to = dict[int, str]()
 
     def excess() -> float:
         return load.nbytes - bound * load.threads
 
+    def give(size: float, output: int) -> bool:
+        """Give an output to the lightest worker with room, unless that would become the heavier one."""
+        able = [taker for taker in takers if taker.room >= size]
+        lightest = min(able, key=lambda taker: (taker.per_thread, taker.worker), default=None)
+        if lightest is None or lightest.with_output(size) >= load.per_thread:
+            return False
+        lightest.take(size)
+        load.give(size, output)
+        to[output] = lightest.worker
+        return True
+
     for size, output in list(load.outputs):
-        if 0 < size <= excess() and (taker := takers.take(size, load)) is not None:
-            to[output] = taker
-            load.give(size, output)
-    if excess() > 0:
-        for size, output in reversed(load.outputs):
-            if size >= excess() and (taker := takers.take(size, load)) is not None:
-                to[output] = taker
-                load.give(size, output)
-                break
+        if 0 < size <= excess():
+            give(size, output)
+    for size, output in reversed(load.outputs):
+        if 0 < excess() <= size and give(size, output):
+            break
     return to
-
-
-class _Takers:
-    """Assign outputs to the workers with the lightest loads."""
-
-    def __init__(self, loads: Iterable[_Load]):
-        self._heap = [(load.per_thread, load.worker, load) for load in loads if load.room > 0]
-        heapq.heapify(self._heap)
-
-    def take(self, size: float, giver: _Load) -> str | None:
-        """Assign an output to the lightest worker with room; None if that would become the heavier one."""
-        passed, found = [], None
-        while self._heap:
-            entry = heapq.heappop(self._heap)
-            load = entry[2]
-            if size <= load.room:
-                if load.with_output(size) < giver.per_thread:
-                    load.take(size)
-                    found = load.worker
-                passed.append((load.per_thread, load.worker, load))
-                break
-            passed.append(entry)
-        for entry in passed:
-            heapq.heappush(self._heap, entry)
-        return found

@@ -27,8 +27,7 @@ class Link(StrEnum):
     DISK = "disk"
 
 
-#: Links between workers of one host, and between workers of different hosts.
-WITHIN_HOST = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.SHARED_MEMORY, Link.LOOPBACK)
+#: Links between workers of different hosts.
 BETWEEN_HOSTS = (Link.RDMA, Link.TCP)
 #: Links that exist only where there are GPUs.
 OF_GPUS = (Link.SAME_DEVICE, Link.NVLINK, Link.PCIE, Link.PINNED, Link.PAGEABLE)

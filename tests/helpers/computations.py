@@ -192,7 +192,7 @@ class Witness(SchedulerPlugin):
         if not run or (published := run._sender._published.get(source)) is None:
             return False
         held = published.outbox._entries.keys() | published.outbox._retained.keys()
-        owners = self._scheduler.recovery.owners_of(shuffle)
+        owners = self._scheduler.recovery._runs.owners(shuffle)
         needed = {output for share in owners.open_shares() for output in share.outputs}
         return published.outputs >= needed and {shard.id for shard in published.shards} <= held
 

@@ -365,7 +365,7 @@ class DaskScheduler(VirtualScheduler):
         """Move outputs of one of the active shuffles to another worker, if that is possible now."""
         for shuffle in self.active():
             together = self.recovery._runs.sharing(shuffle)
-            candidates = self.recovery.candidates(*together)
+            candidates = self.recovery._runs.candidates(*together)
             movable = self.recovery.movable(together).keys() & outputs
             if movable and candidates:
                 to = dict.fromkeys(sorted(movable), candidates[where % len(candidates)])
