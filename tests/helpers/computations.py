@@ -9,7 +9,6 @@ from typing import Any
 from dask._task_spec import Task, TaskRef
 from dask.context import thread_state
 from distributed import SchedulerPlugin
-from distributed.core import Status
 from distributed.exceptions import Reschedule
 from distributed.shuffle._core import (
     P2PBarrierTask,
@@ -24,6 +23,7 @@ from distributed.shuffle._merge import merge_unpack
 from distributed.shuffle._shuffle import shuffle_unpack
 
 from dask_gpurt.protocol import RECOVER_HANDLER
+from tests.helpers.allocations import failing_allocations, none_fails
 from tests.helpers.exchange_scheduler import frame_of, spec_of
 from tests.helpers.scheduled import DaskScheduler, ScheduledWorker
 
@@ -36,10 +36,12 @@ class Computation:
     ``reduced``: whether the client wants a result computed from each output, in place of the output.
     """
 
-    INPUTS, OUTPUTS, ROWS = 3, 4, 40
+    INPUTS, OUTPUTS, ROWS = 3, 4, 400
 
     def __init__(self, shuffles: Sequence[str], *, joined: bool, reduced: bool):
         self.shuffles, self._joined = shuffles, joined
+        #: The allocations of the next transfer that fail.
+        self.fails = none_fails
         self.graph: dict[Any, Any] = {}
         self._bodies: dict[Any, Callable[..., Any]] = {}
         self.transfers: dict[Any, tuple[str, int]] = {}
@@ -103,9 +105,18 @@ class Computation:
     async def _transfer(
         self, shuffle: str, source: int, worker: ScheduledWorker, key: Any, values: Mapping[Any, Any]
     ) -> Any:
+        fails, self.fails = self.fails, none_fails
+
         def add() -> Any:
             thread_state.key = key
-            return run.add_partition(frame_of(self.rows(source), self.OUTPUTS), source)
+            frame = frame_of(self.rows(source), self.OUTPUTS)
+            try:
+                with failing_allocations(fails):
+                    return run.add_partition(frame, source)
+            except MemoryError as error:
+                if fails is none_fails:
+                    raise
+                raise Reschedule from error  # the runtime has the task run again, once there is room
 
         with handle_transfer_errors(ShuffleId(shuffle)):
             run: Any = await worker.shuffles.shuffle_runs.get_or_create(ShuffleId(shuffle), key)
@@ -153,9 +164,8 @@ async def _reduce(worker: ScheduledWorker, key: Any, values: Mapping[Any, Any]) 
 class Witness(SchedulerPlugin):
     """Record what is done again although it was not lost.
 
-    ``in_vain``: results that were dropped although they were needed and no worker with them had left, runs
-    that began again without a reason, and inputs that a barrier reported as missing although their producer
-    could have offered them again.
+    ``in_vain``: results that were dropped although they were needed, no worker with them had left, and no
+    barrier had reported them as missing.
     """
 
     def __init__(self, scheduler: DaskScheduler, computation: Computation):
@@ -181,20 +191,6 @@ class Witness(SchedulerPlugin):
     def misses(self, inputs: Iterable[Any]) -> None:
         """Note the transfers that a barrier reports as missing."""
         self._missed = set(inputs)
-        for key in inputs:
-            if self._can_be_offered(key):
-                self.in_vain.append(f"{key} was missing, though its producer holds it")
-
-    def _can_be_offered(self, key: Any) -> bool:
-        shuffle, source = self._computation.transfers[key]
-        producer = self._scheduler.processes.get(self._scheduler.recovery._results.producer(key) or "")
-        run = producer and producer.alive and producer.status is Status.running and producer.run_of(shuffle)
-        if not run or (published := run._sender._published.get(source)) is None:
-            return False
-        held = published.outbox._entries.keys() | published.outbox._retained.keys()
-        owners = self._scheduler.recovery._runs.owners(shuffle)
-        needed = {output for share in owners.open_shares() for output in share.outputs}
-        return published.outputs >= needed and {shard.id for shard in published.shards} <= held
 
     def transition(self, key: Any, start: str, finish: str, *_: Any, **__: Any) -> None:
         task = self._scheduler.tasks[key]

@@ -76,10 +76,6 @@ class Landed:
         self.kept.pop(key, None)
 
 
-class AttemptFailed(Exception):
-    """End a transfer task in the middle, as a MemoryError would."""
-
-
 @dataclass(eq=False)
 class Message:
     """Hold a call that is in flight."""

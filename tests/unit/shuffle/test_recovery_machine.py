@@ -2,10 +2,10 @@
 
 In this state machine Dask's scheduler and the state machines of its workers run shuffles and joins, and
 hypothesis draws what happens next: which message arrives, which task or thread goes on, which timer ends;
-which message or answer is lost; which worker is killed, replaced at the same address, closed, retired, cut
-off, or joins; which outputs move, are no longer wanted, or are wanted again. In the end the results are
-computed without further faults: then every row has arrived once, nothing is held, no task waits, and nothing
-was done again in vain.
+which message or answer is lost, and which call is given up; which allocations fail; which worker is killed,
+replaced at the same address, closed, retired, cut off, or joins; which outputs move, are no longer wanted, or
+are wanted again. In the end the results are computed without further faults: then every row has arrived once,
+nothing is held, no task waits, and no result was made again that was not lost.
 
 A failing example fails again with the same `PYTHONHASHSEED`, on which the order of Dask's sets depends.
 """
@@ -18,6 +18,7 @@ from distributed.core import Status
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.helpers.allocations import nth_fails
 from tests.helpers.computations import Computation
 from tests.helpers.examples import examples
 from tests.helpers.stepwise import StepwiseCluster
@@ -94,6 +95,29 @@ class Recovers(RuleBasedStateMachine):
         if messages := self.cluster.unreliable_messages():
             self.cluster.lose_answer(messages[which % len(messages)])
 
+    @rule(before=events, which=numbers)
+    def give_up(self, before: list[int], which: int) -> None:
+        """End a call to a silent worker, which handles the message later."""
+        self._go_on(before)
+        if messages := self.cluster.awaited_messages():
+            self.cluster.give_up(messages[which % len(messages)])
+
+    # ---- memory ----------------------------------------------------------------------
+
+    @rule(before=events, first=st.integers(0, 20), times=st.integers(1, 12))
+    def transfer_with_little_memory(self, before: list[int], first: int, times: int) -> None:
+        """Fail some allocations of the next transfer: it is split, or fails in the middle."""
+        self._go_on(before)
+        self.cluster.computation.fails = nth_fails(first, times)
+
+    @precondition(_may_break)
+    @rule(before=events, where=numbers)
+    def owner_without_memory(self, before: list[int], where: int) -> None:
+        """Let a worker run out of memory when it takes its next shard: the run fails at the producer."""
+        self._break(before)
+        if alive := self.cluster.alive():
+            self.cluster.fail_next_offer(alive[where % len(alive)])
+
     # ---- workers ---------------------------------------------------------------------
 
     @precondition(_may_break)
@@ -152,4 +176,4 @@ class Recovers(RuleBasedStateMachine):
 
 
 TestRecovers = Recovers.TestCase
-TestRecovers.settings = examples(10, steps=40)
+TestRecovers.settings = examples(25, steps=40)
