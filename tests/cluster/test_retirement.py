@@ -22,26 +22,16 @@ from dask_gpurt.scheduler.unresponsive import Retirement
 from dask_gpurt.shuffle import run as shuffle_run
 from dask_gpurt.shuffle.receiver import Receiver
 from tests.helpers.gated_runs import (
-    FRAME,
+    ONE_EACH,
+    Gated,
     Watched,
     address_of,
     assert_right,
-    counted,
-    gate,
     nothing_is_left,
     on_gated_cluster,
     open_gates,
     shuffled,
     until,
-)
-from tests.helpers.recovering import (
-    IN_PROCESS,
-    ONE_EACH,
-    assert_repaired_once,
-    both_sides_in,
-    joined,
-    others,
-    stopped_in,
 )
 from tests.helpers.waiting import LIMIT_S
 
@@ -50,60 +40,47 @@ pytestmark = pytest.mark.usefixtures("patient")
 # ---- a worker retires ----------------------------------------------------------------
 
 
-def assert_evacuated(scheduler: Any, watched: Watched, worker: Any) -> None:
+def assert_evacuated(run: Gated, watched: Watched, worker: Any) -> None:
     """Assert that a worker that has retired left nothing to do again."""
-    assert worker.address not in scheduler.workers
+    assert worker.address not in run.scheduler.workers
     assert watched.transferred_by(worker.address), "otherwise this would show nothing"
     assert not watched.transferred_since()
     assert watched.moved() <= watched.owned(worker.address)
-    assert not counted(scheduler, "shuffle.runs.recovered"), "nothing was lost"
-    assert not counted(scheduler, "shuffle.runs.restarted")
+    assert not run.counted("shuffle.runs.recovered"), "nothing was lost"
+    assert not run.counted("shuffle.runs.restarted")
 
 
 @pytest.mark.parametrize("phase", ["transfer", "seal", "unpack"])
 @on_gated_cluster(workers=3, **ONE_EACH, **{"gpurt.exchange.paths": ["shared-memory"]})
-async def test_a_producer_retires(
-    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch, phase: str
-) -> None:
+async def test_a_producer_retires(run: Gated, phase: str) -> None:
     """The owners copy its shards before it leaves: nothing is transferred or assembled again."""
-    stopped = gate(monkeypatch, phase)
-    result = client.compute(shuffled())
-    watched = await stopped_in(phase, stopped, scheduler)
-    retires, _ = others(crew, stopped)
-    await client.retire_workers([retires.address])
-    stopped.open.set()
-    assert_right(await result)
-    assert_evacuated(scheduler, watched, retires)
-    assert watched.moved() == watched.owned(retires.address)
-    assert retires.address not in watched.owners.values()
+    await run.stop(phase)
+    retires, _ = run.others
+    await run.client.retire_workers([retires.address])
+    await run.ends_right()
+    assert_evacuated(run, run.watched, retires)
+    assert run.watched.moved() == run.watched.owned(retires.address)
+    assert retires.address not in run.watched.owners.values()
     if phase == "unpack":
-        assert not watched.assembled_since()
+        assert not run.watched.assembled_since()
     await retires.finished()
-    del result
 
 
 @on_gated_cluster(workers=3, **ONE_EACH)
-async def test_an_owner_retires_that_is_assembling_an_output(
-    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_owner_retires_that_is_assembling_an_output(run: Gated) -> None:
     """Its unfinished outputs move to others; its inputs are not transferred again."""
-    stopped = gate(monkeypatch, "unpack")
-    result = client.compute(shuffled())
-    watched = await stopped_in("unpack", stopped, scheduler)
-    (retires,) = (worker for worker in crew if worker.address == stopped.where[0])
-    await client.retire_workers([retires.address])
-    assert_right(await result)
-    assert_evacuated(scheduler, watched, retires)
+    await run.stop("unpack")
+    retires, watched = run.at_gate, run.watched
+    await run.client.retire_workers([retires.address])
+    await run.result_at_gate()
+    assert_evacuated(run, watched, retires)
     assert watched.moved() == watched.assembled_since() == watched.owned(retires.address)
-    stopped.open.set()
+    await run.ends_right()
     await retires.finished()
-    del result
 
 
 @on_gated_cluster(workers=3, **ONE_EACH)
-async def test_a_worker_retires_while_all_assemble_outputs(
-    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_worker_retires_while_all_assemble_outputs(run: Gated) -> None:
     """Its outputs move only when those of the others are there, and until then it is not evacuated."""
     assemble, is_repair_pending, ask = Receiver.assemble, Recovery.is_repair_pending, Retirement._ask
     begun, go_on, too_early = set[str](), threading.Event(), list[bool]()
@@ -123,97 +100,86 @@ async def test_a_worker_retires_while_all_assemble_outputs(
         go_on.set()
         return await ask(self, *args)
 
-    monkeypatch.setattr(Receiver, "assemble", stops)
-    monkeypatch.setattr(Recovery, "is_repair_pending", goes_on_then)
-    monkeypatch.setattr(Retirement, "_ask", notes)
-    kept = client.persist(shuffled())
-    await until(lambda: len(begun) == len(crew))
-    watched = Watched(scheduler)
-    retires = max(crew, key=lambda worker: len(watched.owned(worker.address)))
-    await client.retire_workers([retires.address])
-    assert_right(await client.compute(kept))
-    assert_evacuated(scheduler, watched, retires)
+    run.monkeypatch.setattr(Receiver, "assemble", stops)
+    run.monkeypatch.setattr(Recovery, "is_repair_pending", goes_on_then)
+    run.monkeypatch.setattr(Retirement, "_ask", notes)
+    kept = run.client.persist(shuffled())
+    await until(lambda: len(begun) == len(run.crew))
+    watched = Watched(run.scheduler)
+    retires = max(run.crew, key=lambda worker: len(watched.owned(worker.address)))
+    await run.client.retire_workers([retires.address])
+    assert_right(await run.client.compute(kept))
+    assert_evacuated(run, watched, retires)
     assert not any(too_early)
     await retires.finished()
     del kept
 
 
 @on_gated_cluster(workers=3)
-async def test_both_sides_of_a_join_lose_a_worker_that_retires(
-    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopped = gate(monkeypatch, "seal")
-    result = joined(client)
-    left, right = await both_sides_in(stopped, scheduler)
-    await until(
-        lambda: all(scheduler.tasks[key].state == "memory" for key in left.transfers | right.transfers)
-    )
+async def test_both_sides_of_a_join_lose_a_worker_that_retires(run: Gated) -> None:
+    left, right = await run.stop_join("seal")
+    transfers = [run.scheduler.tasks[key] for key in left.transfers | right.transfers]
+    await until(lambda: all(task.state == "memory" for task in transfers))
     left.begin()
     right.begin()
-    retires, _ = others(crew, stopped)
-    await client.retire_workers([retires.address])
-    stopped.open.set()
-    assert len(await result) == len(FRAME.merge(FRAME, on="key"))
+    retires, _ = run.others
+    await run.client.retire_workers([retires.address])
+    await run.join_ends_right()
     for side in left, right:
-        assert_evacuated(scheduler, side, retires)
+        assert_evacuated(run, side, retires)
     assert dict(left.owners) == dict(right.owners)
     await retires.finished()
-    del result
 
 
 @on_gated_cluster(workers=3, **ONE_EACH)
-async def test_owners_do_not_copy_what_a_worker_that_retires_has(
-    client: Any, scheduler: Any, *crew: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_owners_do_not_copy_what_a_worker_that_retires_has(run: Gated) -> None:
     """It leaves as soon as no progress is made, and its inputs are transferred again."""
-    stopped = gate(monkeypatch, "seal")
-    monkeypatch.setattr(Puller, "pull_soon", lambda self, incoming: False)
-    monkeypatch.setattr(shuffle_run, "EVACUATION_STEP_S", 0.05)
-    result = client.compute(shuffled())
-    watched = await stopped_in("seal", stopped, scheduler)
-    retires, _ = others(crew, stopped)
-    await client.retire_workers([retires.address])
-    assert retires.address not in scheduler.workers
-    stopped.open.set()
-    assert_right(await result)
-    assert watched.transferred_since() == watched.transferred_by(retires.address)
-    assert_repaired_once(scheduler)
+    run.monkeypatch.setattr(Puller, "pull_soon", lambda self, incoming: False)
+    run.monkeypatch.setattr(shuffle_run, "EVACUATION_STEP_S", 0.05)
+    await run.stop("seal")
+    retires, _ = run.others
+    await run.client.retire_workers([retires.address])
+    assert retires.address not in run.scheduler.workers
+    await run.ends_right()
+    assert run.watched.transferred_since() == run.watched.transferred_by(retires.address)
+    run.assert_repaired_once()
     await retires.finished()
-    del result
 
 
 @on_gated_cluster(workers=1)
-async def test_the_only_worker_is_to_retire(
-    client: Any, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_only_worker_is_to_retire(run: Gated) -> None:
     """Dask keeps it, since nothing could take its data, and it keeps its outputs."""
-    stopped = gate(monkeypatch, "seal")
-    result = client.compute(shuffled())
-    watched = await stopped_in("seal", stopped, scheduler)
-    assert not await client.retire_workers([worker.address])
-    stopped.open.set()
-    assert_right(await result)
-    assert not watched.moved()
-    assert not watched.transferred_since()
-    del result
+    await run.stop("seal")
+    assert not await run.client.retire_workers([run.at_gate.address])
+    await run.ends_right()
+    assert not run.watched.moved()
+    assert not run.watched.transferred_since()
 
 
 @on_gated_cluster()
-async def test_a_run_begins_while_a_worker_retires(client: Any, scheduler: Any, *crew: Any) -> None:
+async def test_a_run_begins_while_a_worker_retires(run: Gated) -> None:
     """It gets no outputs, which would have to move at once."""
-    state = scheduler.workers[crew[0].address]
-    scheduler.handle_worker_status_change(Status.closing_gracefully, state, "a-worker-retires")
-    kept = client.persist(shuffled())
+    retires, stays = run.crew
+    state = run.scheduler.workers[retires.address]
+    run.scheduler.handle_worker_status_change(Status.closing_gracefully, state, "a-worker-retires")
+    kept = run.client.persist(shuffled())
     await wait(kept)
-    assert set(Watched(scheduler).owners.values()) == {crew[1].address}
-    scheduler.handle_worker_status_change(Status.running, state, "it stays")
+    assert set(Watched(run.scheduler).owners.values()) == {stays.address}
+    run.scheduler.handle_worker_status_change(Status.running, state, "it stays")
     del kept
+
+
+IN_PROCESS: dict[str, Any] = {
+    "asynchronous": True,
+    "dashboard_address": ":0",
+    "processes": False,
+    "threads_per_worker": 1,
+}
 
 
 @pytest.mark.parametrize("how", ["scale", "adapt"])
 def test_a_cluster_grows_and_shrinks_in_the_middle(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Workers that join assemble outputs; some leave before the end, and others after it."""
-    stopped = gate(monkeypatch, "seal")
 
     def resize(cluster: Any, workers: int) -> None:
         if how == "scale":
@@ -222,25 +188,24 @@ def test_a_cluster_grows_and_shrinks_in_the_middle(monkeypatch: pytest.MonkeyPat
             cluster.adapt(minimum=workers, maximum=workers, interval="20ms", wait_count=1)
 
     async def test(client: Any, cluster: Any) -> None:
-        scheduler = cluster.scheduler
         await dask_gpurt.enable(client)
-        kept = client.persist(shuffled())
-        watched = await stopped_in("seal", stopped, scheduler)
-        first = set(scheduler.workers)
+        run = Gated(client, cluster.scheduler, (), monkeypatch)
+        await run.stop("seal", client.persist)
+        workers, owners = run.scheduler.workers, run.watched.owners
+        first = set(workers)
         resize(cluster, 4)
-        await until(lambda: len(set(watched.owners.values()) - first) == 2)
+        await until(lambda: len(set(owners.values()) - first) == 2)
         resize(cluster, 3)
         if how == "scale":  # adaptive scaling keeps the workers that take part
-            await until(lambda: len(scheduler.workers) == 3)
-            await until(lambda: set(watched.owners.values()) <= set(scheduler.workers))
-        stopped.open.set()
+            await until(lambda: len(workers) == 3 and set(owners.values()) <= set(workers))
+        kept = run.released()
         await wait(kept)
         resize(cluster, 1)
-        await until(lambda: len(scheduler.workers) == 1)
+        await until(lambda: len(workers) == 1)
         assert_right(await client.compute(kept))
-        assert not counted(scheduler, "shuffle.runs.restarted")
+        assert not run.counted("shuffle.runs.restarted")
         del kept
-        await nothing_is_left(scheduler, *cluster.workers.values())
+        await nothing_is_left(run.scheduler, *cluster.workers.values())
 
     async def body() -> None:
         async with (

@@ -6,10 +6,10 @@ A gate stops the step until the event of a test has happened.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.dataframe as dd
@@ -33,6 +33,8 @@ from dask_gpurt.shuffle.spec import outputs_of
 from tests.helpers.in_process import Decorator, Test, gen_client_cluster
 
 ROWS, PARTS = 200, 4
+#: Send no transfer to a worker whose only thread is stopped: it would have to be stolen first.
+ONE_EACH = {"distributed.scheduler.worker-saturation": 1.0}
 FRAME = pd.DataFrame({"key": [row % 17 for row in range(ROWS)], "row": range(ROWS)})
 
 
@@ -57,26 +59,6 @@ async def until(condition: Callable[[], Any]) -> None:
     """Poll for a condition that has no event."""
     while not condition():
         await asyncio.sleep(0.005)
-
-
-def on_gated_cluster(workers: int = 2, **settings: Any) -> Decorator:
-    """Run a test with a client, a scheduler and workers; asserts that no shuffle data are left."""
-
-    def decorate(test: Test) -> Callable[..., None]:
-        @wraps(test)
-        async def body(client: Any, scheduler: Any, *crew: Any, **fixtures: Any) -> None:
-            register_method()
-            await dask_gpurt.enable(client)
-            try:
-                await test(client, scheduler, *crew, **fixtures)
-            finally:
-                open_gates()
-            await nothing_is_left(scheduler, *crew)
-            await dask_gpurt.disable(client)
-
-        return gen_client_cluster(nthreads=[("127.0.0.1", 1)] * workers, config=settings)(body)
-
-    return decorate
 
 
 async def nothing_is_left(scheduler: Any, *crew: Any) -> None:
@@ -245,3 +227,150 @@ class Watched(SchedulerPlugin):
     def assembled_since(self) -> set[int]:
         """Return the outputs whose tasks have been sent to a worker since the watch began."""
         return {output for output, key in self.outputs.items() if self.sent[key]}
+
+
+class Gated:
+    """Hold a cluster of one process, and the run on it that a test stops at a step.
+
+    ``stopped``, ``watched``: the gate that :meth:`stop` puts, and the watch over the run that reaches it.
+    """
+
+    stopped: Gate
+    watched: Watched
+
+    def __init__(self, client: Any, scheduler: Any, crew: Sequence[Any], monkeypatch: pytest.MonkeyPatch):
+        self.client, self.scheduler, self.crew, self.monkeypatch = client, scheduler, crew, monkeypatch
+        self._result: Any = None
+
+    def gate(self, phase: str) -> Gate:
+        """Stop runs in a phase."""
+        self.stopped = gate(self.monkeypatch, phase)
+        return self.stopped
+
+    async def begin(self, phase: str, compute: Any = None, collection: Any = None, **options: Any) -> None:
+        """Compute a shuffle, by default one for its rows, and return once a worker is stopped in a phase."""
+        self.gate(phase)
+        compute = compute or self.client.compute
+        self._result = compute(shuffled() if collection is None else collection, **options)
+        await until(self.stopped.reached.is_set)
+
+    async def stop(self, phase: str, compute: Any = None) -> None:
+        """Compute a shuffle, and watch it once all tasks have ended that do not wait for the gate."""
+        await self.begin(phase, compute)
+        watched = self.watched = Watched(self.scheduler)
+        elsewhere = {at for at, owner in watched.owners.items() if owner != self.stopped.where[0]}
+        ends = {"transfer": watched.transfers, "unpack": {watched.outputs[at] for at in elsewhere}}
+        tasks = [self.scheduler.tasks[key] for key in ends.get(phase, ())]
+        waiting = 1 if phase == "transfer" else 0
+        await until(lambda: sum(task.state != "memory" for task in tasks) == waiting)
+        watched.begin()
+
+    async def stop_join(self, phase: str) -> tuple[Watched, Watched]:
+        """Begin a join, whose sides share outputs, and watch both once a task waits for the gate."""
+        with config.set({"dataframe.shuffle.method": "gpurt"}):
+            await self.begin(phase, collection=frames().merge(frames("other"), on="key"))
+        active = self.scheduler.extensions["shuffle"].active_shuffles
+        await until(lambda: len(active) == 2)
+        left, right = (Watched(self.scheduler, shuffle) for shuffle in active)
+        return left, right
+
+    async def result_at_gate(self) -> None:
+        """Assert that the shuffle gives all rows while a worker is still stopped."""
+        assert_right(await self._result)
+
+    def released(self) -> Any:
+        """Open the gate, and return the future or the persisted collection, which is no longer held here."""
+        self.stopped.open.set()
+        result, self._result = self._result, None
+        return result
+
+    async def ends_right(self) -> None:
+        """Open the gate, and assert that the shuffle gives all rows."""
+        assert_right(await self.released())
+
+    async def join_ends_right(self) -> None:
+        """Open the gate, and assert that the join gives all rows."""
+        assert len(await self.released()) == len(FRAME.merge(FRAME, on="key"))
+
+    @property
+    def at_gate(self) -> Any:
+        """Return the worker that is stopped."""
+        (worker,) = (worker for worker in self.crew if worker.address == self.stopped.where[0])
+        return worker
+
+    @property
+    def others(self) -> list[Any]:
+        """Return the workers that are not stopped."""
+        return [worker for worker in self.crew if worker.address != self.stopped.where[0]]
+
+    def counted(self, name: str) -> float:
+        """Return a counter of the scheduler."""
+        return counted(self.scheduler, name)
+
+    def assert_repaired_once(self) -> None:
+        assert self.counted("shuffle.runs.recovered") == 1
+        assert not self.counted("shuffle.runs.restarted")
+
+    async def remove(self, worker: Any) -> None:
+        """Have the scheduler lose a worker."""
+        await self.scheduler.remove_worker(worker.address, stimulus_id="a-worker-is-lost")
+
+    async def kill(self, worker: Any) -> None:
+        """Lose a worker as after kill -9: it does not tell its peers that its runs end."""
+        worker.plugins["gpurt"].exchange.requests.withdraw = _says_nothing
+        await self.remove(worker)
+
+    async def close(self, worker: Any) -> None:
+        """Close a worker, and return once the scheduler knows."""
+        await worker.close(executor_wait=False)
+        await until(lambda: worker.address not in self.scheduler.workers)
+
+    def report(self, epoch: int | None = None, **what: Any) -> None:
+        """Report a loss to the scheduler, as a worker does."""
+        epoch = self.watched.owners.epoch if epoch is None else epoch
+        repair = self.scheduler.extensions["gpurt"].shuffles.recovery.recover
+        repair(self.watched.id, self.watched.run_id, epoch, "a test", **what)
+
+
+def owners_on(worker: Any, shuffle: Any) -> Owners:
+    """Return the owners of a run that a worker knows."""
+    owners: Owners = worker.plugins["shuffle"].shuffle_runs._active_runs[shuffle]._owners
+    return owners
+
+
+def missing(*workers: Any) -> float:
+    """Count the inputs that barriers have found missing."""
+    each = [worker.plugins["gpurt"].metrics.snapshot()["counters"] for worker in workers]
+    return float(sum(counters.get("shuffle.inputs.missing", 0) for counters in each))
+
+
+async def _says_nothing(run: Any) -> None:
+    """Do not withdraw the blocks of a run."""
+
+
+def on_gated_cluster(workers: int = 2, **settings: Any) -> Decorator:
+    """Run a test on a :class:`Gated` cluster; asserts that no shuffle data are left."""
+
+    def decorate(test: Test) -> Callable[..., None]:
+        async def body(client: Any, scheduler: Any, *crew: Any, **fixtures: Any) -> None:
+            register_method()
+            await dask_gpurt.enable(client)
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                try:
+                    await test(Gated(client, scheduler, crew, monkeypatch), **fixtures)
+                finally:
+                    open_gates()
+                await nothing_is_left(scheduler, *crew)
+                await dask_gpurt.disable(client)
+
+        servers = [*inspect.signature(body).parameters.values()][:3]
+        fixtures = [each.replace(kind=each.KEYWORD_ONLY) for each in parameters(test)[1:]]
+        body.__name__, body.__doc__, body.__module__ = test.__name__, test.__doc__, test.__module__
+        body.__signature__ = inspect.Signature([*servers, *fixtures])  # type: ignore[attr-defined]
+        return gen_client_cluster(nthreads=[("127.0.0.1", 1)] * workers, config=settings)(body)
+
+    return decorate
+
+
+def parameters(test: Test) -> list[inspect.Parameter]:
+    return [*inspect.signature(test).parameters.values()]
