@@ -298,6 +298,7 @@ def described(frame: Any) -> Any:
             kind,
             [(type(column), column) for column in columns],
             (type(columns), str(columns.dtype), list(columns.names)),
+            [(list(level), _dtype(level.dtype)) for level in getattr(columns, "levels", ())],
             [_dtype(frame.iloc[:, at].dtype) for at in range(len(columns))],
             _index(frame.index),
             len(frame),

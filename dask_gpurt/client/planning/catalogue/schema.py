@@ -2,7 +2,7 @@
 
 Equal schemas mean indistinguishable frames. A schema is derived from others without calling the library of
 its frames, and becomes a frame only where Dask asks for one. What has no schema is left to Dask: subclasses,
-frames with rows, labels that are not text, levels of columns, attributes, frequencies, unknown dtypes.
+frames with rows, labels that are not text, attributes, frequencies, unknown dtypes.
 """
 
 from __future__ import annotations
@@ -82,14 +82,15 @@ class Schema(NamedTuple):
     ``labels``: the labels of the columns; of a series its name.
     ``columns``: the columns.
     ``index``: the index.
-    ``axis``: the index of the labels; None for a series.
+    ``axis``: the index of the labels; None for a series. Labels with levels are a part of their own, which
+    does not follow from other labels.
     """
 
     frames: type
     labels: tuple[Any, ...]
     columns: tuple[Part, ...]
     index: Part  # type: ignore[assignment]  # not the method of tuples
-    axis: Axis | None
+    axis: Axis | Part | None
 
     @property
     def dtypes(self) -> list[Any]:
@@ -102,9 +103,14 @@ class Schema(NamedTuple):
         return self.axis is not None
 
     @property
+    def has_levels(self) -> bool:
+        """Return whether labels have levels, as those of several aggregates of a column."""
+        return isinstance(self.axis, Part)
+
+    @property
     def key(self) -> Hashable:
         """Return what describes the schema completely, without the parts."""
-        axis = None if self.axis is None else tuple(self.axis)
+        axis = self.axis.key if isinstance(self.axis, Part) else self.axis and tuple(self.axis)
         return (self.frames, self.labels, tuple(each.key for each in self.columns), self.index.key, axis)
 
     def at(self, label: Any) -> Part:
@@ -136,7 +142,10 @@ def frame_of(schema: Schema) -> Any:
 def _frame_of(schema: Schema) -> Any:
     axis = schema.axis or Axis(None, None)
     names = schema.labels if schema.is_frame else ("series",)
-    labels = pd.Index(list(names), dtype=_dtype_of_labels(axis), name=axis.name)
+    if isinstance(axis, Part):
+        labels = axis.value
+    else:
+        labels = pd.Index(list(names), dtype=_dtype_of_labels(axis), name=axis.name)
     values = [each.value for each in schema.columns]
     frame = assembled(schema.frames, labels, values, schema.index.value)
     if schema.is_frame:
@@ -182,7 +191,7 @@ def schema_of(frame: Any) -> Schema | None:
         return Schema(frames, (frame.name,), (column,), index, None)
     of_labels = frame.columns
     axis, labels = _axis(of_labels), tuple(of_labels)
-    if axis is None or not all(type(label) is str for label in labels):
+    if axis is None or not (isinstance(axis, Part) or all(type(label) is str for label in labels)):
         return None
     columns = [_column(frame, position, dtype) for position, dtype in enumerate(frame.dtypes)]
     if any(each is None for each in columns):
@@ -220,13 +229,29 @@ def _foreign_key(frame: Any, position: int) -> Hashable | None:
     return None if categories is None else (*parts[:-1], categories)
 
 
-def _axis(columns: Any) -> Axis | None:
+def _axis(columns: Any) -> Axis | Part | None:
+    if type(columns) is pd.MultiIndex:
+        return _axis_of_levels(columns)
     dtype, name = columns.dtype, columns.name
     if type(columns) is not pd.Index or not (name is None or type(name) is str):
         return None
     if type(dtype) is pd.StringDtype:
         return Axis((dtype.storage, dtype.na_value is pd.NA), name)
     return Axis(None, name) if dtype == np.dtype(object) else None
+
+
+def _axis_of_levels(columns: Any) -> Part | None:
+    levels, codes = [_level_key(level) for level in columns.levels], [tuple(each) for each in columns.codes]
+    if None in levels or any(code < 0 for each in codes for code in each):
+        return None
+    return Part((pd.MultiIndex, tuple(levels), tuple(codes), columns.sortorder), columns)
+
+
+def _level_key(level: pd.Index[Any]) -> Hashable | None:
+    axis = _axis(level)
+    if not isinstance(axis, Axis) or not all(type(label) is str for label in level):
+        return None
+    return (*axis, tuple(level))
 
 
 # ---- keys -----------------------------------------------------------------------------------------

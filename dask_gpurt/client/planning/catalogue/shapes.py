@@ -109,7 +109,7 @@ def projection(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     frame, chosen = of(expr.frame), expr.operand("columns")
     if frame is None or not frame.is_frame:
         return None
-    if isinstance(chosen, list) and not chosen:
+    if frame.has_levels or (isinstance(chosen, list) and not chosen):
         return asked(expr, of, library)
     if isinstance(chosen, list) and all(isinstance(label, str) for label in chosen):
         return frame.select(chosen)
@@ -121,6 +121,8 @@ def filtered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     frame, predicate = of(expr.frame), of(expr.predicate)
     if frame is None or predicate is None or predicate.is_frame or not frame.columns:
         return None
+    if frame.has_levels:
+        return asked(expr, of, library)
     found = library.ask(type(expr), [frame.first("a"), predicate._replace(labels=("p",))])
     return _like(frame, found, ("a",), frame.columns[:1])
 
@@ -177,7 +179,8 @@ def joined(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     found = None
     # Where cudf swaps the sides, it puts the keys first.
     swapped = expr.how == "right" and not issubclass(left.frames, pd.DataFrame)
-    if left.is_frame and right.is_frame and not expr.indicator and not swapped:
+    is_plain = left.is_frame and right.is_frame and not (left.has_levels or right.has_levels)
+    if is_plain and not expr.indicator and not swapped:
         found = _joined(expr, left, right, library)
     if found is None:
         rest = (expr.how, expr.left_on, expr.right_on, expr.left_index, expr.right_index, expr.suffixes)
@@ -324,8 +327,11 @@ def _numbered(side: Schema, library: Library) -> Schema | None:
 def aggregated(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     """Aggregate columns by columns, each by one function that is named."""
     frame, by, functions = of(expr.frame), list(expr.by), expr.operand("arg")
-    if frame is None or not _is_plain(frame, by, functions) or expr.operand("_slice") is not None:
-        return asked(expr, of, library)
+    if frame is None:
+        return None
+    kind = type(expr._lower() if isinstance(expr, _groupby.GroupbyAggregation) else expr)
+    if not _is_plain(frame, by, functions) or expr.operand("_slice") is not None:
+        return _aggregated_as_a_whole(expr, kind, frame, of, library)
     names = {f"k{number}": label for number, label in enumerate(by)}
     keys = frame._replace(labels=tuple(names), columns=tuple(map(frame.at, by)))
     options = [expr.operand("observed"), expr.operand("dropna"), 8, None, expr.operand("sort"), None, None]
@@ -338,13 +344,13 @@ def aggregated(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
             columns=(*keys.columns, *(column for column, _ in values.values())),
         )
         wanted = {label: function for label, (_, function) in values.items()}
-        found = answered(type(expr), [given, wanted, *options, *names])
+        found = answered(kind, [given, wanted, *options, *names])
         if found is None or found.labels != tuple(values):
             return [None] * len(missing)
         return [found.select([label]) for label in values]
 
     named = [(column.key, function) for column, function in parts]
-    found = library.ask_parts(type(expr), [keys, *options, *names], named, answer)
+    found = library.ask_parts(kind, [keys, *options, *names], named, answer)
     if found is None:
         return None
     columns = {part: each.columns[0] for part, each in zip(parts, found, strict=True)}
@@ -355,9 +361,25 @@ def aggregated(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     return found[0]._replace(labels=tuple(functions), columns=of_labels, index=index)
 
 
+def _aggregated_as_a_whole(
+    expr: Any, kind: type, frame: Schema, of: SchemaOf, library: Library
+) -> Schema | None:
+    """Ask about all aggregates at once, with those columns alone that they are made of."""
+    functions, chosen = expr.operand("arg"), expr.operand("_slice")
+    values = [] if chosen is None else chosen if isinstance(chosen, list) else [chosen]
+    if isinstance(functions, dict):
+        values = [*values, *functions]
+    needed = [*expr.by, *values]
+    if values and frame.is_frame and not frame.has_levels and all(type(each) is str for each in needed):
+        frame = frame.select(list(dict.fromkeys(needed))) or frame
+    operands = [of(each) if isinstance(each, Expr) else each for each in expr.operands]
+    schemas = [frame, *operands[1:]]
+    return None if _lacks_schemas(schemas, expr) else library.ask(kind, schemas)
+
+
 def _is_plain(frame: Schema, by: list[Any], functions: Any) -> bool:
     """Return whether distinct columns are aggregated by others, each by one function that has a name."""
-    if not frame.is_frame or not isinstance(functions, dict) or not functions:
+    if not frame.is_frame or frame.has_levels or not isinstance(functions, dict) or not functions:
         return False
     if not all(type(each) is str for each in (*by, *functions, *functions.values())):
         return False
@@ -383,6 +405,10 @@ _OF_GROUPS = (
     _groupby.Count, _groupby.First, _groupby.GroupByChunk, _groupby.Last, _groupby.Max, _groupby.Mean,
     _groupby.Min, _groupby.NUnique, _groupby.Prod, _groupby.Size, _groupby.Std, _groupby.Sum, _groupby.Var,
 )  # fmt: skip
+#: The first is lowered to one of the others, of which it has the metadata; so is that of dask_cudf.
+_AGGREGATIONS = (
+    _groupby.GroupbyAggregation, _groupby.DecomposableGroupbyAggregation, _groupby.HolisticGroupbyAggregation,
+)  # fmt: skip
 _OF_ROWS = (
     Concat, _expr.AddPrefix, _expr.AddSuffix, _expr.DropDuplicatesBlockwise, _expr.DropnaFrame,
     _expr.DropnaSeries, _expr.ToFrame, _reductions.Chunk, _reductions.DropDuplicates, _reductions.NFirst,
@@ -392,7 +418,7 @@ _OF_ROWS = (
 SCHEMAS: dict[type, Rule] = {
     **dict.fromkeys((*_COMPARISONS, *_ARITHMETIC), of_series),
     **dict.fromkeys((*_OF_VALUES, *_OF_COLUMNS, *_OF_GROUPS, *_OF_ROWS), asked),
-    **dict.fromkeys((_groupby.DecomposableGroupbyAggregation, _groupby.GroupbyAggregation), aggregated),
+    **dict.fromkeys(_AGGREGATIONS, aggregated),
     **dict.fromkeys((ReadParquetFSSpec, ReadParquetPyarrowFS), of_read),
     _expr.Assign: assigned,
     _expr.Filter: filtered,

@@ -162,10 +162,31 @@ def of_groups(left: Any, right: Any) -> Iterator[Any]:
                 lambda groups=groups, name=name, how=how: groups.agg({name: how}) for how in AGGREGATIONS
             )
             yield lambda groups=groups, name=name: groups.agg({name: ["min", "max"]})
+            yield lambda groups=groups, name=name: groups.agg({name: ["count", "first"]}).reset_index()
+            yield lambda groups=groups, name=name: groups.agg({name: ["max"], "small": ["sum", "median"]})
+            yield lambda groups=groups, name=name: groups[name].agg(["min", "count"])
+            yield lambda groups=groups, name=name: groups[[name, "small"]].agg("count")
             yield lambda groups=groups, name=name: groups.agg({name: "max", "small": "sum"}).reset_index()
         yield from (
             lambda name=name, how=how: getattr(left.groupby("key")[name], how)() for how in AGGREGATIONS
         )
+    several = left.groupby("name").agg({"small": ["sum", "mean"], "key": ["max"]})
+    yield lambda: several[[("key", "max"), ("small", "mean")]]
+    yield lambda: several[("key", "max")]
+    yield lambda: several["small"]
+    yield lambda: several[several[("key", "max")] > 1].reset_index()
+    yield lambda: several.iloc[:, [2, 0]].rename(columns={"small": "other"})
+    yield lambda: several.assign(new=1).drop(columns=[("small", "sum")])
+    yield lambda: several.merge(several, left_index=True, right_index=True)
+    yield lambda: several.reset_index().merge(left, left_on=[("name", "")], right_on=["name"])
+    yield lambda: several.groupby(("key", "max")).agg({("small", "sum"): "sum"})
+    yield lambda: left.groupby("name").agg({"small": ["sum"], "key": "max", "ratio": ["std", "var"]})
+    yield lambda: left.groupby("name").agg(["min", "count"])
+    yield lambda: left.groupby("name").agg("count")
+    yield lambda: left.groupby("name")[["key", "small"]].agg({"key": ["max", "min"]})
+    yield lambda: left.groupby(left.key > 1).agg({"small": ["sum", "mean"]})
+    yield lambda: left.groupby("name").agg(b=("small", "sum"), a=("key", "max"), c=("small", "mean")).b
+    yield lambda: left.groupby("name").small.agg(a="sum", b="max").reset_index()
     yield lambda: left.groupby("name").size().reset_index()
     yield lambda: left.groupby(["name", "flag"], sort=False, dropna=False).agg({"key": "count"})
     yield lambda: left.groupby(left.key > 1).agg({"small": "sum"})
@@ -235,7 +256,8 @@ def differences(found: list[Any], expected: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("number", range(3))  # not the index with a frequency
 def test_a_frame_is_made_of_its_schema_alone(library: Library, number: int) -> None:
     frame = library.frame(tables()[number])[:0]
-    for each in (frame, frame[["key"]], frame.name, frame.set_index(["key", "name"])):
+    levels = frame.groupby("name").agg({"small": ["sum", "max"], "key": ["count"]}).iloc[:, [2, 0]]
+    for each in (frame, frame[["key"]], frame.name, frame.set_index(["key", "name"]), levels):
         schema = schema_of(each)
         assert schema is not None
         dtypes = each.dtypes if each.ndim == 2 else [each.dtype]
@@ -296,6 +318,17 @@ def test_columns_of_files_are_converted_once_for_each_dtype(
     with planner.used():
         assert [described(read(file)._meta) for file in files] == known
     assert CONVERTED == ["a", "a"]  # integers and text
+
+
+def test_several_aggregates_of_a_column_are_asked_about_once(library: Library, planner: Planner) -> None:
+    frame = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
+    several = {"small": ["sum", "max"], "key": ["count"]}
+    with planner.used():
+        metadata(frame.groupby("name").agg(several).expr.lower_completely())
+        asked = planner.count("metadata.computed")
+        for columns in (["name", "small", "key"], ["key", "flag", "small", "name"]):
+            metadata(frame[columns].groupby("name").agg(several).expr)
+    assert planner.count("metadata.computed") == asked
 
 
 @pytest.mark.parametrize("library", ["pandas"], indirect=True)  # in place of cudf
