@@ -36,6 +36,10 @@ CLIENTS_TOPIC = "gpurt-clients"
 #: From the scheduler to these clients, whenever the runtime is switched: whether it is ``on``, the ``number``
 #: of the switch, and the ``version`` of the package.
 STATE_TOPIC = "gpurt-state"
+#: From a client that has planned a computation: the ``names`` in the keys of its results, what rules have
+#: ``applied`` and why they have ``left`` it, in sentences, and the operation that each of its ``shuffles``
+#: is for, by the name in the keys of its outputs.
+PLANS_TOPIC = "gpurt-plans"
 
 # From clients, and from people's tools, to the scheduler.
 

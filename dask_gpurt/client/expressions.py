@@ -19,6 +19,7 @@ from dask.dataframe.dask_expr._shuffle import _SetPartitionsPreSetIndex as SetPa
 from dask.utils import apply
 
 from dask_gpurt.client.planning.fusing import OWN_COMPUTATION
+from dask_gpurt.client.planning.origins import listed, named
 from dask_gpurt.dask_hooks.graphs import may_ignore_index
 from dask_gpurt.dask_hooks.planning import name_of, set_metadata
 from dask_gpurt.dask_hooks.shuffle import DataFrameShuffleSpec, P2PBarrierTask, run_barrier
@@ -61,6 +62,14 @@ class GpurtShuffle(P2PShuffle):
         set_index = self.original_partitioning_index is None
         return bool(self.ignore_index) and (set_index or _is_numbering(self.frame._meta.index))
 
+    @property
+    def label(self) -> str:
+        """Return what is shuffled by what, as a user knows it."""
+        if (by := self.original_partitioning_index) is not None:
+            return f"shuffle by {listed(by)}"
+        targets = _targets(self.frame, self.partitioning_index)
+        return f"sort by {listed(targets.by)}" if isinstance(targets, RangeTargets) else "shuffle"
+
     def _simplify_up(self, parent: Any, dependents: Any) -> Any:
         """Move only projections below the shuffle, and only if its input takes them.
 
@@ -82,6 +91,7 @@ class GpurtShuffle(P2PShuffle):
             in_order=in_order,
             computation=self.computation,
             any_columns=self._any_columns,
+            label=self.label,
         )
         for key, task in layer.items():
             if task.func.__name__ == "shuffle_unpack":
@@ -296,6 +306,7 @@ class GpurtHashJoin(HashJoinP2P):
             ignore_index=self._numbers_rows,
             computation=self.computation,
             any_columns=self.any_columns,
+            label=self.label,
         )
         sides, likes = {name_of(side): side for side in (self.left, self.right)}, dict[str, bytes]()
         for task in [task for task in layer.values() if task.key[0].startswith("hash-join-transfer")]:
@@ -308,6 +319,11 @@ class GpurtHashJoin(HashJoinP2P):
             key = (self._name, index)
             layer[key] = Task(key, merge_unpack, *task.args, **task.kwargs)
         return layer
+
+    @property
+    def label(self) -> str:
+        """Return what is joined by what, as a user knows it."""
+        return named(self)
 
     @property
     def _numbers_rows(self) -> bool:

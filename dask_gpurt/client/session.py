@@ -27,7 +27,7 @@ from dask_gpurt.observe.counting import METHOD_TOPIC, Choices
 from dask_gpurt.observe.metrics import combine
 from dask_gpurt.observe.report import RuntimeReport
 from dask_gpurt.observe.tables import MemoryUsage
-from dask_gpurt.protocol import NAME
+from dask_gpurt.protocol import NAME, PLANS_TOPIC
 
 if TYPE_CHECKING:
     from dask_gpurt.client.planning import PlanningCache
@@ -101,21 +101,30 @@ class ClientSession:
 
         Each expression counts once, although a join is lowered each time its divisions are accessed.
         """
-        client: Any = self._client()
-        if client is None or (expression, choice) in self._reported:
+        if (expression, choice) in self._reported:
             return
         if len(self._reported) >= MAX_REPORTED_CHOICES:
             self._reported.clear()
         self._reported.add((expression, choice))
+        self._send(METHOD_TOPIC, choice.name)
 
-        async def tell() -> None:
+    def tell_plan(self, plan: Mapping[str, Any]) -> None:
+        """Tell the scheduler how a plan came about. Does not block."""
+        self._send(PLANS_TOPIC, plan)
+
+    def _send(self, topic: str, message: Any) -> None:
+        client: Any = self._client()
+        if client is None:
+            return
+
+        async def send() -> None:
             try:
-                await _scheduler(client).log_event(topic=METHOD_TOPIC, msg=choice.name)
+                await _scheduler(client).log_event(topic=topic, msg=message)
             except (OSError, RuntimeError) as error:  # the client is being closed
-                logger.debug("the choice %s is not counted: %r", choice, error)
+                logger.debug("the scheduler does not hear of %s: %r", topic, error)
 
-        # Expressions are lowered in any thread, including that of the event loop.
-        client.loop.add_callback(tell)
+        # Expressions are planned in any thread, including that of the event loop.
+        client.loop.add_callback(send)
 
     def partition_sizes(self) -> PartitionSizes:
         """Return what the number of partitions of reads depends on."""
@@ -212,15 +221,6 @@ class Sessions:
             if not left and (lowering := sys.modules.get("dask_gpurt.client.lowering")):
                 lowering.leave()
                 self.results.remove()
-
-    def with_rules(self, query: Mapping[str, Any]) -> dict[str, Any]:
-        """Add what rules did to a computation, and why they left it, where this process has planned it."""
-        notes = self.planning.noted(query["names"]) if "planning" in vars(self) else ()
-        by_done = {
-            done: list(dict.fromkeys(f"{note.rule} {note.text}" for note in notes if note.done is done))
-            for done in (True, False)
-        }
-        return {**query, "applied": by_done[True], "left": by_done[False]}
 
     def store_at(self, setting: str) -> Store | None:
         """Return the store of a setting ``gpurt.planning.store``; None if it has no place."""
@@ -322,7 +322,6 @@ async def ask_report(client: Client, connect: bool) -> RuntimeReport:
             **reply,
             "counters": counters,
             "fallbacks": {**here["fallbacks"], **reply["fallbacks"]},
-            "queries": [SESSIONS.with_rules(query) for query in reply.get("queries", ())],
         }
     )
 

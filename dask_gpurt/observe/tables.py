@@ -87,13 +87,22 @@ def _is_there(value: Any) -> bool:
 class Queries(PrintedTable):
     """Hold the last computations of a cluster, oldest first: at most 100, all since the runtime is on.
 
-    Each has when its graph arrived at the scheduler as ``began``, ``seconds`` until its last task ended, the
-    number of ``tasks``, the seconds of ``computing`` of all of them, the ``bytes`` of all results, and the
-    ``steps`` that took longest. Where the calling process has planned it, ``applied`` says what rules did,
-    and ``left`` why others did nothing. Graphs that arrive while tasks of another one run count with it.
+    Each has when its graph arrived at the scheduler as ``began``, a ``state``, ``seconds`` until its last
+    task ended or until now, the number of ``tasks`` and of those ``done``, the seconds of ``computing`` of
+    all of them, the ``bytes`` of all results, the ``steps`` that took longest, and the ``line`` of the
+    program, if the setting ``distributed.diagnostics.computations.nframes`` is not 0. Where the runtime has
+    planned it, ``applied`` says what rules did, and ``left`` why others did nothing. Graphs that arrive while
+    tasks of another one run count with it.
     """
 
-    columns: tuple[str, ...] = ("began", "seconds", "tasks", "computing", "bytes", "steps", "applied", "left")
+    columns: tuple[str, ...] = (
+        *("began", "state", "seconds", "tasks", "done", "computing", "bytes", "steps", "line"),
+        *("applied", "left"),
+    )
+
+    def _printed(self) -> pd.DataFrame:
+        frame = self.to_pandas().drop(columns="done")
+        return frame if frame["line"].any() else frame.drop(columns="line")
 
     def _title(self) -> str:
         return f"Queries: {len(self)}" if self.rows else "Queries"

@@ -42,6 +42,7 @@ from dask_gpurt.protocol import (
     NAME,
     OWNERS_HANDLER,
     PLACE_OP,
+    PLANS_TOPIC,
     READY_OP,
     RECOVER_HANDLER,
     REFUSED_OP,
@@ -54,7 +55,8 @@ from dask_gpurt.protocol import (
     TRAFFIC_OP,
     is_off,
 )
-from dask_gpurt.scheduler.clients import Clients, queries
+from dask_gpurt.scheduler.clients import Clients
+from dask_gpurt.scheduler.queries import Computations
 from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTopology, SchedulerTracing
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
 from dask_gpurt.scheduler.silence import SilentWorkers
@@ -167,6 +169,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         self.settings, self.began = settings, time()
         self.metrics = Metrics()
         self.clients = Clients(self.scheduler, self.metrics)
+        self.computations = Computations(self.scheduler, self.began)
         self.cluster_memory = ClusterMemory()
         self._memory_reported = asyncio.Event()
         self.places = SchedulerTopology(self.scheduler, self._placed)
@@ -378,6 +381,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         """Take what a client says of itself, and count the choice of a shuffle method that it reports."""
         if topic == CLIENTS_TOPIC:
             self.clients.heard(msg)
+        elif topic == PLANS_TOPIC:
+            self.computations.told(msg)
         # A client of another version may report choices that are unknown here.
         elif topic == METHOD_TOPIC and msg in MethodChoice.__members__:
             MethodChoice[msg].count(self.metrics)
@@ -407,7 +412,7 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         return {
             "takeover": self.settings.takeover,
             **await self.reports.collect(connect),
-            "queries": queries(self.scheduler, self.began),
+            "queries": self.computations.rows(),
         }
 
 

@@ -187,6 +187,7 @@ class ShuffleSpec(RunSpec):
     input.
     ``any_columns``: whether inputs may lack columns, which are missing values in outputs with rows of others,
     or have more, which are left out.
+    ``label``: the operation and its keys, as a user knows them.
     """
 
     column: str
@@ -201,6 +202,7 @@ class ShuffleSpec(RunSpec):
     device: str = "host"
     is_open: bool = False
     any_columns: bool = False
+    label: str = "shuffle"
 
     @classmethod
     def of(
@@ -212,6 +214,7 @@ class ShuffleSpec(RunSpec):
         in_order: bool = False,
         computation: str | None = None,
         any_columns: bool = False,
+        label: str = "shuffle",
     ) -> ShuffleSpec:
         """Convert a spec of Dask's p2p shuffle."""
         wanted = range(spec.parts_out) if isinstance(spec.parts_out, int) else spec.parts_out
@@ -232,6 +235,7 @@ class ShuffleSpec(RunSpec):
             device=device_kind(spec.meta) or "host",
             is_open=has_unknown_categories(spec.meta),
             any_columns=any_columns,
+            label=label,
         )
 
     @property

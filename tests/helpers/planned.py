@@ -49,6 +49,10 @@ class Planner:
         """Return the store that a test has set."""
         return self.kept
 
+    def tell_plan(self, plan: Mapping[str, Any]) -> None:
+        """Keep how the last plan came about."""
+        self.told = plan
+
     def begin_again(self, path: Path) -> None:
         """Save what was planned, and go on as another process would, with nothing but the file."""
         if self.kept is not None:

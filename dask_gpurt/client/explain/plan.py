@@ -15,7 +15,7 @@ from dask.typing import Key
 from dask.utils import format_bytes, format_time
 
 from dask_gpurt.client.planning.cache import Planned
-from dask_gpurt.client.planning.origins import Origins, kind_of
+from dask_gpurt.client.planning.origins import Origins, kind_of, listed, named
 from dask_gpurt.client.planning.reads import count_columns, files_of, read_of
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.table_sizes import bytes_in_memory
@@ -194,35 +194,7 @@ def _word(expr: Any, origins: Origins) -> str:
         return f"read {_table(read)}"
     if kind_of(expr) in (None, "read"):
         return ""
-    return _with(_what(expr), origins.of(expr), "")
-
-
-def _what(expr: Any) -> str:
-    """Name an operation with its keys, as its user would."""
-    kind = kind_of(expr)
-    if kind == "join":
-        keys = _keys(expr.left_on) if _keys(expr.left_on) == _keys(expr.right_on) else None
-        by = keys or f"{_keys(expr.left_on) or 'index'} = {_keys(expr.right_on) or 'index'}"
-        return f"{expr.how} join on {by}"
-    if kind == "group":
-        return f"group by {_keys(list(getattr(expr, 'by', ())))}"
-    if kind == "sort":
-        return f"sort by {_keys(expr.by)}"
-    if kind == "apply":
-        by = f" by {_keys(list(expr.by))}" if hasattr(expr, "by") else ""
-        return f"apply {_function(expr)}{by}"
-    return kind or type(expr).__name__
-
-
-def _function(expr: Any) -> str:
-    """Return the name of the user's function that an operation calls."""
-    found = (getattr(getattr(expr, name, None), "__name__", None) for name in ("function", "func", "arg"))
-    return next(filter(None, found), "a function")
-
-
-def _keys(keys: Any) -> str:
-    keys = keys if isinstance(keys, (list, tuple)) else [] if keys is None else [keys]
-    return ", ".join(str(getattr(key, "name", key)) for key in keys)
+    return _with(named(expr), origins.of(expr), "")
 
 
 # ---- nodes of a plan --------------------------------------------------------------------------------
@@ -321,7 +293,7 @@ def _why(read: Any, facts: Facts | None, known: dict[str, Expr]) -> str:
 
 def _join(expr: Any, facts: Facts | None, origins: Origins) -> Step:
     sides = [_below(side, facts) for side in (expr.left, expr.right)]
-    return Step(_what(expr), _way(expr), _sum(sides), origins.of(expr))
+    return Step(named(expr), _way(expr), _sum(sides), origins.of(expr))
 
 
 def _way(expr: Any) -> str:
@@ -341,7 +313,7 @@ def _way(expr: Any) -> str:
 def _shuffle(expr: Any, facts: Facts | None) -> Step:
     by = expr.operand("original_partitioning_index") or expr.operand("partitioning_index")
     how = f"{expr.frame.npartitions} to {_count(expr.npartitions, 'partition')}"
-    return Step(f"shuffle by {_keys(by) or 'range'}", how, _below(expr.frame, facts))
+    return Step(f"shuffle by {listed(by) or 'range'}", how, _below(expr.frame, facts))
 
 
 def _below(expr: Any, facts: Facts | None) -> int | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple
@@ -145,6 +145,9 @@ class Planner(Protocol):
     def store(self) -> Store | None:
         """Return the store for results; None if they are not kept for other processes."""
 
+    def tell_plan(self, plan: Mapping[str, Any]) -> None:
+        """Tell the scheduler how a plan came about; see :data:`~dask_gpurt.protocol.PLANS_TOPIC`."""
+
 
 class PlanningCache:
     """Cache expressions, metadata, plans and facts about files while the runtime is on. Thread-safe.
@@ -185,8 +188,6 @@ class PlanningCache:
         )
         self._versioned: LRU[bool] = LRU(FILES_LIMIT)
         self._tokens: LRU[str] = LRU(TOKENS_LIMIT)
-        #: What rules have noted of computations, by the name in the keys of their results.
-        self._noted: LRU[tuple[Note, ...]] = LRU(PLANS_LIMIT)
 
     def install(self) -> None:
         """Replace Dask's planning, if this version of Dask is supported. Idempotent."""
@@ -314,17 +315,21 @@ class PlanningCache:
         finally:
             self._watching.reset(token)
 
-    def _note(self, plan: Expr, notes: tuple[Note, ...]) -> None:
-        """Keep what rules have noted of a plan. The partitions of its result may be what is computed."""
+    def _tell(self, planner: Planner, expr: Expr, plan: Expr, notes: Iterable[Note]) -> None:
+        """Tell how a plan came about. The partitions of its result may be what is computed."""
         result = next(iter(results_of(plan)), plan)
-        for each in (result, apart(result)):
-            key = None if each is None else next(flatten(keys_of(each)), None)
-            if key is not None:
-                self._noted.put(key[0] if isinstance(key, tuple) else key, notes)
-
-    def noted(self, names: Iterable[str]) -> tuple[Note, ...]:
-        """Return what rules have noted of a computation with these names of tasks; () if it is not known."""
-        return next((notes for name in names if (notes := self._noted.get(name)) is not None), ())
+        keys = (next(flatten(keys_of(each)), None) for each in (result, apart(result)) if each is not None)
+        done: dict[bool, dict[str, None]] = {True: {}, False: {}}
+        for note in notes:
+            done[note.done][f"{note.rule} {note.text}"] = None
+        planner.tell_plan(
+            {
+                "names": [str(key[0] if isinstance(key, tuple) else key) for key in keys if key is not None],
+                "applied": list(done[True]),
+                "left": list(done[False]),
+                "shuffles": self.origins.of_shuffles(expr, plan),
+            }
+        )
 
     def optimise(self, original: Callable[[Expr, str], Expr], expr: Expr, stage: str) -> Expr:
         """Optimise an expression as Dask's function does, or find its plan."""
@@ -339,8 +344,8 @@ class PlanningCache:
             found = original(expr, stage) if facts is None else self._by_rules(original, expr, stage, facts)
             if fused:
                 found = fuse(found)
-                if facts is not None:
-                    self._note(found, tuple(facts.notes))
+            if planner is not None and is_ruled:
+                self._tell(planner, expr, found, () if facts is None else facts.notes)
             return found
 
         if fused and (watch := self._watching.get()) is not None:
@@ -374,6 +379,8 @@ class PlanningCache:
             return plan
         if found.how == LOADED:
             self._choices.report_again(known.choices)
+            if planner is not None and is_ruled:
+                self._tell(planner, expr, known.expr, ())
         self._metrics.add("planning.plans.{outcome}", 1, found.how)
         return known.expr
 

@@ -15,7 +15,7 @@ from types import CodeType
 from typing import Any
 
 from dask_gpurt.client.planning.packed import LRU
-from dask_gpurt.dask_hooks.planning import Expr
+from dask_gpurt.dask_hooks.planning import Expr, name_of
 
 #: The most operations whose lines are remembered.
 LIMIT = 4_096
@@ -23,6 +23,8 @@ LIMIT = 4_096
 LINES = 3
 #: The most frames between an expression and the line that made it.
 DEPTH = 60
+#: The most keys of an operation that are named.
+MAX_KEYS = 6
 #: Packages in which no line is the user's.
 _LIBRARIES = sys.stdlib_module_names - {"__main__"} | {
     *("dask", "distributed", "dask_gpurt", "dask_cudf", "cudf", "pandas", "tornado", "tlz", "toolz"),
@@ -51,6 +53,21 @@ class Origins:
         kind = kind_of(expr)
         return "" if kind is None else " or ".join(self._lines.get((kind, *_keys(kind, expr))) or ())
 
+    def of_shuffles(self, expr: Expr, plan: Expr) -> dict[str, str]:
+        """Say for which operation, made in which line, shuffles of a plan are, by the names in their keys.
+
+        ``expr``: what the user computes, before it was planned. Dask plans what it persists twice, and the
+        second time has none of the user's operations.
+        """
+        made: dict[str, str] = {}
+        for each in expr.walk():
+            if kind_of(each) not in (None, "read") and (line := self.of(each)):
+                what = named(each)
+                made.setdefault(_shuffled(what), f"{what} ({line})")
+        shuffles = (each for each in plan.walk() if hasattr(type(each), "label"))
+        found = ((name_of(each), made.get(_shuffled(each.label))) for each in shuffles)
+        return {name: what for name, what in found if what is not None}
+
 
 def kind_of(expr: Any) -> str | None:
     """Return the kind of an operation that users know by a name; None for any other."""
@@ -74,6 +91,7 @@ _KINDS = {
     "set_index": {"SetIndex"},
     "group": {"GroupByBase"},
     "deduplicate": {"DropDuplicates"},
+    "shuffle": {"RearrangeByColumn"},
     "read": {"ReadParquet", "ReadCSV", "FromMap"},
 }
 #: What tells operations of a kind apart, and stays the same as a plan is optimised.
@@ -83,6 +101,7 @@ _KEYS = {
     "sort": ("by",),
     "set_index": ("_other",),
     "deduplicate": ("subset",),
+    "shuffle": ("partitioning_index",),
     "read": ("path",),
 }
 
@@ -103,3 +122,46 @@ def _line(optimiser: CodeType) -> str | None:
             return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+# ---- names for users --------------------------------------------------------------------------------
+
+
+def _shuffled(label: str) -> str:
+    """Return by what rows are shuffled: a join by its name, anything else by its keys."""
+    return label if " join on " in label else label.partition(" by ")[2] or label
+
+
+def named(expr: Any) -> str:
+    """Name an operation with its keys, as its user would."""
+    kind = kind_of(expr)
+    if kind == "join":
+        keys = listed(expr.left_on) if listed(expr.left_on) == listed(expr.right_on) else None
+        by = keys or f"{listed(expr.left_on) or 'index'} = {listed(expr.right_on) or 'index'}"
+        return f"{expr.how} join on {by}"
+    if kind == "group":
+        return f"group by {listed(list(getattr(expr, 'by', ())))}"
+    if kind == "sort":
+        return f"sort by {listed(expr.by)}"
+    if kind in ("set_index", "shuffle", "deduplicate"):
+        by = listed(expr.operand(_KEYS[kind][0]))
+        return f"{kind} by {by}" if by else kind
+    if kind == "apply":
+        by = f" by {listed(list(expr.by))}" if hasattr(expr, "by") else ""
+        return f"apply {_function(expr)}{by}"
+    return kind or type(expr).__name__
+
+
+def _function(expr: Any) -> str:
+    """Return the name of the user's function that an operation calls."""
+    found = (getattr(getattr(expr, name, None), "__name__", None) for name in ("function", "func", "arg"))
+    return next(filter(None, found), "a function")
+
+
+def listed(keys: Any) -> str:
+    """Return the names of keys, of one or of several."""
+    keys = keys if isinstance(keys, (list, tuple)) else [] if keys is None else [keys]
+    names = [str(key.columns[0] if isinstance(key, Expr) and key.columns else key) for key in keys]
+    return ", ".join(names[:MAX_KEYS]) + (
+        f" and {len(names) - MAX_KEYS} more" if len(names) > MAX_KEYS else ""
+    )
