@@ -40,23 +40,25 @@ MAX_BYTES = 150 * 1024
 SETTINGS = {
     "gpurt.placement.enabled": True,
     "gpurt.memory.device": "96 MiB",
+    "distributed.diagnostics.computations.nframes": 1,
     "distributed.worker.memory.pause": False,
     "distributed.worker.memory.terminate": False,
 }
 
 
 class Picture(NamedTuple):
-    """Name a page, and its size in pixels."""
+    """Name a page, its size in pixels, and the theme."""
 
     path: str
     width: int
     height: int
+    theme: str = "light"
 
 
 PICTURES: Mapping[str, Picture] = {
-    "dashboard-page": Picture("/gpurt", 1400, 1720),
-    "dashboard-memory": Picture("/individual-gpurt-memory", 1000, 420),
-    "dashboard-traffic": Picture("/individual-gpurt-traffic", 1000, 420),
+    "dashboard-page": Picture("/gpurt", 1400, 830),
+    "dashboard-phone": Picture("/gpurt", 390, 1150, "dark"),
+    "dashboard-memory": Picture("/individual-gpurt-memory", 1000, 240),
 }
 
 
@@ -89,9 +91,10 @@ async def take(client: Client, folder: Path, scheduler: Any, base: str) -> None:
             await page.call("Page.navigate", url=base + picture.path)
             size = {"width": picture.width, "height": picture.height, "deviceScaleFactor": 1, "mobile": False}
             await page.call("Emulation.setDeviceMetricsOverride", **size)
-            await page.holds("window.Bokeh !== undefined && Bokeh.documents.length > 0")
-            await page.holds("Bokeh.documents[0].roots().length > 0 && Bokeh.documents[0].is_idle")
-            if picture.path == "/gpurt":
+            scheme = {"name": "prefers-color-scheme", "value": picture.theme}
+            await page.call("Emulation.setEmulatedMedia", features=[scheme])
+            await page.holds("document.body.dataset.at > 0")
+            if name == "dashboard-page":
                 await until(
                     lambda: any(row["inputs"]["done"] > 0.9 * row["inputs"]["total"] for row in rows())
                 )

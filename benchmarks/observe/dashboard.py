@@ -4,12 +4,13 @@
 
 Before each sample each worker reports new figures for full tiers, 20 task prefixes and 8 runs; the histories
 are full, 100 shuffles are known, and each worker has sent bytes to every worker. It prints the CPU time in
-milliseconds of a sample, of an update of each part of the page with its message to the browser, of unpacking
-the addition to a heartbeat, and of a thousand task transitions; and the shares of a core at their intervals.
+milliseconds of a sample, of a reply to those who look at the page, of unpacking the addition to a heartbeat,
+and of a thousand task transitions; and the shares of a core at their intervals.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
@@ -21,9 +22,6 @@ from typing import Any
 
 import click
 import numpy as np
-from bokeh.document import Document
-from bokeh.document.events import DocumentPatchedEvent
-from bokeh.protocol import Protocol
 from distributed.protocol.core import dumps, loads
 
 from benchmarks.common.commandline import write
@@ -31,15 +29,18 @@ from dask_gpurt.cli.environment import environment
 from dask_gpurt.memory.ledger import PARTITIONS, SHARDS, ClusterMemory, Label, Ledger
 from dask_gpurt.memory.tiers import Tier
 from dask_gpurt.monitor.dashboard.collector import MAX_SHARE, SAMPLE_INTERVAL_S, Collector
-from dask_gpurt.monitor.dashboard.components import MAX_SHARE as PART_SHARE
-from dask_gpurt.monitor.dashboard.pages import PARTS
+from dask_gpurt.monitor.dashboard.page import INTERVAL_S, drawn
+from dask_gpurt.monitor.dashboard.page import MAX_SHARE as PAGE_SHARE
 from dask_gpurt.monitor.dashboard.sampler import MAX_POINTS
 from dask_gpurt.monitor.dashboard.shuffles import MAX_SHUFFLES
+from dask_gpurt.observe.metrics import METRICS, combine
 from dask_gpurt.observe.progress import MAX_RUNS, Figures
 from dask_gpurt.protocol import PROGRESS_METRIC
 from dask_gpurt.topology import Place, Topology
 
 PER_HOST, CAPACITY, PREFIXES = 8, 80 << 30, 20
+#: The counters of a worker.
+COUNTERS = {metric.name: 1.0 for metric in METRICS.values() if not metric.labels}
 #: Timed transitions of tasks that the dashboard does not show.
 TRANSITIONS = 100_000
 
@@ -65,6 +66,9 @@ class Reports:
             cluster_memory=self._memory,
             places=SimpleNamespace(topology=topology),
             scheduler=SimpleNamespace(workers=self._states, tasks={}),
+            clients=SimpleNamespace(planned=lambda: 1, unplanned=[]),
+            computations=SimpleNamespace(rows=lambda most: [], purpose=lambda outputs, label: label),
+            reports=SimpleNamespace(known=self.known),
         )
         self.collector = Collector(self.runtime)
         for number in range(MAX_SHUFFLES):
@@ -74,6 +78,12 @@ class Reports:
         for address in addresses:
             totals = [(peer, "cuda-ipc", 1 << 20, 0.001, 1) for peer in addresses]
             self.collector.take_traffic(address, totals)
+
+    def known(self) -> Mapping[str, Any]:
+        """Return the counters of the cluster, which are summed for each reply."""
+        workers = {worker: {"counters": COUNTERS, "fallbacks": {}} for worker in self._states}
+        counters = combine([COUNTERS] * len(workers))
+        return {"workers": workers, "departed": [], "counters": counters, "fallbacks": {}}
 
     def report(self) -> None:
         """Report new figures for each worker."""
@@ -102,11 +112,8 @@ def measure(workers: int, repeat: int) -> dict[str, Any]:
     reports = Reports(workers)
     collector = reports.collector
     sampler = collector.sampler
-    components = {path: kind(lambda: collector) for path, (kind, _) in PARTS.items()}
-    documents = {path: Document() for path in components}
-    for path, component in components.items():
-        documents[path].add_root(component.root)
-    found: dict[str, list[float]] = {"sample": [], **{path: [] for path in components}}
+    found: dict[str, list[float]] = {"sample": [], "page": []}
+    reports.report()
     for at in range(MAX_POINTS + 1):
         sampler.sample(float(at), collector)
     for at in range(repeat + 1):  # the first round creates state and is discarded
@@ -114,32 +121,16 @@ def measure(workers: int, repeat: int) -> dict[str, Any]:
         began = time.thread_time()
         sampler.sample(float(MAX_POINTS + 1 + at), collector)
         found["sample"].append(time.thread_time() - began)
-        for path, component in components.items():
-            found[path].append(_update(component, documents[path]))
+        began = time.thread_time()
+        size = len(json.dumps(drawn(collector), allow_nan=False))
+        found["page"].append(time.thread_time() - began)
     return {
         "workers": workers,
+        "page_bytes": size,
         **{name: 1e3 * median(seconds[1:]) for name, seconds in found.items()},
         "heartbeat": _heartbeat(reports.progress(0)),
         "transition": _transition(collector),
     }
-
-
-def _update(component: Any, document: Document) -> float:
-    """Return the CPU seconds of an update, including the message to a browser."""
-    events: list[DocumentPatchedEvent] = []
-
-    def note(event: Any) -> None:
-        if isinstance(event, DocumentPatchedEvent):
-            events.append(event)
-
-    document.on_change(note)
-    began = time.thread_time()
-    component.update_now()
-    if events:
-        Protocol().create("PATCH-DOC", events).content_json  # noqa: B018
-    seconds = time.thread_time() - began
-    document.remove_on_change(note)
-    return seconds
 
 
 def _heartbeat(report: Mapping[str, Any]) -> float:
@@ -160,7 +151,7 @@ def _transition(collector: Collector) -> float:
 
 
 def shares(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the shares of a core of samples, of all parts of an open page, and of heartbeats.
+    """Return the shares of a core of samples, of an open page, and of heartbeats.
 
     Dask limits heartbeats to two per second and worker, and to 200 per second in total.
     """
@@ -169,7 +160,7 @@ def shares(row: Mapping[str, Any]) -> dict[str, float]:
     return {
         "heartbeats": heartbeats * row["heartbeat"] / 1e3,
         "sampling": row["sample"] / 1e3 / pause,
-        "page": sum(row[path] / max(every, row[path] / PART_SHARE) for path, (_, every) in PARTS.items()),
+        "share_page": row["page"] / 1e3 / max(INTERVAL_S, row["page"] / 1e3 / PAGE_SHARE),
     }
 
 
@@ -184,9 +175,9 @@ def main(workers: str, repeat: int, output: Path | None) -> None:
         rows.append({**row, **shares(row)})
         click.echo(f"{number} workers, milliseconds of processor time:")
         for name, value in rows[-1].items():
-            if name not in ("workers", "sampling", "page", "heartbeats"):
+            if name not in ("workers", "page_bytes", "sampling", "share_page", "heartbeats"):
                 click.echo(f"  {name:36}{value:8.3f}")
-        told = (f"{name} {rows[-1][name]:.2%}" for name in ("sampling", "heartbeats", "page"))
+        told = (f"{name} {rows[-1][name]:.2%}" for name in ("sampling", "heartbeats", "share_page"))
         click.echo(f"  of a core: {', '.join(told)}")
     results = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -421,14 +421,10 @@ NANNY = SeamGroup(
 DASHBOARD = SeamGroup(
     "dashboard",
     (
-        Seam("distributed.dashboard.scheduler:applications"),
         Seam("distributed.dashboard.scheduler:template_variables", "scheduler"),
-        Seam("distributed.dashboard.core:BokehApplication", "applications server prefix template_variables"),
-        Seam("distributed.dashboard.components.scheduler:BOKEH_THEME"),
-        Seam("distributed.dashboard.components.scheduler:env"),
         Seam("distributed.http.routing:RoutingApplication.find_handler", "self request kwargs"),
     ),
-    without="the dashboard has no pages of the runtime",
+    without="the menu of the dashboard does not name the page of the runtime",
 )
 
 #: The groups that every process of a cluster needs. All check all of them, to come to the same verdict.

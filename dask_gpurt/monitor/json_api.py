@@ -100,7 +100,7 @@ class JsonApi:
             version=__version__,
             takeover=self._runtime.settings.takeover,
             counters=report["counters"],
-            fallbacks=_sum_of([report["fallbacks"], *(one["fallbacks"] for one in workers.values())]),
+            fallbacks=sum_of([report["fallbacks"], *(one["fallbacks"] for one in workers.values())]),
             workers=len(workers),
             silent=len(self._runtime.scheduler.workers) - len(workers),
             departed=page.cut(departed),
@@ -125,6 +125,11 @@ class JsonApi:
             workers=places,
         )
 
+    def queries(self, page: Page) -> Reply:
+        """Return the last computations, running ones too, with what rules did and left."""
+        found = self._runtime.computations.rows()[::-1]
+        return page.reply(len(found), rows=page.cut(found))
+
     def shuffles(self, page: Page) -> Reply:
         """Return the last shuffles, running and past: progress, bytes, rows, skew, and repairs."""
         records = self._shuffles.latest()
@@ -136,7 +141,7 @@ def _reply(**fields: Any) -> Reply:
     return {"api": API_VERSION, "at": time.time(), **fields}
 
 
-def _sum_of(counted: Sequence[dict[str, Any]]) -> Reply:
+def sum_of(counted: Sequence[dict[str, Any]]) -> Reply:
     """Sum the fallbacks of several processes, each with the reason of the last process that has it."""
     together: Reply = {}
     for fallbacks in counted:
@@ -148,7 +153,8 @@ def _sum_of(counted: Sequence[dict[str, Any]]) -> Reply:
 
 #: What each resource answers, by name.
 RESOURCES: Mapping[str, Callable[[JsonApi, Page], Reply]] = {
-    answer.__name__: answer for answer in (JsonApi.report, JsonApi.memory, JsonApi.topology, JsonApi.shuffles)
+    answer.__name__: answer
+    for answer in (JsonApi.report, JsonApi.memory, JsonApi.topology, JsonApi.queries, JsonApi.shuffles)
 }
 #: The API of each scheduler whose runtime is on: a process may have several.
 _apis: WeakKeyDictionary[Any, JsonApi] = WeakKeyDictionary()

@@ -76,7 +76,7 @@ class Fallback(Enum):
     PLACEMENT_UNSUPPORTED = "placement.unsupported", "Dask chooses workers"
     PLACEMENT = "placement.{method}", "Dask's own {method} decides"
 
-    DASHBOARD_PAGES = "dashboard.pages", "the dashboard has no pages of the runtime"
+    DASHBOARD_PAGES = "dashboard.pages", "the dashboard does not list the page of the runtime"
 
     PLANNING_CLIENT = "planning.client", "the computations of a client are planned by Dask"
     RESULTS_UNSUPPORTED = "results.unsupported", "results are put together on a worker"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import dask
+import dask.array as da
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -15,7 +18,6 @@ import pytest
 
 pytest.importorskip("bokeh", reason="the dashboard needs it")
 
-from bokeh.document import Document
 from distributed import Client, LocalCluster, Worker, wait
 from distributed.dashboard.components.scheduler import Shuffling, TaskProgress
 from tornado.httpclient import AsyncHTTPClient
@@ -24,7 +26,7 @@ import dask_gpurt
 from dask_gpurt.dask_hooks.comparison import differences
 from dask_gpurt.dask_hooks.seams import DASHBOARD
 from dask_gpurt.monitor.dashboard.collector import NAME, Collector
-from dask_gpurt.monitor.dashboard.pages import PAGE, PARTS, pages
+from dask_gpurt.monitor.dashboard.page import PAGE, PARTS, drawn
 from dask_gpurt.tools.testing import differing_links
 from tests.helpers import browser
 from tests.helpers.clusters import QUICK
@@ -33,16 +35,10 @@ from tests.helpers.in_process import on_cluster, until
 #: Dask's pages about shuffles, and all of ours.
 ALL_PAGES = (f"/{PAGE}", *PARTS, "/shuffle")
 
-#: Reads the tooltips of the second column of a page's table, the state of shuffles.
-CELLS = """(() => {
-    const found = []
-    const walk = (node) => {
-        if (node.matches?.(".slick-cell.l1")) found.push(node.querySelector("span").title)
-        for (const child of [...(node.shadowRoot?.children ?? []), ...node.children]) walk(child)
-    }
-    walk(document.body)
-    return found
-})()"""
+#: Whether the page has drawn data, and no error.
+DRAWN = "document.body.dataset.at > 0 && !document.querySelector('#state .failed')"
+#: The states of shuffles in the page's table.
+STATES = "[...document.querySelectorAll('#shuffles td:nth-child(2)')].map(cell => cell.innerText)"
 
 
 def frame(part: int, rows: int = 2000) -> pd.DataFrame:
@@ -56,20 +52,6 @@ def collection(parts: int = 6) -> Any:
 
 def collector(scheduler: Any) -> Collector:
     found: Collector = scheduler.plugins[NAME]
-    return found
-
-
-def drawn(scheduler: Any) -> dict[str, Any]:
-    """Return the components of all individual pages by path, updated once more."""
-    documents = {}
-    for path, page in pages(lambda _: scheduler.plugins.get(NAME)).items():
-        document = documents[path] = Document()
-        page(scheduler, {}, document)
-    found = {}
-    for path in PARTS:
-        (component,) = documents[path].components
-        component.update_now()
-        found[path.removeprefix("/individual-gpurt-")] = component
     return found
 
 
@@ -94,19 +76,42 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         lengths = client.compute(shuffled.map_partitions(len, meta=(None, "int")))
         largest = max(await lengths)
         assert row["skew"] == pytest.approx(largest / 2000)
-        parts = drawn(scheduler)
-        assert parts["shuffle-table"].source.data["state"] == ["done"]
-        assert parts["shuffles"].source.data["text"][::2] == ["6 / 6", "6 / 6"]
-        (legend,) = parts["memory"].figure.legend
-        in_legend = [item.label.value for item in legend.items if item.visible]
-        assert in_legend == ["memory", "shared memory", "disk"]
-        assert " of " in parts["memory"].heading.text
-        assert set(parts["workers"].source.data["worker"]) == {str(a.name), str(b.name)}
         await until(lambda: bool(list(now.sampler.traffic.flows())))
-        assert sum(flow.nbytes for _, _, flow in now.sampler.traffic.flows()) > 0
+        shown = drawn(now)
+        assert [query["state"] for query in shown["queries"]] == ["done", "done"]
+        assert [shuffle["label"] for shuffle in shown["shuffles"]] == [row["label"]]
+        assert re.fullmatch(r"shuffle by key \(test_dashboard.py:\d+\)", row["label"])
+        assert list(shown["memory"]["series"]) == ["memory", "shared memory", "disk"]
+        assert {name for name, _ in shown["workers"]["rows"]} == {str(a.name), str(b.name)}
+        assert sum(flow["bytes"] for _, _, flow in shown["traffic"]["flows"]) > 0
 
     with differing_links():
         run()
+
+
+#: The kinds of operation that shuffle, by the label of their shuffles.
+OPERATIONS: dict[str, Callable[[Any], Any]] = {
+    "group by key": lambda frame: frame.groupby("key").agg({"value": "mean"}, split_out=3),
+    "sort by value": lambda frame: frame.sort_values("value"),
+    "deduplicate by key": lambda frame: frame.drop_duplicates("key", split_out=3),
+    "inner join on key": lambda frame: frame.merge(frame.assign(more=1), on="key", broadcast=False),
+    "apply size by key": lambda frame: frame.groupby("key").apply(np.size, meta=(None, "int")),
+}
+
+
+@on_cluster(workers=2)
+async def test_shuffles_are_named_by_operation_keys_and_line(client: Any, scheduler: Any, *_: Any) -> None:
+    shuffles = collector(scheduler).sampler.shuffles
+    for label, operation in OPERATIONS.items():
+        before = len(shuffles)
+        line = f"{label} (test_dashboard.py:{operation.__code__.co_firstlineno})"
+        await wait(await asyncio.to_thread(lambda do=operation: client.persist(do(collection(4)))))
+        labels = [row["label"] for row in shuffles.rows(0.0)][: len(shuffles) - before]
+        assert labels
+        assert set(labels) == {line}, label
+    ones = da.ones((40, 40), chunks=(40, 10))
+    await wait(client.persist(ones.rechunk((10, 40), method="p2p")))
+    assert shuffles.rows(0.0)[0]["label"] == "rechunk"
 
 
 @on_cluster(workers=1)
@@ -171,8 +176,13 @@ async def fetch(url: str) -> str:
 def test_each_page_is_served_also_after_switching_on_twice() -> None:
     async def test(client: Any, scheduler: Any, base: str) -> None:
         shuffled = client.persist(collection().shuffle("key"))
+        await wait(shuffled)
         before = len(scheduler.http_application.applications)
+        assert json.loads(await fetch(f"{base}/{PAGE}/data"))["state"]["workers"] <= 2
         await dask_gpurt.disable(client)
+        off = await AsyncHTTPClient().fetch(f"{base}/{PAGE}/data", raise_error=False)
+        assert (off.code, json.loads(off.body)["error"].partition(":")[0]) == (503, "the runtime is off")
+        assert "Dask" in await fetch(f"{base}/{PAGE}")  # which says so
         await dask_gpurt.enable(client)
         assert len(scheduler.http_application.applications) == before
         for path in ALL_PAGES:
@@ -181,7 +191,6 @@ def test_each_page_is_served_also_after_switching_on_twice() -> None:
         listed = json.loads(await fetch(base + "/individual-plots.json"))  # as the JupyterLab extension does
         assert set(PARTS) <= set(listed.values())
         assert "/individual-progress" in listed.values()
-        await wait(shuffled)
 
     served(test)
 
@@ -192,22 +201,31 @@ def test_each_page_opens_in_a_browser_beside_a_running_shuffle(tmp_path: Path) -
     async def test(client: Any, scheduler: Any, base: str) -> None:
         kept: list[Any] = []
         async with browser.browser(tmp_path / "profile") as visit:
-            for path in ALL_PAGES:
+            for path in (f"/{PAGE}", *PARTS):
                 kept.append(client.persist(collection(40).shuffle("key")))
                 page = await visit(base + path)
-                await page.holds("window.Bokeh !== undefined && Bokeh.documents.length > 0")
-                await page.holds("Bokeh.documents[0].roots().length > 0 && Bokeh.documents[0].is_idle")
+                await page.holds(DRAWN)
                 await page.screenshot(tmp_path / "page.png")
                 assert (tmp_path / "page.png").stat().st_size > 0
                 assert page.errors == [], path
                 page.close()
             missing = await visit(base + "/individual-gpurt-nothing")
             await until(lambda: bool(missing.errors))  # proves that errors are detected
-            # A table is redrawn also if the number of rows stays the same.
-            kept.append(client.persist(collection(40).shuffle("key")))
-            page = await visit(base + "/individual-gpurt-shuffle-table")
-            await page.holds(f"({CELLS}).length > 0")
+            page = await visit(f"{base}/{PAGE}")
+            await page.holds(f"{STATES}.length > 0")
             await wait(kept)
-            await page.holds(f"({CELLS}).every(text => text === 'done')")
+            await page.holds(f"{STATES}.every(text => text === 'done')")
+            for width in (390, 1400):
+                size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+                await page.call("Emulation.setDeviceMetricsOverride", **size)
+                await page.holds("document.documentElement.scrollWidth <= innerWidth")
+            before = await page.value("getComputedStyle(document.body).backgroundColor")
+            await page.value("document.querySelector('#theme').click()")
+            assert await page.value("getComputedStyle(document.body).backgroundColor") != before
+            await dask_gpurt.disable(client)
+            await page.holds("document.querySelector('#state .failed')?.innerText === 'off'")
+            await dask_gpurt.enable(client)
+            await page.holds(DRAWN)
+            assert [error for error in page.errors if "503" not in error] == []
 
     served(test)

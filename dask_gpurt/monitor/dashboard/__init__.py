@@ -1,16 +1,19 @@
-"""Show the runtime on the dashboard of Dask's scheduler, and serve its JSON API.
+"""Show the runtime beside the dashboard of Dask's scheduler, and serve its JSON API.
 
 Data are collected whether or not a page is open, so that a page also shows the history from before it was
-opened. Bokeh is imported only if the scheduler has a dashboard, which needs it too.
+opened.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
+from dask_gpurt.dask_hooks.http import serve
 from dask_gpurt.dask_hooks.types import SchedulerServer
+from dask_gpurt.monitor.dashboard import page
 from dask_gpurt.monitor.dashboard.collector import Collector
 from dask_gpurt.monitor.json_api import serve_json
 from dask_gpurt.observe import Fallback
@@ -18,39 +21,47 @@ from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 
 __all__ = ["observe"]
 
-_collectors: WeakKeyDictionary[Any, Collector] = WeakKeyDictionary()
+#: The schedulers whose dashboard has the page in its menu.
+_listed: WeakSet[Any] = WeakSet()
 
 
 def observe(runtime: GpurtSchedulerPlugin) -> Callable[[], None]:
-    """Collect data from the scheduler plugin, and show them on the dashboard if there is one, and as JSON.
+    """Collect data from the scheduler plugin, and show them on a page and as JSON.
 
-    Returns a function that stops collecting. The pages stay until the scheduler ends, and then say that the
-    runtime is off.
+    Returns a function that stops collecting. A page in the menu of the dashboard stays until the scheduler
+    ends, and says then that the runtime is off.
     """
     scheduler: SchedulerServer = runtime.scheduler
-    collector = _collectors[scheduler] = Collector(runtime)
+    collector = page.collectors[scheduler] = Collector(runtime)
     collector.install()
     end_json = serve_json(runtime, collector.sampler.shuffles)
-    try:
-        _show(scheduler)
-    except Exception as error:  # includes any error of bokeh: the runtime works without pages
-        runtime.metrics.fallback(Fallback.DASHBOARD_PAGES, repr(error))
+    with contextlib.ExitStack() as undo:
+        try:
+            if scheduler not in _listed:
+                undo.callback(serve(scheduler, page.__name__))
+                if _list(scheduler):
+                    _listed.add(scheduler)
+                    undo.pop_all()
+        except Exception as error:  # includes any error of bokeh: the runtime works without pages
+            runtime.metrics.fallback(Fallback.DASHBOARD_PAGES, repr(error))
+        end_page = undo.pop_all().close
 
     def end() -> None:
         end_json()
-        _collectors.pop(scheduler, None)
+        end_page()
+        page.collectors.pop(scheduler, None)
         collector.uninstall()
 
     return end
 
 
-def _show(scheduler: SchedulerServer) -> None:
-    """Add the pages, if the scheduler has a dashboard."""
+def _list(scheduler: SchedulerServer) -> bool:
+    """Add the page to the menu of Dask's dashboard; return False if the scheduler has none."""
     if not getattr(scheduler, "services", {}).get("dashboard"):
-        return
+        return False
     try:
-        from dask_gpurt.dask_hooks.dashboard import add_pages
-        from dask_gpurt.monitor.dashboard.pages import PAGE, pages
+        from dask_gpurt.dask_hooks.dashboard import list_pages
     except ImportError:  # without bokeh, Dask has no dashboard either, and says so itself
-        return
-    add_pages(scheduler, pages(_collectors.get), PAGE)
+        return False
+    list_pages(scheduler, page.PAGE, page.PARTS)
+    return True

@@ -109,7 +109,8 @@ class Collector(SchedulerPlugin):
             inputs = [task.key for task in barrier.dependencies]
             outputs = [task.key for task in barrier.dependents]
             at = self._clock()
-            self.sampler.shuffles.begins(msg["shuffle"], msg["run"], at, inputs, barrier.key, outputs)
+            label = self.runtime.computations.purpose(_name(outputs), _label(barrier.run_spec))
+            self.sampler.shuffles.begins(msg["shuffle"], msg["run"], at, inputs, barrier.key, outputs, label)
             for task in (*barrier.dependencies, *barrier.dependents):
                 if task.state == "memory":
                     self.sampler.shuffles.transition(task.key, "memory", at)
@@ -123,8 +124,9 @@ class Collector(SchedulerPlugin):
 
     def take_traffic(self, worker: str, totals: Iterable[tuple[str, str, int, float, int]]) -> None:
         """Add the transfers that a worker reports; see :class:`~dask_gpurt.exchange.paths.Traffic`."""
+        at = self._clock()
         for peer, path, nbytes, seconds, _ in totals:
-            self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds)
+            self.sampler.traffic.add(self._end(peer), self._end(worker), path, nbytes, seconds, at)
 
     def _end(self, worker: str) -> str:
         """Return a worker, or its host if there are too many workers to show separately."""
@@ -142,3 +144,14 @@ class Collector(SchedulerPlugin):
             return None
         way: tuple[Link, Speed] = topology.way(source, target)
         return way
+
+
+def _name(outputs: Sequence[Key]) -> str:
+    """Return the name in the keys of the outputs of a shuffle."""
+    key = next(iter(outputs), "")
+    return str(key[0] if isinstance(key, tuple) else key)
+
+
+def _label(barrier: Any) -> str:
+    """Return the operation that a barrier belongs to, as far as its task tells."""
+    return str(getattr(getattr(barrier, "spec", None), "label", "rechunk"))

@@ -38,6 +38,7 @@ class ShuffleRecord:
     ``shuffle``, ``run``, ``runs``: its id, the id of its current run, and the number of runs so far.
     ``began``, ``ended``: seconds since the epoch; ``ended`` is None while it is running.
     ``inputs``, ``outputs``: numbers of transfer tasks and of outputs.
+    ``label``: the operation that it is for, with its keys, and the line of the program if that is known.
     ``transferred``, ``assembled``: keys of those tasks that have a result.
     ``sealed``: whether the barrier has a result.
     ``restarts``, ``recoveries``, ``moved``: numbers of restarts as a whole, of recoveries, and of outputs
@@ -51,6 +52,7 @@ class ShuffleRecord:
     began: float
     inputs: int
     outputs: int
+    label: str = ""
     runs: int = 0
     ended: float | None = None
     state: ShuffleState = ShuffleState.RUNNING
@@ -78,6 +80,7 @@ class ShuffleRecord:
         sent, skew = total.offered_bytes, None if is_partial else total.skew
         return {
             "id": self.shuffle,
+            "label": self.label,
             "run": self.run,
             "runs": self.runs,
             "state": str(self.state),
@@ -124,6 +127,7 @@ class ShuffleLog:
         inputs: Collection[Key],
         barrier: Key,
         outputs: Collection[Key],
+        label: str = "",
     ) -> None:
         """Record the begin of a run, with the keys of its tasks."""
         record = self._latest.get(shuffle)
@@ -133,7 +137,7 @@ class ShuffleLog:
             self._forget_beyond()
         self._by_run.pop((shuffle, record.run), None)
         self._by_run[shuffle, run] = record
-        record.run, record.inputs, record.outputs = run, len(inputs), len(outputs)
+        record.run, record.inputs, record.outputs, record.label = run, len(inputs), len(outputs), label
         record.runs += 1
         record.transferred.clear()
         record.assembled.clear()

@@ -43,6 +43,7 @@ class Server:
                 known=lambda: {"workers": {}, "fallbacks": {}, "departed": [], "counters": {}}
             ),
             reported_memory=ClusterMemory,
+            computations=SimpleNamespace(rows=list),
             places=SimpleNamespace(describe=lambda: {"workers": {}, "speeds": {}, "hosts": {}}),
         )
         json_api._apis[self] = JsonApi(runtime, ShuffleLog())
@@ -101,7 +102,7 @@ def test_an_invalid_query_is_refused_with_the_valid_values(server: Server) -> No
     expected = "limit=ten: expected a whole number of at most 9 digits"
     assert server.ask(f"{ROOT}/memory?limit=ten") == (400, {"error": expected})
     assert server.ask(f"{ROOT}/topology?by=tier") == (400, {"error": "by: expected one of offset, limit"})
-    expected = "no such resource: shufles: expected one of report, memory, topology, shuffles"
+    expected = "no such resource: shufles: expected one of report, memory, topology, queries, shuffles"
     assert server.ask(f"{ROOT}/shufles") == (404, {"error": expected})
     for path in ("", "/"):
         assert server.ask(f"{ROOT}{path}")[1]["enabled"]
