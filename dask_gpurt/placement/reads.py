@@ -5,7 +5,7 @@ Decisions and their figures: ``docs/decisions/reads.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dask.typing import Key
@@ -25,7 +25,7 @@ class ReadPlaces:
 
     A read whose place is known goes there at once, as a task does that the user has restricted to a worker.
     If that worker is busy, idle ones steal the read, as any task without inputs. All others are Dask's, also
-    those whose place has left or is paused.
+    those whose place has left or is paused. Until a graph reads such files, Dask's methods are in place.
 
     ``keeps``: returns whether a worker, by its address, has anything of remote or of local files in its
     cache.
@@ -44,17 +44,26 @@ class ReadPlaces:
         self._keeps = keeps
         self._keep_local = keep_local
         self._overrides = Overrides(failed)
+        self._is_bound = False
         #: The worker that has read a row group last, by its address; the latest reads come last.
         self._places: dict[Piece, str] = {}
         #: What tasks read that have not run yet.
         self._reads: dict[Key, list[Piece]] = {}
 
+    def on_graph(self, keys: Iterable[Key]) -> None:
+        """Replace Dask's choices if tasks of a new graph read files that workers keep."""
+        tasks = self._state.tasks
+        if not self._is_bound and any(self._pieces(ts) for key in keys if (ts := tasks.get(key))):
+            self.bind()
+
     def bind(self) -> None:
         """Replace Dask's choices."""
+        self._is_bound = True
         self._overrides.replace(READ_PLACES, self._state, lambda name: getattr(self, f"_{name}"))
 
     def unbind(self) -> None:
         """Restore Dask's choices."""
+        self._is_bound = False
         self._overrides.restore()
 
     def transition(self, key: Key, finish: str, worker: str | None) -> None:
@@ -67,10 +76,14 @@ class ReadPlaces:
             while len(self._places) > MAX_PIECES:
                 del self._places[next(iter(self._places))]
 
-    def _is_rootish(self, ts: SchedulerTask) -> bool:
+    def _pieces(self, ts: SchedulerTask) -> list[Piece]:
+        """Return what a task reads of files that workers keep."""
         spec: Any = ts.run_spec
         is_read = spec is not None and spec.data_producer and not ts.dependencies
-        if is_read and (pieces := pieces_read(spec, local=self._keep_local())):
+        return pieces_read(spec, local=self._keep_local()) if is_read else []
+
+    def _is_rootish(self, ts: SchedulerTask) -> bool:
+        if pieces := self._pieces(ts):
             self._reads[ts.key] = pieces
             if self.place(ts) is not None:
                 return False  # Dask gives the others to any worker that asks for one

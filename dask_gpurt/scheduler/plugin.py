@@ -142,7 +142,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             self._undo.callback(self.place, False)
             if self.settings.cache != 0:
                 self._undo.callback(self.read_places.unbind)
-                self.read_places.bind()
             self._undo.callback(self.workers.silent.close)
             self._undo.push_async_callback(self.workers.off)
             await self.workers.on()
@@ -330,6 +329,8 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
 
     def update_graph(self, scheduler: SchedulerServer, *, client: str, tasks: list[Key], **_: Any) -> None:
         self.clients.computes(client, tasks)
+        if self.settings.cache != 0:
+            self.read_places.on_graph(tasks)
         if self.placement is not None:
             self.placement.on_graph()
 

@@ -80,6 +80,17 @@ def test_reads_go_to_their_files_also_while_links_decide_about_all_else(first: i
     assert found[0] == found[1] == found[2]
 
 
+def test_dask_chooses_by_its_own_methods_until_a_graph_reads_files_that_stay() -> None:
+    state = BareState(2)
+    places = ReadPlaces(state, lambda worker, local: True, lambda: True, pytest.fail)
+    for name, task in {"x": Task("x", tuple), "read": read_of("read", 1)}.items():
+        state.new_task(name, task, "released").run_spec = task
+        places.on_graph([name, "forgotten"])
+        assert ("is_rootish" in vars(state)) == (name == "read")
+    places.unbind()
+    assert "is_rootish" not in vars(state)
+
+
 def read_of(key: str, file: int) -> Task:
     """Return a task that reads a file, as Dask makes it."""
     reader: Any = object.__new__(ParquetFunctionWrapper)
