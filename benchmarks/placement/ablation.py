@@ -33,7 +33,7 @@ import click
 from benchmarks.common.commandline import split_list, write
 from dask_gpurt.cli.environment import environment
 from dask_gpurt.placement import GatedPlacement, gate, strategy
-from dask_gpurt.placement.cost import Candidate, Routes
+from dask_gpurt.placement.cost import Routes
 from dask_gpurt.placement.estimates import Estimates
 from dask_gpurt.placement.strategy import CandidateSelector, Placement
 from dask_gpurt.tools.simulate import WORKLOADS, Cluster, Overheads, Simulation, Workload, build_cluster
@@ -85,11 +85,6 @@ def _without(function: Callable[..., Any], **fields: Any) -> Callable[..., Any]:
     return replaced
 
 
-def _faster(self: CandidateSelector, candidate: Candidate, holder: Candidate) -> bool:
-    """Return whether a candidate finishes earlier, however long moving takes."""
-    return candidate.seconds < holder.seconds
-
-
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
@@ -101,8 +96,6 @@ RULES: Mapping[str, Sequence[Patch]] = {
     "gate: links": [(gate, "links_differ", _always(False))],
     "root tasks: all": [(CandidateSelector, "for_root", _always([]))],
     "all tasks: only where there is room": [(Estimates, "has_room", _always(True))],
-    "an idler worker than the holders": [(CandidateSelector, "_idler", _always(None))],
-    "moving takes no longer than the task": [(CandidateSelector, "_pays", _faster)],
     "other workers where none has room": [(CandidateSelector, "_far", _always(()))],
     "bytes in flight": [(Estimates, "seconds_inbound", _always(0.0))],
     "hosts share their links": [(Routes, "_workers_on_host_of", _always(1))],

@@ -164,7 +164,7 @@ class CandidateSelector:
         self._available = available
 
     def for_task(self, ts: SchedulerTask, valid: Collection[WorkerState] | None) -> list[Candidate]:
-        """Return the costs of a task on holders of its inputs and, if it would wait there, on an idler one.
+        """Return the costs of a task on holders of its inputs, or on others if it fits on none of these.
 
         ``valid``: the running workers that the task may run on; None for all running workers.
         """
@@ -176,11 +176,6 @@ class CandidateSelector:
         found = [estimate(ws) for ws in self._holders(demand) if ws in allowed]
         if found and is_alias(ts):  # an alias needs no additional memory where its data are
             return found
-        first = cost.best(found) if found else None
-        if first is not None and first.waiting > 0:
-            idler = self._idler(first, allowed)
-            if idler is not None and self._pays(other := estimate(idler), first):
-                found.append(other)
         if not any([candidate.fits for candidate in found]):
             found += [estimate(ws) for ws in self._far(allowed)]
         return found
@@ -197,21 +192,6 @@ class CandidateSelector:
                 held[ws.address] += nbytes
         most = nsmallest(MAX_HOLDERS, held, key=lambda one: (-held[one], found[one].occupancy, one))
         return [found[address] for address in most]
-
-    def _idler(self, first: Candidate, allowed: Collection[WorkerState]) -> WorkerState | None:
-        """Return the least loaded worker, if it has less load than the best holder."""
-        ws = next(self._available.least_loaded(1), None)
-        if ws is None or len(ws.processing) / ws.nthreads >= first.load or ws not in allowed:
-            return None
-        return ws
-
-    def _pays(self, candidate: Candidate, holder: Candidate) -> bool:
-        """Return whether it pays to move inputs away from their holder.
-
-        Durations are uncertain, so moving may take no longer than the task itself: that is the most that can
-        be gained where the estimate of the wait is wrong.
-        """
-        return candidate.moving - holder.moving <= holder.running and candidate.seconds < holder.seconds
 
     def _far(self, allowed: Collection[WorkerState]) -> Collection[WorkerState]:
         """Return a few workers anywhere, for a task without inputs or without memory near its inputs."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.placement import decisions as bare
 from dask_gpurt.observe import Metrics
 from dask_gpurt.placement import Placement
-from dask_gpurt.topology import SHIPPED, Link, Topology
+from dask_gpurt.topology import Topology
 from tests.helpers.examples import examples
 from tests.helpers.placed_cluster import GB, Cluster, Rooms, run
 
@@ -25,38 +25,21 @@ def test_a_task_runs_where_its_input_is() -> None:
     assert cluster.place("y", "x") == 5
 
 
-def test_a_busy_holder_hands_over_to_an_idle_neighbour_with_nvlink() -> None:
-    cluster = Cluster()
-    cluster.data("x", 5)
-    cluster.busy(5, 3)
-    chosen = cluster.place("y", "x")
-    assert chosen != 5
-    assert chosen in range(8)
-
-
 def test_a_decision_is_logged_at_debug_with_what_was_rejected(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster()
     cluster.data("x", 5)
+    cluster.data("y", 6)
     cluster.busy(5, 3)
     with caplog.at_level("DEBUG", logger="dask_gpurt.placement"):
-        chosen = cluster.place("y", "x")
+        chosen = cluster.place("z", "x", "y")
     (said,) = [record.getMessage() for record in caplog.records if "placement" in record.name]
     placed, rejected = said.split("rejected:")
-    assert placed.startswith("'y' is placed on")
+    assert placed.startswith("'z' is placed on")
     assert cluster.addresses[chosen] in placed
     assert f"missing={GB}" in placed
     assert cluster.addresses[5] in rejected
     assert "waiting=3" in rejected
-    assert "missing=0" in rejected
-
-
-@pytest.mark.parametrize(("tasks", "moves"), [(0, True), (3, True), (4, False)])
-def test_a_task_goes_where_it_waits_too_only_if_that_is_less(tasks: int, moves: bool) -> None:
-    cluster = Cluster(2)
-    cluster.data("x", 0, nbytes=GB // 100)
-    cluster.busy(0, 4)
-    cluster.busy(1, tasks)
-    assert (cluster.place("y", "x") == 1) == moves
+    assert f"missing={GB}" in rejected
 
 
 @pytest.mark.parametrize("free", [GB / 2, -GB])
@@ -71,18 +54,6 @@ def test_an_alias_stays_where_its_data_are_however_full_that_is(free: float) -> 
     alias.prefix.nbytes_total, alias.prefix.states["memory"] = 2 * GB, 2
     cluster.state.transitions({"made-2": "waiting"}, "test")
     assert alias.processing_on.address == cluster.addresses[0]
-
-
-def test_tasks_whose_inputs_come_from_afar_share_the_way_whatever_their_length() -> None:
-    cluster = Cluster()
-    cluster.data("here", 5, nbytes=40 * GB)
-    chosen = []
-    for i in range(4):
-        cluster.data(f"far{i}", 12, nbytes=4 * GB)
-        chosen.append(cluster.place(f"both{i}", "here", f"far{i}", duration=-1))
-    assert chosen[0] == 5
-    assert len({*chosen}) == 4
-    assert {*chosen} < {*range(8)}
 
 
 def test_what_is_on_its_way_is_not_sent_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -155,16 +126,6 @@ def test_a_signature_that_we_do_not_know_stays_with_dask() -> None:
     assert "decide_worker_non_rootish" not in state.__dict__
     assert "is_rootish" in state.__dict__
     assert "hint" in metrics.snapshot()["fallbacks"]["placement.decide_worker_non_rootish"]["reason"]
-
-
-@pytest.mark.parametrize("seconds", [0.005, 0.02, 0.1])
-@pytest.mark.parametrize(("share", "moves"), [(0.1, True), (2.0, False)])
-def test_moves_are_judged_by_the_length_of_the_task(seconds: float, share: float, moves: bool) -> None:
-    cluster = Cluster(4)
-    cluster.data("x", 0, nbytes=int(share * seconds * SHIPPED[Link.NVLINK].bandwidth))
-    cluster.busy(0, 8)
-    cluster.state.task_prefixes["busy0"].duration_average = seconds
-    assert (cluster.place("y", "x", duration=seconds) != 0) == moves
 
 
 # ---- invariants of every choice -------------------------------------------------------
