@@ -108,6 +108,19 @@ def test_an_error_from_bytes_of_two_files_is_not_raised(cache: RangeCache) -> No
     assert read_all(cache, stored, mixed) == b"abcdefghij"
 
 
+def test_a_store_that_sends_nothing_of_a_replaced_file_is_asked_for_the_new_one(cache: RangeCache) -> None:
+    """As S3 does that is told which entity tag is expected."""
+    stored = Stored(b"0123456789")
+
+    def refused(start: int, stop: int) -> bytes:
+        stored.replace(b"abcdefghij")
+        raise OSError("PreconditionFailed")
+
+    stored._fetch = refused  # type: ignore[method-assign]
+    assert read_all(cache, stored) == b"abcdefghij"
+    assert cache.nbytes == 0
+
+
 def test_other_errors_are_raised(cache: RangeCache) -> None:
     def fails() -> None:
         raise ValueError("corrupt")
