@@ -67,7 +67,12 @@ from dask_gpurt.client.planning.rules.partition_notes import (
 from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
 from dask_gpurt.dask_hooks.computing import runs_locally
 from dask_gpurt.dask_hooks.expression_threads import sharing_expressions
-from dask_gpurt.dask_hooks.planning import default_shuffle_method, keys_of, name_of
+from dask_gpurt.dask_hooks.planning import (
+    default_shuffle_method,
+    keys_of,
+    name_of,
+    with_rows_in_order,
+)
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.dask_hooks.types import convert_legacy_graph
 from dask_gpurt.frames import library
@@ -117,6 +122,7 @@ def lower_with(lowering: Lowering, patches: PatchSet) -> None:
             "Merge._on_condition_already_partitioned": lowering.is_aligned,
             "ApplyConcatApply.need_to_shuffle": lowering.needs_shuffle,
             "GroupByApply.need_to_shuffle": lowering.needs_shuffle,
+            "GroupByApply._lower": lowering.applied,
             "Expr.__dask_graph__": _graph,
         },
     )
@@ -322,6 +328,23 @@ class Lowering:
             except (KeyError, TypeError):  # Dask cannot follow its note through a renaming
                 return True
         return groups_need_shuffle(expr) if isinstance(expr, GroupByApply) else not are_together(expr)
+
+    def applied(self, original: Callable[[Any], Any], expr: Any) -> Any:
+        """Lower a function of groups, whose rows come in their order, as in pandas.
+
+        Dask sorts the rows of a partition by their index before it shifts them, since its own shuffles may
+        change their order. Where labels repeat, as in files without an index, these are other rows.
+        """
+        lowered = original(expr)
+        choice = self._choose(expr.shuffle_method, expr.frame)
+        if choice is None or not choice.taken or not expr.need_to_shuffle:
+            return lowered
+        shuffle = lowered.frame
+        while isinstance(shuffle, (RenameFrame, Projection)):
+            shuffle = shuffle.frame
+        options = {**(shuffle.options or {}), IN_ORDER: True}
+        in_order = lowered.substitute(shuffle, shuffle.substitute_parameters({"options": options}))
+        return with_rows_in_order(expr, in_order)
 
     def _choose(self, asked: str | None, *frames: Any) -> MethodChoice | None:
         """Return the choice for an expression; None if the runtime is off, and for ``p2p``."""

@@ -358,6 +358,11 @@ class PlanWrapper(Expr):
         return found
 
 
+def with_rows_in_order(groups: Any, lowered: Any) -> Any:
+    """Return a lowered function of groups that takes rows as they come, and does not sort by their index."""
+    return lowered.substitute_parameters({"dask_func": groups._shuffle_grp_func(False)})
+
+
 def fuse_blockwise(plan: Expr, change: Callable[[Expr], Expr]) -> Expr:
     """Fuse the blockwise operations of a plan, as ``optimize(fuse=True)`` does, with each replaced before.
 

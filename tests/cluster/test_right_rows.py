@@ -71,6 +71,17 @@ def test_a_join_with_distinct_rows_whose_key_is_renamed() -> None:
     assert sorted(joined.x) == [x for x in NUMBERS if x % 7 < 5]
 
 
+@pytest.mark.usefixtures("client")
+@pytest.mark.parametrize("method", [None, "tasks"])
+def test_a_shift_within_groups_where_labels_of_the_index_repeat(method: str | None) -> None:
+    """Dask sorts rows by their index before."""
+    whole = LEFT.set_axis(NUMBERS % 15)
+    with dask.config.set({"dataframe.shuffle.method": method}):
+        found = table(whole, 4).groupby("k").x.shift(1, meta=("x", "float64")).compute()
+    expected = whole.groupby("k").x.shift(1)
+    assert sorted(found.fillna(-1).items()) == sorted(expected.fillna(-1).items())
+
+
 @pytest.mark.usefixtures("_method")
 def test_frames_without_columns() -> None:
     assert len(table(LEFT, 4)[[]].drop_duplicates(split_out=True).compute()) == len(LEFT)

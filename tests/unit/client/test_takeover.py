@@ -10,10 +10,11 @@ import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
+from dask.dataframe.dask_expr._groupby import GroupByApply
 from dask.dataframe.dask_expr._shuffle import RearrangeByColumn, Shuffle
 
 from dask_gpurt import config
-from dask_gpurt.client.expressions import GpurtHashJoin, GpurtShuffle
+from dask_gpurt.client.expressions import IN_ORDER, GpurtHashJoin, GpurtShuffle
 from dask_gpurt.client.lowering import Lowering, choose_method
 from dask_gpurt.dask_hooks.shuffle import P2PBarrierTask
 from dask_gpurt.observe import MethodChoice
@@ -198,6 +199,17 @@ def test_rows_shuffled_by_their_index_keep_their_order(by_index: bool) -> None:
     lowered = Lowering(lambda: True, lambda *choice: None).shuffle(original, expr)
     specs = [task.spec for task in lowered._layer().values() if isinstance(task, P2PBarrierTask)]
     assert [spec.in_order for spec in specs] == [by_index]
+
+
+def test_functions_of_groups_get_rows_in_order() -> None:
+    groups = dd.from_pandas(FRAME, npartitions=3).groupby("key").apply(len, meta=("rows", "int64")).expr
+    lowered = Lowering(lambda: True, lambda *choice: None).applied(GroupByApply._lower, groups)
+    (shuffle,) = lowered.find_operations(RearrangeByColumn)
+    assert IN_ORDER in shuffle.options
+    p2p = groups.substitute_parameters({"shuffle_method": "p2p"})
+    lowered = Lowering(lambda: True, lambda *choice: None).applied(GroupByApply._lower, p2p)
+    (shuffle,) = lowered.find_operations(RearrangeByColumn)
+    assert not shuffle.options
 
 
 #: Runs in a process in which the runtime was never enabled.
