@@ -14,13 +14,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from dask.base import is_dask_collection
+from dask.dataframe import Series
 from dask.dataframe.dask_expr._expr import Filter, Projection
-from dask.dataframe.dask_expr._groupby import Cov, NUnique, Var
+from dask.dataframe.dask_expr._groupby import Cov, GroupByApply, NUnique, Var
 from dask.dataframe.dask_expr._groupby import Mean as GroupMean
 from dask.dataframe.dask_expr._reductions import MeanAggregate, NFirst, NLast, ShuffleReduce, Sum
+from dask.dataframe.dask_expr._shuffle import BaseSetIndexSortValues, ShuffleBase
 from dask.utils import M
 
 from dask_gpurt.dask_hooks import EXPRESSIONS, PatchSet
+from dask_gpurt.dask_hooks.planning import name_of, shuffled_by_index
 from dask_gpurt.dask_hooks.types import convert_to_list
 from dask_gpurt.frames.statistics import (
     aggregate_present,
@@ -282,6 +285,60 @@ def _repeat_no_words(original: Callable[..., Any], expr: Any) -> Any:
     return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
 
 
+def _align_what_functions_return(original: Callable[..., Any], frame: Any, **pairs: Any) -> Any:
+    """Have a column that a function returns aligned with the frame, as one that is given.
+
+    Dask puts partitions side by side, also if a shuffle has divided the rows of one differently.
+    """
+    if not any(map(callable, pairs.values())):
+        return original(frame, **pairs)
+    for label, value in pairs.items():
+        if callable(value):
+            found = value(frame)
+            moved = isinstance(found, Series) and bool(_moves(found.expr, since=frame.expr))
+            value = found if moved else lambda _, found=found: found
+        frame = original(frame, **{label: value})
+    return frame
+
+
+def _align_by_labels(original: Callable[..., Any], expr: Any) -> Any:
+    """Have rows of two frames meet by their labels, where divisions are unknown and a shuffle has moved some.
+
+    Dask takes divisions that are unknown for equal if there are as many.
+    """
+    frames = expr.args
+    unknown = len(frames) == 2 and not all(frame.known_divisions for frame in frames)
+    if not unknown or all(frame.divisions == (None, None) for frame in frames):
+        return original(expr)
+    dtypes = {frame._meta.index.dtype for frame in frames}
+    if len(dtypes) > 1 or _moves(frames[0]) == _moves(frames[1]):
+        return original(expr)
+    return shuffled_by_index(expr)
+
+
+def _moves(expr: Any, since: Any = None) -> set[str]:
+    """Return the names of the operations that have divided the rows of an expression as they are.
+
+    ``since``: an expression below which nothing counts.
+    """
+    waiting, found = [expr], set[str]()
+    seen = set() if since is None else {name_of(since)}
+    while waiting:
+        each = waiting.pop()
+        if each.ndim == 0 or name_of(each) in seen:  # each partition gets the same scalar
+            continue
+        seen.add(name_of(each))
+        if isinstance(each, GroupByApply):
+            is_move = each.need_to_shuffle
+        else:
+            is_move = isinstance(each, (ShuffleBase, BaseSetIndexSortValues))
+        if is_move:
+            found.add(name_of(each))
+        else:
+            waiting += each.dependencies()
+    return found
+
+
 def _reads_cast(parent: Any, cast: Any) -> bool:
     """Return whether an operation is a filter whose condition reads a column that is cast before."""
     if not isinstance(parent, Filter):
@@ -359,4 +416,6 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("ApplyConcatApply._lower", _sum_floats_of_groups),
     ("DataFrame.sort_values", _sort_by_functions),
     ("ApplyConcatApply._lower", _repeat_no_words),
+    ("DataFrame.assign", _align_what_functions_return),
+    ("OpAlignPartitions._lower", _align_by_labels),
 )

@@ -358,6 +358,16 @@ class PlanWrapper(Expr):
         return found
 
 
+def shuffled_by_index(binary: Any) -> Any:
+    """Return an operation on two frames of which both are shuffled by their index."""
+    number = max(frame.npartitions for frame in binary.args)
+    frame, other = (
+        _shuffle.RearrangeByColumn(each, None, number, index_shuffle=True)
+        for each in (binary.frame, binary.other)
+    )
+    return binary._op(frame, binary.op, other, *binary.operands[3:])
+
+
 def with_rows_in_order(groups: Any, lowered: Any) -> Any:
     """Return a lowered function of groups that takes rows as they come, and does not sort by their index."""
     return lowered.substitute_parameters({"dask_func": groups._shuffle_grp_func(False)})

@@ -206,6 +206,25 @@ def test_variances_of_integers_do_not_wrap_around(name: str) -> None:
     )
 
 
+def added(frame: Any) -> Any:
+    """Add columns that functions return, of which one reads the other, beside one that is given."""
+    options = {} if frame is LEFT else {"meta": ("x", "float64")}
+    return frame.assign(
+        mean=lambda d: d.groupby("j").x.transform("mean", **options), one=1, ratio=lambda d: d.x / d["mean"]
+    )
+
+
+def test_columns_that_functions_return_are_aligned() -> None:
+    same_rows(added(Tables(lazily=True).left()).compute(), added(LEFT))
+
+
+def test_columns_of_the_same_partitions_are_put_side_by_side() -> None:
+    """To align them would shuffle all rows by their index."""
+    summed = Tables(lazily=True).left().assign(total=lambda d: d.groupby("j").x.cumsum()).compute()
+    assert summed.x.tolist() == LEFT.x.tolist()
+    assert summed.total.tolist() == LEFT.groupby("j").x.cumsum().tolist()
+
+
 @pytest.mark.parametrize("ascending", [True, False, [False, True]])
 def test_nulls_come_first_in_all_of_a_sort(ascending: Any) -> None:
     rows = LEFT.assign(j=LEFT.j.where(LEFT.j > 12))[["j", "x"]]
