@@ -218,9 +218,28 @@ def test_columns_that_functions_return_are_aligned() -> None:
     same_rows(added(Tables(lazily=True).left()).compute(), added(LEFT))
 
 
+@pytest.mark.parametrize("partitions", [5, 1])
+@pytest.mark.parametrize("known", [True, False])
+def test_columns_whose_rows_a_shuffle_has_moved_meet_by_their_labels(partitions: int, known: bool) -> None:
+    def deviations(frame: Any, **options: Any) -> Any:
+        return (frame.x - frame.groupby("j").x.transform("mean", **options)).rename("x")
+
+    left = Tables(lazily=True).left(partitions)
+    found = deviations(left if known else left.clear_divisions(), meta=("x", "float64")).compute()
+    pd.testing.assert_series_equal(found.sort_index(), deviations(LEFT))
+
+
+def test_sums_by_groups_are_taken_where_they_are() -> None:
+    """To align them would shuffle all rows by their index."""
+    left = Tables(lazily=True).left().clear_divisions()
+    found = (left.x - left.groupby("j").x.cumsum()).compute()
+    assert found.tolist() == (LEFT.x - LEFT.groupby("j").x.cumsum()).tolist()
+
+
 def test_columns_of_the_same_partitions_are_put_side_by_side() -> None:
     """To align them would shuffle all rows by their index."""
-    summed = Tables(lazily=True).left().assign(total=lambda d: d.groupby("j").x.cumsum()).compute()
+    left = Tables(lazily=True).left().clear_divisions()
+    summed = left.assign(total=lambda d: d.groupby("j").x.cumsum()).compute()
     assert summed.x.tolist() == LEFT.x.tolist()
     assert summed.total.tolist() == LEFT.groupby("j").x.cumsum().tolist()
 
