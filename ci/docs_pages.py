@@ -46,6 +46,9 @@ are percentages above 0 and at most 100: `"30%"`. Wrong values and unknown keys 
 runtime is switched on, with an error that names the key and the expected value. `dask gpurt doctor` finds
 them beforehand.
 
+Keys that are not on this page, such as `gpurt.compute.check-programs`, are for experiments and tests of the
+runtime: no user has a reason to change them, and they may go in any release.
+
 This page is written from `dask_gpurt/gpurt-schema.yaml` and the defaults in `dask_gpurt/gpurt.yaml`.
 """
 
@@ -265,11 +268,68 @@ def root_page(name: str) -> str:
     return text.replace("](docs/", "](")
 
 
+def tutorial() -> str:
+    """Return the notebook of the tutorial as a page, with the outputs that it has been executed with."""
+    notebook = json.loads((ROOT / "docs" / "tutorial.ipynb").read_text())
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            text = "".join(output.get("text") or output["data"]["text/plain"]).rstrip()
+            parts.append(f"```text\n{text}\n```")
+    return "\n\n".join(parts) + "\n\nThe [notebook](tutorial.ipynb) has these cells.\n"
+
+
+# ---- headline figures ---------------------------------------------------------------------------------
+
+
+def figures() -> Mapping[str, list[dict[str, str]]]:
+    """Return the figures of the README and of the home page, each with file, hardware, date and method."""
+    found: Mapping[str, list[dict[str, str]]] = json.loads((ROOT / "docs" / "figures.json").read_text())
+    return found
+
+
+def headline() -> str:
+    """Return the table on top of the README and of the home page."""
+    rows = "".join(
+        f"| {row['what']} | {row['tasks']} | **{row['ours']}** |\n" for row in figures()["headline"]
+    )
+    return "| 22 queries of TPC-H | Dask's `tasks` | with dask-gpurt |\n| --- | --- | --- |\n" + rows
+
+
+def figures_table(of_site: bool) -> str:
+    """Return the table of figures, with links of the site or of the repository."""
+    page = "benchmarks.md" if of_site else "docs/benchmarks.md"
+    head = f"""\
+Times in seconds, the methods of a row in one session; **bold** where another is faster. The files are in
+`benchmarks/results/`. [Benchmarks]({page}) has all current figures, and says [where the runtime is
+slower]({page}#where-the-runtime-is-slower) and why.
+
+| | `gpurt` | others | hardware, date, method |
+| --- | --- | --- | --- |
+"""
+    row = "| {what} | {ours} | {others} | {hardware}; {date}; {method} |\n"
+    return head + "".join(row.format_map(each) for each in figures()["figures"])
+
+
+def write_figures() -> None:
+    """Write the tables of figures into the README and the home page."""
+    for path in (ROOT / "README.md", ROOT / "docs" / "index.md"):
+        text = path.read_text()
+        for name, table in (("headline", headline()), ("figures", figures_table(path.name != "README.md"))):
+            begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
+            before, _, rest = text.partition(begin)
+            text = f"{before}{begin}{table}{end}{rest.partition(end)[2]}"
+        path.write_text(text)
+
+
 #: Functions that generate pages, by path in the documentation.
 PAGES: dict[str, Callable[[], str]] = {
     "reference/settings.md": settings_page,
     "reference/cli.md": cli_page,
     "reference/api.md": api_page,
+    "tutorial.md": tutorial,
     "contributing.md": lambda: root_page("CONTRIBUTING.md"),
     "changelog.md": lambda: root_page("CHANGELOG.md"),
     "results.md": lambda: results_list().replace("../../docs/", ""),
@@ -298,4 +358,5 @@ def on_files(files: Any, config: Any) -> Any:
 
 if __name__ == "__main__":  # other pages are generated only when the site is built
     write_metrics_tables()
+    write_figures()
     (RESULTS / "README.md").write_text(results_list())

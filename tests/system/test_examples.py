@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,24 @@ def test_each_example_is_run() -> None:
     (runs,) = (mark for mark in test_an_example.pytestmark if mark.name == "parametrize")
     arguments = [getattr(run, "values", run) for run in runs.args[1]]
     assert {name for name, *_ in arguments} == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+def printed(notebook: Path) -> str:
+    """Return what the cells of a notebook have printed."""
+    cells = json.loads(notebook.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    return "".join("".join(output.get("text", ())) for output in outputs)
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_and_its_change_halves_the_time(tmp_path: Path) -> None:
+    root = EXAMPLES.parent
+    run(sys.executable, "-m", "ci.tutorial", tmp_path / "tutorial.ipynb", PYTHONPATH=str(root))
+    for notebook in (
+        tmp_path / "tutorial.ipynb",
+        root / "docs" / "tutorial.ipynb",
+    ):  # the latter as checked in
+        assert float(re.findall(r", ([\d.]+) times as fast", printed(notebook))[0]) > 2
 
 
 @pytest.mark.nightly

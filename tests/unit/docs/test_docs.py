@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -119,9 +120,25 @@ def test_the_readme_is_short() -> None:
     assert len(text("README.md").splitlines()) <= 150
 
 
-def test_there_is_a_place_for_the_figures() -> None:
-    figures = text("README.md").split("<!-- figures:begin -->")[1].split("<!-- figures:end -->")[0]
-    assert "benchmarks/results/" in figures
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md"])
+def test_figures_are_those_of_one_file(name: str) -> None:
+    tables = {
+        "headline": docs_pages.headline(),
+        "figures": docs_pages.figures_table(of_site=name != "README.md"),
+    }
+    for part, table in tables.items():
+        shown = text(name).split(f"<!-- {part}:begin -->\n")[1].split(f"<!-- {part}:end -->")[0]
+        assert shown == table, "run python ci/docs_pages.py"
+
+
+def test_each_figure_has_the_hardware_and_the_date_of_its_results() -> None:
+    for row in [row for rows in docs_pages.figures().values() for row in rows]:
+        result = json.loads((RESULTS / row["file"]).read_text())
+        assert row["date"] == result["date"][:10], row
+        gpus, cores = result["hardware"]["gpus"], result["hardware"]["cores"]
+        counted = f"{len(gpus)} {gpus[0].removeprefix('NVIDIA ')}, " if gpus else ""
+        assert row["hardware"] == f"{counted}{cores} cores", row
+        assert row["method"]
 
 
 # ---- every page ----------------------------------------------------------------------
