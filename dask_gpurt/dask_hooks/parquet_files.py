@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache, partial, wraps
+from functools import partial, wraps
 from typing import Any
 
 from dask._expr import Expr
@@ -72,7 +72,10 @@ def tell_of_files(expr: Expr, known: dict[str, Any]) -> None:
 
 
 def look_at_files(
-    look: Callable[[Expr], dict[str, Any]], expr: Expr, convert: Callable[[Any, Callable[[Any], Any]], Any]
+    look: Callable[[Expr], dict[str, Any]],
+    expr: Expr,
+    convert: Callable[[Any, Callable[[Any], Any]], Any],
+    differs: Callable[[str], None],
 ) -> dict[str, Any]:
     """Return the facts about the files of a read, as Dask's function finds them.
 
@@ -82,11 +85,14 @@ def look_at_files(
     ``look``: Dask's function.
     ``convert``: takes an empty frame of pandas, and the function of cudf that converts one; returns the frame
     of cudf, or None.
+    ``differs``: takes how dask_cudf differs from the known one, which then looks at the files itself.
     """
-    is_of_cudf = isinstance(expr, parquet.ReadParquetFSSpec) and _is_engine_of_cudf(expr.engine)
-    if is_of_cudf and (known := _as_for_pandas(look, expr, convert)) is not None:
-        tell_of_files(expr, known)
-        return known
+    if isinstance(expr, parquet.ReadParquetFSSpec) and _is_engine_of_cudf(expr.engine):
+        if (difference := _META_OF_CUDF.difference()) is not None:
+            differs(difference)
+        elif (known := _as_for_pandas(look, expr, convert)) is not None:
+            tell_of_files(expr, known)
+            return known
     return look(expr)
 
 
@@ -103,10 +109,8 @@ def _as_for_pandas(
     return None if meta is None else {**known, "base_meta": meta}
 
 
-@lru_cache(None)
 def _is_engine_of_cudf(engine: type) -> bool:
-    owner = _META_OF_CUDF.name.rpartition(".")[0]
-    return f"{engine.__module__}:{engine.__qualname__}" == owner and _META_OF_CUDF.difference() is None
+    return f"{engine.__module__}:{engine.__qualname__}" == _META_OF_CUDF.name.rpartition(".")[0]
 
 
 def copy_of_facts(known: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,10 +140,11 @@ def test_computations_are_listed_with_what_rules_did_and_left(client: Client) ->
     assert groups["bytes"] > 0
     assert "shuffle-transfer" in groups["steps"]
     assert (groups["state"], groups["done"]) == ("done", groups["tasks"])
-    assert [note for note in groups["left"] if note.startswith("PartitionSize ")]
+    assert [note for note in groups["applied"] if note.startswith("CodedGroups ")]
+    assert not groups["left"]  # rules on reads have nothing to say of a plan without any
     assert plain["tasks"] == 1
     assert not plain["applied"]
     assert not plain["left"]
     for shown in (repr(found), found.to_html(), dask_gpurt.report(client)._repr_html_()):
-        assert "PartitionSize" in shown
+        assert "CodedGroups" in shown
     assert dask_gpurt.report(client).to_dict()["queries"][-1]["tasks"] == 1

@@ -447,7 +447,8 @@ class PlanningCache:
         generation = self._newest_generation()
         if generation is None:
             return original(expr)
-        look = partial(look_at_files, original, convert=self._describer.converted)
+        differs = partial(self._metrics.fallback, Fallback.PLANNING_FILES)
+        look = partial(look_at_files, original, convert=self._describer.converted, differs=differs)
         read = files_read(expr)
         operands, source = frozen(read), source_of(read)
         if operands is None or source is None:

@@ -38,7 +38,7 @@ from dask.dataframe.dask_expr.io import parquet
 from dask.dataframe.dask_expr.io.io import FusedIO
 
 from dask_gpurt.client.planning.operations import is_no_operation, is_on_rows
-from dask_gpurt.client.planning.reads import is_idle
+from dask_gpurt.client.planning.reads import is_idle, parquet_reads
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.client.planning.rules.dependence import joins_columns
 from dask_gpurt.client.planning.rules.table_sizes import Leave, independence_of
@@ -59,9 +59,9 @@ class LocalGroups:
         """Return a plan that groups rows locally where that is certain to be the same."""
         bare, depends = facts.bare(plan)
         if depends:
-            facts.note(
-                self, name_of(plan), "has its groups as Dask makes them, since results depend on partitions"
-            )
+            if parquet_reads(bare):
+                reason = "has its groups as Dask makes them, since results depend on partitions"
+                facts.note(self, name_of(plan), reason)
             return plan
         attempt = _Attempt(facts.tables, partial(facts.note, self))
         try:

@@ -58,7 +58,7 @@ def with_partitions(rule: object, plan: Expr, facts: Facts, choose: Choose) -> t
     """
     bare, dependent = facts.bare(plan)
     reads = parquet_reads(bare)
-    if dependent or not facts.sizes.threads:
+    if reads and (dependent or not facts.sizes.threads):
         reason = f"results depend on partitions: {dependent}" if dependent else "there are no workers"
         facts.note(rule, name_of(plan), f"has its reads as Dask makes them, since {reason}")
     part, kept = independent_part(bare) if dependent else (bare, frozenset[str]())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import pickle
 import shutil
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import dask
@@ -21,6 +23,7 @@ import pytest
 from dask.base import collections_to_expr
 from dask.dataframe.dask_expr._expr import Filter, Projection
 from dask.dataframe.dask_expr._merge import Merge
+from dask.dataframe.io.parquet.arrow import ArrowDatasetEngine
 from dask.tokenize import tokenize
 from pyarrow.fs import LocalFileSystem
 
@@ -364,3 +367,30 @@ def test_classes_of_dask_are_pickled_once_for_all_names(monkeypatch: pytest.Monk
         planner.cache.remove()
     assert pickled.count(Projection) <= 1
     assert pickled.count(_Own) == 3
+
+
+def test_another_dask_cudf_looks_at_files_itself_which_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class CudfEngine(ArrowDatasetEngine):  # type: ignore[misc]
+        @classmethod
+        def _create_dd_meta(cls, dataset_info: Any, something_new: Any = None) -> Any:
+            return super()._create_dd_meta(dataset_info)
+
+    name = "dask_cudf._legacy.io.parquet"
+    CudfEngine.__module__, CudfEngine.__qualname__ = name, "CudfEngine"
+    *parents, module_ = (ModuleType(name.rsplit(".", up)[0]) for up in (3, 2, 1)), ModuleType(name)
+    for each in (*parents[0], module_):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    module_.CudfEngine = CudfEngine  # type: ignore[attr-defined]
+    path, planner = write(tmp_path / "table"), Planner()
+    planner.cache.install()
+    try:
+        with planner.used():
+            table = dd.read_parquet(path, engine=CudfEngine)
+            assert list(table.columns) == ["key", "value"]
+    finally:
+        planner.cache.remove()
+    found = planner.metrics.fallbacks()["planning.files"]
+    assert found["count"] == 1
+    assert "_create_dd_meta takes (" in found["reason"]
