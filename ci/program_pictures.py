@@ -23,10 +23,7 @@ from typing import Any
 
 import click
 import dask.dataframe as dd
-import nbformat
 from distributed import Client
-from nbclient import NotebookClient
-from nbconvert import HTMLExporter
 from PIL import Image
 
 import dask_gpurt
@@ -37,13 +34,11 @@ from tests.helpers import browser
 from tests.helpers.in_process import until
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-#: The page from its top to the figures of shuffles, and the parts of the picture of the notebook.
+#: The page of the dashboard, and the parts of the picture of the notebook.
 SIZE, NOTEBOOK, BESIDE = (1200, 800), (640, 880), (1060, 880)
 YEARS, DOCUMENTS, SCALE = 6, 800, 0.3
-#: Counts the bars of the figure of shuffles in a page of the dashboard, three for each shuffle.
-SHUFFLES = """Bokeh.documents[0].all_models ? [...Bokeh.documents[0].all_models]
-    .filter(model => model.type === 'ColumnDataSource' && model.data.shuffle && model.data.left)
-    .map(model => model.data.shuffle.length / 3)[0] || 0 : 0"""
+#: Counts the rows of the table of shuffles in a page of the dashboard.
+SHUFFLES = "document.querySelectorAll('#shuffles td:first-child').length"
 
 
 def run_flights(folder: Path) -> None:
@@ -76,8 +71,7 @@ async def opened(visit: Any, base: str, size: tuple[int, int], shuffles: int) ->
     await page.call(
         "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
     )
-    await page.holds("window.Bokeh !== undefined && Bokeh.documents.length > 0")
-    await page.holds(f"({SHUFFLES}) >= {shuffles}")
+    await page.holds(f"{SHUFFLES} >= {shuffles}")
     await asyncio.sleep(UPDATES_S)
     return page
 
@@ -93,6 +87,10 @@ async def of_program(program: Callable[[Path], None], shuffles: int, folder: Pat
 
 async def of_notebook(folder: Path, name: str) -> None:
     """Take the picture of the notebook, beside that of the dashboard while its queries run."""
+    import nbformat
+    from nbclient import NotebookClient
+    from nbconvert import HTMLExporter
+
     prepare(folder / "tables", scale=SCALE, parts=8)
     # Warnings of pandas about Dask's own code would show paths of this machine.
     os.environ |= {"TPCH_TABLES": str(folder / "tables"), "PYTHONWARNINGS": "ignore"}

@@ -89,12 +89,15 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         run()
 
 
+JOIN: dict[str, Any] = {"on": "key", "broadcast": False}
 #: The kinds of operation that shuffle, by the label of their shuffles.
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "group by key": lambda frame: frame.groupby("key").agg({"value": "mean"}, split_out=3),
     "sort by value": lambda frame: frame.sort_values("value"),
     "deduplicate by key": lambda frame: frame.drop_duplicates("key", split_out=3),
-    "inner join on key": lambda frame: frame.merge(frame.assign(more=1), on="key", broadcast=False),
+    "inner join on key": lambda frame: frame.merge(frame.assign(more=1), **JOIN),
+    # The condition makes it an inner join.
+    "left join on key": lambda frame: frame.merge(frame.assign(more=1), how="left", **JOIN).query("more > 0"),
     "apply size by key": lambda frame: frame.groupby("key").apply(np.size, meta=(None, "int")),
 }
 

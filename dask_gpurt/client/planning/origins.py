@@ -128,8 +128,9 @@ def _line(optimiser: CodeType) -> str | None:
 
 
 def _shuffled(label: str) -> str:
-    """Return by what rows are shuffled: a join by its name, anything else by its keys."""
-    return label if " join on " in label else label.partition(" by ")[2] or label
+    """Return by what rows are shuffled. A rule may have made another kind of join of the user's."""
+    _, joined, keys = label.rpartition(" join on ")
+    return f"join on {keys}" if joined else label.partition(" by ")[2] or label
 
 
 def named(expr: Any) -> str:
