@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,19 @@ def test_each_page_is_served_also_after_switching_on_twice() -> None:
         assert set(PARTS) <= set(listed.values())
         assert "/individual-progress" in listed.values()
 
+    served(test)
+
+
+def test_without_bokeh_the_page_comes_and_goes_with_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: Any, scheduler: Any, base: str) -> None:
+        assert "Queries" in await fetch(f"{base}/{PAGE}")
+        assert json.loads(await fetch(f"{base}/{PAGE}/data"))["state"]["fallbacks"] == []
+        await dask_gpurt.disable(client)
+        assert (await AsyncHTTPClient().fetch(f"{base}/{PAGE}", raise_error=False)).code == 404
+
+    # As where bokeh is missing: these modules need it.
+    for module in ("distributed.dashboard.scheduler", "dask_gpurt.dask_hooks.dashboard"):
+        monkeypatch.setitem(sys.modules, module, None)
     served(test)
 
 

@@ -144,12 +144,12 @@ def demo(
 def dashboard_page(client: Client) -> str | None:
     """Return the address of the runtime's page on the dashboard, or of Dask's own where the runtime is off.
 
-    None if there is no dashboard.
+    None if there is no dashboard: Dask's needs bokeh, the runtime's does not.
     """
-    if importlib.util.find_spec("bokeh") is None:
-        return None
     link: str = client.dashboard_link
-    return f"{link.removesuffix('/status')}/gpurt" if dask_gpurt.is_enabled(client) else link
+    if dask_gpurt.is_enabled(client):
+        return f"{link.removesuffix('/status')}/gpurt"
+    return None if importlib.util.find_spec("bokeh") is None else link
 
 
 def preview(client: Client, methods: Sequence[str], repeat: int, link: str | None) -> str:
