@@ -24,29 +24,6 @@ from pyarrow.fs import LocalFileSystem as ArrowFiles
 from dask_gpurt.dask_hooks.dictionary_reads import with_dictionaries
 from dask_gpurt.dask_hooks.planning import is_sequence, keys_of
 
-__all__ = [
-    "LOWERED",
-    "CheckedRead",
-    "CodedRead",
-    "FewerPartitions",
-    "ParquetRead",
-    "count_columns",
-    "exact_columns",
-    "files_of",
-    "files_of_partitions",
-    "is_idle",
-    "is_integer",
-    "is_local",
-    "local_files",
-    "lower",
-    "needed_columns",
-    "parquet_reads",
-    "read_of",
-    "share_of_files",
-    "tells_files",
-    "tuned_to_stay",
-]
-
 #: The stages of an optimisation that come after tuning.
 LOWERED = ("physical", "simplified-physical", "fused")
 #: Dask's class for several files as one partition, for reads of pandas that it leaves as they are.
