@@ -23,9 +23,8 @@ from dask_gpurt.dask_hooks.types import WorkerServer
 from dask_gpurt.device import PoolFull
 from dask_gpurt.exchange.calls import Calls, is_exiting, off_on
 from dask_gpurt.exchange.comms import Comms, Puller
-from dask_gpurt.exchange.host_room import HostRoom
 from dask_gpurt.exchange.incoming import IncomingShard, Landing, ShardState
-from dask_gpurt.exchange.outgoing import PoolHooks
+from dask_gpurt.exchange.outgoing import HostRoom, PoolHooks
 from dask_gpurt.exchange.paths import IN_PLACE, Endpoint, Path, Peers, Traffic, peer_class
 from dask_gpurt.exchange.pools import ActiveRuns, Pools, PoolUsers
 from dask_gpurt.exchange.requests import PeerRequests

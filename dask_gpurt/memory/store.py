@@ -4,10 +4,9 @@ Tasks read live objects, which are on the device, or in host memory for host obj
 The lower tiers (pinned memory, host memory, disk) hold serialised objects. The components are
 
 - :mod:`~dask_gpurt.memory.entries`: the table of all entries, under one lock,
-- :mod:`~dask_gpurt.memory.spilling` and :mod:`~dask_gpurt.memory.spilling`: moves down and up,
-- :mod:`~dask_gpurt.memory.reading`: reads in the lower tiers, without a move,
-- :mod:`~dask_gpurt.memory.spilling`: memory reserved before it is allocated,
-- :mod:`~dask_gpurt.memory.spilling`: the order of eviction.
+- :mod:`~dask_gpurt.memory.spilling`: the order of eviction, moves down, and memory reserved before it is
+  allocated,
+- :mod:`~dask_gpurt.memory.reading`: reads in the lower tiers without a move, and moves up.
 
 Moves block, so they run in threads.
 """

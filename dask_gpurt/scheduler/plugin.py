@@ -59,9 +59,8 @@ from dask_gpurt.scheduler.clients import Clients
 from dask_gpurt.scheduler.queries import Computations
 from dask_gpurt.scheduler.reports import ClusterReports, SchedulerTopology, SchedulerTracing
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
-from dask_gpurt.scheduler.silence import SilentWorkers
 from dask_gpurt.scheduler.switching import Switch, Workers
-from dask_gpurt.scheduler.worker_calls import make_room
+from dask_gpurt.scheduler.worker_calls import SilentWorkers, make_room
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
 from dask_gpurt.worker.streams import PromptStreams
 from dask_gpurt.worker.tracebacks import spare_tracebacks

@@ -34,7 +34,7 @@ from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks import NEWEST, OLDEST, UnsupportedError
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.protocol import NAME, JoinReply
-from dask_gpurt.scheduler.silence import SilentWorkers
+from dask_gpurt.scheduler.worker_calls import SilentWorkers
 
 logger = logging.getLogger(__name__)
 

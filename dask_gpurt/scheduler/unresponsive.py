@@ -3,7 +3,7 @@
 - A worker that waits for the reply of another one asks whether the run continues without it.
 - Nothing has to call the worker of a barrier, so barriers that have been sent to a worker are watched.
 
-:mod:`dask_gpurt.scheduler.silence` decides which workers are silent.
+:mod:`dask_gpurt.scheduler.worker_calls` decides which workers are silent.
 
 A repair sends the barrier again, possibly to the worker that is just reporting its end. Dask answers a report
 of an earlier dispatch by sending the task once more, since a task that was cancelled and resumed ends under

@@ -17,8 +17,7 @@ from dask.sizeof import sizeof
 from dask_gpurt.device import PoolFull
 from dask_gpurt.device.pool import SharedMemoryFull
 from dask_gpurt.exchange import Attempt, Commit, Exchange, Shard
-from dask_gpurt.exchange.host_room import HostFull
-from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.exchange.outgoing import HostFull, Outbox
 from dask_gpurt.exchange.shard import RunKey, Section
 from dask_gpurt.frames import Packed, Packer, Piece
 from dask_gpurt.observe import Fallback

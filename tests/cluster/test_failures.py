@@ -19,7 +19,7 @@ from distributed.shuffle._exceptions import P2PConsistencyError
 from distributed.utils import sync
 
 import dask_gpurt
-from dask_gpurt.scheduler import silence
+from dask_gpurt.scheduler import worker_calls
 from dask_gpurt.scheduler.recovery import Recovery
 from tests.helpers.clusters import Library, canonical, cluster, counters, partitions, to_pandas
 from tests.helpers.waiting import until
@@ -123,8 +123,8 @@ def stop_at_barrier(client: Client, monkeypatch: pytest.MonkeyPatch) -> list[str
 
     Returns a list that receives its address. Silence is noticed after a second.
     """
-    monkeypatch.setattr(silence, "SILENT_S", 1.0)
-    monkeypatch.setattr(silence, "MISSED", 2)
+    monkeypatch.setattr(worker_calls, "SILENT_S", 1.0)
+    monkeypatch.setattr(worker_calls, "MISSED", 2)
     processes, transition, stopped = client.run(os.getpid), Recovery.transition, list[str]()
 
     def stops(self: Recovery, key: Any, finish: str, worker: str | None) -> None:

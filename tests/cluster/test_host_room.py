@@ -13,10 +13,9 @@ import pandas as pd
 import pytest
 
 from dask_gpurt.device import Block, PoolFull
-from dask_gpurt.exchange import Attempt, Exchange, Shard, host_room
-from dask_gpurt.exchange.host_room import HostFull
+from dask_gpurt.exchange import Attempt, Exchange, Shard, outgoing
 from dask_gpurt.exchange.incoming import IncomingShard, reading
-from dask_gpurt.exchange.outgoing import Outbox
+from dask_gpurt.exchange.outgoing import HostFull, Outbox
 from dask_gpurt.exchange.shard import Section
 from dask_gpurt.scheduler import worker_calls as asking
 from tests.helpers.clusters import cluster
@@ -143,7 +142,7 @@ async def test_a_wait_for_memory_that_other_files_fill_ends(
     client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small blocks may still fit. While any worker holds memory itself, producers keep waiting."""
-    monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
+    monkeypatch.setattr(outgoing, "FOREIGN_PATIENCE_S", 0.3)
     ends = [exchange_of(worker) for worker in (a, b)]
     boxes = [await end.offload(end.pools.outbox, "host") for end in ends]
     shm = Shm(monkeypatch, 4 * PAGE)
@@ -165,7 +164,7 @@ async def test_a_rechunk_fails_where_other_files_fill_the_memory(
     client: Any, scheduler: Any, a: Any, b: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error has the advice, although a part of a chunk cannot be made small as rows can."""
-    monkeypatch.setattr(host_room, "FOREIGN_PATIENCE_S", 0.3)
+    monkeypatch.setattr(outgoing, "FOREIGN_PATIENCE_S", 0.3)
     boxes = [await end.offload(end.pools.outbox, "host") for end in map(exchange_of, (a, b))]
     shm = Shm(monkeypatch, 0)
     shm.pools = [box.pool for box in boxes]

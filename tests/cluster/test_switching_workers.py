@@ -20,7 +20,7 @@ from dask_gpurt.client.session import register_method
 from dask_gpurt.config import ConfigError
 from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.protocol import LEFT_OP, JoinReply
-from dask_gpurt.scheduler import silence, switching
+from dask_gpurt.scheduler import switching, worker_calls
 from dask_gpurt.scheduler.switching import Workers
 from dask_gpurt.worker import tracebacks
 from dask_gpurt.worker.plugin import GpurtWorkerPlugin
@@ -215,7 +215,7 @@ def falls_silent(worker: Any, monkeypatch: pytest.MonkeyPatch, *, hears: bool = 
     Returns the event that lets it continue. Silence is noticed in half a second.
     """
     monkeypatch.setattr(switching, "SILENT_S", 0.1)
-    monkeypatch.setattr(silence, "MISSED", 1)
+    monkeypatch.setattr(worker_calls, "MISSED", 1)
     goes_on, heartbeat = asyncio.Event(), worker.periodic_callbacks["heartbeat"]
 
     def waits(handler: Any) -> Any:

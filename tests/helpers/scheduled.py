@@ -57,8 +57,8 @@ from dask_gpurt.protocol import (
 from dask_gpurt.scheduler.plugin import GpurtSchedulerPlugin
 from dask_gpurt.scheduler.recovery import SHUFFLE_TOPIC
 from dask_gpurt.scheduler.shuffles import SchedulerShuffles
-from dask_gpurt.scheduler.silence import SilentWorkers
 from dask_gpurt.scheduler.switching import Workers
+from dask_gpurt.scheduler.worker_calls import SilentWorkers
 from dask_gpurt.tools.simulate.clock import Clock
 from dask_gpurt.tools.simulate.scheduler import VirtualScheduler
 from dask_gpurt.tools.simulate.worker import EVENTS

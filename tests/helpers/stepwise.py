@@ -13,7 +13,7 @@ from unittest import mock
 
 from distributed.core import Status
 
-from dask_gpurt.scheduler import recovery, silence
+from dask_gpurt.scheduler import recovery, worker_calls
 from tests.helpers.computations import Computation, Witness
 from tests.helpers.exchange_processes import Message
 from tests.helpers.exchanges import without_pauses
@@ -67,7 +67,9 @@ class StepwiseCluster:
             threads_in_turn(),
             stable_hashes(),
             mock.patch.object(recovery, "time", self.loop.time),
-            mock.patch.object(silence, "time", return_value=0.0),  # heartbeats of all workers arrive in time
+            mock.patch.object(
+                worker_calls, "time", return_value=0.0
+            ),  # heartbeats of all workers arrive in time
         ):
             self._patches.enter_context(patch)
         logging.disable()  # injected failures would flood the log

@@ -18,7 +18,7 @@ import yaml
 from dask_gpurt.config import PUBLIC_KEYS
 from dask_gpurt.device import pool
 from dask_gpurt.device.host import HostDevice
-from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S
+from dask_gpurt.exchange.outgoing import FOREIGN_PATIENCE_S
 from dask_gpurt.observe import Fallback
 from dask_gpurt.observe.metrics import METRICS, READINGS, Server, find
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dask_gpurt.exchange import host_room
-from dask_gpurt.exchange.host_room import FOREIGN_PATIENCE_S, ROUND_FORGOTTEN_S, HostRoom
+from dask_gpurt.exchange import outgoing
+from dask_gpurt.exchange.outgoing import FOREIGN_PATIENCE_S, ROUND_FORGOTTEN_S, HostRoom
 from dask_gpurt.observe import Metrics
 
 ADDRESS = "tcp://127.0.0.1:1"
@@ -40,7 +40,7 @@ async def _held(host: str) -> dict[str, int]:
 def test_many_tasks_do_not_each_wait_for_what_others_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused task is retried, and further tasks follow: all of them are refused at once."""
     clock = Clock()
-    monkeypatch.setattr(host_room, "time", clock)
+    monkeypatch.setattr(outgoing, "time", clock)
     worker = SimpleNamespace(address=ADDRESS, loop=Loop(), scheduler=SimpleNamespace(gpurt_host_room=_held))
     room = HostRoom(worker, lambda: 0, lambda: None, Metrics(), lambda function: function())
     began = clock.now

@@ -11,8 +11,8 @@ from distributed.core import Status
 
 from dask_gpurt.observe import Metrics
 from dask_gpurt.protocol import ASK_STATUS_OP
-from dask_gpurt.scheduler import silence
-from dask_gpurt.scheduler.silence import MISSED, SILENT_AT_WORK_S, SILENT_S, SilentWorkers
+from dask_gpurt.scheduler import worker_calls
+from dask_gpurt.scheduler.worker_calls import MISSED, SILENT_AT_WORK_S, SILENT_S, SilentWorkers
 
 A, B = "tcp://a:1", "tcp://b:1"
 BARRIER, TASK = SimpleNamespace(key="shuffle-barrier-x"), SimpleNamespace(key=("work", 0))
@@ -42,7 +42,7 @@ class Scheduler:
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
     faked = Scheduler()
-    monkeypatch.setattr(silence, "time", lambda: faked.now)
+    monkeypatch.setattr(worker_calls, "time", lambda: faked.now)
     return faked
 
 
@@ -89,7 +89,7 @@ def test_a_worker_has_tasks(scheduler: Scheduler, task: Any) -> None:
 
 def test_heartbeats_of_many_workers_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler(workers=2000)
-    monkeypatch.setattr(silence, "time", lambda: scheduler.now)
+    monkeypatch.setattr(worker_calls, "time", lambda: scheduler.now)
     assert not looks(silent(scheduler), scheduler, 11 * MISSED - 2)
 
 
