@@ -103,30 +103,7 @@ class Host:
         rdma = rdma and bool(self.nics)
         if gpu is None:
             return Place(host, rdma=rdma, by_tcp=by_tcp)
-        return Place(host, gpu.id, self._domain(host, gpu), rdma, by_tcp)
-
-    def _domain(self, host: str, gpu: Gpu) -> str | None:
-        """Return the NVLink domain of a GPU; a domain within this host is named after its first GPU."""
-        if gpu.fabric is not None:
-            return gpu.fabric
-        for domain in self.nvlink_domains():
-            if gpu in domain:
-                return f"{host}/{domain[0].index}"
-        return None
-
-    def nvlink_domains(self) -> Iterator[list[Gpu]]:
-        """Yield disjoint groups of GPUs in which all pairs are connected by NVLink."""
-        left = [gpu for gpu in self.gpus if self._nvlinked(gpu, self.gpus)]
-        while left:
-            domain = [left.pop(0)]
-            for gpu in list(left):
-                if len(self._nvlinked(gpu, domain)) == len(domain):
-                    domain.append(gpu)
-                    left.remove(gpu)
-            yield domain
-
-    def _nvlinked(self, gpu: Gpu, others: tuple[Gpu, ...] | list[Gpu]) -> list[Gpu]:
-        return [other for other in others if self.joins.get(frozenset((gpu.id, other.id))) is Link.NVLINK]
+        return Place(host, gpu.id, gpu.fabric, rdma, by_tcp)
 
 
 def _is_named(gpu: Gpu, beginning: str) -> bool:

@@ -158,8 +158,8 @@ class Place:
 
     ``host``: an id of the host.
     ``device``: an id of the GPU or of its MIG instance; None for the processor.
-    ``nvlink``: an id of the NVLink domain: devices that reach each other over NVLink, on one host or on
-    several.
+    ``nvlink``: an id of an NVLink domain: devices that reach each other over NVLink, wherever they are.
+    Links between other devices of a host are described by the host.
     ``by_tcp``: whether Dask's comms to this worker are TCP, even from workers on the same host and regardless
     of the links between their devices.
     """
