@@ -67,11 +67,16 @@ class Comms:
         if reply["data"] is None:
             raise PeerLost(f"worker {producer.address} no longer has shard {shard.id}")
         data = [received(section) for section in reply["data"]]
-        # without the time in which the peer copied
-        seconds = perf_counter() - start - reply["seconds"]
+        seconds = perf_counter() - start - reply["seconds"]  # without the time in which the peer copied
         self._end.traffic.note(producer.address, COMMS, sum(map(size_of, data)), seconds)
-        # An inproc comm passes the producer's own memory, which the producer will reuse.
-        return [np.array(section) for section in data] if self._protocol == "inproc" else data
+        return data
+
+    def own(self, sections: list[Any]) -> list[Any]:
+        """Return fetched sections in memory of their own. Blocks.
+
+        An inproc comm passes the producer's memory, which the producer will reuse.
+        """
+        return [np.array(section) for section in sections] if self._protocol == "inproc" else sections
 
     def bring(self, device: Device) -> Callable[[Sequence[Any]], list[Buffer]]:
         """Return the function that copies fetched sections into buffers of a device."""
@@ -200,7 +205,7 @@ class Puller:
 
     def _land_fetched(self, incoming: IncomingShard, sections: list[Any]) -> None:
         with self._recorded(incoming):
-            self._land(incoming, sections, self._comms.bring(incoming.device))
+            self._land(incoming, self._comms.own(sections), self._comms.bring(incoming.device))
 
     def _recorded(self, incoming: IncomingShard) -> AbstractContextManager[None]:
         """Record the body as a pull, if a trace is being recorded."""
