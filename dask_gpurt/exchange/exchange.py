@@ -249,10 +249,6 @@ class Exchange:
         with contextlib.suppress(ExchangeClosed):  # a closed exchange has released them
             self._submit(self.discard, incoming_shards).add_done_callback(_log_failure)
 
-    async def withdraw(self, run: RunKey) -> None:
-        """Free the published blocks of a run, once no owner reads them any more."""
-        await self.requests.withdraw(run)
-
     # ---- what peers call -------------------------------------------------------------
 
     async def ticket(self, kind: str, to: str | None) -> dict[str, Any]:

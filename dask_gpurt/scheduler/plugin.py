@@ -190,11 +190,11 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
     def _listen(self) -> None:
         handlers = {
             CLUSTER_REPORT_HANDLER: self.report,
-            HOST_ROOM_HANDLER: self.host_room,
+            HOST_ROOM_HANDLER: lambda host: make_room(self.scheduler, host),
             **self.tracing.handlers(),
             GONE_HANDLER: self.gone,
             MEMORY_HANDLER: self.memory,
-            SHARED_MEMORY_HANDLER: self.shared_memory,
+            SHARED_MEMORY_HANDLER: self.cluster_memory.shared_memory,
             TOPOLOGY_HANDLER: self.places.describe,
             JOIN_HANDLER: self.workers.join,
             TOKEN_HANDLER: lambda: self.workers.token,
@@ -371,10 +371,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
             ("shuffles.active", (), len(self.shuffles.active())),
         ]
 
-    def shared_memory(self) -> dict[str, int]:
-        """Return the size limit of the exchange pools, in bytes, of each worker without a GPU."""
-        return self.cluster_memory.shared_memory()
-
     # ---- calls from workers and clients ----------------------------------------------
 
     def log_event(self, topic: str, msg: Any) -> None:
@@ -399,10 +395,6 @@ class GpurtSchedulerPlugin(SchedulerPlugin):
         return [
             peer for peer in peers if peer not in workers or (closing and workers[peer].status in CLOSING)
         ]
-
-    async def host_room(self, host: str) -> dict[str, int | None]:
-        """Make the workers of a host return memory; see :func:`.asking.make_room`."""
-        return await make_room(self.scheduler, host)
 
     async def report(self, connect: bool = False) -> dict[str, Any]:
         """Return a report on the whole cluster, for ``dask gpurt doctor`` and users.

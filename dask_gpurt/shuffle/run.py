@@ -179,7 +179,7 @@ class ShuffleRun:
                 await self._exchange.offload(self._receiver.close)
             finally:  # even if that failed, published shards are no longer needed
                 self._exchange.run_ends(self._key)
-                await self._exchange.withdraw(self._key)
+                await self._exchange.requests.withdraw(self._key)
 
     def heartbeat(self) -> dict[str, Any]:
         """Return the figures for Dask's shuffle dashboard page."""

@@ -104,7 +104,7 @@ async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> 
     a, b = cluster.network.processes[A], cluster.network.processes[B]
     run: Any = b.run_of("a shuffle")
     shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
-    await a.exchange.withdraw(("a shuffle", run.run_id))
+    await a.exchange.requests.withdraw(("a shuffle", run.run_id))
     await quiet()
     assert not any(p.shard.producer == a.exchange.me for p in run._receiver._unread)
     with pytest.raises(ExchangeClosed, match="after the end of its run"):

@@ -302,7 +302,7 @@ async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connectio
             await a.exchange.calls.call(B, name, check=lambda: None, anything=1)
     assert not await a.exchange.calls.call(B, "gpurt_make_room", check=lambda: None)
     run: Any = a.run_of("a shuffle")
-    await a.exchange.withdraw(("a shuffle", run.run_id))  # calls it to release its offered shards
+    await a.exchange.requests.withdraw(("a shuffle", run.run_id))  # calls it to release its offered shards
     assert B not in a.outbox.readers()
 
 

@@ -94,7 +94,7 @@ class Pair:
         if owner_first:
             let_go.append(asyncio.create_task(self.owner.offload(self.owner.discard, [incoming])))
             await self.settled()
-        let_go.append(asyncio.create_task(self.producer.withdraw(RUN)))
+        let_go.append(asyncio.create_task(self.producer.requests.withdraw(RUN)))
         await self.settled()
         while incoming.state is not ShardState.GONE:  # on a busy machine; the session has a time limit
             await self.settled()
@@ -190,7 +190,7 @@ async def test_an_owner_that_has_left_keeps_nothing() -> None:
     await pair.accepted()
     pair.cluster.network.processes[B].die()
     pair.cluster.scheduler.leaves(B)
-    await pair.producer.withdraw(RUN)
+    await pair.producer.requests.withdraw(RUN)
     assert not pair.outbox.pool.used
     for end in (pair.producer, pair.owner):
         await asyncio.to_thread(end.close)
@@ -231,7 +231,7 @@ async def test_a_fence_that_fails_keeps_nothing_waiting() -> None:
     incoming.read_until(fence)
     with pytest.raises(RuntimeError, match="illegal address"):
         await pair.owner.offload(pair.owner.discard, [incoming])
-    await pair.producer.withdraw(RUN)
+    await pair.producer.requests.withdraw(RUN)
     assert not pair.outbox.pool.used
     for end in (pair.producer, pair.owner):
         await asyncio.to_thread(end.close)
