@@ -25,7 +25,7 @@ from tests.helpers.clusters import cluster
 
 pytest.importorskip("s3fs")
 
-FILES, ROWS = 12, 500
+FILES, ROWS = 6, 500
 MIB = 1 << 20
 WAYS = ("fsspec", "folder", "arrow")
 
@@ -83,7 +83,7 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     # Workers that are idle for a moment would steal reads.
-    with dask.config.set({"distributed.scheduler.work-stealing": False}), cluster("pandas", 4) as client:
+    with dask.config.set({"distributed.scheduler.work-stealing": False}), cluster("pandas", 2) as client:
         yield client
 
 

@@ -29,7 +29,7 @@ CATEGORIES = [[1, 2], [2, 3], [3, 1, 8], [2]]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with cluster("pandas") as client:
+    with cluster("pandas", here=True) as client:
         yield client
         assert dask_gpurt.report(client)["counters"]["shuffle.runs"] > 0
 

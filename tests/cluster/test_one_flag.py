@@ -13,9 +13,11 @@ import dask
 import dask.dataframe as dd
 import pandas as pd
 import pytest
+from click.testing import CliRunner
 from distributed import Client, LocalCluster, get_client
 
 import dask_gpurt
+from dask_gpurt.cli import main
 from dask_gpurt.client import following
 from dask_gpurt.dask_hooks import UnsupportedError
 from dask_gpurt.observe import Fallback
@@ -149,6 +151,7 @@ async def test_older_states_are_ignored(client: Any, scheduler: Any, monkeypatch
         assert not gate.reached.is_set()
 
 
+@pytest.mark.slow
 def test_the_scheduler_is_restarted_without_and_with_the_flag() -> None:
     def scheduler(port: str, *flags: str) -> Any:
         return started(DASK, "scheduler", "--host", "127.0.0.1", "--port", port, "--no-dashboard", *flags)
@@ -223,9 +226,11 @@ def test_a_scheduler_without_the_package_logs_nothing_and_one_line_says_so(
     assert "gpurt" not in scheduler.printed()
 
 
-def test_a_late_worker_without_the_package_says_so_in_one_line_and_leaves(lacking: dict[str, str]) -> None:
-    with cluster_of_commands(scheduler=FLAG, workers=1) as (address, _), Client(address) as client:
-        command = (sys.executable, "-m", "distributed.cli.dask_worker", address, "--no-dashboard")
+def test_a_late_worker_without_the_package_says_so_in_one_line_and_leaves(
+    flagged: str, lacking: dict[str, str]
+) -> None:
+    with Client(flagged) as client:
+        command = (sys.executable, "-m", "distributed.cli.dask_worker", flagged, "--no-dashboard")
         with started(*command, **NO_HOOKS, **lacking) as late:
             late.wait_for("this worker leaves a cluster with dask_gpurt")
             late.wait_for("End worker")  # its nanny has ended, too
@@ -283,8 +288,8 @@ if __name__ == "__main__":
 def test_a_client_of_a_cluster_without_the_runtime_imports_next_to_nothing(tmp_path: Path) -> None:
     script = tmp_path / "costs.py"
     script.write_text(COSTS)
-    with cluster_of_commands(workers=0) as (address, _):
-        found = answer(script, address)
+    with LocalCluster(n_workers=0, processes=False, protocol="tcp", dashboard_address=None) as local:
+        found = answer(script, local.scheduler_address)
     assert found["heavy"] == []
     assert "dask_gpurt.client.following" in found["ours"]
     assert "dask_gpurt.client.session" not in found["ours"]
@@ -333,7 +338,7 @@ def test_a_client_without_the_package_is_named(flagged: str) -> None:
         assert not dask_gpurt.is_enabled(client)
         dd.from_pandas(FRAME, npartitions=4).shuffle("key").compute()
         found = dask_gpurt.report(client)
-    done = run(sys.executable, "-m", "dask_gpurt", "doctor", "--scheduler", flagged)
+    done = CliRunner().invoke(main, ["doctor", "--scheduler", flagged])
     assert client.id in found.fallbacks[Fallback.PLANNING_CLIENT.id].reason
     assert "install dask-gpurt where it runs" in found.fallbacks[Fallback.PLANNING_CLIENT.id].reason
     assert found.counters["shuffle.taken-over"] == before.counters.get("shuffle.taken-over", 0) + 1

@@ -67,7 +67,7 @@ def test_that_the_scheduler_keeps_no_plans_once_the_runtime_is_off(path: Path) -
     async def stop(dask_scheduler: Any) -> None:
         await dask_scheduler.extensions["gpurt"].stop()
 
-    with cluster("pandas", workers=1) as client:
+    with cluster("pandas", workers=1, here=True) as client:
         plan = packed.pack(query(path, "pandas").optimize().expr)
         assert pickle.loads(pickle.dumps(plan)) is plan  # kept in this process, which the scheduler is in
         client.run_on_scheduler(stop)
@@ -99,7 +99,7 @@ def test_nothing_is_written_if_that_is_off(
 ) -> None:
     SESSIONS.save_stores()  # of earlier tests
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with dask.config.set({"gpurt.planning.store": setting}), cluster("pandas", workers=1):
+    with dask.config.set({"gpurt.planning.store": setting}), cluster("pandas", workers=1, here=True):
         result(path, "pandas")
         SESSIONS.save_stores()
     assert (tmp_path / "cache").exists() == (setting == "auto")
@@ -113,7 +113,7 @@ def tasks(client: Client) -> int:
 
 
 def test_computations_have_fewer_tasks_and_the_same_results(path: Path) -> None:
-    with cluster("pandas", planning__optimise=False) as client:
+    with cluster("pandas", here=True, planning__optimise=False) as client:
         expected = result(path, "pandas")
         unfused = tasks(client)
         dask_gpurt.disable(client)

@@ -17,7 +17,7 @@ from dask_gpurt.tools.chaos.waiting import thread_stacks
 from tests.helpers.clusters import cluster
 from tests.helpers.waiting import LIMIT_S
 
-TASKS = 8
+TASKS = 4
 
 
 def sort_and_join(number: int) -> int:
@@ -40,7 +40,7 @@ def run_tasks(client: Client) -> None:
 
 
 def test_tasks_compute_dataframes_on_workers_with_several_threads() -> None:
-    with cluster(workers=2, threads=4) as client:
+    with cluster(workers=1, threads=4) as client:
         if sys.version_info < (3, 12):  # the first Python without a lock for all instances
             assert not any(client.run(_reads_as_python_does).values())
         run_tasks(client)

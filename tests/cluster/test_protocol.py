@@ -29,7 +29,7 @@ def test_each_message_has_a_handler_and_each_handler_a_message() -> None:
         kind: {value for name, value in NAMES.items() if name.endswith(kind)}
         for kind in ("_HANDLER", "_OP", "_METRIC")
     }
-    with cluster(workers=1) as client:
+    with cluster(workers=1, here=True) as client:
         until(lambda: _ours(_metrics(client)) == named["_METRIC"], lambda: _metrics(client))
         here, streams = client.run_on_scheduler(
             lambda dask_scheduler: (list(dask_scheduler.handlers), list(dask_scheduler.stream_handlers))

@@ -21,7 +21,7 @@ RIGHT = pd.DataFrame({"k": NUMBERS % 5, "day": DAYS.as_unit("us"), "y": NUMBERS}
 
 @pytest.fixture(scope="module")
 def client() -> Any:
-    with cluster() as client:
+    with cluster(here=True) as client:
         yield client
 
 

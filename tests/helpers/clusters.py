@@ -56,14 +56,18 @@ def cluster(
     memory_limit: str = "auto",
     failures: int = FAILURES,
     handovers: bool = CHECK,
+    here: bool = False,
     **settings: Any,
 ) -> Iterator[Client]:
-    """Run a cluster of processes with the runtime enabled; ``settings`` are keys under ``gpurt``."""
+    """Run a cluster with the runtime enabled; ``settings`` are keys under ``gpurt``.
+
+    ``here``: whether workers are threads of this process, which is faster, instead of processes.
+    """
     # A process that has used CUDA cannot be forked.
     method = {METHOD: "spawn"} if backend == "cudf" else {}
     with (
         dask.config.set({**QUICK, **method, **nested(settings)}),
-        processes(backend, workers, threads, memory_limit) as local,
+        processes(backend, workers, threads, memory_limit, here=here) as local,
         enabled(local, workers, failures=failures, handovers=handovers) as client,
     ):
         yield client
@@ -106,8 +110,15 @@ def told_too_early(client: Client) -> list[Any]:
     return [worker["fallbacks"][early] for worker in workers if early in worker.get("fallbacks", ())]
 
 
-def processes(backend: str = "pandas", workers: int = 2, threads: int = 1, memory_limit: str = "auto") -> Any:
-    """Start a cluster of processes without the runtime."""
+def processes(
+    backend: str = "pandas",
+    workers: int = 2,
+    threads: int = 1,
+    memory_limit: str = "auto",
+    *,
+    here: bool = False,
+) -> Any:
+    """Start a cluster of processes, or of threads of this process, without the runtime."""
     options: dict[str, Any] = {
         "n_workers": workers,
         "threads_per_worker": threads,
@@ -121,7 +132,7 @@ def processes(backend: str = "pandas", workers: int = 2, threads: int = 1, memor
             from dask_cuda import LocalCUDACluster
 
             return LocalCUDACluster(protocol=os.environ.get("GPURT_TEST_PROTOCOL", "tcp"), **options)
-    return LocalCluster(processes=True, **options)
+    return LocalCluster(processes=not here, protocol="tcp", **options)
 
 
 @dataclass
