@@ -6,15 +6,21 @@ Time is faked too: pauses are skipped.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from distributed.comm import CommClosedError
 from distributed.shuffle._core import ShuffleId
 
 from dask_gpurt.exchange import requests
 from tests.helpers.exchange_processes import Network, Process
-from tests.helpers.exchange_scheduler import Scheduler, frame_of, spec_of
+from tests.helpers.exchange_scheduler import Active, Scheduler, frame_of, spec_of
+
+#: Addresses of workers.
+A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
+RESET = CommClosedError("the connection was reset")
 
 
 @contextmanager
@@ -78,6 +84,23 @@ class Cluster:
         for address in addresses:
             self.start(address)
 
+    @property
+    def workers(self) -> list[Process]:
+        """Return the workers, the oldest first."""
+        return list(self.network.processes.values())
+
+    @property
+    def a(self) -> Process:
+        return self.network.processes[A]
+
+    @property
+    def b(self) -> Process:
+        return self.network.processes[B]
+
+    @property
+    def c(self) -> Process:
+        return self.network.processes[C]
+
     def start(self, address: str) -> Process:
         """Start a worker."""
         process = Process(address, self.network, self.scheduler, pool=self._pool, paths=self._paths)
@@ -111,10 +134,14 @@ class Cluster:
         await quiet()
         return result
 
-    async def transfer_all(self, shuffle: str) -> list[Any]:
+    def begin(self, shuffle: str = "a shuffle") -> Active:
+        """Begin a shuffle."""
+        return self.scheduler.begin(spec_of(shuffle, self.OUTPUTS))
+
+    async def transfer_all(self, shuffle: str = "a shuffle") -> list[Any]:
         """Begin a shuffle and transfer its inputs, one after the other, across the workers."""
-        self.scheduler.begin(spec_of(shuffle, self.OUTPUTS))
-        where = list(self.network.processes.values())
+        self.begin(shuffle)
+        where = self.workers
         return [
             await self.transfer(shuffle, source, where[source % len(where)]) for source in range(self.INPUTS)
         ]
@@ -125,7 +152,7 @@ class Cluster:
         run = await process.shuffles.shuffle_runs.get_most_recent(ShuffleId(shuffle), results)
         await run.barrier(results)
 
-    async def outputs(self, shuffle: str) -> dict[int, list[int]]:
+    async def outputs(self, shuffle: str = "a shuffle") -> dict[int, list[int]]:
         """Run the unpack tasks and return the rows of each output."""
         active = self.scheduler.active[shuffle]
         for output, address in active.owners.items():
@@ -135,7 +162,7 @@ class Cluster:
             run.task_done(f"unpack-{output}")
         return {output: list(frame["row"]) for output, (_, frame) in active.outputs.items()}
 
-    async def shuffle(self, shuffle: str) -> dict[int, list[int]]:
+    async def shuffle(self, shuffle: str = "a shuffle") -> dict[int, list[int]]:
         """Run a whole shuffle and return the rows of each output."""
         await self.barrier(shuffle, await self.transfer_all(shuffle))
         return await self.outputs(shuffle)
@@ -147,7 +174,7 @@ class Cluster:
             output: [row for row in rows if row % self.OUTPUTS == output] for output in range(self.OUTPUTS)
         }
 
-    async def end(self, shuffle: str) -> None:
+    async def end(self, shuffle: str = "a shuffle") -> None:
         """End a shuffle, and assert that no worker keeps any of it."""
         self.scheduler.end(shuffle)
         await self.hear()
@@ -156,7 +183,7 @@ class Cluster:
                 assert process.outbox.pool.used == 0
             assert not any(process.exchange._incoming.values())
 
-    async def finish(self, shuffle: str) -> None:
+    async def finish(self, shuffle: str = "a shuffle") -> None:
         """Read all outputs, assert that they have their rows, and end the shuffle."""
         assert await self.outputs(shuffle) == self.expected()
         await self.end(shuffle)
@@ -185,6 +212,42 @@ def in_process(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], No
 
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
+
+
+def on_exchanges(*more: str, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Run a test with a cluster of two workers and ``more``, and its fixtures.
+
+    ``settings``: those of :class:`Cluster`.
+    """
+
+    def decorate(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
+            async def with_cluster() -> None:
+                await test(Cluster(A, B, *more, **settings), **fixtures)
+
+            in_process(with_cluster)()
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        _, *fixtures = inspect.signature(test).parameters.values()
+        run.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def failing(cluster: Cluster, op: str, address: str | None, *errors: Exception) -> list[str]:
+    """Make the handler of a worker, or of each, fail with these errors, then work; returns its calls."""
+    left, calls = list(errors), list[str]()
+
+    async def fail(handle: Any, to: str, called: str, content: dict[str, Any]) -> Any:
+        if called == op and address in (None, to):
+            calls.append(op)
+            if left:
+                raise left.pop(0)
+        return await handle(to, called, content)
+
+    intercept(cluster, fail)
+    return calls
 
 
 def intercept(cluster: Cluster, meddle: Callable[..., Coroutine[Any, Any, Any]]) -> None:

@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 
 from dask_gpurt.exchange.incoming import ShardState
-from tests.helpers.exchange_scheduler import spec_of
-from tests.helpers.exchanges import Cluster, held_back, in_process, intercept, never_answering, quiet
-
-A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
+from tests.helpers.exchanges import A, B, Cluster, held_back, intercept, never_answering, on_exchanges, quiet
 
 
-@in_process
-async def test_a_worker_is_evacuated_and_leaves() -> None:
+async def transferred(cluster: Cluster) -> Any:
+    """Return the run of a worker that has transferred an input, and is about to leave."""
+    cluster.begin()
+    await cluster.transfer("a shuffle", 0, cluster.a)
+    return cluster.a.run_of("a shuffle")
+
+
+@on_exchanges()
+async def test_a_worker_is_evacuated_and_leaves(cluster: Cluster) -> None:
     """Its outputs have moved, of which it has yet to hear; it is needed for nothing any more."""
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    results = await cluster.transfer_all()
+    a, b = cluster.workers
     run: Any = a.run_of("a shuffle")
     active = cluster.scheduler.active["a shuffle"]
     cluster.scheduler.balance("a shuffle", active.owners, B)
@@ -30,24 +33,20 @@ async def test_a_worker_is_evacuated_and_leaves() -> None:
     cluster.scheduler.leaves(A, results_survive=True)
     await cluster.hear()
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert await cluster.outputs() == cluster.expected()
     assert b.counted("shuffle.inputs.missing") == 0
-    await cluster.end("a shuffle")
+    await cluster.end()
 
 
-@in_process
-async def test_a_worker_is_evacuated_as_soon_as_the_last_release_arrives() -> None:
-    cluster = Cluster(A, B)
+@on_exchanges()
+async def test_a_worker_is_evacuated_as_soon_as_the_last_release_arrives(cluster: Cluster) -> None:
     arrives = held_back(cluster, "gpurt_release")
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a = cluster.network.processes[A]
-    await cluster.transfer("a shuffle", 0, a)
-    run: Any = a.run_of("a shuffle")
+    run = await transferred(cluster)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dask_gpurt.exchange.requests.ROOM_RETRY_INTERVAL_S", 3600.0)
         patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 3600.0)
         evacuating = asyncio.ensure_future(run.evacuate(0))
-        while not cluster.network.processes[B].exchange.requests._released:
+        while not cluster.b.exchange.requests._released:
             await asyncio.sleep(0.001)
         await quiet()
         assert not evacuating.done()
@@ -55,15 +54,11 @@ async def test_a_worker_is_evacuated_as_soon_as_the_last_release_arrives() -> No
         assert await evacuating == 0
 
 
-@in_process
-async def test_a_worker_is_evacuated_whose_offers_have_not_arrived() -> None:
+@on_exchanges()
+async def test_a_worker_is_evacuated_whose_offers_have_not_arrived(cluster: Cluster) -> None:
     """Their owner copies them once they have, although they are offered after it was asked."""
-    cluster = Cluster(A, B)
     arrives = held_back(cluster, "shuffle_receive")
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a = cluster.network.processes[A]
-    await cluster.transfer("a shuffle", 0, a)
-    run: Any = a.run_of("a shuffle")
+    run = await transferred(cluster)
     evacuating = asyncio.ensure_future(run.evacuate(0))
     await quiet()
     assert not evacuating.done()
@@ -71,10 +66,9 @@ async def test_a_worker_is_evacuated_whose_offers_have_not_arrived() -> None:
     assert await evacuating == 0
 
 
-@in_process
-async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner() -> None:
+@on_exchanges()
+async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner(cluster: Cluster) -> None:
     """There is no shard to copy, but the owner has to learn so before the worker leaves."""
-    cluster = Cluster(A, B)
     arrives, commits = asyncio.Event(), list[bytes]()
 
     async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
@@ -84,11 +78,10 @@ async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner() ->
         return await handle(address, op, content)
 
     intercept(cluster, hold_back)
-    owners = cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS)).owners
+    owners = cluster.begin().owners
     cluster.rows = lambda source: [row for row in range(40) if owners[row % cluster.OUTPUTS] == A]  # type: ignore
-    a = cluster.network.processes[A]
-    await cluster.transfer("a shuffle", 0, a)
-    run: Any = a.run_of("a shuffle")
+    await cluster.transfer("a shuffle", 0, cluster.a)
+    run: Any = cluster.a.run_of("a shuffle")
     evacuating = asyncio.ensure_future(run.evacuate(0))
     await quiet()
     assert not evacuating.done()
@@ -97,15 +90,11 @@ async def test_a_worker_is_evacuated_whose_inputs_have_no_rows_for_an_owner() ->
     assert [b"Commit" in data for data in commits] == [True]
 
 
-@in_process
-async def test_a_run_fails_while_its_worker_is_evacuated() -> None:
+@on_exchanges()
+async def test_a_run_fails_while_its_worker_is_evacuated(cluster: Cluster) -> None:
     """Its shards are withdrawn, not copied: the worker is still needed."""
-    cluster = Cluster(A, B)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a = cluster.network.processes[A]
-    await cluster.transfer("a shuffle", 0, a)
+    run = await transferred(cluster)
     called = never_answering(cluster, "gpurt_drain", B)
-    run: Any = a.run_of("a shuffle")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 0.01)
         evacuating = asyncio.ensure_future(run.evacuate(0))
@@ -114,14 +103,10 @@ async def test_a_run_fails_while_its_worker_is_evacuated() -> None:
         assert await evacuating is None
 
 
-@in_process
-async def test_owners_do_not_copy_the_shards_of_a_worker_that_is_evacuated() -> None:
-    cluster = Cluster(A, B)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a = cluster.network.processes[A]
-    await cluster.transfer("a shuffle", 0, a)
+@on_exchanges()
+async def test_owners_do_not_copy_the_shards_of_a_worker_that_is_evacuated(cluster: Cluster) -> None:
+    run = await transferred(cluster)
     called = never_answering(cluster, "gpurt_drain", B)
-    run: Any = a.run_of("a shuffle")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dask_gpurt.shuffle.run.EVACUATION_STEP_S", 0.01)
         assert await run.evacuate(0) == 1

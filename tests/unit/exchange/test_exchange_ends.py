@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributed.comm import CommClosedError
 from distributed.exceptions import Reschedule
 from distributed.shuffle._core import ShuffleId
 from distributed.shuffle._exceptions import ShuffleClosedError
@@ -20,62 +19,43 @@ from dask_gpurt.exchange import Attempt, ExchangeClosed, PeerLost
 from dask_gpurt.exchange.paths import HeldMapping
 from dask_gpurt.exchange.shard import PeerError
 from tests.helpers.exchange_scheduler import frame_of, spec_of
-from tests.helpers.exchanges import Cluster, in_process, intercept, quiet
-
-A, B = "tcp://a:1", "tcp://b:1"
+from tests.helpers.exchanges import RESET, A, B, Cluster, failing, intercept, on_exchanges, quiet
 
 
-@in_process
-async def test_the_connection_breaks_while_a_pool_is_asked_for() -> None:
-    cluster = Cluster(A, B)
-    failures = iter([True, True])
-
-    async def lose(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "gpurt_ticket" and next(failures, False):
-            raise CommClosedError("the connection was reset")
-        return await handle(address, op, content)
-
-    intercept(cluster, lose)
-    assert await cluster.shuffle("a shuffle") == cluster.expected()
-    assert next(failures, None) is None
+@on_exchanges()
+async def test_the_connection_breaks_while_a_pool_is_asked_for(cluster: Cluster) -> None:
+    calls = failing(cluster, "gpurt_ticket", None, *[RESET] * 2)
+    assert await cluster.shuffle() == cluster.expected()
+    assert len(calls) > 2
 
 
-@in_process
-async def test_the_runtime_is_switched_off_at_a_producer_while_a_shard_is_fetched() -> None:
+@on_exchanges(paths=["comms"])
+async def test_the_runtime_is_switched_off_at_a_producer_while_a_shard_is_fetched(cluster: Cluster) -> None:
     """Dask then replies None. Shards offered from there are lost, which the barrier detects."""
-    cluster = Cluster(A, B, paths=["comms"])
 
     async def is_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
         return None if op == "gpurt_fetch" else await handle(address, op, content)
 
     intercept(cluster, is_off)
-    results = await cluster.transfer_all("a shuffle")
-    assert sum(each.counted("shuffle.lost.shards") for each in cluster.network.processes.values())
+    results = await cluster.transfer_all()
+    assert sum(each.counted("shuffle.lost.shards") for each in cluster.workers)
     with pytest.raises(Reschedule, match="are transferred again"):
         await cluster.barrier("a shuffle", results)
 
 
-@in_process
-async def test_the_runtime_is_switched_off_at_an_owner_while_shards_are_offered() -> None:
-    cluster = Cluster(A, B)
-
-    async def is_closed(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "shuffle_receive" and address == B:
-            raise ExchangeClosed("the exchange is closed")
-        return await handle(address, op, content)
-
-    intercept(cluster, is_closed)
-    await cluster.transfer_all("a shuffle")
+@on_exchanges()
+async def test_the_runtime_is_switched_off_at_an_owner_while_shards_are_offered(cluster: Cluster) -> None:
+    failing(cluster, "shuffle_receive", B, *[ExchangeClosed("the exchange is closed")] * 9)
+    await cluster.transfer_all()
     await cluster.hear()
     active = cluster.scheduler.active["a shuffle"]
     assert {share.owner for share in active.owners.shares.values()} == {A}
 
 
-@in_process
-async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> None:
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+@on_exchanges()
+async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out(cluster: Cluster) -> None:
+    await cluster.transfer_all()
+    a, b = cluster.workers
     run: Any = b.run_of("a shuffle")
     incoming_shards = [
         incoming for incoming in run._receiver._unread if incoming.shard.producer == a.exchange.me
@@ -84,7 +64,7 @@ async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> N
 
     async def ends_first(*args: Any) -> Any:
         path = await found(*args)
-        await cluster.end("a shuffle")
+        await cluster.end()
         return path
 
     b.exchange.peers.path = ends_first  # type: ignore[method-assign]
@@ -96,12 +76,11 @@ async def test_a_run_ends_while_the_path_of_an_offered_shard_is_found_out() -> N
     assert not any(b.exchange._incoming.values())
 
 
-@in_process
-async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run() -> None:
+@on_exchanges()
+async def test_a_shard_is_offered_after_its_producer_has_withdrawn_the_run(cluster: Cluster) -> None:
     """Its block may hold data of another run by then."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer_all()
+    a, b = cluster.workers
     run: Any = b.run_of("a shuffle")
     shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
     await a.exchange.requests.withdraw(("a shuffle", run.run_id))
@@ -152,11 +131,10 @@ def test_a_peer_leaves_while_nothing_is_read() -> None:
     assert not pool.open
 
 
-@in_process
-async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+@on_exchanges()
+async def test_a_shard_is_offered_by_a_worker_that_has_left(cluster: Cluster) -> None:
+    await cluster.transfer_all()
+    a, b = cluster.workers
     run: Any = b.run_of("a shuffle")
     shard = next(p.shard for p in run._receiver._unread if p.shard.producer == a.exchange.me)
     a.die()
@@ -166,11 +144,10 @@ async def test_a_shard_is_offered_by_a_worker_that_has_left() -> None:
     assert run._receiver.seal({shard.source: shard.attempt}) == {shard.source}, "it is missing"
 
 
-@in_process
-async def test_the_runtime_is_switched_off_while_tasks_read_and_write_the_pools() -> None:
+@on_exchanges()
+async def test_the_runtime_is_switched_off_while_tasks_read_and_write_the_pools(cluster: Cluster) -> None:
     """Freeing a GPU's pool under a kernel fails all further CUDA calls of the process."""
-    cluster = Cluster(A, B)
-    exchange = cluster.network.processes[A].exchange
+    exchange = cluster.a.exchange
     entered, go_on = threading.Event(), threading.Event()
 
     def task() -> None:
@@ -192,11 +169,10 @@ async def test_the_runtime_is_switched_off_while_tasks_read_and_write_the_pools(
     await quiet()
 
 
-@in_process
-async def test_the_runtime_is_switched_off_while_a_block_of_the_pool_is_lent() -> None:
+@on_exchanges()
+async def test_the_runtime_is_switched_off_while_a_block_of_the_pool_is_lent(cluster: Cluster) -> None:
     """A peer may be reading it."""
-    cluster = Cluster(A, B)
-    exchange = cluster.network.processes[A].exchange
+    exchange = cluster.a.exchange
     used = exchange.pools.outbox("host").pool.used
     loan = await asyncio.to_thread(exchange.lend, 1000)
     assert loan.pool.used > used
@@ -212,10 +188,9 @@ async def test_the_runtime_is_switched_off_while_a_block_of_the_pool_is_lent() -
     await quiet()
 
 
-@in_process
-async def test_the_runtime_is_switched_off_while_a_pool_is_mapped() -> None:
-    cluster = Cluster(A, B)
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+@on_exchanges()
+async def test_the_runtime_is_switched_off_while_a_pool_is_mapped(cluster: Cluster) -> None:
+    a, b = cluster.workers
     made = list[HeldMapping]()
     hold = b.exchange.peers._held
 
@@ -232,12 +207,11 @@ async def test_the_runtime_is_switched_off_while_a_pool_is_mapped() -> None:
     assert not made[0].hold()
 
 
-@in_process
-async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it() -> None:
+@on_exchanges()
+async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it(cluster: Cluster) -> None:
     """The event loop does not block on the device."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer_all()
+    a, b = cluster.workers
     incoming = next(iter(b.exchange._incoming[a.exchange.me]))
     where = list[int]()
     incoming.read_until(lambda: where.append(threading.get_ident()))
@@ -255,12 +229,11 @@ async def test_a_shard_is_let_go_while_it_is_fetched_and_a_device_still_reads_it
     assert threading.get_ident() not in where
 
 
-@in_process
-async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
+@on_exchanges()
+async def test_a_producer_closes_while_a_shard_of_it_lands(cluster: Cluster) -> None:
     """The shard counts as lost; its late arrival raises no error."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer_all()
+    a, b = cluster.workers
     run: Any = b.run_of("a shuffle")
     incoming = next(
         incoming for incoming in run._receiver._unread if incoming.shard.producer == a.exchange.me
@@ -273,12 +246,11 @@ async def test_a_producer_closes_while_a_shard_of_it_lands() -> None:
     assert run._receiver.seal({incoming.shard.source: incoming.shard.attempt}) == {incoming.shard.source}
 
 
-@in_process
-async def test_a_run_that_ends_as_a_shard_is_published_leaves_nothing_in_the_pool() -> None:
+@on_exchanges()
+async def test_a_run_that_ends_as_a_shard_is_published_leaves_nothing_in_the_pool(cluster: Cluster) -> None:
     """The run has already withdrawn all that it published, so a later block would never be withdrawn."""
-    cluster = Cluster(A, B)
     cluster.scheduler.begin(spec_of("shuffle", cluster.OUTPUTS))
-    process = cluster.network.processes[A]
+    process = cluster.a
     run: Any = await process.shuffles.shuffle_runs.get_or_create(ShuffleId("shuffle"), "transfer-0")
     loop, publish = asyncio.get_running_loop(), process.outbox.publish
 

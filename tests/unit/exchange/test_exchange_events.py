@@ -22,62 +22,25 @@ import dask_gpurt
 from dask_gpurt.exchange import Attempt, PeerLost
 from dask_gpurt.shuffle.messages import Seal
 from tests.helpers.clusters import QUICK, instrument
-from tests.helpers.exchange_scheduler import spec_of
-from tests.helpers.exchanges import Cluster, held_back, in_process, intercept, quiet
-
-A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
+from tests.helpers.exchanges import A, B, Cluster, held_back, intercept, on_exchanges, quiet
 
 
-@in_process
-async def test_a_worker_is_replaced_at_the_same_address_while_idle() -> None:
-    cluster = Cluster(A, B)
-    assert await cluster.shuffle("first") == cluster.expected()
-    await cluster.end("first")
-    cluster.replace(cluster.network.processes[B])
-    assert await cluster.shuffle("before the others have heard") == cluster.expected()
-    await cluster.hear()
-    assert await cluster.shuffle("after that") == cluster.expected()
-    await cluster.end("before the others have heard")
-    await cluster.end("after that")
-
-
-@in_process
-async def test_a_release_for_the_worker_before_at_an_address_frees_nothing() -> None:
-    cluster = Cluster(A, B)
-    old = cluster.network.processes[B].exchange.me
-    new = cluster.replace(cluster.network.processes[B])
-    await cluster.transfer_all("a shuffle")
+@on_exchanges()
+async def test_a_release_for_the_worker_before_at_an_address_frees_nothing(cluster: Cluster) -> None:
+    old = cluster.b.exchange.me
+    new = cluster.replace(cluster.b)
+    await cluster.transfer_all()
     used = new.outbox.pool.used
     assert used
     for number in range(10):
-        await cluster.network.processes[A].exchange.requests._send_release(old, "host", [(number, 0)])
+        await cluster.a.exchange.requests._send_release(old, "host", [(number, 0)])
     assert new.outbox.pool.used == used
     assert new.counted("exchange.messages.stale") == 10
 
 
-@in_process
-async def test_an_offer_is_repeated_since_its_answer_got_lost() -> None:
-    cluster = Cluster(A, B)
-    lost = set[int]()
-
-    async def lose_answers(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        answer = await handle(address, op, content)
-        if op == "shuffle_receive" and hash(content["data"]) not in lost:
-            lost.add(hash(content["data"]))
-            raise CommClosedError("the connection was reset")
-        return answer
-
-    intercept(cluster, lose_answers)
-    assert await cluster.shuffle("a shuffle") == cluster.expected()
-    assert lost
-    assert sum(p.counted("shuffle.shards.repeated") for p in cluster.network.processes.values()) > 0
-    await cluster.end("a shuffle")
-
-
-@in_process
-async def test_an_offer_of_a_worker_to_itself_fails() -> None:
-    cluster = Cluster(A, B)
-    a = cluster.network.processes[A]
+@on_exchanges()
+async def test_an_offer_of_a_worker_to_itself_fails(cluster: Cluster) -> None:
+    a = cluster.a
     take = a.exchange.take
 
     def short_of_memory(*args: Any) -> Any:
@@ -86,7 +49,7 @@ async def test_an_offer_of_a_worker_to_itself_fails() -> None:
 
     a.exchange.take = short_of_memory  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="once"):
-        await cluster.shuffle("a shuffle")
+        await cluster.shuffle()
 
 
 def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
@@ -106,12 +69,11 @@ def test_workers_are_threads_of_one_process_and_bytes_take_the_comms() -> None:
     pd.testing.assert_frame_equal(found, rows)
 
 
-@in_process
-async def test_the_barrier_gets_inputs_of_different_runs() -> None:
+@on_exchanges()
+async def test_the_barrier_gets_inputs_of_different_runs(cluster: Cluster) -> None:
     """Another run begins: shards of the previous run are useless, and no barrier would find them missing."""
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
-    a = cluster.network.processes[A]
+    results = await cluster.transfer_all()
+    a = cluster.a
     cluster.scheduler.restart("a shuffle")
     await cluster.hear()
     results[0] = await cluster.transfer("a shuffle", 0, a)
@@ -120,27 +82,25 @@ async def test_the_barrier_gets_inputs_of_different_runs() -> None:
     await cluster.hear()
     results = [await cluster.transfer("a shuffle", source, a) for source in range(cluster.INPUTS)]
     await cluster.barrier("a shuffle", results)
-    await cluster.finish("a shuffle")
+    await cluster.finish()
 
 
-@in_process
-async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins() -> None:
-    cluster = Cluster(A, B)
+@on_exchanges()
+async def test_the_last_offer_is_still_on_its_way_as_the_barrier_begins(cluster: Cluster) -> None:
     arrives = held_back(cluster, "shuffle_receive", to=B, containing=b"Commit")
-    results = await cluster.transfer_all("a shuffle")
+    results = await cluster.transfer_all()
     barrier = asyncio.ensure_future(cluster.barrier("a shuffle", results))
     await quiet()
     assert not barrier.done(), "the other worker was asked, and misses what it has not been offered"
     arrives.set()
     await barrier
-    assert cluster.network.processes[A].counted("shuffle.inputs.missing") == 0
-    await cluster.finish("a shuffle")
+    assert cluster.a.counted("shuffle.inputs.missing") == 0
+    await cluster.finish()
 
 
-@in_process
-async def test_a_producer_hears_of_new_owners_from_the_barrier_first() -> None:
+@on_exchanges()
+async def test_a_producer_hears_of_new_owners_from_the_barrier_first(cluster: Cluster) -> None:
     """It then has to deliver the offers to them before it answers."""
-    cluster = Cluster(A, B)
     arrives = asyncio.Event()
 
     async def hold_back(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
@@ -148,10 +108,10 @@ async def test_a_producer_hears_of_new_owners_from_the_barrier_first() -> None:
             await arrives.wait()
         return await handle(address, op, content)
 
-    results = await cluster.transfer_all("a shuffle")
+    results = await cluster.transfer_all()
     intercept(cluster, hold_back)
     cluster.scheduler.balance("a shuffle", range(cluster.OUTPUTS), B)
-    producer: Any = cluster.network.processes[A].run_of("a shuffle")
+    producer: Any = cluster.a.run_of("a shuffle")
     seal = Seal({result.source: result.attempt for result in results})
     asked = asyncio.ensure_future(producer._receive(B, 1, seal))
     await quiet()
@@ -160,14 +120,13 @@ async def test_a_producer_hears_of_new_owners_from_the_barrier_first() -> None:
     assert await asked == []
     await cluster.hear()
     await cluster.barrier("a shuffle", results)
-    await cluster.finish("a shuffle")
+    await cluster.finish()
 
 
-@in_process
-async def test_the_connection_breaks_while_the_barrier_asks() -> None:
+@on_exchanges()
+async def test_the_connection_breaks_while_the_barrier_asks(cluster: Cluster) -> None:
     """Before the other worker hears the question, and before its answer arrives: it is asked again."""
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
+    results = await cluster.transfer_all()
     seals = itertools.count(1)
 
     async def break_off(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
@@ -182,15 +141,14 @@ async def test_the_connection_breaks_while_the_barrier_asks() -> None:
     intercept(cluster, break_off)
     await cluster.barrier("a shuffle", results)
     assert next(seals) == 4
-    await cluster.finish("a shuffle")
+    await cluster.finish()
 
 
-@in_process
-async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
-    cluster = Cluster(A, B)
+@on_exchanges()
+async def test_a_run_begins_while_another_one_that_was_read_goes_on(cluster: Cluster) -> None:
     assert await cluster.shuffle("first") == cluster.expected()
     await quiet()
-    used = {process: process.outbox.pool.used for process in cluster.network.processes.values()}
+    used = {process: process.outbox.pool.used for process in cluster.workers}
     assert all(process.outbox.retained == used[process] > 0 for process in used)
     assert await cluster.shuffle("second") == cluster.expected()
     await quiet()
@@ -199,12 +157,11 @@ async def test_a_run_begins_while_another_one_that_was_read_goes_on() -> None:
     await cluster.end("second")
 
 
-@in_process
-async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() -> None:
-    cluster = Cluster(A, B, paths=["comms"])  # blocks are copied at once, and retained until read
+@on_exchanges(paths=["comms"])  # blocks are copied at once, and retained until read
+async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read(cluster: Cluster) -> None:
     results = await cluster.transfer_all("first")
     await quiet()
-    retained = {process: process.outbox.retained for process in cluster.network.processes.values()}
+    retained = {process: process.outbox.retained for process in cluster.workers}
     assert all(retained.values())
     await cluster.transfer_all("second")
     assert all(process.outbox.retained >= retained[process] for process in retained), "what may be lost stays"
@@ -212,41 +169,22 @@ async def test_a_run_begins_while_outputs_of_another_one_are_still_to_be_read() 
     assert await cluster.outputs("first") == cluster.expected()
 
 
-@in_process
-async def test_an_input_of_a_run_that_was_read_is_transferred_again() -> None:
+@on_exchanges()
+async def test_an_input_of_a_run_that_was_read_is_transferred_again(cluster: Cluster) -> None:
     """After a loss: the retained blocks of its other inputs are about to be offered again, and stay."""
-    cluster = Cluster(A, B)
-    assert await cluster.shuffle("a shuffle") == cluster.expected()
+    assert await cluster.shuffle() == cluster.expected()
     await quiet()
-    a = cluster.network.processes[A]
+    a = cluster.a
     run: Any = a.run_of("a shuffle")
     await cluster.transfer("a shuffle", 0, a)
     assert a.outbox.has_all(("a shuffle", run.run_id))
 
 
-@in_process
-async def test_a_late_shard_of_a_failed_attempt_changes_nothing() -> None:
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
-    run: Any = b.run_of("a shuffle")
-    (late, *_) = [incoming.shard for incoming in run._receiver._unread if incoming.shard.source == 0]
-    results[0] = await cluster.transfer("a shuffle", 0, b)  # again, on another worker
-    await b.exchange.offload(int)
-    await run._receiver.receive([late])
-    assert b.counted("shuffle.shards.stale") == 1
-    await quiet()
-    assert a.outbox.view(late.id, late.share) is None, "its block is freed"
-    await cluster.barrier("a shuffle", results)
-    await cluster.finish("a shuffle")
-
-
-@in_process
-async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> None:
+@on_exchanges()
+async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt(cluster: Cluster) -> None:
     """It is rejected, and its block is freed; the pool would otherwise stay full until the run ends."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer_all()
+    a, b = cluster.workers
     run: Any = b.run_of("a shuffle")
     known = next(
         incoming.shard for incoming in run._receiver._unread if incoming.shard.producer == a.exchange.me
@@ -258,15 +196,10 @@ async def test_a_shard_of_a_failed_attempt_comes_after_the_next_attempt() -> Non
     assert a.outbox.view(known.id, known.share) is not None
 
 
-@in_process
-async def test_a_shard_never_arrives() -> None:
+@pytest.mark.parametrize("owner", [A, B])
+@on_exchanges()
+async def test_a_shard_never_arrives(cluster: Cluster, owner: str) -> None:
     """The barrier, which runs on A, detects it, and the missing input is transferred again."""
-    for owner in (A, B):
-        await lose_commits_to(owner)
-
-
-async def lose_commits_to(owner: str) -> None:
-    cluster = Cluster(A, B)
 
     async def swallow(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
         lost = op == "shuffle_receive" and address == owner and b"Commit" in content["data"]
@@ -275,24 +208,24 @@ async def lose_commits_to(owner: str) -> None:
         return await handle(address, op, content)
 
     intercept(cluster, swallow)
-    results = await cluster.transfer_all("a shuffle")
+    results = await cluster.transfer_all()
     with pytest.raises(Reschedule, match="are transferred again"):
         await cluster.barrier("a shuffle", results)
     await quiet()
     assert (cluster.scheduler.recoveries, cluster.scheduler.restarts) == (1, 0)
     await cluster.hear()
-    results = [await cluster.transfer("a shuffle", i, cluster.network.processes[A]) for i in range(3)]
+    results = [await cluster.transfer("a shuffle", i, cluster.a) for i in range(3)]
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
-    cluster.close()
+    assert await cluster.outputs() == cluster.expected()
 
 
-@in_process
-async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connections_are() -> None:
+@on_exchanges()
+async def test_peers_call_a_worker_whose_exchange_closes_before_its_connections(
+    cluster: Cluster,
+) -> None:
     """The callers learn that it is leaving, and the worker logs no error."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer_all()
+    a, b = cluster.workers
     handlers = {name for name in b.handlers if name.startswith("gpurt_")}
     b.status = Status.closing
     b.close()
@@ -306,25 +239,17 @@ async def test_peers_call_a_worker_whose_exchange_is_closed_before_its_connectio
     assert B not in a.outbox.readers()
 
 
-@in_process
-async def test_whatever_a_worker_that_closes_fails_with_fails_no_run() -> None:
-    """Its connections are closed, for example, so that it cannot query the scheduler about an offer."""
-
-    def fail() -> Any:
-        raise RuntimeError("ConnectionPool is closed")
-
-    await offer_to_one_that_closes(fail)
+def fail() -> Any:
+    raise RuntimeError("ConnectionPool is closed")
 
 
-@in_process
-async def test_whatever_a_worker_that_closes_answers_fails_no_run() -> None:
-    """Its tiers are closed, for example, while it handles an offer."""
-    await offer_to_one_that_closes(lambda: error_message(RuntimeError("the tiers are closed")))
-
-
-async def offer_to_one_that_closes(answer: Callable[[], Any]) -> None:
-    cluster = Cluster(A, B)
-    closing = cluster.network.processes[B]
+@pytest.mark.parametrize("answer", [fail, lambda: error_message(RuntimeError("the tiers are closed"))])
+@on_exchanges()
+async def test_whatever_a_worker_that_closes_answers_or_fails_with_fails_no_run(
+    cluster: Cluster, answer: Callable[[], Any]
+) -> None:
+    """It cannot query the scheduler about an offer any more, or its tiers are closed while it handles it."""
+    closing = cluster.b
 
     async def answers(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
         if address == B and op == "shuffle_receive":
@@ -333,20 +258,18 @@ async def offer_to_one_that_closes(answer: Callable[[], Any]) -> None:
 
     intercept(cluster, answers)
     closing.status = Status.closing
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    await cluster.transfer("a shuffle", 0, cluster.network.processes[A])
-    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    cluster.begin()
+    await cluster.transfer("a shuffle", 0, cluster.a)
+    run: Any = cluster.a.run_of("a shuffle")
     run.raise_if_closed()
     assert set(cluster.scheduler.active["a shuffle"].owners.values()) == {A}
-    cluster.close()
 
 
-@in_process
-async def test_an_owner_has_left_and_the_scheduler_does_not_move_its_outputs_yet() -> None:
+@on_exchanges()
+async def test_an_owner_has_left_and_the_scheduler_does_not_move_its_outputs_yet(cluster: Cluster) -> None:
     """The sender pauses before it reports the owner again."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    await cluster.transfer_all()
+    run: Any = cluster.a.run_of("a shuffle")
     reports: list[str] = []
 
     async def wait_for_others(unreachable: str, **_: Any) -> None:
@@ -362,12 +285,11 @@ async def test_an_owner_has_left_and_the_scheduler_does_not_move_its_outputs_yet
         reporting.cancel()
 
 
-@in_process
-async def test_a_loss_that_can_not_be_noted_fails_the_run() -> None:
+@on_exchanges()
+async def test_a_loss_that_can_not_be_noted_fails_the_run(cluster: Cluster) -> None:
     """Nothing else would end the tasks that wait for the shard."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    run: Any = cluster.network.processes[B].run_of("a shuffle")
+    await cluster.transfer_all()
+    run: Any = cluster.b.run_of("a shuffle")
     shard = next(iter(run._receiver._unread)).shard
 
     def fails(shard: Any) -> Any:

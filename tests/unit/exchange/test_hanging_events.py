@@ -6,22 +6,28 @@ import asyncio
 from typing import Any
 
 import pytest
-from distributed.comm import CommClosedError
 from distributed.exceptions import Reschedule
 
 from dask_gpurt.exchange import PeerLost
-from tests.helpers.exchange_scheduler import spec_of
-from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet
+from tests.helpers.exchanges import (
+    RESET,
+    A,
+    B,
+    C,
+    Cluster,
+    failing,
+    intercept,
+    never_answering,
+    on_exchanges,
+    quiet,
+)
 
-A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
 
-
-@in_process
-async def test_a_pull_for_a_producer_that_waits_for_room_fails() -> None:
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
+@on_exchanges()
+async def test_a_pull_for_a_producer_that_waits_for_room_fails(cluster: Cluster) -> None:
+    results = await cluster.transfer_all()
     await cluster.barrier("a shuffle", results)
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    a, b = cluster.workers
     b.landed.full = True
     b.exchange.drain(list(a.exchange.me))
     await quiet()
@@ -30,12 +36,11 @@ async def test_a_pull_for_a_producer_that_waits_for_room_fails() -> None:
         run.raise_if_closed()
 
 
-@in_process
-async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> None:
+@on_exchanges()
+async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room(cluster: Cluster) -> None:
     """The producer offers nothing while it waits: only a returned block wakes it up."""
-    cluster = Cluster(A, B)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    cluster.begin()
+    a, b = cluster.workers
     await cluster.transfer("a shuffle", 0, a)
     assert B in a.outbox.readers()
     b.landed.full = True
@@ -48,23 +53,15 @@ async def test_an_owner_has_no_room_left_while_a_producer_waits_for_room() -> No
     assert a.exchange.metrics.snapshot()["counters"].get("exchange.calls.repeated", 0) == 0
 
 
-@in_process
-async def test_a_release_gets_lost() -> None:
+@on_exchanges()
+async def test_a_release_gets_lost(cluster: Cluster) -> None:
     """A producer that waits for room would wait for ever."""
-    cluster = Cluster(A, B)
-    failures = iter([True, True])
-
-    async def lose(handle: Any, address: str, op: str, content: dict[str, Any]) -> Any:
-        if op == "gpurt_release" and next(failures, False):
-            raise CommClosedError("the connection was reset")
-        return await handle(address, op, content)
-
-    intercept(cluster, lose)
-    assert await cluster.shuffle("a shuffle") == cluster.expected()
-    for process in cluster.network.processes.values():
+    failing(cluster, "gpurt_release", None, *[RESET] * 2)
+    assert await cluster.shuffle() == cluster.expected()
+    for process in cluster.workers:
         await process.exchange.offload(int)
     await quiet()
-    assert not any(process.outbox.readers() for process in cluster.network.processes.values())
+    assert not any(process.outbox.readers() for process in cluster.workers)
 
 
 @pytest.fixture
@@ -74,11 +71,10 @@ def watched_closely(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("watched_closely")
-@in_process
-async def test_an_owner_falls_silent_as_the_barrier_begins() -> None:
+@on_exchanges(C)
+async def test_an_owner_falls_silent_as_the_barrier_begins(cluster: Cluster) -> None:
     """Its outputs and inputs go to others; what it still does is late, and does no harm."""
-    cluster = Cluster(A, B, C)
-    results = await cluster.transfer_all("a shuffle")
+    results = await cluster.transfer_all()
     goes_on = silenced(cluster, B)
     with pytest.raises(Reschedule, match="does not reply"):
         await cluster.barrier("a shuffle", results)
@@ -87,14 +83,14 @@ async def test_an_owner_falls_silent_as_the_barrier_begins() -> None:
     with pytest.raises(Reschedule, match=r"inputs \[1\] are transferred again"):
         await cluster.barrier("a shuffle", results)
     await hear(cluster, A, C)
-    results[1] = await cluster.transfer("a shuffle", 1, cluster.network.processes[A])
+    results[1] = await cluster.transfer("a shuffle", 1, cluster.a)
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert await cluster.outputs() == cluster.expected()
     assert cluster.scheduler.restarts == 0
     goes_on.set()
     await quiet()
     await cluster.hear()
-    await cluster.end("a shuffle")
+    await cluster.end()
 
 
 def silenced(cluster: Cluster, address: str) -> asyncio.Event:
@@ -121,13 +117,12 @@ async def hear(cluster: Cluster, *addresses: str) -> None:
 
 
 @pytest.mark.usefixtures("watched_closely")
-@in_process
-async def test_an_owner_falls_silent_while_another_worker_offers_it_shards() -> None:
+@on_exchanges(C)
+async def test_an_owner_falls_silent_while_another_worker_offers_it_shards(cluster: Cluster) -> None:
     """Nothing waits for the offers before the barrier: a task that stops its event loop costs nothing."""
-    cluster = Cluster(A, B, C)
     goes_on = silenced(cluster, B)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    results = [await cluster.transfer("a shuffle", i, cluster.network.processes[C]) for i in range(3)]
+    cluster.begin()
+    results = [await cluster.transfer("a shuffle", i, cluster.c) for i in range(3)]
     looks, gone = list[str](), cluster.scheduler.gpurt_gone
 
     async def look(peers: list[str]) -> list[str]:
@@ -143,19 +138,18 @@ async def test_an_owner_falls_silent_while_another_worker_offers_it_shards() -> 
     await hear(cluster, A, C)
     assert cluster.scheduler.recoveries == 1
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert await cluster.outputs() == cluster.expected()
     goes_on.set()
     await quiet()
     await cluster.hear()
-    await cluster.end("a shuffle")
+    await cluster.end()
 
 
 @pytest.mark.usefixtures("watched_closely")
-@in_process
-async def test_a_producer_falls_silent_while_its_shards_are_fetched() -> None:
+@on_exchanges(C, paths=["comms"])
+async def test_a_producer_falls_silent_while_its_shards_are_fetched(cluster: Cluster) -> None:
     """They are lost, and its inputs are transferred again; in mapped memory they would still be readable."""
-    cluster = Cluster(A, B, C, paths=["comms"])
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
+    cluster.begin()
     called = never_answering(cluster, "gpurt_fetch", B)
     where = [cluster.network.processes[address] for address in (A, B, C)]
     results = [await cluster.transfer("a shuffle", i, process) for i, process in enumerate(where)]
@@ -169,15 +163,14 @@ async def test_a_producer_falls_silent_while_its_shards_are_fetched() -> None:
     assert B not in cluster.scheduler.active["a shuffle"].owners.values()
     results[1] = await cluster.transfer("a shuffle", 1, where[2])
     await cluster.barrier("a shuffle", results)
-    assert await cluster.outputs("a shuffle") == cluster.expected()
+    assert await cluster.outputs() == cluster.expected()
 
 
 @pytest.mark.usefixtures("watched_closely")
-@in_process
-async def test_an_owner_is_asked_for_room_while_it_does_not_reply() -> None:
+@on_exchanges()
+async def test_an_owner_is_asked_for_room_while_it_does_not_reply(cluster: Cluster) -> None:
     """A producer asks twice a second: each request would take another connection."""
-    cluster = Cluster(A, B)
-    a = cluster.network.processes[A]
+    a = cluster.a
     asked = list[str]()
 
     async def hang(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
@@ -193,12 +186,11 @@ async def test_an_owner_is_asked_for_room_while_it_does_not_reply() -> None:
     assert asked == [B]
 
 
-@in_process
-async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> None:
+@on_exchanges()
+async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long(cluster: Cluster) -> None:
     """Otherwise blocks that were published for it would fill the pool meanwhile."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer_all()
+    a, b = cluster.workers
     called = never_answering(cluster, "gpurt_release", B)
     await a.exchange.offload(int)
     b.die()
@@ -209,11 +201,10 @@ async def test_a_worker_leaves_and_connections_to_it_are_tried_for_long() -> Non
     del called
 
 
-@in_process
-async def test_a_worker_is_removed_while_it_is_called() -> None:
+@on_exchanges()
+async def test_a_worker_is_removed_while_it_is_called(cluster: Cluster) -> None:
     """The scheduler's message ends the call, and prevents further calls; polling is disabled here."""
-    cluster = Cluster(A, B)
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    a, b = cluster.workers
     called = never_answering(cluster, "gpurt_ticket", B)
 
     async def call() -> None:
@@ -233,13 +224,14 @@ async def test_a_worker_is_removed_while_it_is_called() -> None:
     assert not called.is_set()
 
 
-@in_process
-async def test_a_worker_stands_still_while_a_shard_of_it_is_fetched_that_nothing_needs() -> None:
+@on_exchanges(paths=["comms"])
+async def test_a_worker_stands_still_while_a_shard_is_fetched_that_nothing_needs(
+    cluster: Cluster,
+) -> None:
     """Otherwise the bytes in flight would be counted for ever, and block other pulls."""
-    cluster = Cluster(A, B, paths=["comms"])
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    a, b = cluster.workers
     called = never_answering(cluster, "gpurt_fetch", A)
-    await cluster.transfer_all("a shuffle")
+    await cluster.transfer_all()
     await called.wait()
     assert b.exchange.puller.nbytes
     cluster.scheduler.end("a shuffle")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from distributed.comm import CommClosedError
 
 from dask_gpurt.device.host import HostDevice
 from dask_gpurt.exchange import ExchangeClosed, pools
@@ -21,26 +20,19 @@ from dask_gpurt.memory.tiers import Limits, Tier
 from dask_gpurt.observe import Metrics
 from dask_gpurt.shuffle.messages import RunInterrupted
 from tests.helpers.exchange_processes import Process
-from tests.helpers.exchange_scheduler import spec_of
-from tests.helpers.exchanges import Cluster, in_process, intercept, never_answering, quiet
+from tests.helpers.exchanges import (
+    RESET,
+    A,
+    B,
+    C,
+    Cluster,
+    failing,
+    intercept,
+    never_answering,
+    on_exchanges,
+    quiet,
+)
 from tests.helpers.tiered_buffers import new_tiered_buffer
-
-A, B, C = "tcp://a:1", "tcp://b:1", "tcp://c:1"
-
-
-def failing(cluster: Cluster, op: str, address: str, *errors: Exception) -> list[str]:
-    """Make a worker's handler fail with each of these errors, then work; returns its calls."""
-    left, calls = list(errors), list[str]()
-
-    async def fail(handle: Any, to: str, called: str, content: dict[str, Any]) -> Any:
-        if (called, to) == (op, address):
-            calls.append(op)
-            if left:
-                raise left.pop(0)
-        return await handle(to, called, content)
-
-    intercept(cluster, fail)
-    return calls
 
 
 async def settled(*processes: Process) -> None:
@@ -53,47 +45,43 @@ async def settled(*processes: Process) -> None:
 # ---- blocks of a producer, which another producer may wait for -----------------------------
 
 
-@in_process
-async def test_a_producer_fails_while_it_is_told_that_its_blocks_are_free() -> None:
-    cluster = Cluster(A, B)
+@on_exchanges()
+async def test_a_producer_fails_while_it_is_told_that_its_blocks_are_free(cluster: Cluster) -> None:
     calls = failing(cluster, "gpurt_release", A, MemoryError("no memory for the message"))
-    assert await cluster.shuffle("a shuffle") == cluster.expected()
-    a = cluster.network.processes[A]
-    await settled(*cluster.network.processes.values())
+    assert await cluster.shuffle() == cluster.expected()
+    a = cluster.a
+    await settled(*cluster.workers)
     assert len(calls) > 1
     assert not a.outbox.readers()
 
 
-@in_process
-async def test_a_producer_is_out_of_reach_for_long_while_its_blocks_become_free() -> None:
+@on_exchanges()
+async def test_a_producer_is_out_of_reach_for_long_while_its_blocks_become_free(cluster: Cluster) -> None:
     """It has not left: the producer waits for them, and reaches it again."""
-    cluster = Cluster(A, B)
-    failing(cluster, "gpurt_release", A, *[CommClosedError("the connection was reset")] * 11)
-    assert await cluster.shuffle("a shuffle") == cluster.expected()
-    a = cluster.network.processes[A]
+    failing(cluster, "gpurt_release", A, *[RESET] * 11)
+    assert await cluster.shuffle() == cluster.expected()
+    a = cluster.a
     while a.outbox.readers():
         await asyncio.sleep(0.01)
 
 
-@in_process
-async def test_an_owner_fails_while_it_lets_go_of_a_run() -> None:
+@on_exchanges()
+async def test_an_owner_fails_while_it_lets_go_of_a_run(cluster: Cluster) -> None:
     """Shards that it may still read stay published until it has released them."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
+    await cluster.transfer_all()
     calls = failing(cluster, "gpurt_forget", B, RuntimeError("can't start new thread"))
     cluster.scheduler.end("a shuffle")
     await cluster.hear()
-    a = cluster.network.processes[A]
+    a = cluster.a
     while a.outbox.pool.used:
         await asyncio.sleep(0.01)
     assert len(calls) == 2
 
 
-@in_process
-async def test_one_of_many_shards_can_not_be_let_go_of() -> None:
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+@on_exchanges()
+async def test_one_of_many_shards_can_not_be_let_go_of(cluster: Cluster) -> None:
+    await cluster.transfer_all()
+    a, b = cluster.workers
     shards = list(b.exchange._incoming[a.exchange.me])
     assert len(shards) > 1
 
@@ -109,12 +97,11 @@ async def test_one_of_many_shards_can_not_be_let_go_of() -> None:
     assert not b.exchange._incoming[a.exchange.me]
 
 
-@in_process
-async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies() -> None:
+@on_exchanges()
+async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies(cluster: Cluster) -> None:
     """Its reader may wait for another shard, which is pulled by the thread that releases this one."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer_all()
+    a, b = cluster.workers
     incoming = next(iter(b.exchange._incoming[a.exchange.me]))
     with incoming.staying(lambda: None) as landed:
         assert not landed
@@ -126,12 +113,11 @@ async def test_a_shard_is_let_go_of_while_it_is_read_where_it_lies() -> None:
     assert incoming.let_go.done()
 
 
-@in_process
-async def test_shards_are_let_go_of_while_they_are_read_after_they_have_landed() -> None:
+@on_exchanges()
+async def test_shards_are_let_go_of_while_they_are_read_after_they_have_landed(cluster: Cluster) -> None:
     """Their reader waits for another shard, whose landing needs one of the threads that release these."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    await cluster.transfer_all()
+    a, b = cluster.workers
     landed = next(iter(b.exchange._incoming[a.exchange.me]))
     moving = next(iter(b.exchange._incoming[b.exchange.me]))
     assert landed.start_moving()
@@ -166,12 +152,11 @@ def land(process: Process, incoming: IncomingShard) -> None:
     incoming.land(lambda key: process.landed.put(key, incoming.shard, incoming.sources(), None, list))
 
 
-@in_process
-async def test_an_input_fails_while_it_is_packed() -> None:
+@on_exchanges()
+async def test_an_input_fails_while_it_is_packed(cluster: Cluster) -> None:
     """Its first blocks, which no owner knows of, are freed."""
-    cluster = Cluster(A, B)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    cluster.begin()
+    a, b = cluster.workers
     allocate, blocks = a.outbox.allocate, list[Any]()
 
     def allocate_one(nbytes: int) -> Any:
@@ -190,15 +175,14 @@ async def test_an_input_fails_while_it_is_packed() -> None:
         await cluster.transfer("a shuffle", source, b if source else a) for source in range(cluster.INPUTS)
     ]
     await cluster.barrier("a shuffle", results)
-    await cluster.finish("a shuffle")
+    await cluster.finish()
 
 
-@in_process
-async def test_an_owner_has_no_memory_for_an_offer() -> None:
+@on_exchanges()
+async def test_an_owner_has_no_memory_for_an_offer(cluster: Cluster) -> None:
     """The run fails where the offer came from, and so does every further offer: nobody reads its blocks."""
-    cluster = Cluster(A, B)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    cluster.begin()
+    a, b = cluster.workers
     await cluster.transfer("a shuffle", 0, a)
 
     def take(*_: Any) -> None:
@@ -224,12 +208,11 @@ async def ask_for_room_without_patience(process: Process) -> None:
         await ask_for_room(process)
 
 
-@in_process
-async def test_shards_that_an_owner_does_not_know_of_fill_a_pool() -> None:
+@on_exchanges()
+async def test_shards_that_an_owner_does_not_know_of_fill_a_pool(cluster: Cluster) -> None:
     """No such error of the protocol is known. The run begins again."""
-    cluster = Cluster(A, B)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a = cluster.network.processes[A]
+    cluster.begin()
+    a = cluster.a
     answered = {"status": "OK", "missing": []}
 
     async def drop(handle: Any, to: str, op: str, content: dict[str, Any]) -> Any:
@@ -244,11 +227,10 @@ async def test_shards_that_an_owner_does_not_know_of_fill_a_pool() -> None:
     assert a.outbox.pool.used == 0
 
 
-@in_process
-async def test_offers_are_on_their_way_while_their_shards_fill_a_pool() -> None:
-    cluster = Cluster(A, B)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a = cluster.network.processes[A]
+@on_exchanges()
+async def test_offers_are_on_their_way_while_their_shards_fill_a_pool(cluster: Cluster) -> None:
+    cluster.begin()
+    a = cluster.a
     called = never_answering(cluster, "shuffle_receive", B)
     await cluster.transfer("a shuffle", 0, a)
     await called.wait()
@@ -259,11 +241,10 @@ async def test_offers_are_on_their_way_while_their_shards_fill_a_pool() -> None:
 # ---- runs --------------------------------------------------------------------------------
 
 
-@in_process
-async def test_the_connection_to_the_scheduler_breaks_while_owners_are_asked_for() -> None:
-    cluster = Cluster(A, B, C)
-    await cluster.transfer_all("a shuffle")
-    a, b, c = (cluster.network.processes[address] for address in (A, B, C))
+@on_exchanges(C)
+async def test_the_connection_to_the_scheduler_breaks_while_owners_are_asked_for(cluster: Cluster) -> None:
+    await cluster.transfer_all()
+    a, b, c = cluster.workers
     c.die()
     cluster.scheduler.leaves(C)
     while cluster.network.streams[b]:  # and a, which has not been notified, receives offers for c
@@ -274,7 +255,7 @@ async def test_the_connection_to_the_scheduler_breaks_while_owners_are_asked_for
     async def breaks(**message: Any) -> Any:
         calls.append("owners")
         if len(calls) == 1:
-            raise CommClosedError("the connection was reset")
+            raise RESET
         return await answer(**message)
 
     cluster.scheduler.gpurt_owners = breaks  # type: ignore[method-assign]
@@ -287,12 +268,11 @@ async def test_the_connection_to_the_scheduler_breaks_while_owners_are_asked_for
         kept.raise_if_closed()
 
 
-@in_process
-async def test_the_scheduler_fails_while_it_is_told_of_a_lost_shard() -> None:
-    cluster = Cluster(A, B)
-    results = await cluster.transfer_all("a shuffle")
+@on_exchanges()
+async def test_the_scheduler_fails_while_it_is_told_of_a_lost_shard(cluster: Cluster) -> None:
+    results = await cluster.transfer_all()
     await cluster.barrier("a shuffle", results)
-    a, b = cluster.network.processes[A], cluster.network.processes[B]
+    a, b = cluster.workers
     run: Any = b.run_of("a shuffle")
 
     async def fails(**_: Any) -> None:
@@ -305,12 +285,11 @@ async def test_the_scheduler_fails_while_it_is_told_of_a_lost_shard() -> None:
         run.raise_if_closed()
 
 
-@in_process
-async def test_the_scheduler_fails_while_it_is_asked_to_begin_a_run_again() -> None:
+@on_exchanges()
+async def test_the_scheduler_fails_while_it_is_asked_to_begin_a_run_again(cluster: Cluster) -> None:
     """Its rescheduled tasks would find the same run for ever."""
-    cluster = Cluster(A, B)
-    await cluster.transfer_all("a shuffle")
-    run: Any = cluster.network.processes[A].run_of("a shuffle")
+    await cluster.transfer_all()
+    run: Any = cluster.a.run_of("a shuffle")
 
     async def fails(**_: Any) -> None:
         raise RuntimeError("no worker is allowed")
@@ -324,11 +303,10 @@ async def test_the_scheduler_fails_while_it_is_asked_to_begin_a_run_again() -> N
         run.raise_if_closed()
 
 
-@in_process
-async def test_memory_ends_while_a_run_gets_other_owners() -> None:
-    cluster = Cluster(A, B, C)
-    cluster.scheduler.begin(spec_of("a shuffle", cluster.OUTPUTS))
-    a, c = cluster.network.processes[A], cluster.network.processes[C]
+@on_exchanges(C)
+async def test_memory_ends_while_a_run_gets_other_owners(cluster: Cluster) -> None:
+    cluster.begin()
+    a, c = cluster.a, cluster.c
     await cluster.transfer("a shuffle", 0, a)
     run: Any = a.run_of("a shuffle")
 
@@ -343,11 +321,10 @@ async def test_memory_ends_while_a_run_gets_other_owners() -> None:
         run.raise_if_closed()
 
 
-@in_process
-async def test_the_runtime_is_switched_off_while_calls_wait_for_a_thread() -> None:
+@on_exchanges()
+async def test_the_runtime_is_switched_off_while_calls_wait_for_a_thread(cluster: Cluster) -> None:
     """A peer is told the same as if it had called later. Nobody takes it for a cancellation."""
-    cluster = Cluster(A, B)
-    a, b = (cluster.network.processes[address] for address in (A, B))
+    a, b = cluster.workers
     go_on, a.exchange.executor = threading.Event(), ThreadPoolExecutor(1)
     busy = asyncio.ensure_future(a.exchange.offload(go_on.wait, 20))
     try:
@@ -365,10 +342,9 @@ async def test_the_runtime_is_switched_off_while_calls_wait_for_a_thread() -> No
     await stopping
 
 
-@in_process
-async def test_an_exchange_closes_its_calls_while_a_peer_has_not_answered() -> None:
-    cluster = Cluster(A, B)
-    a, b = (cluster.network.processes[address] for address in (A, B))
+@on_exchanges()
+async def test_an_exchange_closes_its_calls_while_a_peer_has_not_answered(cluster: Cluster) -> None:
+    a, b = cluster.workers
     asked = asyncio.Event()
 
     async def never_answers(**_: Any) -> None:

@@ -20,10 +20,9 @@ from dask_gpurt.exchange import ExchangeClosed, Shard, requests
 from dask_gpurt.exchange.incoming import IncomingShard, ShardState
 from dask_gpurt.exchange.outgoing import Outbox
 from dask_gpurt.exchange.shard import Attempt, Section
-from tests.helpers.exchanges import Cluster, intercept
+from tests.helpers.exchanges import A, B, Cluster, intercept
 from tests.helpers.waiting import on_a_loop
 
-A, B = "tcp://a:1", "tcp://b:1"
 RUN, NEXT = ("a shuffle", 1), ("a shuffle", 2)
 NBYTES = 2**16
 OURS, OTHERS = 1, 2
@@ -103,6 +102,9 @@ class Pair:
         await asyncio.gather(*let_go)
         assert self.outbox.pool.used == NBYTES  # held by the other run
         assert not self.owner._incoming[self.producer.me]
+        await self.close()
+
+    async def close(self) -> None:
         for end in (self.producer, self.owner):
             await asyncio.to_thread(end.close)
 
@@ -192,8 +194,7 @@ async def test_an_owner_that_has_left_keeps_nothing() -> None:
     pair.cluster.scheduler.leaves(B)
     await pair.producer.requests.withdraw(RUN)
     assert not pair.outbox.pool.used
-    for end in (pair.producer, pair.owner):
-        await asyncio.to_thread(end.close)
+    await pair.close()
 
 
 @on_a_loop
@@ -204,8 +205,7 @@ async def test_the_first_offer_of_a_run_arrives_after_its_producer_has_ended_it(
     path = await pair.owner.path(pair.shard)
     with pytest.raises(ExchangeClosed, match="after the end of its run"):
         pair.owner.take(NEXT, pair.shard, path, pair.failed.append)
-    for end in (pair.producer, pair.owner):
-        await asyncio.to_thread(end.close)
+    await pair.close()
 
 
 @on_a_loop
@@ -233,5 +233,4 @@ async def test_a_fence_that_fails_keeps_nothing_waiting() -> None:
         await pair.owner.offload(pair.owner.discard, [incoming])
     await pair.producer.requests.withdraw(RUN)
     assert not pair.outbox.pool.used
-    for end in (pair.producer, pair.owner):
-        await asyncio.to_thread(end.close)
+    await pair.close()
