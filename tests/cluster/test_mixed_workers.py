@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import dask.dataframe as dd
@@ -12,30 +11,12 @@ import pandas as pd
 import pytest
 from distributed import Worker, wait
 
-import dask_gpurt
 from tests.helpers.clusters import canonical
-from tests.helpers.in_process import Decorator, Test, gen_client_cluster
+from tests.helpers.in_process import on_cluster
 
 GPU = {"resources": {"GPU": 1}}
 #: Two workers with a GPU, and one without, which comes first.
 MIXED = [("127.0.0.1", 1), ("127.0.0.1", 1, GPU), ("127.0.0.1", 1, GPU)]
-
-
-def mixed(nthreads: list[Any] = MIXED, **options: Any) -> Decorator:
-    """Run a coroutine with workers of two kinds, with the runtime enabled."""
-
-    def decorate(test: Test) -> Any:
-        @wraps(test)
-        async def body(client: Any, *others: Any, **fixtures: Any) -> None:
-            await dask_gpurt.enable(client)
-            try:
-                await test(client, *others, **fixtures)
-            finally:
-                await dask_gpurt.disable(client)
-
-        return gen_client_cluster(nthreads=nthreads, **options)(body)
-
-    return decorate
 
 
 def frame(parts: int = 6, rows: int = 50) -> pd.DataFrame:
@@ -60,7 +41,7 @@ OF_PANDAS: dict[str, dict[str, Any]] = {"broadcast": {}, "split_out": {}}
 
 
 @pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
-@mixed()
+@on_cluster(nthreads=MIXED)
 async def test_tasks_that_ask_for_a_resource_run_where_it_is(
     client: Any, scheduler: Any, plain: Worker, *gpus: Worker, build: Callable[..., Any]
 ) -> None:
@@ -74,7 +55,7 @@ async def test_tasks_that_ask_for_a_resource_run_where_it_is(
 
 
 @pytest.mark.parametrize("where", ["host", "worker"])
-@mixed([("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.2", 1)])
+@on_cluster(nthreads=[("127.0.0.1", 1), ("127.0.0.2", 1), ("127.0.0.2", 1)])
 async def test_tasks_that_are_kept_to_a_host_or_a_worker_run_there(
     client: Any, scheduler: Any, plain: Worker, *others: Worker, where: str
 ) -> None:
@@ -86,7 +67,7 @@ async def test_tasks_that_are_kept_to_a_host_or_a_worker_run_there(
 
 
 # Dask's validation does not work for a closed worker, whose tiers are gone.
-@mixed(worker_kwargs={"validate": False})
+@on_cluster(nthreads=MIXED, validate=False)
 async def test_lost_inputs_are_transferred_again_where_the_resource_is(
     client: Any, scheduler: Any, plain: Worker, one: Worker, other: Worker
 ) -> None:
@@ -100,7 +81,7 @@ async def test_lost_inputs_are_transferred_again_where_the_resource_is(
     assert len(other.data) >= done.npartitions
 
 
-@mixed()
+@on_cluster(nthreads=MIXED)
 async def test_outputs_go_only_to_workers_with_the_device_of_their_frames(
     client: Any, scheduler: Any, plain: Worker, *able: Worker
 ) -> None:

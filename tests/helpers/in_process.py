@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
@@ -71,8 +71,19 @@ async def placed_apart(scheduler: Any, *workers: Any) -> None:
         scheduler.stream_handlers[PLACE_OP](worker=worker.address, **report)
 
 
-def on_cluster(*, workers: int = 2, processes: bool = False, **settings: Any) -> Decorator:
-    """Run a test with a client, a scheduler and workers, then its fixtures, with the runtime enabled."""
+def on_cluster(
+    *,
+    workers: int = 2,
+    nthreads: Sequence[Any] = (),
+    processes: bool = False,
+    validate: bool = True,
+    **settings: Any,
+) -> Decorator:
+    """Run a test with a client, a scheduler and workers, then its fixtures, with the runtime enabled.
+
+    ``nthreads``: describes unlike workers, as for Dask's ``gen_cluster``.
+    ``validate``: whether Dask validates the states of workers, which fails for one that has closed.
+    """
 
     def decorate(test: Test) -> Callable[..., None]:
         @wraps(test)
@@ -84,9 +95,13 @@ def on_cluster(*, workers: int = 2, processes: bool = False, **settings: Any) ->
                 await dask_gpurt.disable(client)
 
         kind = Nanny if processes else Worker
-        nthreads = [("127.0.0.1", 1)] * workers
         config = {METHOD: QUICK[METHOD], **settings}
-        return gen_client_cluster(nthreads=nthreads, Worker=kind, config=config)(body)
+        return gen_client_cluster(
+            nthreads=nthreads or [("127.0.0.1", 1)] * workers,
+            Worker=kind,
+            config=config,
+            worker_kwargs={} if validate else {"validate": False},
+        )(body)
 
     return decorate
 

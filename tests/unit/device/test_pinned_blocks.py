@@ -17,40 +17,8 @@ from hypothesis import strategies as st
 
 from dask_gpurt.memory.host import BlockPool
 from dask_gpurt.memory.tiers import NoRoom, Tier
+from tests.helpers.examples import examples
 from tests.helpers.small_tiers import BLOCK, frames, pinned
-
-
-@given(st.lists(st.one_of(st.integers(0, 6 * BLOCK), st.integers(-8, -1)), max_size=40))
-def test_blocks_never_overlap(steps: list[int]) -> None:
-    """Positive numbers allocate that size, negative numbers free one of the allocated blocks."""
-    pool = BlockPool(16 * BLOCK + 17, block=BLOCK)
-    assert pool.capacity == 16 * BLOCK
-    held: list[tuple[list[np.ndarray], int]] = []
-    for number, step in enumerate(steps):
-        if step < 0:
-            if held:
-                pieces, mark = held.pop(step % len(held))
-                assert all((piece == mark).all() for piece in pieces)
-                pool.free(pieces)
-        else:
-            blocks = -(-step // BLOCK)
-            try:
-                pieces = pool.allocate(step)
-            except NoRoom as error:
-                assert (error.tier, error.nbytes) == (Tier.PINNED, step)
-                assert blocks * BLOCK > pool.capacity - pool.used
-                continue
-            assert sum(piece.size for piece in pieces) == step
-            assert all(piece.size % BLOCK == 0 for piece in pieces[:-1])
-            for piece in pieces:
-                piece[:] = number
-            held.append((pieces, number))
-        assert pool.used == sum(-(-sum(p.size for p in pieces) // BLOCK) * BLOCK for pieces, _ in held)
-    for pieces, mark in held:
-        assert all((piece == mark).all() for piece in pieces)
-        pool.free(pieces)
-    assert pool.used == 0
-    assert len(pool.allocate(pool.capacity)) <= 1  # all neighbours were merged
 
 
 def test_a_run_that_is_long_enough_comes_before_shorter_ones() -> None:
@@ -161,29 +129,35 @@ def test_slabs_double_until_the_capacity_is_reached() -> None:
 
 
 @pytest.mark.usefixtures("small_slabs")
-@given(st.lists(st.one_of(st.integers(0, 9 * BLOCK), st.integers(-8, -1)), max_size=30))
+@examples(40)
+@given(st.lists(st.one_of(st.integers(0, 9 * BLOCK), st.integers(-8, -1)), max_size=40))
 def test_pieces_lie_in_registered_memory_and_never_overlap(steps: list[int]) -> None:
+    """Positive numbers allocate that size, negative numbers free one of the allocated blocks."""
     registered = Registrations()
-    pool = BlockPool(20 * BLOCK, block=BLOCK, register=registered)
+    pool = BlockPool(20 * BLOCK + 17, block=BLOCK, register=registered)
+    assert pool.capacity == 20 * BLOCK
     held: list[tuple[list[np.ndarray], int]] = []
     for number, step in enumerate(steps):
         if step < 0:
             if held:
-                pool.free(held.pop(step % len(held))[0])
-            continue
-        blocks = -(-step // BLOCK)
-        if blocks * BLOCK > pool.capacity - pool.used:
-            with pytest.raises(NoRoom):
+                pieces, mark = held.pop(step % len(held))
+                assert all((piece == mark).all() for piece in pieces)
+                pool.free(pieces)
+        elif -(-step // BLOCK) * BLOCK > pool.capacity - pool.used:
+            with pytest.raises(NoRoom) as refused:
                 pool.allocate(step)
-            continue
-        pieces = pool.allocate(step)
-        assert sum(piece.size for piece in pieces) == step
-        for piece in pieces:
-            assert registered.hold(piece)
-            piece[:] = number
-        held.append((pieces, number))
-    assert all((piece == number).all() for pieces, number in held for piece in pieces)
-    for pieces, _ in held:
+            assert (refused.value.tier, refused.value.nbytes) == (Tier.PINNED, step)
+        else:
+            pieces = pool.allocate(step)
+            assert sum(piece.size for piece in pieces) == step
+            assert all(piece.size % BLOCK == 0 for piece in pieces[:-1])
+            assert all(map(registered.hold, pieces))
+            for piece in pieces:
+                piece[:] = number
+            held.append((pieces, number))
+        assert pool.used == sum(-(-sum(p.size for p in pieces) // BLOCK) * BLOCK for pieces, _ in held)
+    for pieces, mark in held:
+        assert all((piece == mark).all() for piece in pieces)
         pool.free(pieces)
     assert pool.used == 0
     pool.close()
