@@ -171,15 +171,6 @@ def test_a_task_with_tiny_inputs_does_not_make_others_push_everything_out() -> N
         assert not [name for name in counters(client) if name.startswith("memory.spill.bytes")]
 
 
-def test_nothing_is_spilled_for_a_trifle(two_threads: Client) -> None:
-    """The tier is full of objects that could be spilled; a few bytes more do not evict any."""
-    kept = two_threads.map(lambda i: np.full(MIB, i, np.uint8), range(7), pure=False)
-    rest = two_threads.submit(np.ones, MIB - 1, np.uint8, pure=False)
-    wait([*kept, rest])
-    wait(two_threads.map(str, range(50), pure=False))
-    assert not [name for name in counters(two_threads) if name.startswith("memory.spill.bytes")]
-
-
 def test_a_need_above_the_limit_does_not_keep_a_task_from_running(two_threads: Client) -> None:
     def huge(_: int) -> int:
         return int(np.ones(20 * MIB, np.uint8).nbytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from distributed import Client, LocalCluster
 import dask_gpurt
 from dask_gpurt.config import ConfigError
 from tests.helpers.clusters import QUICK, counters, instrument
-from tests.helpers.commands import DASK, HOOKS, run, started
+from tests.helpers.commands import HOOKS, run
+from tests.helpers.nightly import nightly
 
 FRAME = pd.DataFrame({"key": range(60), "value": 0.5, "name": [f"row {i}" for i in range(60)]})
 
@@ -84,40 +84,27 @@ def test_a_pool_larger_than_the_device_is_refused_by_the_workers(off: Client) ->
 
 @pytest.mark.slow
 @pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
-def test_a_wrong_word_in_the_environment_is_logged_and_dask_works(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(OWN)
-    done = run(sys.executable, script, DASK_GPURT__ENABLED="maybe")
-    assert done.stdout.split() == ["right", "False"]
-    said = "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false (the program continues"
-    assert done.stderr.count(said) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
-def test_processes_of_one_script_say_once_that_a_setting_is_wrong(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(OWN.replace("processes=False", "n_workers=2, threads_per_worker=1"))
-    done = run(sys.executable, script, DASK_GPURT__ENABLED="true", DASK_GPURT__TAKEOVR="true")
-    assert done.stdout.split() == ["right", "False"]
-    assert done.stderr.count("'gpurt.takeovr'") == 1
-    assert "the program continues without it" in done.stderr
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not HOOKS.exists(), reason="etc/dask/gpurt.yaml comes with `pip install`")
 @pytest.mark.parametrize(
-    ("setting", "value", "said"),
-    [("GPURT__MEMORY__DEVICE", "500 TiB", "'gpurt.memory.device' comes to 500.00 TiB, which is more than")],
+    ("settings", "said"),
+    [
+        ({"ENABLED": "maybe"}, "the runtime stays off: 'gpurt.enabled' is 'maybe': expected true or false"),
+        ({"ENABLED": "true", "TAKEOVR": "true"}, "'gpurt.takeovr'"),
+        nightly(
+            {"ENABLED": "true", "MEMORY__DEVICE": "500 TiB"},
+            "the runtime stays off: 'gpurt.memory.device' comes to 500.00 TiB, which is more than",
+        ),
+    ],
+    ids=str,
 )
-def test_a_setting_that_a_server_refuses_is_said_once_and_dask_works(
-    tmp_path: Path, setting: str, value: str, said: str
+def test_processes_of_one_script_say_once_that_a_setting_is_wrong_and_dask_works(
+    tmp_path: Path, settings: dict[str, str], said: str
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(OWN.replace("processes=False", "n_workers=2, threads_per_worker=1"))
-    done = run(sys.executable, script, DASK_GPURT__ENABLED="true", **{f"DASK_{setting}": value})
+    script.write_text(OWN)
+    done = run(sys.executable, script, **{f"DASK_GPURT__{name}": each for name, each in settings.items()})
     assert done.stdout.split() == ["right", "False"]
-    assert done.stderr.count(f"the runtime stays off: {said}") == done.stderr.count(said) == 1
+    assert done.stderr.count(said) == 1
+    assert "the program continues without it" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -128,8 +115,8 @@ import dask.dataframe as dd, pandas as pd
 from distributed import Client
 
 def main():
-    options = {"address": sys.argv[1]} if len(sys.argv) > 1 else dict(processes=False, dashboard_address=":0")
-    with Client(**options) as client:
+    local = dict(n_workers=2, threads_per_worker=1, dashboard_address=":0")
+    with Client(**({"address": sys.argv[1]} if len(sys.argv) > 1 else local)) as client:
         frame = pd.DataFrame({"key": range(50)})
         result = dd.from_pandas(frame, npartitions=3).shuffle("key").compute()
         print("right" if sorted(result["key"]) == list(range(50)) else "wrong")
@@ -272,23 +259,3 @@ def test_a_peer_of_another_version_is_named(off: Client) -> None:
     dask_gpurt.enable(off)
     assert_shuffles(off, ours=True)
     dask_gpurt.disable(off)
-
-
-@pytest.mark.nightly
-def test_a_worker_says_that_its_scheduler_cannot_load_the_package(tmp_path: Path) -> None:
-    # Not the whole package: Dask itself loads its entry point, which a scheduler without it lacks.
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['dask_gpurt.scheduler'] = None\n")
-    script = tmp_path / "script.py"
-    script.write_text(OWN)
-    lacking = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    no_hooks = {f"DASK_DISTRIBUTED__{name}__PRELOAD": "[]" for name in ("SCHEDULER", "CLIENT")}
-    local = ("--no-dashboard", "--host", "127.0.0.1", "--port", "0")
-    with started(DASK, "scheduler", *local, PYTHONPATH=lacking, **no_hooks) as scheduler:
-        address = scheduler.wait_for(r"Scheduler at:\s+(tcp://\S+)")
-        flags = ("--no-nanny", "--no-dashboard", "--preload", "dask_gpurt")
-        with started(DASK, "worker", address, *flags) as worker:
-            worker.wait_for("Registered to:")
-            done = run(sys.executable, script, address, **no_hooks)
-    assert done.stdout.split() == ["right", "False"]
-    assert f"the scheduler at {address} cannot load dask_gpurt" in worker.printed()
-    assert "shuffles stay Dask's own: install the same version of dask-gpurt there" in worker.printed()

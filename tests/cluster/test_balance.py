@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from distributed import futures_of, wait
-from distributed.shuffle._core import id_from_key
 
-from dask_gpurt.scheduler.recovery import Recovery
-from tests.helpers.in_process import on_cluster, until
+from tests.helpers.in_process import on_cluster
 from tests.helpers.nightly import nightly
 
 PARTS, ROWS, KEYS, HOT = 32, 20_000, 4096, 7
@@ -123,79 +120,6 @@ async def test_both_sides_of_a_join_move_together(client: Any, scheduler: Any, *
     del out
 
 
-#: A global, so that it is not pickled with the tasks that wait for it.
-_goes_on = threading.Event()
-
-
-def waits() -> int:
-    _goes_on.wait(60)
-    return 0
-
-
-def behind(at: int, gate: int) -> pd.DataFrame:
-    return left_part(at + gate, SHARE)
-
-
-@pytest.mark.nightly
-@on_cluster(workers=4)
-async def test_one_side_of_a_join_is_sealed_when_outputs_move(
-    client: Any, scheduler: Any, *workers: Any
-) -> None:
-    """Its barrier reruns: it passed long before the sizes of the other side are known."""
-    _goes_on.clear()
-    gate = dask.delayed(waits)()
-    late = [dask.delayed(behind)(at, gate) for at in range(PARTS)]
-    out = persisted(
-        client, lambda: dd.from_delayed(late, meta=left_part(0, SHARE)[:0]).merge(right(), on="key")
-    )
-
-    def sealed() -> list[Any]:
-        return [key for key, task in scheduler.tasks.items() if id_from_key(key) and task.state == "memory"]
-
-    try:
-        await until(lambda: bool(sealed()))
-        (first,) = sealed()
-    finally:
-        _goes_on.set()
-    await wait(out)
-    assert counted(scheduler, MOVED) == 7
-    assert not counted(scheduler, "shuffle.runs.recovered")
-    assert [change[:3:2] for change in scheduler.story(first)].count((first, "memory")) == 2
-    assert_same(await client.compute(out), joined())
-    del out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("side", [nightly("shuffle"), "join"])
-@on_cluster(workers=4)
-async def test_a_worker_is_lost_as_outputs_have_moved(
-    client: Any, scheduler: Any, *workers: Any, monkeypatch: pytest.MonkeyPatch, side: str
-) -> None:
-    """The lost worker is the one that received most of the moved outputs."""
-    balance, lost = Recovery.balance, list[str]()
-
-    def then_lost(self: Recovery, shuffles: Any, to: Any, reason: str) -> None:
-        balance(self, shuffles, to, reason)
-        if not lost:
-            lost.append(Counter(to.values()).most_common(1)[0][0])
-            scheduler = self._scheduler
-            scheduler.loop.add_callback(scheduler.remove_worker, lost[0], stimulus_id="a-worker-is-lost")
-
-    monkeypatch.setattr(Recovery, "balance", then_lost)
-    collection, expected = {
-        "shuffle": (lambda: left().shuffle("key"), local),
-        "join": (lambda: left().merge(right(), on="key"), joined),
-    }[side]
-    out = persisted(client, collection)
-    assert_same(await client.compute(out), expected())
-    (gone,) = [worker for worker in workers if worker.address in lost]
-    gone.state.validate = False  # its data are gone
-    assert gone.address not in scheduler.workers
-    assert counted(scheduler, "shuffle.runs.recovered")
-    assert not counted(scheduler, "shuffle.runs.restarted")
-    del out
-
-
 # ---- where outputs stay ----------------------------------------------------------------
 
 
@@ -210,27 +134,4 @@ async def test_outputs_stay_whose_shards_are_gone(
     out = persisted(client, lambda: left().shuffle("key"))
     await wait(out)
     assert not counted(scheduler, MOVED)
-    del out
-
-
-@pytest.mark.slow
-@on_cluster(workers=4, **{"gpurt.shuffle.retries": 0, "gpurt.exchange.paths": ["comms"]})
-async def test_shards_are_reused_right_as_outputs_move(
-    client: Any, scheduler: Any, *workers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their inputs are transferred again, which does not count against the run's retries."""
-    balance, boxes = Recovery.balance, list[Any]()
-
-    def without_shards(self: Recovery, shuffles: Any, to: Any, reason: str) -> None:
-        for box in boxes:  # as when other runs need the room
-            box.reclaim_all()
-        balance(self, shuffles, to, reason)
-
-    monkeypatch.setattr(Recovery, "balance", without_shards)
-    boxes.extend(worker.plugins["gpurt"].exchange.pools.known("host") for worker in workers)
-    out = persisted(client, lambda: left().shuffle("key"))
-    assert_same(await client.compute(out), local())
-    assert counted(scheduler, MOVED) == 7
-    assert counted(scheduler, "shuffle.runs.recovered")
-    assert not counted(scheduler, "shuffle.runs.restarted")
     del out

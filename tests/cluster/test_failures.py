@@ -181,29 +181,6 @@ def test_an_output_task_that_fails_finds_its_shards_again(own: Client, library: 
     assert_right(out)
 
 
-@pytest.mark.nightly
-def test_outputs_whose_shards_were_let_go_are_made_again(own: Client, library: Library) -> None:
-    """The barrier's result is still in memory, so Dask asks the run for the outputs a second time."""
-    shuffled = build(library).shuffle("key").optimize()
-    graph, outputs = shuffled.__dask_graph__(), shuffled.__dask_keys__()
-    (barrier,) = [key for key in graph if str(key).startswith("shuffle-barrier")]
-    *futures, kept = own.get(graph, [*outputs, barrier], sync=False)
-    wait([*futures, kept])
-    del futures
-    while own.run_on_scheduler(_outputs_in_memory):  # until the scheduler has released their shards
-        pass
-    before = counters(own)["shuffle.rows"]
-    again = own.gather(own.get(graph, outputs, sync=False))
-    assert sum(map(len, again)) == PARTS * ROWS
-    assert counters(own)["shuffle.rows"] == 2 * before
-    assert kept.status == "finished"
-
-
-def _outputs_in_memory(dask_scheduler: Any) -> int:
-    states = [ts.state for ts in dask_scheduler.tasks.values() if ts.prefix.name == "gpurtshuffle"]
-    return states.count("memory")
-
-
 def test_a_shuffle_whose_barrier_has_failed_keeps_nothing_and_can_be_retried(
     own: Client, library: Library
 ) -> None:

@@ -50,21 +50,6 @@ def on_workers(client: Client, function: Any) -> list[Any]:
     return list(client.run(function).values())
 
 
-@pytest.mark.nightly
-def test_data_larger_than_the_tiers_above_the_disk(small: Client, library: Library) -> None:
-    collection = library.collection(parts())
-    wait(collection)
-    rows = dask_gpurt.memory_usage(small).to_pandas(names="metrics")
-    assert set(rows.worker) == set(small.nthreads())
-    assert on_workers(small, lambda dask_worker: type(dask_worker.data).__name__) == ["WorkerBuffer"] * 2
-    assert set(rows.tier) == {"device", "pinned", "host", "disk"}
-    total = sum(on_workers(small, lambda dask_worker: len(dask_worker.data)))
-    assert total >= 24
-    assert float(collection.value.sum().compute()) == sum(
-        (np.arange(1 << 17, dtype="f8") + i).sum() for i in range(24)
-    )
-
-
 def test_a_shuffle_larger_than_the_tiers_above_the_disk(
     shared_cluster: SharedCluster, library: Library
 ) -> None:
