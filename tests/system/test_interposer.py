@@ -63,8 +63,10 @@ def only(launch: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: "-".join(map(str, door.values())))
-def test_every_door_to_a_launch_is_met(one: Process, door: dict[str, Any]) -> None:
-    attributes = {"attributes": [1]} if "Ex" in door["name"] else {}
+def test_every_door_to_a_launch_is_met(shared_process: Process, door: dict[str, Any]) -> None:
+    one, attributes = shared_process, {"attributes": [1]} if "Ex" in door["name"] else {}
+    one.fake("fake_use", 0)
+    one.clear()
     function = one.function()
     assert only(one.launch(function, **attributes, **door)) == 0, "no caps yet"
     one.apply(4)
