@@ -88,7 +88,7 @@ class Library:
         ``parts``: what each part is about.
         ``answer``: takes the positions of parts; returns their answers.
         """
-        keys = tuple(map(_key_of, operands))
+        keys = tuple(map(key_of, operands))
         if None in keys:
             return None
         found = self._keep([(kind, *keys, part) for part in parts], answer)
@@ -128,7 +128,8 @@ def answered(kind: type, operands: Sequence[Any]) -> Schema | None:
         return None
 
 
-def _key_of(operand: Any) -> Hashable | None:
+def key_of(operand: Any) -> Hashable | None:
+    """Return a key that is equal only for equal operands, which may be schemas; None if there is none."""
     if isinstance(operand, Schema):
         return operand.key
     if isinstance(operand, (pd.Timestamp, pd.Timedelta)):

@@ -43,7 +43,7 @@ class Part:
 
     __slots__ = ("_hash", "_pickled", "key", "value")
 
-    def __init__(self, key: Hashable, value: Any):
+    def __init__(self, key: tuple[Any, ...], value: Any):
         self.key, self.value, self._hash = key, value, hash(key)
         self._pickled: bytes | None = None
 
@@ -128,9 +128,10 @@ class Schema(NamedTuple):
         found = self.select([label])
         return None if found is None else found._replace(axis=None)
 
-    def first(self, label: str) -> Schema:
-        """Return the schema with its first column alone, under another label."""
-        return self._replace(labels=(label,), columns=self.columns[:1])
+    def one(self, label: str) -> Schema:
+        """Return the schema with one column alone, of integers where they are known, under another label."""
+        column = _COLUMNS.get((self.columns[0].key[0], _INT64), self.columns[0])
+        return self._replace(labels=(label,), columns=(column,))
 
 
 def frame_of(schema: Schema) -> Any:
@@ -204,6 +205,8 @@ def _allows_duplicates(frame: Any) -> bool:
     return flags is None or bool(flags.allows_duplicate_labels)
 
 
+#: The key of this dtype.
+_INT64 = (type(np.dtype("int64")), np.dtype("int64"))
 #: By library and dtype. Not many: those of categories are kept with the frames that have them.
 _COLUMNS: dict[Hashable, Part] = {}
 
@@ -227,6 +230,11 @@ def _foreign_key(frame: Any, position: int) -> Hashable | None:
         return parts
     categories = _categories_key(parts[-1])
     return None if categories is None else (*parts[:-1], categories)
+
+
+def axis_of(labels: Sequence[str], like: Axis | Part | None) -> Axis | Part | None:
+    """Return what pandas makes of labels, with the name of another axis."""
+    return None if like is None or isinstance(like, Part) else _axis(pd.Index(list(labels), name=like.name))
 
 
 def _axis(columns: Any) -> Axis | Part | None:
@@ -262,7 +270,7 @@ def _index(index: Any) -> Part | None:
     return None if key is None else Part(key, index)
 
 
-def _index_key(index: Any) -> Hashable | None:
+def _index_key(index: Any) -> tuple[Any, ...] | None:
     kind, name = type(index), _label(index.name)
     if name is None:
         return None
@@ -274,7 +282,7 @@ def _index_key(index: Any) -> Hashable | None:
     return None if dtype is None or getattr(index, "freq", None) is not None else (kind, name, dtype)
 
 
-def _levels_key(index: Any) -> Hashable | None:
+def _levels_key(index: Any) -> tuple[Any, ...] | None:
     frame = index.to_frame(index=False, name=list(range(index.nlevels)))
     names, dtypes = tuple(map(_label, index.names)), tuple(map(_dtype_key, frame.dtypes))
     return None if None in (*names, *dtypes) else (type(index), names, dtypes)

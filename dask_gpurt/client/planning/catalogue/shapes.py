@@ -13,6 +13,7 @@ from functools import lru_cache
 from inspect import getattr_static
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from dask._expr import Expr
 from dask.dataframe.dask_expr import _accessor, _expr, _groupby, _reductions
@@ -21,9 +22,17 @@ from dask.dataframe.dask_expr._merge import Merge
 from dask.dataframe.dask_expr.io.io import FusedIO
 from dask.dataframe.dask_expr.io.parquet import ReadParquetFSSpec, ReadParquetPyarrowFS
 
-from dask_gpurt.client.planning.catalogue.asking import Library, answered
-from dask_gpurt.client.planning.catalogue.schema import SCHEMA, Part, Schema, renamed_index, schema_of
+from dask_gpurt.client.planning.catalogue.asking import Library, answered, key_of
+from dask_gpurt.client.planning.catalogue.schema import (
+    SCHEMA,
+    Part,
+    Schema,
+    axis_of,
+    renamed_index,
+    schema_of,
+)
 from dask_gpurt.dask_hooks.parquet_files import base_of_read
+from dask_gpurt.frames.empty import dtype_of
 
 #: Returns the schema of an input; None if it has none.
 SchemaOf = Callable[[Any], Schema | None]
@@ -88,13 +97,26 @@ def of_series(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
         each._replace(labels=(aliases.get(each.labels[0]),)) if isinstance(each, Schema) else each
         for each in inputs
     ]
-    if type(expr) in _COMPARISONS and type(inputs[1]) is str and type(series[0].dtypes[0]) is pd.StringDtype:
-        operands[1] = "a"
+    if type(expr) in _COMPARISONS and not isinstance(inputs[1], Schema):
+        operands[1] = _compared(inputs[1], series[0].dtypes[0])
     found = library.ask(type(expr), operands)
     if found is None or found.labels[0] not in (None, *aliases.values()):
         return None
     by_alias = {alias: name for name, alias in aliases.items()}
     return found._replace(labels=(by_alias.get(found.labels[0]),))
+
+
+def _compared(value: Any, dtype: Any) -> Any:
+    """Return a value whose comparison with a column is of the same dtype: mostly any of its type."""
+    if type(value) is str and type(dtype) is pd.StringDtype:
+        return "a"
+    if not isinstance(dtype, np.dtype):
+        return value
+    if type(value) in (int, float) and dtype.kind in "iuf" and dtype.itemsize >= 4 and abs(value) < 1 << 31:
+        return type(value)(1)
+    if type(value) is pd.Timestamp and dtype.kind == "M" and value.tz is None and 1700 < value.year < 2200:
+        return pd.Timestamp(2000, 1, 1).as_unit(value.unit)
+    return value
 
 
 def _lacks_schemas(inputs: Sequence[Any], expr: Any) -> bool:
@@ -123,8 +145,9 @@ def filtered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
         return None
     if frame.has_levels:
         return asked(expr, of, library)
-    found = library.ask(type(expr), [frame.first("a"), predicate._replace(labels=("p",))])
-    return _like(frame, found, ("a",), frame.columns[:1])
+    one = frame.one("a")
+    found = library.ask(type(expr), [one, predicate._replace(labels=("p",))])
+    return _like(frame, found, ("a",), one.columns)
 
 
 def _like(frame: Schema, found: Schema | None, labels: tuple[str, ...], columns: Any) -> Schema | None:
@@ -145,15 +168,65 @@ def assigned(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
     replaced = (value for name, value in zip(names, values, strict=True) if name in frame.labels)
     if not all(isinstance(value, Schema) for value in replaced):  # cudf sets no text in place of no rows
         return asked(expr, of, library)
-    labels = ("a", *(f"v{number}" for number in range(len(names))))
-    of_values = (each for pair in zip(labels[1:], values, strict=True) for each in pair)
-    found = library.ask(type(expr), [frame.first("a"), *of_values])
-    if found is None or found.labels != labels or found.columns[0] != frame.columns[0]:
+    one = frame.one("a")
+    parts = [key_of(_unnamed(value) or value) for value in values]
+    if None in parts or not parts or any(isinstance(each, Schema) and each.is_frame for each in values):
+        return asked(expr, of, library)
+    by_part = dict(zip(parts, values, strict=True))
+    distinct = list(by_part)
+
+    def answer(missing: list[int]) -> list[Schema | None]:
+        labels = [f"v{number}" for number in range(len(missing))]
+        given = (by_part[distinct[position]] for position in missing)
+        found = answered(
+            type(expr), [one, *(each for pair in zip(labels, given, strict=True) for each in pair)]
+        )
+        if found is None or found.labels != ("a", *labels) or found.columns[0] != one.columns[0]:
+            return [None] * len(missing)
+        return [found.select([label]) for label in labels]
+
+    found = library.ask_parts(type(expr), [one], distinct, answer)
+    if found is None:
         return None
+    of_parts = {part: each.columns[0] for part, each in zip(distinct, found, strict=True)}
     columns = dict(zip(frame.labels, frame.columns, strict=True))
-    columns |= zip(names, found.columns[1:], strict=True)
-    new = found._replace(labels=tuple(columns), columns=tuple(columns.values()))
+    columns |= zip(names, map(of_parts.__getitem__, parts), strict=True)
+    new = found[0]._replace(labels=tuple(columns), columns=tuple(columns.values()))
     return new if new.axis == frame.axis else None
+
+
+def _unnamed(value: Any) -> Schema | None:
+    """Return a series without its name, which an assignment gives another one; None for anything else."""
+    return value._replace(labels=(None,)) if isinstance(value, Schema) and not value.is_frame else None
+
+
+def renamed(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Give columns other names, where these are labels of the same kind."""
+    frame, names = of(expr.frame), expr.operand("columns")
+    if frame is None or not frame.is_frame or type(names) is not dict or not _are_labels([*names]):
+        return asked(expr, of, library)
+    labels = [names.get(label, label) for label in frame.labels]
+    if not _are_labels(labels) or axis_of(labels, frame.axis) != frame.axis:
+        return asked(expr, of, library)
+    return frame._replace(labels=tuple(labels))
+
+
+def numbered(expr: Any, of: SchemaOf, library: Library) -> Schema | None:
+    """Reset the index, of which the levels, if they are kept, become the first columns."""
+    frame = of(expr.frame)
+    if frame is None or not (frame.is_frame and frame.columns and _are_labels(frame.labels)):
+        return asked(expr, of, library)
+    names = [] if expr.operand("drop") is True else list(frame.index.value.names)
+    if not _are_labels([*names, "a"]) or {*names} & {*frame.labels}:
+        return asked(expr, of, library)
+    one = frame.one("a")
+    found = library.ask(type(expr), [one, *expr.operands[1:]])
+    if found is None or found.labels != (*names, "a") or found.columns[-1] != one.columns[0]:
+        return None
+    if found.axis != frame.axis:
+        return None
+    labels, columns = (*names, *frame.labels), (*found.columns[:-1], *frame.columns)
+    return found._replace(labels=labels, columns=columns)
 
 
 def _are_labels(names: Sequence[Any]) -> bool:
@@ -270,10 +343,16 @@ def _columns_of_join(
         side._replace(labels=tuple(of.values()), columns=tuple(map(side.at, of)))
         for side, of in zip((left, right), keys, strict=True)
     ]
-    parts = [
-        None,
-        *((at, each) for at, side in enumerate((left, right)) for each in dict.fromkeys(side.columns)),
+    # Those of each side on either side, since the next join may have them there; but Dask takes categories in
+    # another order for the same.
+    both = [
+        each
+        for side in (left, right)
+        for each in side.columns
+        if not hasattr(dtype_of(each.value), "categories")
     ]
+    of_side = (dict.fromkeys([*side.columns, *both]) for side in (left, right))
+    parts = [None, *((at, each) for at, columns in enumerate(of_side) for each in columns)]
     rest = [expr.how, *(list(of.values()) or None for of in keys), expr.left_index, expr.right_index]
 
     def answer(missing: list[int]) -> list[Schema | None]:
@@ -317,7 +396,7 @@ def _name_of_key(number: int, at: int, pair: tuple[Any, Any]) -> str:
 
 def _numbered(side: Schema, library: Library) -> Schema | None:
     """Return a schema with row numbers as its index."""
-    found = library.ask(_expr.ResetIndex, [side.first("a"), True])
+    found = library.ask(_expr.ResetIndex, [side.one("a"), True])
     return None if found is None else side._replace(index=found.index)
 
 
@@ -400,7 +479,7 @@ _OF_VALUES = (
     _accessor.FunctionMap, _accessor.PropertyMap, _expr.AsType, _expr.Between, _expr.Clip, _expr.Fillna,
     _expr.IsNa, _expr.NotNull, _expr.Mask, _expr.Round, _expr.Where,
 )  # fmt: skip
-_OF_COLUMNS = (_expr.ColumnsSetter, _expr.Drop, _expr.RenameFrame, _expr.ResetIndex)
+_OF_COLUMNS = (_expr.ColumnsSetter, _expr.Drop)
 _OF_GROUPS = (
     _groupby.Count, _groupby.First, _groupby.GroupByChunk, _groupby.Last, _groupby.Max, _groupby.Mean,
     _groupby.Min, _groupby.NUnique, _groupby.Prod, _groupby.Size, _groupby.Std, _groupby.Sum, _groupby.Var,
@@ -425,6 +504,8 @@ SCHEMAS: dict[type, Rule] = {
     _expr.Fused: of_fused,
     _expr.Isin: isin,
     _expr.Projection: projection,
+    _expr.RenameFrame: renamed,
+    _expr.ResetIndex: numbered,
     FusedIO: of_fused_read,
 }
 

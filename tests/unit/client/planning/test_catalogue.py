@@ -96,6 +96,11 @@ def of_frames(left: Any, right: Any) -> Iterator[Any]:
     yield lambda: left.rename(columns={"key": "name"})
     yield lambda: left.rename(columns={"key": 1})[1]
     yield lambda: left.rename(columns=str.upper)
+    yield lambda: left.rename(columns={"key": "other", "missing": "name"}).reset_index()
+    yield lambda: left.assign(index=1, name="x").rename(columns={"key": "level_0"}).reset_index()
+    yield lambda: left.set_index("key").reset_index()
+    yield lambda: left.set_index("name")[["small"]].rename(columns={"small": "name"}).reset_index()
+    yield lambda: left[few].groupby(["key", "name"]).agg({"when": "max"}).reset_index(drop=True)
     yield lambda: left.rename(columns={"key": 1}).assign(new=1)
     yield lambda: left[few].add_prefix("a")
     yield lambda: left[few].drop_duplicates()
@@ -105,6 +110,12 @@ def of_frames(left: Any, right: Any) -> Iterator[Any]:
     yield lambda: left.head(3, compute=False)[few]
     yield lambda: left.assign(key=left.key * 2, new=left.ratio).assign(more=lambda x: x.new)
     yield lambda: left.assign(new=left.key.sum())
+    yield lambda: left[few].assign(one=left.small, two=left.small * 2, three=left.ratio, four="x", five="x")
+    yield lambda: left.set_index("key").assign(new=left.small)
+    yield lambda: left[left.key > 10**12].assign(
+        new=left.when < pd.Timestamp("1500-01-01"), old=left.small > 400
+    )
+    yield lambda: left[["when"]].assign(new=left.when < pd.Timestamp("2013-01-02", tz="UTC"))
     yield lambda: left.assign(v0=left.key, a=1, key="x")
     yield lambda: left[few].assign(new=left.index)
     yield lambda: left[["key", "key"]].assign(new=1)
@@ -358,7 +369,31 @@ def test_labels_and_text_make_no_new_questions(library: Library, planner: Planne
             few = left.rename(columns=dict(zip(left.columns, names, strict=True)))
             key, name, ratio = (few[each] for each in names)
             asked = planner.count("metadata.computed")
-            metadata(few.assign(new=(key * 2 < ratio) & (name == names[1])).expr)
+            metadata(few.assign(new=(key * 2 < ratio) & (name == names[1]) & (ratio > len(name.name))).expr)
+            metadata(
+                few[key > len(name.name)].reset_index(drop=True).assign(**{names[2]: key, "new": ratio}).expr
+            )
+    assert planner.count("metadata.computed") == asked
+
+
+def test_the_columns_of_a_frame_make_no_new_questions(library: Library, planner: Planner) -> None:
+    left = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
+    columns = (["name", "key", "ratio", "flag"], ["key", "flag"], ["flag", "key", "when"])
+    with planner.used():
+        for number, few in enumerate(columns):
+            frame = left[few].rename(columns={"key": "other"})
+            asked = planner.count("metadata.computed")
+            metadata(frame[left.flag].assign(new=left.small).reset_index(drop=True).expr)
+            if number:
+                assert planner.count("metadata.computed") == asked
+
+
+def test_joins_ask_about_columns_of_a_dtype_once(library: Library, planner: Planner) -> None:
+    left = right = dd.from_pandas(tables()[0], npartitions=2).to_backend(library.name)
+    with planner.used():
+        metadata(left[["key", "name"]].merge(right[["key", "ratio"]], on="key").expr)
+        asked = planner.count("metadata.computed")
+        metadata(left[["key", "ratio"]].merge(right[["key", "name"]], on="key").expr)
     assert planner.count("metadata.computed") == asked
 
 
