@@ -81,7 +81,8 @@ def test_a_shuffle_is_shown_as_it_was() -> None:
         shown = drawn(now)
         assert [query["state"] for query in shown["queries"]] == ["done", "done"]
         assert [shuffle["label"] for shuffle in shown["shuffles"]] == [row["label"]]
-        assert re.fullmatch(r"shuffle by key \(test_dashboard.py:\d+\)", row["label"])
+        # Other tests of this process may have shuffled by the same key, and their lines are named, too.
+        assert re.fullmatch(r"shuffle by key \(.*test_dashboard.py:\d+\)", row["label"])
         assert list(shown["memory"]["series"]) == ["memory", "shared memory", "disk"]
         assert {name for name, _ in shown["workers"]["rows"]} == {str(a.name), str(b.name)}
         assert sum(flow["bytes"] for _, _, flow in shown["traffic"]["flows"]) > 0
@@ -108,11 +109,11 @@ async def test_shuffles_are_named_by_operation_keys_and_line(client: Any, schedu
     shuffles = collector(scheduler).sampler.shuffles
     for label, operation in OPERATIONS.items():
         before = len(shuffles)
-        line = f"{label} (test_dashboard.py:{operation.__code__.co_firstlineno})"
+        line = f"test_dashboard.py:{operation.__code__.co_firstlineno})"
         await wait(await asyncio.to_thread(lambda do=operation: client.persist(do(collection(4)))))
         labels = [row["label"] for row in shuffles.rows(0.0)][: len(shuffles) - before]
         assert labels
-        assert set(labels) == {line}, label
+        assert all(found.startswith(f"{label} (") and found.endswith(line) for found in labels), labels
     ones = da.ones((40, 40), chunks=(40, 10))
     await wait(client.persist(ones.rechunk((10, 40), method="p2p")))
     assert shuffles.rows(0.0)[0]["label"] == "rechunk"
