@@ -164,7 +164,7 @@ def stop_here() -> None:
 
 def test_nothing_waits_for_a_slow_worker_that_has_the_files(bucket: Bucket) -> None:
     """A worker that has just joined has nothing to do, and so steals its reads, and keeps what it reads."""
-    with cluster("pandas", 1) as client:
+    with dask.config.set({"distributed.scheduler.work-stealing": True}), cluster("pandas", 1) as client:
         assert bucket.table("fsspec").y.sum().compute() == FILES * sum(range(ROWS))
         (slow,) = client.nthreads()
         client.cluster.scale(2)
