@@ -4,6 +4,8 @@ A plan asks the library what operations return, of frames of two rows. The first
 start CUDA, load kernels and compile some: 0.7 s on an H200, of 1.1 s that a first query of TPC-H takes. A
 process that has imported such a library makes them in a thread, as soon as the runtime is switched on there:
 while a cluster starts its workers, or a client connects.
+
+Decisions and their figures: ``docs/decisions/planning.md``.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ partition, so nothing is guaranteed of categorical data (:func:`has_categories`)
 
 ``tests/unit/client/planning/test_operations.py`` checks the guarantees of each entry on rows that are
 divided at random.
+
+Decisions and their figures: ``docs/decisions/planning.md``.
 """
 
 from __future__ import annotations
