@@ -285,6 +285,22 @@ def _repeat_no_words(original: Callable[..., Any], expr: Any) -> Any:
     return lowered.substitute_parameters({"aggregate": partial(aggregate_present, lowered.aggregate)})
 
 
+def _keep_conditions_on_labels(
+    original: Callable[..., Any], resets: Any, parent: Any, dependents: Any
+) -> Any:
+    """Leave a filter above the columns that labels become, where its condition reads these.
+
+    Dask has the index in their place, which has other methods, and no labels for what it is compared beside.
+    """
+    if isinstance(parent, Filter) and not resets.drop:
+        own = {*resets.frame.columns}
+        for each in parent.predicate.walk():
+            reads = isinstance(each, Projection) and name_of(each.frame) == name_of(resets)
+            if reads and not {*each.columns} <= own:
+                return None
+    return original(resets, parent, dependents)
+
+
 def _align_what_functions_return(original: Callable[..., Any], frame: Any, **pairs: Any) -> Any:
     """Have a column that a function returns aligned with the frame, as one that is given.
 
@@ -410,6 +426,7 @@ CORRECTIONS: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("_build_agg_args_var", _square_floats_of_steps),
     ("AsType._simplify_up", _check_after_casts),
     ("SortValues._simplify_up", _begin_with_nulls),
+    ("ResetIndex._simplify_up", _keep_conditions_on_labels),
     ("ApplyConcatApply._lower", _count_values_of_nulls),
     ("Mean._lower", _sum_floats),
     ("_build_agg_args_mean", _sum_floats_of_steps),

@@ -91,7 +91,7 @@ async def test_without_notes_results_are_fetched(client: Any, scheduler: Any, *w
 
 def test_a_dask_that_is_not_known_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
     other = SeamGroup("results", (Seam("distributed.scheduler:Scheduler.no_such_method"),))
-    monkeypatch.setattr("dask_gpurt.dask_hooks.scheduler.RESULTS", other)
+    monkeypatch.setattr("dask_gpurt.scheduler.results.RESULTS", other)
     metrics = Metrics()
     scheduler: Any = SimpleNamespace(extensions={"shuffle": SimpleNamespace(active_shuffles={})})
     results = SmallResults(scheduler, (), metrics)

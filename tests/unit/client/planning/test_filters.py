@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dask.dataframe as dd
@@ -21,9 +21,11 @@ from dask.dataframe.dask_expr.io.parquet import ReadParquet, ReadParquetFSSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_gpurt.client.corrections import correct_with
 from dask_gpurt.client.planning.cache import EARLY_RULES
 from dask_gpurt.client.planning.rules import Facts, PartitionSizes
 from dask_gpurt.client.planning.rules.row_choices import RowChoices
+from dask_gpurt.dask_hooks import PatchSet
 from tests.helpers import planned
 from tests.helpers.clusters import canonical
 from tests.helpers.examples import examples
@@ -59,6 +61,15 @@ def tables(rows: int = 60) -> dict[str, pd.DataFrame]:
         }
     )
     return {"large": large, "small": small}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def corrected() -> Iterator[None]:
+    """Correct what Dask makes of filters by labels, as where the runtime is on."""
+    patches = PatchSet()
+    correct_with(lambda: True, patches)
+    yield
+    patches.restore()
 
 
 @pytest.fixture(scope="module")
