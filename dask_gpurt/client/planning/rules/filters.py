@@ -47,6 +47,7 @@ from dask_gpurt.client.planning.operations import (
     KEEPING,
     has_fixed_dtypes,
     is_narrow,
+    is_no_operation,
     is_of_pandas,
     kind_of,
 )
@@ -335,8 +336,10 @@ class _Plan(RowRoots):
         if not is_of_pandas(root):
             return
         for expr in rows:
-            is_fixed = type(expr) in (*KEEPING, _expr.RenameAxis) or (
-                type(expr) in COMPUTING and (has_fixed_dtypes(expr) or self._is_of_full(root, expr))
+            is_fixed = (
+                kind_of(expr) in KEEPING
+                or is_no_operation(expr)
+                or (type(expr) in COMPUTING and (has_fixed_dtypes(expr) or self._is_of_full(root, expr)))
             )
             if not is_fixed and self._dtypes.get(name_of(expr)) and expr is not root:
                 raise _LeftError(f"the dtype of {type(expr).__name__} depends on which rows there are")
