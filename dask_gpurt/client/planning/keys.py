@@ -25,6 +25,7 @@ import pickle
 import platform
 import sys
 import types
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from enum import Enum
 from functools import cache, lru_cache, partial
@@ -94,6 +95,8 @@ _UNNAMED = (
 
 #: The kinds of dtypes of numpy that their string describes completely.
 _SIMPLE_KINDS = frozenset("biufcmMOSU")
+#: pandas makes the other one of aggregates with names, and looks up nothing that is not there.
+_DICTS = (dict, defaultdict)
 
 
 # ---- expressions that may be kept -------------------------------------------------------------------------
@@ -132,7 +135,7 @@ class Plain:
             return True
         if isinstance(value, (tuple, frozenset)) or type(value) in (list, set):  # of which `own` makes copies
             return len(value) <= VALUES_LIMIT and all(map(self._is_plain, value))
-        if type(value) is dict:
+        if type(value) in _DICTS:
             return len(value) <= VALUES_LIMIT and all(
                 self._is_plain(key) and self._is_plain(item) for key, item in value.items()
             )
@@ -160,9 +163,9 @@ def own(value: Any) -> Any:
         return with_deferred_values(value, own)
     if kind is partial:
         return partial(value.func, *map(own, value.args), **own(value.keywords))
-    if kind not in (list, tuple, dict, set) or len(value) > VALUES_LIMIT:
+    if kind not in (list, tuple, set, *_DICTS) or len(value) > VALUES_LIMIT:
         return value
-    if kind is dict:
+    if kind in _DICTS:
         return {key: own(item) for key, item in value.items()}
     copied = kind(map(own, value))
     # A tuple without anything to copy in it stays the same object.

@@ -193,6 +193,18 @@ def test_functions_of_the_user_are_called_again(planner: Planner, tmp_path: Path
     assert dd.read_parquet(path).map_partitions(function)._name == name
 
 
+def test_aggregates_with_names_are_planned_once(planner: Planner, tmp_path: Path) -> None:
+    """pandas makes a defaultdict of them."""
+    path = write(tmp_path / "table")
+    plans = [
+        dd.read_parquet(path).groupby("key").agg(all=("value", "sum"), most=("value", "max")).optimize()
+        for _ in range(2)
+    ]
+    assert plans[0].expr is plans[1].expr
+    assert planner.count("plans.reused") == 1
+    assert list(plans[1].compute().columns) == ["all", "most"]
+
+
 def test_settings_by_which_dask_plans_drop_what_was_kept(planner: Planner, tmp_path: Path) -> None:
     path = write(tmp_path / "table")
     plans = []
