@@ -24,7 +24,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distributed.core import Status, clean_exception
 from distributed.protocol.pickle import dumps
@@ -34,7 +34,9 @@ from dask_gpurt._version import __version__
 from dask_gpurt.dask_hooks import NEWEST, OLDEST, UnsupportedError
 from dask_gpurt.dask_hooks.types import SchedulerServer
 from dask_gpurt.protocol import NAME, JoinReply
-from dask_gpurt.scheduler.worker_calls import SilentWorkers
+
+if TYPE_CHECKING:  # what it imports may not be there in another Dask, of which this module tells
+    from dask_gpurt.scheduler.worker_calls import SilentWorkers
 
 logger = logging.getLogger(__name__)
 
