@@ -186,6 +186,7 @@ def measure(
             pipes[contender], theirs = SPAWN.Pipe()
             processes.append(SPAWN.Process(target=answer, args=(theirs, contender, folder, in_memory)))
             processes[-1].start()
+            theirs.close()  # so that the end of a process is the end of its pipe
             pipes[contender].recv()
         for at, question in enumerate(questions):
             order = contenders if (turn + at) % 2 else contenders[::-1]
@@ -244,8 +245,8 @@ def main(
     asked = [each for each in QUESTIONS if questions is None or each.startswith(tuple(questions.split(";")))]
     with tempfile.TemporaryDirectory(prefix="gpurt-to-client-") as temporary:
         folder = data or Path(temporary, "tables")
-        if not folder.exists():
-            folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
             make_tables(folder, rows)
         runs = []
         for run in measure(asked, (TASKS, RUNTIME), folder, turns, in_memory):
