@@ -230,7 +230,8 @@ class GpurtWorkerPlugin(WorkerPlugin):
             )
             self.data.install()
             undo.push_async_callback(self._give_data_back)
-        if settings.cache != 0:
+        # On a GPU only if a size is asked for: it has not run with cudf there.
+        if settings.cache != 0 and (self.tiers.device.on_host or settings.cache is not None):
             kept = KeptRanges(worker, self.tiers.ranges, self.metrics)
             undo.callback(kept.uninstall)
             kept.install()

@@ -39,7 +39,6 @@ _NO_OPERATION = ("dask_cudf.io.parquet", "NoOp")
 _OF_CUDF: Mapping[tuple[str, str], type[Expr]] = {
     ("dask_cudf._expr.expr", "RenameAxisCudf"): _expr.RenameAxis,
     ("dask_cudf._expr.groupby", "CudfGroupbyAgg"): _groupby.GroupbyAggregation,
-    ("dask_cudf._expr.groupby", "DecomposableCudfGroupbyAgg"): _groupby.DecomposableGroupbyAggregation,
 }
 #: Values of which an operation's result has a dtype that follows from their type.
 _SCALARS = (

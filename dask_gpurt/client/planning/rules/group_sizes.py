@@ -6,7 +6,7 @@ each call sorts the keys into groups anew.
 
 What it does not reason about
     Anything but an ``agg`` of one aggregate for each column, by columns. Aggregates that dask_cudf leaves to
-    Dask in any case.
+    Dask in any case, and those that it computes in another way, such as variances.
 Why the result is the same
     The size of a group is the sum of a one in each of its rows, with nulls in other columns or without. The
     column whose size is asked for is no key, and has no other aggregate. The rule is refused where the names
@@ -27,8 +27,8 @@ from dask_gpurt.client.planning.operations import dtypes_of, is_of_pandas
 from dask_gpurt.client.planning.rules import Facts
 from dask_gpurt.dask_hooks.planning import Expr, collection_of, name_of, rebuild
 
-#: The aggregates that dask_cudf computes with one groupby.
-_AT_ONCE = frozenset(["count", "mean", "std", "var", "sum", "min", "max", "first", "last"])
+#: Those of the aggregates that dask_cudf computes with one groupby whose values are Dask's.
+_AT_ONCE = frozenset(["count", "mean", "sum", "min", "max"])
 
 
 class GroupSizes:

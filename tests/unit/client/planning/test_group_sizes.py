@@ -39,6 +39,7 @@ AT_ONCE = {
 LEFT = {
     "of a key": lambda frame: frame.groupby("key").agg({"key": "size", "n": "sum"}),
     "lists": lambda frame: frame.groupby("key").agg({"x": ["size", "sum"]}),
+    "variances": lambda frame: frame.groupby("key").agg({"x": "size", "n": "var"}),
     "others": lambda frame: frame.groupby("key").agg({"x": "size", "n": "median"}),
     "none": lambda frame: frame.groupby("key").agg({"x": "sum"}),
     "computed keys": lambda frame: frame.groupby(frame.n % 3).agg({"x": "size"}),
