@@ -31,24 +31,28 @@ class _Listed(BokehTornado):
         """Stop nothing."""
 
 
-def list_pages(scheduler: SchedulerServer, page: str, parts: Collection[str]) -> None:
+def list_pages(scheduler: SchedulerServer, page: str, parts: Collection[str]) -> bool:
     """Add a page to the menu of a scheduler's dashboard, and its parts to the list of plots. Idempotent.
 
     ``page``: its path without the slash.
     ``parts``: their paths, which begin with ``/individual-``.
+    Returns False if the scheduler serves no dashboard.
     Raises UnsupportedError if Dask's dashboard differs from the known one.
     """
     DASHBOARD.require()
+    served: Any = scheduler
+    applications = served.http_application.applications
+    first = next((at for at, each in enumerate(applications) if isinstance(each, BokehTornado)), None)
+    if first is None:
+        return False
     known: dict[str, Any] = dashboard.template_variables(scheduler)
     if page in known["pages"]:
-        return
+        return True
     known["pages"].insert(-1, page)  # before "info"
     known["plots"] += [{"url": path.strip("/"), "name": _title(path)} for path in parts]
     known["plots"].sort(key=lambda plot: str(plot["name"]))
-    served: Any = scheduler
-    applications = served.http_application.applications
-    first = next(at for at, each in enumerate(applications) if isinstance(each, BokehTornado))
     applications.insert(first, _Listed({*applications[first].app_paths, *parts}))
+    return True
 
 
 def menu_of(scheduler: SchedulerServer) -> list[str]:

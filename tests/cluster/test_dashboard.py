@@ -200,6 +200,15 @@ def test_each_page_is_served_also_after_switching_on_twice() -> None:
     served(test)
 
 
+def test_a_scheduler_without_a_dashboard_needs_no_fallback() -> None:
+    options = {"dashboard": False, "dashboard_address": ":0"}
+    cluster = LocalCluster(n_workers=1, threads_per_worker=1, processes=False, scheduler_kwargs=options)
+    with cluster, Client(cluster) as client:
+        dask_gpurt.enable(client)
+        assert not dask_gpurt.report(client).fallbacks
+        dask_gpurt.disable(client)
+
+
 def test_without_bokeh_the_page_comes_and_goes_with_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: Any, scheduler: Any, base: str) -> None:
         assert "Queries" in await fetch(f"{base}/{PAGE}")

@@ -63,5 +63,4 @@ def _list(scheduler: SchedulerServer) -> bool:
         from dask_gpurt.dask_hooks.dashboard import list_pages
     except ImportError:  # without bokeh, Dask has no dashboard either, and says so itself
         return False
-    list_pages(scheduler, page.PAGE, page.PARTS)
-    return True
+    return list_pages(scheduler, page.PAGE, page.PARTS)
